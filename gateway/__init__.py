@@ -1,0 +1,1 @@
+"""The gateway: requests in, tokens out; owns the decoding loop. Never imports torch."""

@@ -1,0 +1,1 @@
+"""How the gateway reaches draft and target services over gRPC."""

@@ -1,0 +1,109 @@
+"""The exceptions of Tandem and the one table that maps them to gRPC codes and HTTP statuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+
+class TandemError(Exception):
+    """Base of every error Tandem raises on purpose; its text is meant for the user."""
+
+
+class InvalidRequest(TandemError):
+    """A value the caller gave is unknown, out of range or contradicts another one.
+
+    ``param`` names the offending field where there is one.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class NotFound(TandemError):
+    """The named model does not exist here."""
+
+
+class ModelNotSupported(TandemError):
+    """A checkpoint cannot be run correctly, so it is refused at load."""
+
+
+class StaleSession(TandemError):
+    """A message does not fit the session's state; the session must be opened anew."""
+
+
+class Overloaded(TandemError):
+    """Queue or memory is full; the request may be repeated after ``retry_after_s`` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(TandemError):
+    """The request's deadline passed before it was finished."""
+
+
+class Cancelled(TandemError):
+    """The caller went away."""
+
+
+class Unavailable(TandemError):
+    """A service cannot be reached, is draining, or was lost and could not be replaced."""
+
+
+class InternalError(TandemError):
+    """A fault of ours; the text that leaves the process is fixed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How one class of error looks from outside: a gRPC status name, an HTTP status, an OpenAI error type."""
+
+    grpc: str
+    http: int
+    openai_type: str
+
+
+_STATUS: Final[Mapping[type[TandemError], Status]] = {
+    InvalidRequest: Status("INVALID_ARGUMENT", 400, "invalid_request_error"),
+    NotFound: Status("NOT_FOUND", 404, "not_found_error"),
+    ModelNotSupported: Status("FAILED_PRECONDITION", 400, "invalid_request_error"),
+    StaleSession: Status("FAILED_PRECONDITION", 409, "conflict_error"),
+    Overloaded: Status("RESOURCE_EXHAUSTED", 429, "rate_limit_error"),
+    DeadlineExceeded: Status("DEADLINE_EXCEEDED", 504, "timeout_error"),
+    Cancelled: Status("CANCELLED", 499, "cancelled_error"),
+    Unavailable: Status("UNAVAILABLE", 503, "service_unavailable_error"),
+    InternalError: Status("INTERNAL", 500, "internal_server_error"),
+}
+
+#: Text of every INTERNAL error that leaves the process; the cause is in the server's log.
+INTERNAL_TEXT: Final = "internal error; the server's log has the cause"
+
+
+def status_of(error: BaseException) -> Status:
+    """The outside look of an error; anything that is not a :class:`TandemError` is INTERNAL."""
+    for cls in type(error).__mro__:
+        if (status := _STATUS.get(cls)) is not None:
+            return status
+    return _STATUS[InternalError]
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error that may leave the process."""
+    if isinstance(error, TandemError) and not isinstance(error, InternalError):
+        return str(error)
+    return INTERNAL_TEXT
+
+
+def error_from_status(grpc_name: str, text: str) -> TandemError:
+    """The error a peer raised, rebuilt from its gRPC status name and text.
+
+    Codes outside the table (UNKNOWN, ABORTED, …) become :class:`Unavailable`: the peer is of no use.
+    """
+    for cls, status in _STATUS.items():
+        if status.grpc == grpc_name and cls is not ModelNotSupported:
+            return cls(text)
+    return Unavailable(f"{grpc_name}: {text}")

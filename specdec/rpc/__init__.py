@@ -1,0 +1,1 @@
+"""Serving and calling over gRPC: servers, channels, interceptors, health, reflection."""

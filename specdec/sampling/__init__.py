@@ -1,0 +1,1 @@
+"""From logits to a token: request parameters, transforms and counter-based noise."""

@@ -1,0 +1,258 @@
+"""Sessions as plain data: what gateway, draft and target say to each other, and the interface both backends keep.
+
+The services' cores implement the two ``…Backend`` protocols directly (in one process), and the gateway's gRPC
+clients implement them over the wire; :mod:`specdec.codec` turns the data below into messages and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from specdec.sampling.params import SamplingParams
+
+
+class Rule(StrEnum):
+    """How a target accepts or rejects drafted tokens; see ``docs/verification.md``."""
+
+    TOKEN = "token"
+    BLOCK = "block"
+    COUPLED = "coupled"
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRow:
+    """The distribution one drafted token was drawn from: q(v) = weight / sum of weights, 0 elsewhere."""
+
+    token_ids: tuple[int, ...]
+    #: uint16 each, all above 0.
+    weights: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Drafted tokens that continue the first ``base_len`` committed tokens."""
+
+    epoch: int
+    base_len: int
+    token_ids: tuple[int, ...]
+    #: Index of each token's parent, -1 for the prefix; empty means a chain.
+    parents: tuple[int, ...] = ()
+    #: One per token where a ratio rule needs q; empty for deterministic and coupled drafts.
+    q_rows: tuple[SparseRow, ...] = ()
+    #: Tokens assumed to be committed between base_len and the drafted ones.
+    assumed_token_ids: tuple[int, ...] = ()
+    draft_ns: int = 0
+    queue_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (nats) and rank (1 = most likely) of a token under the raw model distribution."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """The token that stands at a position and the most likely ones there, best first."""
+
+    token: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimings:
+    """Where a round's time went on the target, in nanoseconds, and how large its batch was."""
+
+    queue_ns: int = 0
+    forward_ns: int = 0
+    verify_ns: int = 0
+    batch_sessions: int = 0
+    batch_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a round committed: the accepted drafts, then the target's own token."""
+
+    epoch: int
+    base_len: int
+    token_ids: tuple[int, ...]
+    num_accepted: int = 0
+    num_draft_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    timings: RoundTimings = field(default_factory=RoundTimings)
+
+    @property
+    def committed_len(self) -> int:
+        """Committed length after the round."""
+        return self.base_len + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSpec:
+    """Opens a session, on a target or on a draft."""
+
+    session_id: str
+    epoch: int = 1
+    #: Prompt, then what was already generated (after a move from another replica).
+    token_ids: tuple[int, ...]
+    prompt_len: int
+    #: ``seed`` and ``max_tokens`` are always set; ``stop_token_ids`` already holds the end-of-sequence tokens.
+    params: SamplingParams
+    #: None means the target's default.
+    rule: Rule | None = None
+    #: Most drafted tokens a round will carry.
+    num_speculative_tokens: int = 0
+    #: Keep the cache under session_id at the end and reuse what is kept there.
+    park: bool = False
+    #: Target only: tokens to decode ahead right after the first one.
+    decode_ahead_tokens: int = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of ``token_ids`` that count as output."""
+        return len(self.token_ids) - self.prompt_len
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOpened:
+    """A target admitted the session and prefilled its tokens."""
+
+    epoch: int
+    rule: Rule
+    num_cached_tokens: int = 0
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    queue_ns: int = 0
+    prefill_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOpened:
+    """A draft admitted the session and prefilled its tokens."""
+
+    epoch: int
+    num_speculative_tokens: int
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a model server says about its model; field by field the message of the same name."""
+
+    name: str
+    architecture: str = ""
+    vocab_size: int = 0
+    tokenizer_size: int = 0
+    tokenizer_fingerprint: str = ""
+    max_model_len: int = 0
+    dtype: str = ""
+    device: str = ""
+    num_parameters: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    kv_cache_tokens: int = 0
+    method: str = ""
+    num_speculative_tokens: int = 0
+    verification: Rule | None = None
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """A server's occupancy at one moment."""
+
+    open_sessions: int = 0
+    parked_sessions: int = 0
+    waiting_sessions: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
+    stale_messages: int = 0
+
+
+class TargetSession(Protocol):
+    """An open session on a target. Calls are made one at a time; each starts where the last verdict ended."""
+
+    @property
+    def opened(self) -> TargetOpened:
+        """What admission and prefilling found."""
+        ...
+
+    @property
+    def first(self) -> Verdict:
+        """The verdict of prefilling: the first token."""
+        ...
+
+    async def verify(self, committed_len: int, proposal: Proposal | None) -> Verdict:
+        """Verify one proposal (None or empty: one plain step). A stale one raises :class:`StaleSession`."""
+        ...
+
+    def decode_ahead(self, committed_len: int, num_tokens: int) -> AsyncIterator[Verdict]:
+        """Decode up to ``num_tokens`` tokens without proposals; the iterator ends with the limit or the sequence."""
+        ...
+
+    async def close(self) -> None:
+        """Release (or park) the cache. Idempotent; never raises for a peer that is gone."""
+        ...
+
+
+class TargetBackend(Protocol):
+    """Where target sessions are opened."""
+
+    async def open(self, spec: SessionSpec) -> TargetSession:
+        """Admit and prefill; returns once the first token is there. Cancelling leaves nothing behind."""
+        ...
+
+    async def info(self) -> ModelInfo:
+        """Describe the model."""
+        ...
+
+    async def load(self) -> ServerLoad:
+        """Describe the occupancy at this moment."""
+        ...
+
+
+class DraftSession(Protocol):
+    """An open session on a draft."""
+
+    @property
+    def opened(self) -> DraftOpened:
+        """What admission found."""
+        ...
+
+    async def propose(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int) -> Proposal:
+        """Commit ``token_ids`` after ``base_len`` and draft after them. The proposal may be shorter, even empty."""
+        ...
+
+    async def close(self) -> None:
+        """Release (or park) the cache. Idempotent; never raises for a peer that is gone."""
+        ...
+
+
+class DraftBackend(Protocol):
+    """Where draft sessions are opened."""
+
+    async def open(self, spec: SessionSpec) -> DraftSession:
+        """Admit and prefill. Cancelling leaves nothing behind."""
+        ...
+
+    async def info(self) -> ModelInfo:
+        """Describe the model."""
+        ...
+
+    async def load(self) -> ServerLoad:
+        """Describe the occupancy at this moment."""
+        ...

@@ -1,0 +1,227 @@
+"""Settings of every service: frozen, validated once, each default written here and nowhere else.
+
+Field names are vLLM's where vLLM has the option. Command lines read their defaults from these classes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from specdec.errors import InvalidRequest
+from specdec.sessions import Rule
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+METHODS = ("draft_model", "ngram", "none")
+
+
+def _require(condition: bool, param: str, message: str) -> None:
+    if not condition:
+        raise InvalidRequest(message, param=param)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """One model and the machine it runs on."""
+
+    #: Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer).
+    model: str
+    #: Folder of the tokenizer; None means the model's own.
+    tokenizer: str | None = None
+    #: "auto" takes the checkpoint's.
+    dtype: str = "auto"
+    #: "auto", "cpu" or "cuda:N".
+    device: str = "auto"
+    #: Longest sequence in tokens; None takes the checkpoint's.
+    max_model_len: int | None = None
+    #: CUDA: share of the device's memory for weights, activations and KV cache together.
+    gpu_memory_utilization: float = 0.9
+    #: CPU: share of the machine's memory the KV cache may take.
+    cpu_kv_cache_share: float = 0.2
+    #: Bytes of KV cache; given, it overrides the two shares.
+    kv_cache_memory_bytes: int | None = None
+    #: Tokens per KV block.
+    block_size: int = 32
+    #: Threads of the forward pass on a CPU; None takes all cores this process may use.
+    num_threads: int | None = None
+    tensor_parallel_size: int = 1
+    trust_remote_code: bool = False
+    #: Run the model's own modules even where a faster path exists.
+    enforce_eager: bool = False
+    #: Key for noise that no request seeds.
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(bool(self.model), "model", "model is empty; give the folder of a Hugging Face checkpoint")
+        _require(self.dtype in DTYPES, "dtype", f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        for name in ("gpu_memory_utilization", "cpu_kv_cache_share"):
+            share = getattr(self, name)
+            _require(0.0 < share <= 1.0, name, f"{name} is {share}, outside (0, 1]")
+        for name in ("max_model_len", "kv_cache_memory_bytes", "num_threads"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, name, f"{name} is {value}; it must be above 0")
+        _require(self.block_size > 0, "block_size", f"block_size is {self.block_size}; it must be above 0")
+        _require(
+            self.tensor_parallel_size == 1,
+            "tensor_parallel_size",
+            f"tensor_parallel_size is {self.tensor_parallel_size}: tensor parallelism is not available yet; use 1",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """How many sessions a model service runs and how much one tick feeds."""
+
+    #: Sessions open at once.
+    max_num_seqs: int = 256
+    #: Rows (tokens fed) per tick; prefill chunks fill what decoding leaves.
+    max_num_batched_tokens: int = 512
+    #: Sessions waiting to be admitted; one more gets RESOURCE_EXHAUSTED.
+    max_waiting: int = 256
+    #: Seconds a session waits for memory before it gets RESOURCE_EXHAUSTED.
+    max_wait_s: float = 30.0
+    #: Seconds a parked session is kept.
+    park_ttl_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            _require(value > 0, field.name, f"{field.name} is {value}; it must be above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeSettings:
+    """Speculation, under the names of vLLM's ``speculative_config``."""
+
+    #: Folder of the draft model; None with a method that needs none.
+    model: str | None = None
+    #: "draft_model", "ngram" or "none"; None means draft_model where a model is given, else none.
+    method: str | None = None
+    #: Drafted tokens a round at most.
+    num_speculative_tokens: int = 4
+    #: Longest and shortest n-gram looked up by "ngram".
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 1
+    draft_tensor_parallel_size: int = 1
+    #: Speculation pauses while more sessions than this are open; None never pauses.
+    disable_by_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        method = self.method or ("draft_model" if self.model else "none")
+        object.__setattr__(self, "method", method)
+        _require(method in METHODS, "method", f"method is {method!r}; choose one of {', '.join(METHODS)}")
+        _require(
+            method != "draft_model" or self.model is not None,
+            "model",
+            'method "draft_model" needs "model", the folder of the draft checkpoint',
+        )
+        _require(
+            0 <= self.num_speculative_tokens <= 64,
+            "num_speculative_tokens",
+            f"num_speculative_tokens is {self.num_speculative_tokens}, outside [0, 64]",
+        )
+        _require(
+            1 <= self.prompt_lookup_min <= self.prompt_lookup_max,
+            "prompt_lookup_min",
+            f"prompt_lookup_min ({self.prompt_lookup_min}) and prompt_lookup_max ({self.prompt_lookup_max}) must"
+            " satisfy 1 <= min <= max",
+        )
+        _require(
+            self.draft_tensor_parallel_size == 1,
+            "draft_tensor_parallel_size",
+            f"draft_tensor_parallel_size is {self.draft_tensor_parallel_size}: not available yet; use 1",
+        )
+        _require(
+            self.disable_by_batch_size is None or self.disable_by_batch_size >= 1,
+            "disable_by_batch_size",
+            f"disable_by_batch_size is {self.disable_by_batch_size}; it must be at least 1",
+        )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | str | None) -> Self:
+        """Read vLLM's ``speculative_config`` (a mapping or JSON text); an unknown key is an error naming it."""
+        if config is None:
+            return cls(method="none")
+        if isinstance(config, str):
+            try:
+                config = json.loads(config)
+            except json.JSONDecodeError as error:
+                raise InvalidRequest(f"speculative_config is not JSON: {error}", param="speculative_config") from None
+        if not isinstance(config, Mapping):
+            raise InvalidRequest(
+                f"speculative_config must be an object, not {type(config).__name__}", param="speculative_config"
+            )
+        known = {field.name for field in fields(cls)}
+        for key in config:
+            _require(
+                key in known, key, f"speculative_config has no option {key!r}; it knows {', '.join(sorted(known))}"
+            )
+        return cls(**config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSettings:
+    """A target service."""
+
+    model: ModelSettings
+    scheduler: SchedulerSettings = SchedulerSettings()
+    #: Rule for sessions that name none.
+    verification: Rule = Rule.BLOCK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSettings:
+    """A draft service. ``model`` is None for drafters without a model."""
+
+    speculative: SpeculativeSettings
+    model: ModelSettings | None = None
+    scheduler: SchedulerSettings = SchedulerSettings()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Where a gRPC server listens and how it stops."""
+
+    host: str = "127.0.0.1"
+    #: 0 takes a free port.
+    port: int = 0
+    #: Seconds open streams get to finish after SIGTERM.
+    drain_s: float = 20.0
+    #: Streams and calls at once; more get RESOURCE_EXHAUSTED.
+    max_concurrent_rpcs: int = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """The gateway."""
+
+    #: "host:port" of each target replica.
+    targets: tuple[str, ...] = ()
+    #: "host:port" of each draft replica; empty serves without speculation.
+    drafts: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grpc_port: int = 50051
+    #: Names the model answers to; empty takes the target's name.
+    served_model_name: tuple[str, ...] = ()
+    #: Folder of the tokenizer; None serves token ids only.
+    tokenizer: str | None = None
+    #: Jinja text or file that replaces the tokenizer's chat template.
+    chat_template: str | None = None
+    num_speculative_tokens: int = 4
+    disable_by_batch_size: int | None = None
+    #: None leaves the choice to the target.
+    verification: Rule | None = None
+    #: Seconds a request may take when it names no deadline; None is unlimited.
+    request_timeout_s: float | None = None
+    #: Seconds a draft may take to answer before the round goes on without it.
+    draft_timeout_s: float = 1.0
+    #: Times a session is reopened on a target before the request fails with UNAVAILABLE.
+    max_target_retries: int = 3
+    #: Requests in flight; one more gets 429.
+    max_concurrent_requests: int = 512
+    #: Key of the seeds drawn for requests that give none; None takes the system's randomness.
+    seed: int | None = None
+    drain_s: float = 20.0

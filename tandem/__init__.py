@@ -1,0 +1,1 @@
+"""Tandem: speculative decoding as a service."""

@@ -1,0 +1,1 @@
+"""The target service: scores proposals in batched forward passes and keeps sessions pinned."""
