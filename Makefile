@@ -1,0 +1,43 @@
+# Everything from a fresh machine with Python 3.11+, make and a C++ compiler.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint protos bench install clean
+.DEFAULT_GOAL := demo
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tandem needs Python 3.11 or newer; this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+# The bundled pair generates through a gateway, a draft service and a target service over gRPC.
+demo: $(STAMP)
+	$(BIN)/tandem demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The committed stubs in specdec/v1; a test compares them with what this makes.
+protos: $(STAMP)
+	$(BIN)/python -m grpc_tools.protoc -Iprotos \
+	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	  --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. protos/specdec/v1/*.proto
+
+# Plain against speculative decoding, on the bundled target and on the same padded to 200 M parameters.
+bench: $(STAMP)
+	$(BIN)/tandem bench --hf
+	$(BIN)/tandem bench --hf --pad-target 200M
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
