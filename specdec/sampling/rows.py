@@ -1,0 +1,80 @@
+"""Rows: the places of a batch at which a token is to be drawn, each a session and the drafted tokens after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.sampling.state import SamplingState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """R places in a batch; row r of the logits decides the token after ``states[r]`` and its prefix.
+
+    The prefix holds tokens that are not committed: those a draft assumes the target will commit, then drafted ones.
+    """
+
+    #: One per row; rows of one session share the object.
+    states: Sequence[SamplingState]
+    #: int64 [R, m] on the logits' device, aligned left; entries from prefix_lens[r] on mean nothing.
+    prefix: Tensor
+    prefix_lens: Sequence[int]
+    #: How many tokens at the start of each prefix are assumed to be committed.
+    assumed_lens: Sequence[int]
+
+    @classmethod
+    def after(cls, states: Sequence[SamplingState], assumed: Sequence[Sequence[int]] | None = None) -> Rows:
+        """One row per state, right after its committed tokens and, where given, tokens assumed to follow them."""
+        assumed = assumed or [()] * len(states)
+        lens = [len(ids) for ids in assumed]
+        width = max(lens, default=0)
+        prefix = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in assumed], dtype=torch.int64)
+        device = states[0].device if states else None
+        return cls(states, prefix.reshape(len(states), width).to(device), lens, lens)
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    @property
+    def positions(self) -> list[int]:
+        """Where the token of each row will stand in its sequence."""
+        return [len(state) + n for state, n in zip(self.states, self.prefix_lens, strict=True)]
+
+    @property
+    def bases(self) -> list[int]:
+        """Where the drafted tokens of each row start: the committed length at which they will be verified."""
+        return [len(state) + n for state, n in zip(self.states, self.assumed_lens, strict=True)]
+
+    def extended(self, token_ids: Tensor) -> Rows:
+        """The rows one drafted token further: ``token_ids`` int64 [R]. Nothing leaves the device."""
+        lens = [n + 1 for n in self.prefix_lens]
+        if not lens or min(lens) == max(lens) == self.prefix.shape[1] + 1:
+            prefix = torch.cat([self.prefix, token_ids[:, None]], dim=1)
+        else:
+            width = max(*lens, self.prefix.shape[1])
+            prefix = self.prefix.new_zeros(len(self), width)
+            prefix[:, : self.prefix.shape[1]] = self.prefix
+            at = torch.tensor(self.prefix_lens, device=prefix.device)
+            prefix.scatter_(1, at[:, None], token_ids[:, None])
+        return Rows(self.states, prefix, lens, self.assumed_lens)
+
+    def select(self, indices: Sequence[int]) -> Rows:
+        """Some of the rows, in the order given."""
+        at = torch.tensor(indices, dtype=torch.int64, device=self.prefix.device)
+        return Rows(
+            [self.states[i] for i in indices],
+            self.prefix.index_select(0, at),
+            [self.prefix_lens[i] for i in indices],
+            [self.assumed_lens[i] for i in indices],
+        )
+
+    def tails(self, width: int) -> Tensor:
+        """The last ``width`` tokens before each row, prefix included: int64 [R, width]; -2 where there are fewer."""
+        committed = [([-2] * width + state.token_ids[-width:])[-width:] for state in self.states]
+        context = torch.cat([torch.tensor(committed, device=self.prefix.device), self.prefix], dim=1)  # [R, width + m]
+        first = torch.tensor(self.prefix_lens, device=self.prefix.device)[:, None]
+        return context.gather(1, first + torch.arange(width, device=self.prefix.device))

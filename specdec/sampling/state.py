@@ -1,0 +1,145 @@
+"""What sampling knows of one session: its parameters and the tokens committed so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from specdec.errors import InvalidRequest
+from specdec.sampling.noise import Stream, position_key, stream_key
+from specdec.sampling.params import SamplingParams
+
+
+class SamplingState:
+    """Parameters and committed tokens of one session, on the draft side or on the target side.
+
+    Drafted tokens never enter the state; they travel beside it in :class:`~specdec.sampling.rows.Rows`, so nothing
+    has to be rolled back. Tensors are made only for features the request uses, at their first use.
+
+    Raises :class:`InvalidRequest` when a token id of the parameters is unknown to the tokenizer or when the
+    parameters leave no token to draw.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        token_ids: Sequence[int],
+        prompt_len: int,
+        vocab_size: int,
+        tokenizer_size: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """``token_ids``: prompt, then output already generated. ``vocab_size``: width of the logits;
+        ids from ``tokenizer_size`` on are padding and never drawn (None: there is no padding).
+        """
+        if params.seed is None:
+            raise InvalidRequest("seed is not set; the gateway draws one where the request has none", param="seed")
+        self.params = params
+        self.token_ids = list(token_ids)
+        self.prompt_len = prompt_len
+        self.vocab_size = vocab_size
+        #: Ids that may be drawn are below this.
+        self.num_tokens = min(tokenizer_size or vocab_size, vocab_size)
+        self.device = torch.device(device)
+        self.stop_token_ids = tuple(sorted({t for t in params.stop_token_ids if 0 <= t < self.num_tokens}))
+        self.single_bad_token_ids = tuple(ids[0] for ids in params.bad_token_ids if len(ids) == 1)
+        self._stream_keys = {stream: stream_key(params.seed, stream) for stream in Stream}
+        self._check()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Committed tokens that are output."""
+        return len(self.token_ids) - self.prompt_len
+
+    def commit(self, token_ids: Iterable[int]) -> None:
+        """Append tokens that are now part of the sequence."""
+        new = list(token_ids)
+        self.token_ids += new
+        if "output_counts" in self.__dict__:
+            self.output_counts += self._count(new)
+
+    def noise_key(self, stream: Stream, position: int) -> int:
+        """Key of a stream's noise at a position (signed 64-bit); see :mod:`specdec.sampling.noise`."""
+        return position_key(self._stream_keys[stream], position)
+
+    # --- which features are in use ---
+
+    @cached_property
+    def penalizes(self) -> bool:
+        """Whether tokens already present change the logits."""
+        p = self.params
+        return p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
+
+    @cached_property
+    def edits(self) -> bool:
+        """Whether anything changes the logits before the temperature, so that the most likely token may change."""
+        p = self.params
+        return bool(self.penalizes or p.logit_bias or p.allowed_token_ids or p.bad_token_ids) or p.min_tokens > 0
+
+    @cached_property
+    def truncates(self) -> bool:
+        """Whether unlikely tokens are dropped (top-k, top-p, min-p)."""
+        p = self.params
+        return 0 < p.top_k < self.num_tokens or p.top_p < 1 or p.min_p > 0
+
+    # --- tensors of the features, each made at its first use ---
+
+    @cached_property
+    def forbidden(self) -> Tensor:
+        """Tokens outside ``allowed_token_ids``: bool [V]."""
+        mask = torch.ones(self.num_tokens, dtype=torch.bool)
+        mask[list(self.params.allowed_token_ids)] = False
+        return mask.to(self.device)
+
+    @cached_property
+    def bias(self) -> tuple[Tensor, Tensor]:
+        """``logit_bias`` as token ids int64 [n] and values float32 [n]."""
+        ids, values = zip(*self.params.logit_bias.items(), strict=True)
+        return torch.tensor(ids, device=self.device), torch.tensor(values, device=self.device)
+
+    @cached_property
+    def bad_sequences(self) -> tuple[Tensor, Tensor]:
+        """Bad sequences of two tokens and more: heads int64 [n, L-1], aligned right, -1 fits all; last tokens [n]."""
+        sequences = [ids for ids in self.params.bad_token_ids if len(ids) > 1]
+        width = max(len(ids) for ids in sequences) - 1
+        heads = [[-1] * (width - len(ids) + 1) + list(ids[:-1]) for ids in sequences]
+        return torch.tensor(heads, device=self.device), torch.tensor([ids[-1] for ids in sequences], device=self.device)
+
+    @cached_property
+    def prompt_seen(self) -> Tensor:
+        """Tokens of the prompt: bool [V]."""
+        return self._count(self.token_ids[: self.prompt_len]) > 0
+
+    @cached_property
+    def output_counts(self) -> Tensor:
+        """How often each token was generated: float32 [V]."""
+        return self._count(self.token_ids[self.prompt_len :])
+
+    def _count(self, token_ids: Sequence[int]) -> Tensor:
+        ids = torch.tensor([t for t in token_ids if t < self.num_tokens], dtype=torch.int64)
+        return torch.bincount(ids, minlength=self.num_tokens).float().to(self.device)
+
+    def _check(self) -> None:
+        p = self.params
+        named = {
+            "logit_bias": p.logit_bias,
+            "allowed_token_ids": p.allowed_token_ids,
+            "bad_token_ids": [t for ids in p.bad_token_ids for t in ids],
+        }
+        for name, ids in named.items():
+            for token_id in ids:
+                if not 0 <= token_id < self.num_tokens:
+                    raise InvalidRequest(
+                        f"{name} holds token {token_id}; the model's tokens are 0 to {self.num_tokens - 1}", param=name
+                    )
+        allowed = set(p.allowed_token_ids) or set(range(self.num_tokens)) if self.edits else {0}
+        if not allowed.difference(self.single_bad_token_ids):
+            raise InvalidRequest("bad_token_ids forbids every token that may be drawn", param="bad_token_ids")
+        if p.min_tokens > 0 and not allowed.difference(self.single_bad_token_ids, self.stop_token_ids):
+            raise InvalidRequest("min_tokens forbids every token that may be drawn", param="min_tokens")
