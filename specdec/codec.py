@@ -1,0 +1,391 @@
+"""Sessions as messages and back: every dataclass of :mod:`specdec.sessions` has an ``encode_`` and a ``decode_``.
+
+Decoding a message that contradicts itself raises :class:`InvalidRequest` naming the field. What only the receiving
+core can judge (token ids outside the vocabulary, prompts longer than the context) is left to it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Final
+
+from specdec.errors import InvalidRequest, Unavailable
+from specdec.sampling.params import SamplingParams
+from specdec.sessions import (
+    DraftOpened,
+    FinishReason,
+    ModelInfo,
+    PositionLogprobs,
+    Proposal,
+    RoundTimings,
+    Rule,
+    ServerLoad,
+    SessionSpec,
+    SparseRow,
+    TargetOpened,
+    TokenLogprob,
+    Verdict,
+)
+from specdec.v1 import draft_service_pb2 as draft_pb
+from specdec.v1 import target_service_pb2 as target_pb
+from specdec.v1 import types_pb2 as pb
+
+_RULE_VALUES: Final = {
+    None: pb.VERIFICATION_RULE_UNSPECIFIED,
+    Rule.TOKEN: pb.VERIFICATION_RULE_TOKEN,
+    Rule.BLOCK: pb.VERIFICATION_RULE_BLOCK,
+    Rule.COUPLED: pb.VERIFICATION_RULE_COUPLED,
+}
+_RULES: Final[dict[int, Rule | None]] = {value: rule for rule, value in _RULE_VALUES.items()}
+
+_FINISH_VALUES: Final = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+_FINISH_REASONS: Final[dict[int, FinishReason | None]] = {value: reason for reason, value in _FINISH_VALUES.items()}
+
+_TIMINGS: Final = tuple(field.name for field in fields(RoundTimings))
+
+
+def encode_rule(rule: Rule | None) -> pb.VerificationRule.ValueType:
+    """The wire value of a rule; None is UNSPECIFIED."""
+    return _RULE_VALUES[rule]
+
+
+def decode_rule(value: int) -> Rule | None:
+    """The rule of a wire value; UNSPECIFIED is None."""
+    if value not in _RULES:
+        raise InvalidRequest(f"verification is {value}, which this version does not know", param="verification")
+    return _RULES[value]
+
+
+def encode_finish_reason(reason: FinishReason | None) -> pb.FinishReason.ValueType:
+    """The wire value of a finish reason; None is UNSPECIFIED: the sequence goes on."""
+    return _FINISH_VALUES[reason]
+
+
+def decode_finish_reason(value: int) -> FinishReason | None:
+    """The finish reason of a wire value. An unknown one comes from a newer server: :class:`Unavailable`."""
+    if value not in _FINISH_REASONS:
+        raise Unavailable(f"the server sent finish reason {value}, which this version does not know")
+    return _FINISH_REASONS[value]
+
+
+def encode_sampling(params: SamplingParams) -> pb.SamplingParams:
+    """The part of the parameters that shapes the distribution; limits and logprobs travel beside it."""
+    return pb.SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=dict(params.logit_bias),
+        allowed_token_ids=params.allowed_token_ids,
+        bad_token_ids=[pb.TokenIds(ids=ids) for ids in params.bad_token_ids],
+        min_tokens=params.min_tokens,
+        seed=params.seed or 0,
+        stop_token_ids=params.stop_token_ids,
+    )
+
+
+def decode_sampling(
+    message: pb.SamplingParams,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """The parameters of a session. ``ignore_eos`` is set: end-of-sequence tokens are among the stop tokens."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=message.min_tokens,
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        min_p=message.min_p,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        logit_bias=dict(message.logit_bias),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_token_ids=tuple(tuple(run.ids) for run in message.bad_token_ids),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=True,
+        seed=message.seed,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def encode_open_target(spec: SessionSpec) -> target_pb.OpenTargetSession:
+    """A spec as the first message of a target stream."""
+    return target_pb.OpenTargetSession(
+        session_id=spec.session_id,
+        epoch=spec.epoch,
+        token_ids=spec.token_ids,
+        prompt_len=spec.prompt_len,
+        sampling=encode_sampling(spec.params),
+        verification=encode_rule(spec.rule),
+        max_tokens=spec.params.max_tokens or 0,
+        num_speculative_tokens=spec.num_speculative_tokens,
+        park=spec.park,
+        logprobs=spec.params.logprobs,
+        prompt_logprobs=spec.params.prompt_logprobs,
+        decode_ahead_tokens=spec.decode_ahead_tokens,
+    )
+
+
+def decode_open_target(message: target_pb.OpenTargetSession) -> SessionSpec:
+    """The spec of a target session."""
+    if message.hidden_states:
+        raise InvalidRequest(
+            "hidden_states is set, but this version sends no hidden states; leave it out", param="hidden_states"
+        )
+    params = decode_sampling(
+        message.sampling,
+        max_tokens=message.max_tokens,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+    )
+    return _decode_spec(message, params, message.decode_ahead_tokens)
+
+
+def encode_open_draft(spec: SessionSpec) -> draft_pb.OpenDraftSession:
+    """A spec as the first message of a draft stream."""
+    return draft_pb.OpenDraftSession(
+        session_id=spec.session_id,
+        epoch=spec.epoch,
+        token_ids=spec.token_ids,
+        prompt_len=spec.prompt_len,
+        sampling=encode_sampling(spec.params),
+        verification=encode_rule(spec.rule),
+        max_tokens=spec.params.max_tokens or 0,
+        num_speculative_tokens=spec.num_speculative_tokens,
+        park=spec.park,
+    )
+
+
+def decode_open_draft(message: draft_pb.OpenDraftSession) -> SessionSpec:
+    """The spec of a draft session."""
+    return _decode_spec(message, decode_sampling(message.sampling, max_tokens=message.max_tokens))
+
+
+def _decode_spec(
+    message: target_pb.OpenTargetSession | draft_pb.OpenDraftSession,
+    params: SamplingParams,
+    decode_ahead_tokens: int = 0,
+) -> SessionSpec:
+    if not 0 < message.prompt_len <= len(message.token_ids):
+        raise InvalidRequest(
+            f"prompt_len is {message.prompt_len}, but it must be at least 1 and at most the number of token_ids"
+            f" ({len(message.token_ids)})",
+            param="prompt_len",
+        )
+    return SessionSpec(
+        session_id=message.session_id,
+        epoch=message.epoch,
+        token_ids=tuple(message.token_ids),
+        prompt_len=message.prompt_len,
+        params=params,
+        rule=decode_rule(message.verification),
+        num_speculative_tokens=message.num_speculative_tokens,
+        park=message.park,
+        decode_ahead_tokens=decode_ahead_tokens,
+    )
+
+
+def encode_sparse_row(row: SparseRow) -> pb.SparseRow:
+    """One q row; weights as little-endian uint16."""
+    return pb.SparseRow(token_ids=row.token_ids, weights=struct.pack(f"<{len(row.weights)}H", *row.weights))
+
+
+def decode_sparse_row(message: pb.SparseRow) -> SparseRow:
+    """One q row, checked to be a distribution."""
+    num_entries = len(message.token_ids)
+    if not num_entries or len(message.weights) != 2 * num_entries:
+        raise InvalidRequest(
+            f"a q row has {num_entries} token_ids and {len(message.weights)} bytes of weights; it needs at least one"
+            " token and 2 bytes for each",
+            param="q_rows",
+        )
+    weights = struct.unpack(f"<{num_entries}H", message.weights)
+    if 0 in weights:
+        raise InvalidRequest("a q row has a weight of 0; leave such tokens out", param="q_rows")
+    return SparseRow(token_ids=tuple(message.token_ids), weights=weights)
+
+
+def encode_proposal(proposal: Proposal) -> pb.Proposal:
+    """A proposal, with its assumption and q rows where it has them."""
+    return pb.Proposal(
+        epoch=proposal.epoch,
+        base_len=proposal.base_len,
+        assumed_token_ids=proposal.assumed_token_ids,
+        token_ids=proposal.token_ids,
+        parents=proposal.parents,
+        q_rows=[encode_sparse_row(row) for row in proposal.q_rows],
+        draft_ns=proposal.draft_ns,
+        queue_ns=proposal.queue_ns,
+    )
+
+
+def decode_proposal(message: pb.Proposal) -> Proposal:
+    """A proposal whose parts fit each other."""
+    num_tokens = len(message.token_ids)
+    if message.q_rows and len(message.q_rows) != num_tokens:
+        raise InvalidRequest(
+            f"a proposal of {num_tokens} tokens has {len(message.q_rows)} q_rows; send one per token or none",
+            param="q_rows",
+        )
+    if message.parents:
+        _check_parents(message.parents, num_tokens)
+    return Proposal(
+        epoch=message.epoch,
+        base_len=message.base_len,
+        token_ids=tuple(message.token_ids),
+        parents=tuple(message.parents),
+        q_rows=tuple(decode_sparse_row(row) for row in message.q_rows),
+        assumed_token_ids=tuple(message.assumed_token_ids),
+        draft_ns=message.draft_ns,
+        queue_ns=message.queue_ns,
+    )
+
+
+def _check_parents(parents: Iterable[int], num_tokens: int) -> None:
+    parents = tuple(parents)
+    if len(parents) != num_tokens:
+        raise InvalidRequest(
+            f"a proposal of {num_tokens} tokens has {len(parents)} parents; send one per token or none", param="parents"
+        )
+    for index, parent in enumerate(parents):
+        if not -1 <= parent < index:
+            raise InvalidRequest(
+                f"parents[{index}] is {parent}; a parent stands before its child, or is -1 for the prefix",
+                param="parents",
+            )
+
+
+def _encode_token_logprob(entry: TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank)
+
+
+def _decode_token_logprob(message: pb.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(token_id=message.token_id, logprob=message.logprob, rank=message.rank)
+
+
+def encode_logprobs(entries: Iterable[PositionLogprobs]) -> list[pb.PositionLogprobs]:
+    """The log-probabilities of several positions."""
+    return [
+        pb.PositionLogprobs(token=_encode_token_logprob(entry.token), top=map(_encode_token_logprob, entry.top))
+        for entry in entries
+    ]
+
+
+def decode_logprobs(messages: Iterable[pb.PositionLogprobs]) -> tuple[PositionLogprobs, ...]:
+    """The log-probabilities of several positions."""
+    return tuple(
+        PositionLogprobs(token=_decode_token_logprob(message.token), top=tuple(map(_decode_token_logprob, message.top)))
+        for message in messages
+    )
+
+
+def encode_verdict(verdict: Verdict) -> target_pb.Verdict:
+    """What a round committed."""
+    return target_pb.Verdict(
+        epoch=verdict.epoch,
+        base_len=verdict.base_len,
+        token_ids=verdict.token_ids,
+        num_accepted=verdict.num_accepted,
+        num_draft_tokens=verdict.num_draft_tokens,
+        finish_reason=_FINISH_VALUES[verdict.finish_reason],
+        stop_token_id=verdict.stop_token_id,
+        logprobs=encode_logprobs(verdict.logprobs),
+        timings=target_pb.RoundTimings(**{name: getattr(verdict.timings, name) for name in _TIMINGS}),
+    )
+
+
+def decode_verdict(message: target_pb.Verdict) -> Verdict:
+    """What a round committed."""
+    return Verdict(
+        epoch=message.epoch,
+        base_len=message.base_len,
+        token_ids=tuple(message.token_ids),
+        num_accepted=message.num_accepted,
+        num_draft_tokens=message.num_draft_tokens,
+        finish_reason=decode_finish_reason(message.finish_reason),
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        logprobs=decode_logprobs(message.logprobs),
+        timings=RoundTimings(**{name: getattr(message.timings, name) for name in _TIMINGS}),
+    )
+
+
+def encode_target_opened(opened: TargetOpened) -> target_pb.TargetSessionOpened:
+    """What a target found on opening a session."""
+    return target_pb.TargetSessionOpened(
+        epoch=opened.epoch,
+        num_cached_tokens=opened.num_cached_tokens,
+        prompt_logprobs=encode_logprobs(opened.prompt_logprobs),
+        queue_ns=opened.queue_ns,
+        prefill_ns=opened.prefill_ns,
+        verification=encode_rule(opened.rule),
+    )
+
+
+def decode_target_opened(message: target_pb.TargetSessionOpened) -> TargetOpened:
+    """What a target found on opening a session. A server that names no rule is of no use: :class:`Unavailable`."""
+    if (rule := decode_rule(message.verification)) is None:
+        raise Unavailable("the target opened a session without naming its verification rule")
+    return TargetOpened(
+        epoch=message.epoch,
+        rule=rule,
+        num_cached_tokens=message.num_cached_tokens,
+        prompt_logprobs=decode_logprobs(message.prompt_logprobs),
+        queue_ns=message.queue_ns,
+        prefill_ns=message.prefill_ns,
+    )
+
+
+def encode_draft_opened(opened: DraftOpened) -> draft_pb.DraftSessionOpened:
+    """What a draft found on opening a session."""
+    return draft_pb.DraftSessionOpened(
+        epoch=opened.epoch,
+        num_cached_tokens=opened.num_cached_tokens,
+        num_speculative_tokens=opened.num_speculative_tokens,
+    )
+
+
+def decode_draft_opened(message: draft_pb.DraftSessionOpened) -> DraftOpened:
+    """What a draft found on opening a session."""
+    return DraftOpened(
+        epoch=message.epoch,
+        num_cached_tokens=message.num_cached_tokens,
+        num_speculative_tokens=message.num_speculative_tokens,
+    )
+
+
+def encode_model_info(info: ModelInfo) -> pb.ModelInfo:
+    """What a server says about its model; the fields have equal names on both sides."""
+    values = {field.name: getattr(info, field.name) for field in fields(info)}
+    return pb.ModelInfo(**(values | {"verification": encode_rule(info.verification)}))
+
+
+def decode_model_info(message: pb.ModelInfo) -> ModelInfo:
+    """What a server says about its model."""
+    values = {field.name: getattr(message, field.name) for field in fields(ModelInfo)}
+    values["eos_token_ids"] = tuple(message.eos_token_ids)
+    values["verification"] = decode_rule(message.verification)
+    return ModelInfo(**values)
+
+
+def encode_load(load: ServerLoad) -> pb.ServerLoad:
+    """A server's occupancy; the fields have equal names on both sides."""
+    return pb.ServerLoad(**{field.name: getattr(load, field.name) for field in fields(load)})
+
+
+def decode_load(message: pb.ServerLoad) -> ServerLoad:
+    """A server's occupancy."""
+    return ServerLoad(**{field.name: getattr(message, field.name) for field in fields(ServerLoad)})
