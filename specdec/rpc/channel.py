@@ -1,0 +1,49 @@
+"""Client channels: one set of options for everyone who calls a service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+#: Largest message in either direction, on servers and channels. A prompt of a million tokens is about 4 MiB; q rows,
+#: prompt log-probabilities and metadata stay well below the rest.
+MAX_MESSAGE_BYTES: Final = 64 * 2**20
+
+#: Servers answer pings faster than this with GOAWAY.
+MIN_PING_INTERVAL_MS: Final = 10_000
+#: How often either side asks a silent peer for a sign of life, and how long it waits for it. A peer that vanished
+#: without closing its connection is noticed after the sum of the two.
+KEEPALIVE_TIME_MS: Final = 30_000
+KEEPALIVE_TIMEOUT_MS: Final = 10_000
+
+MESSAGE_OPTIONS: Final = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
+KEEPALIVE_OPTIONS: Final = (
+    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+CHANNEL_OPTIONS: Final = (
+    *MESSAGE_OPTIONS,
+    *KEEPALIVE_OPTIONS,
+    # A session that broke is opened anew with what was committed; a replay of its messages would be wrong.
+    ("grpc.enable_retries", 0),
+    # A replica that comes back is found soon.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Channels to one address do not share a connection, so one of them can be lost or closed alone.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def open_channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+    """A channel to ``host:port``; ``options`` are added to ours and win over them. Close it when done."""
+    ours = dict(CHANNEL_OPTIONS) | dict(options)
+    return grpc.aio.insecure_channel(address, options=list(ours.items()))

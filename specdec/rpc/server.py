@@ -1,0 +1,118 @@
+"""A gRPC server with our options, health and reflection, and the order in which it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_NAME
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from specdec.errors import InvalidRequest
+from specdec.rpc.channel import KEEPALIVE_OPTIONS, MESSAGE_OPTIONS, MIN_PING_INTERVAL_MS
+from specdec.rpc.interceptor import CallInterceptor
+from specdec.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+SERVER_OPTIONS: Final = (
+    *MESSAGE_OPTIONS,
+    *KEEPALIVE_OPTIONS,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+    # With port sharing two servers on one port would both start and split the calls between them.
+    ("grpc.so_reuseport", 0),
+)
+
+
+class RpcServer:
+    """One listening server. Health is NOT_SERVING until :meth:`set_serving` is called.
+
+    Stopping is :meth:`drain` (refuse new calls, let open ones end) and then :meth:`stop`.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.port = 0
+        self._calls = CallInterceptor()
+        self._server = grpc.aio.server(
+            options=list(SERVER_OPTIONS),
+            interceptors=[self._calls],
+            maximum_concurrent_rpcs=settings.max_concurrent_rpcs,
+        )
+        self._health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._names: list[str] = []
+
+    @property
+    def address(self) -> str:
+        """``host:port`` to reach the server at."""
+        return join_address(self.settings.host, self.port)
+
+    @property
+    def num_active_calls(self) -> int:
+        """Calls in flight, health and reflection not counted."""
+        return self._calls.num_active
+
+    def add(self, add_to_server: Callable[[Any, Any], None], servicer: object, name: str) -> None:
+        """Add a service before the start: its generated ``add_…_to_server``, its servicer and its full name."""
+        add_to_server(servicer, self._server)
+        self._names.append(name)
+
+    async def start(self) -> None:
+        """Listen; :attr:`port` is then the bound port.
+
+        Raises:
+            InvalidRequest: the address cannot be listened on.
+        """
+        names = [*self._names, HEALTH_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self._server)
+        await self.set_serving(False)
+        wanted = join_address(self.settings.host, self.settings.port)
+        try:
+            self.port = self._server.add_insecure_port(wanted)
+        except RuntimeError as error:
+            raise InvalidRequest(
+                f"cannot listen on {wanted}: the port is taken or the host is not this machine's; choose another port"
+                " (0 takes a free one)",
+                param="port",
+            ) from error
+        await self._server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """Tell health checks whether calls are welcome."""
+        state = health_pb2.HealthCheckResponse
+        for name in ("", *self._names):
+            await self._health.set(name, state.SERVING if serving else state.NOT_SERVING)
+
+    async def drain(self) -> bool:
+        """Refuse new calls, turn health to NOT_SERVING, and give open calls ``drain_s`` seconds to end.
+
+        True when they all did; the others are cancelled by :meth:`stop`.
+        """
+        self._calls.draining = True
+        await self._health.enter_graceful_shutdown()
+        try:
+            async with asyncio.timeout(self.settings.drain_s):
+                await self._calls.wait_idle()
+        except TimeoutError:
+            logger.warning(
+                "%d calls still open after %g s; cancelling them", self.num_active_calls, self.settings.drain_s
+            )
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """End what is left with UNAVAILABLE, wait for the handlers to clean up, and close the port."""
+        await self._calls.evict()
+        await self._server.stop(grace=None)
+
+
+def join_address(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
