@@ -12,14 +12,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from specdec.sampling.params import SamplingParams
-
-
-class Rule(StrEnum):
-    """How a target accepts or rejects drafted tokens; see ``docs/verification.md``."""
-
-    TOKEN = "token"
-    BLOCK = "block"
-    COUPLED = "coupled"
+from specdec.sampling.rule import Rule as Rule  # noqa: PLC0414 (offered here, too)
+from specdec.sampling.rule import SparseRow as SparseRow  # noqa: PLC0414
 
 
 class FinishReason(StrEnum):
@@ -27,15 +21,6 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
-
-
-@dataclass(frozen=True, slots=True)
-class SparseRow:
-    """The distribution one drafted token was drawn from: q(v) = weight / sum of weights, 0 elsewhere."""
-
-    token_ids: tuple[int, ...]
-    #: uint16 each, all above 0.
-    weights: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

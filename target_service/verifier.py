@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from specdec.errors import InvalidRequest
+from specdec.errors import InternalError, InvalidRequest, TandemError
+from specdec.sampling.distribution import distribution
+from specdec.sampling.edits import edited
+from specdec.sampling.noise import Stream, uniform
+from specdec.sampling.rows import Rows
+from specdec.sampling.rule import Rule, SparseRow
 from specdec.sampling.state import SamplingState
-from specdec.sessions import PositionLogprobs, Rule, SparseRow
+from specdec.sessions import PositionLogprobs
+from target_service.logprobs import read, score
+from target_service.rules import block, coupled, greedy, token
+from target_service.rules.drafts import Drafts, Q, Uniforms
+
+_MAX_WEIGHT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +48,8 @@ class Outcome:
     token_ids: tuple[int, ...]
     #: One per token where the round asked for them.
     logprobs: tuple[PositionLogprobs, ...] = ()
-    #: Set, and the rest empty, where the parameters left no token to draw: fail this session alone.
-    error: InvalidRequest | None = None
+    #: Set, and the rest empty, where there was no token to draw: fail this session alone.
+    error: TandemError | None = None
 
 
 def check_draft(token_ids: Sequence[int], q_rows: Sequence[SparseRow], num_tokens: int) -> None:
@@ -47,7 +58,18 @@ def check_draft(token_ids: Sequence[int], q_rows: Sequence[SparseRow], num_token
     Raises :class:`InvalidRequest` on an id outside 0..num_tokens-1 or a q row that is malformed or could not have
     drawn its token.
     """
-    raise NotImplementedError
+    if q_rows and len(q_rows) != len(token_ids):
+        raise InvalidRequest(f"{len(token_ids)} drafted tokens came with {len(q_rows)} q rows; send one each or none")
+    named = {t for row in q_rows for t in row.token_ids}.union(token_ids)
+    if named and not 0 <= min(named) <= max(named) < num_tokens:
+        raise InvalidRequest(f"a proposal names tokens {min(named)} to {max(named)}; tokens are 0 to {num_tokens - 1}")
+    for token_id, row in zip(token_ids, q_rows, strict=False):
+        if len(row.weights) != len(row.token_ids) or len(set(row.token_ids)) != len(row.token_ids):
+            raise InvalidRequest("a q row needs one weight per token, each token once")
+        if token_id not in row.token_ids:
+            raise InvalidRequest(f"drafted token {token_id} is not in its q row, so it was not drawn from it")
+        if not 0 < min(row.weights) <= max(row.weights) <= _MAX_WEIGHT:
+            raise InvalidRequest(f"weights of a q row are 1 to {_MAX_WEIGHT}")
 
 
 class Verifier:
@@ -58,4 +80,154 @@ class Verifier:
 
         The caller commits: ``state.commit(outcome.token_ids)`` (as many of them as the sequence keeps).
         """
-        raise NotImplementedError
+        if not rounds:
+            return []
+        of_kind: dict[tuple[Rule | None, bool], list[int]] = {}
+        for i, r in enumerate(rounds):
+            of_kind.setdefault(_kind(r), []).append(i)
+        groups = [_Group.of(logits, [rounds[i] for i in indices]) for indices in of_kind.values()]
+        host = torch.cat([part for group in groups for part in group.decide(logits)]).tolist()
+
+        outcomes: list[Outcome | None] = [None] * len(rounds)
+        at = 0
+        for group, indices in zip(groups, of_kind.values(), strict=True):
+            for i, outcome in zip(indices, group.read(host[at : at + group.num_values], logits), strict=True):
+                outcomes[i] = outcome
+            at += group.num_values
+        return [outcome for outcome in outcomes if outcome is not None]
+
+
+def _kind(r: Round) -> tuple[Rule | None, bool]:
+    """Rounds of one kind are decided together: greedy ones, or those of one rule that all truncate or all do not."""
+    return (None, False) if r.state.params.greedy else (r.rule, r.state.truncates)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Rounds of one kind and their rows, one after the other."""
+
+    rounds: Sequence[Round]
+    drafts: Drafts
+    rows: Rows
+    #: For each row of the group its row in the tick's logits.
+    logit_rows: Sequence[int]
+
+    @classmethod
+    def of(cls, logits: Tensor, rounds: Sequence[Round]) -> _Group:
+        chains = [r.draft_token_ids for r in rounds]
+        return cls(
+            rounds,
+            Drafts.chains(chains, logits.device),
+            Rows.along([r.state for r in rounds], chains),
+            [r.start_row + i for r in rounds for i in range(len(r.draft_token_ids) + 1)],
+        )
+
+    # --- on the device ---
+
+    def decide(self, logits: Tensor) -> list[Tensor]:
+        """All that must reach the host, flat float64: accepted, next token and validity, then the log-probabilities."""
+        accepted, next_token, valid = self._apply_rule(edited(_pick(logits, self.logit_rows), self.rows))
+        decided_here = valid[self.drafts.row_at(accepted)]
+        values = [accepted.double(), next_token.double(), decided_here.double()]
+        if self._scored_rounds:
+            values.append(self._score(logits, accepted, next_token).flatten())
+        return values
+
+    def _apply_rule(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Edited logits [r, V] to (accepted [B], next token [B], valid [r])."""
+        if self.rounds[0].state.params.greedy:
+            return greedy.verify(logits, self.drafts)
+        target = distribution(logits, self.rows)
+        rule = self.rounds[0].rule
+        if rule is Rule.COUPLED:
+            positions = zip(self.rows.states, self.rows.positions, strict=True)
+            keys = [state.noise_key(Stream.COUPLING, position) for state, position in positions]
+            return *coupled.verify(target, self.drafts, torch.tensor(keys, device=logits.device)), target.valid
+        verify = token.verify if rule is Rule.TOKEN else block.verify
+        q = Q.sparse([r.q_rows for r in self.rounds], self.drafts)
+        return *verify(target.probabilities(), self.drafts, q, self._uniforms()), target.valid
+
+    def _uniforms(self) -> Uniforms:
+        """Acceptance and residual numbers are keyed by where the round starts, and so never serve two rounds.
+
+        A position that is drafted again after a rejection must not meet its old numbers: block verification has
+        looked at them to decide where the round ended.
+        """
+        k = self.drafts.token_ids.shape[1]
+        keys = []
+        for r in self.rounds:
+            base = len(r.state)
+            keys.append(
+                [r.state.noise_key(Stream.ACCEPT, base)] * k
+                + [r.state.noise_key(Stream.RESIDUAL, base)] * k
+                + [r.state.noise_key(Stream.BONUS, base + len(r.draft_token_ids))]
+            )
+        index = torch.tensor([*range(k), *range(k), 0])
+        device = self.drafts.token_ids.device
+        u = uniform(torch.tensor(keys), index).to(device)  # [B, 2 k + 1]: too few to be worth the device
+        return Uniforms(u[:, :k], u[:, k : 2 * k], u[:, 2 * k])
+
+    # --- log-probabilities ---
+
+    @property
+    def _scored_rounds(self) -> list[int]:
+        return [b for b, r in enumerate(self.rounds) if r.logprobs is not None]
+
+    @property
+    def _num_top(self) -> int:
+        return max(min(r.logprobs or 0, r.state.num_tokens) for r in self.rounds)
+
+    def _score(self, logits: Tensor, accepted: Tensor, next_token: Tensor) -> Tensor:
+        """Packed log-probabilities of all rows of the rounds that ask; rows past the accepted ones mean nothing."""
+        padded = torch.cat([self.drafts.token_ids, next_token[:, None]], dim=1)  # [B, k + 1]
+        padded.scatter_(1, accepted[:, None], next_token[:, None])
+        at = [(b, i) for b in self._scored_rounds for i in range(len(self.rounds[b].draft_token_ids) + 1)]
+        b, i = torch.tensor(at, device=logits.device).unbind(1)
+        picked = logits[torch.tensor([self.rounds[b].start_row + i for b, i in at], device=logits.device)]
+        return score(picked, padded[b, i], self._num_top, self.rounds[0].state.num_tokens)
+
+    # --- on the host ---
+
+    @property
+    def num_values(self) -> int:
+        """How many numbers :meth:`decide` sends."""
+        num_rows = sum(len(self.rounds[b].draft_token_ids) + 1 for b in self._scored_rounds)
+        return 3 * len(self.rounds) + (2 + 2 * self._num_top) * num_rows
+
+    def read(self, values: Sequence[float], logits: Tensor) -> list[Outcome]:
+        """The outcomes in the group's order. ``logits`` are looked at only to explain a failure."""
+        count = len(self.rounds)
+        outcomes = []
+        at = 3 * count
+        width = 2 + 2 * self._num_top
+        for b, r in enumerate(self.rounds):
+            accepted = int(values[b])
+            token_ids = (*r.draft_token_ids[:accepted], int(values[count + b]))
+            logprobs: tuple[PositionLogprobs, ...] = ()
+            if r.logprobs is not None:
+                starts = range(at, at + width * len(token_ids), width)
+                scored = zip(starts, token_ids, strict=True)
+                logprobs = tuple(read(values[s : s + width], token_id, r.logprobs) for s, token_id in scored)
+                at += width * (len(r.draft_token_ids) + 1)
+            if values[2 * count + b]:
+                outcomes.append(Outcome(accepted, token_ids, logprobs))
+            else:
+                outcomes.append(Outcome(0, (), error=_explain(r, accepted, logits)))
+        return outcomes
+
+
+def _pick(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """Rows of the logits; the logits themselves where that is all of them in order."""
+    if len(rows) == logits.shape[0] and all(i == row for i, row in enumerate(rows)):
+        return logits
+    return logits.index_select(0, torch.tensor(rows, device=logits.device))
+
+
+def _explain(r: Round, accepted: int, logits: Tensor) -> TandemError:
+    row = logits[r.start_row + accepted]
+    if bool(row.isnan().any() | row.isposinf().any()):
+        return InternalError(f"the model's logits at position {len(r.state) + accepted} are not finite")
+    return InvalidRequest(
+        f"the request's parameters (allowed_token_ids, bad_words, min_tokens, logit_bias) forbid every token at "
+        f"position {len(r.state) + accepted}"
+    )

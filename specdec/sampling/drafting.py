@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
 
+import torch
 from torch import Tensor
 
+from specdec.sampling.distribution import distribution, head
+from specdec.sampling.draws import race
+from specdec.sampling.edits import edited
+from specdec.sampling.noise import Stream, uniform
 from specdec.sampling.rows import Rows
-from specdec.sessions import Rule, SparseRow
+from specdec.sampling.rule import Rule, SparseRow
+from specdec.sampling.state import SamplingState
+
+#: Tokens of q kept for a ratio rule.
+Q_SIZE: Final = 64
+#: Weight of the most likely one; weights are uint16.
+_MAX_WEIGHT: Final = 65535
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +34,8 @@ class Drafted:
     q_token_ids: Tensor | None = None
     #: int64 [R, K]; all 0 in rows that need no q.
     q_weights: Tensor | None = None
+    #: int64 [R, n], best first, or None: guesses of the token the *target* will put there.
+    candidates: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +46,48 @@ class DraftedChain:
     q_rows: tuple[SparseRow, ...] = ()
 
 
-def draft(logits: Tensor, rows: Rows, rules: Sequence[Rule]) -> Drafted:
+class _Kind(Enum):
+    """Rows that are drawn alike."""
+
+    GREEDY = auto()
+    COUPLED = auto()
+    COUPLED_TRUNCATED = auto()
+    RATIO = auto()
+
+
+def draft(logits: Tensor, rows: Rows, rules: Sequence[Rule], num_candidates: int = 0) -> Drafted:
     """Draw one token per row of ``logits`` (float32 [R, V]); ``rules`` names each row's rule. Nothing syncs on CUDA.
 
     Greedy: the argmax. Coupled: argmin E_v / q_v with the noise the target will use at that position. Token and
     block: drawn from the quantised top of q, which comes with the token. A row whose tokens are all masked gives some
     token that the target will reject. The next step's rows are ``rows.extended(drafted.token_ids)``.
+
+    ``num_candidates`` asks for guesses of the target's token, to draft ahead of the verdict: greedy rows rank by
+    logit, coupled ones by E_v / q_v (the first is the drafted token), those of a ratio rule by q.
     """
-    raise NotImplementedError
+    logits = edited(logits, rows)
+    of_kind: dict[_Kind, list[int]] = {}
+    for i, (state, rule) in enumerate(zip(rows.states, rules, strict=True)):
+        of_kind.setdefault(_kind(state, rule), []).append(i)
+    if len(of_kind) == 1:
+        return _draft_alike(next(iter(of_kind)), logits, rows, num_candidates)
+
+    token_ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+    width = min(Q_SIZE, logits.shape[1])
+    q_token_ids, q_weights = token_ids.new_zeros(2, len(rows), width) if _Kind.RATIO in of_kind else (None, None)
+    candidates = token_ids.new_zeros(len(rows), num_candidates) if num_candidates else None
+    for kind, indices in of_kind.items():
+        at = torch.tensor(indices, device=logits.device)
+        part = _draft_alike(kind, logits.index_select(0, at), rows.select(indices), num_candidates)
+        for whole, values in (
+            (token_ids, part.token_ids),
+            (q_token_ids, part.q_token_ids),
+            (q_weights, part.q_weights),
+            (candidates, part.candidates),
+        ):
+            if whole is not None and values is not None:
+                whole.index_copy_(0, at, values)
+    return Drafted(token_ids, q_token_ids, q_weights, candidates)
 
 
 def collect(steps: Sequence[Drafted], counts: Sequence[int] | None = None) -> list[DraftedChain]:
@@ -46,13 +95,87 @@ def collect(steps: Sequence[Drafted], counts: Sequence[int] | None = None) -> li
 
     ``counts`` cuts each chain to its own length.
     """
-    raise NotImplementedError
+    if not steps:
+        return [] if counts is None else [DraftedChain(())] * len(counts)
+    width = max(0 if step.q_weights is None else step.q_weights.shape[1] for step in steps)
+    num_rows = steps[0].token_ids.shape[0]
+    nothing = steps[0].token_ids.new_zeros(num_rows, width)
+    packed = torch.stack(
+        [
+            torch.cat(
+                [
+                    step.token_ids[:, None],
+                    nothing if step.q_token_ids is None else step.q_token_ids,
+                    nothing if step.q_weights is None else step.q_weights,
+                ],
+                dim=1,
+            )
+            for step in steps
+        ],
+        dim=1,
+    )  # [R, steps, 1 + 2 K]
+    chains = []
+    for i, chain in enumerate(packed.tolist()):
+        kept = chain if counts is None else chain[: counts[i]]
+        q_rows = tuple(row for step in kept if (row := _sparse_row(step[1 : 1 + width], step[1 + width :])).weights)
+        chains.append(DraftedChain(tuple(step[0] for step in kept), q_rows))
+    return chains
 
 
-def candidates(logits: Tensor, rows: Rows, rules: Sequence[Rule], count: int) -> Tensor:
-    """The draft's best guesses of the token the *target* will put at each row: int64 [R, count], best first.
+def _kind(state: SamplingState, rule: Rule) -> _Kind:
+    if state.params.greedy:
+        return _Kind.GREEDY
+    if rule is not Rule.COUPLED:
+        return _Kind.RATIO
+    return _Kind.COUPLED_TRUNCATED if state.truncates else _Kind.COUPLED
 
-    For drafting ahead of the verdict. Greedy: by logit; coupled: by E_v / q_v (the first is the drafted token);
-    token and block: by q.
-    """
-    raise NotImplementedError
+
+def _draft_alike(kind: _Kind, logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
+    match kind:
+        case _Kind.GREEDY:
+            best = _best(logits, num_candidates) if num_candidates else None
+            return Drafted(logits.argmax(-1), candidates=best)
+        case _Kind.RATIO:
+            return _draft_ratio(logits, rows, num_candidates)
+        case _Kind.COUPLED | _Kind.COUPLED_TRUNCATED:
+            return _draft_coupled(logits, rows, num_candidates)
+
+
+def _draft_coupled(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
+    q = distribution(logits, rows)
+    keys = [
+        state.noise_key(Stream.COUPLING, position) for state, position in zip(rows.states, rows.positions, strict=True)
+    ]
+    scores = race(q, torch.tensor(keys, device=logits.device))  # [R, S]
+    best = q.tokens(_best(scores, num_candidates)) if num_candidates else None
+    return Drafted(q.tokens(scores.argmax(-1)), candidates=best)
+
+
+def _draft_ratio(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
+    """The token is drawn from exactly the integers that are sent: any q is lossless if it is the one drawn from."""
+    q = head(logits, rows, Q_SIZE)
+    ids = q.token_ids
+    assert ids is not None
+    weights = (q.weights * _MAX_WEIGHT).round_().long()  # [R, K]
+    weights[:, 0] += ~q.valid  # nothing to draw: any token will do, the target refuses it
+    sums = weights.cumsum(-1)
+    keys = [state.noise_key(Stream.DRAFT, base) for state, base in zip(rows.states, rows.bases, strict=True)]
+    offsets = [position - base for position, base in zip(rows.positions, rows.bases, strict=True)]
+    u = uniform(*torch.tensor([keys, offsets], device=logits.device))  # [R]
+    ticket = (u * sums[:, -1]).long()  # 0 .. total - 1, equally likely to within 2^-30
+    column = (sums <= ticket[:, None]).sum(-1)
+    token_ids = ids.gather(1, column[:, None]).squeeze(1)
+    best = _best(logits, num_candidates) if num_candidates else None
+    return Drafted(token_ids, ids, weights, best)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Columns of the ``count`` largest scores, largest first: [R, count]; the best again where there are fewer."""
+    best = scores.topk(min(count, scores.shape[1]), dim=-1).indices
+    missing = count - best.shape[1]
+    return torch.cat([best, best[:, :1].expand(-1, missing)], dim=1) if missing else best
+
+
+def _sparse_row(token_ids: list[int], weights: list[int]) -> SparseRow:
+    kept = [(token_id, weight) for token_id, weight in zip(token_ids, weights, strict=True) if weight]
+    return SparseRow(tuple(token_id for token_id, _ in kept), tuple(weight for _, weight in kept))

@@ -36,6 +36,20 @@ class Rows:
         device = states[0].device if states else None
         return cls(states, prefix.reshape(len(states), width).to(device), lens, lens)
 
+    @classmethod
+    def along(cls, states: Sequence[SamplingState], chains: Sequence[Sequence[int]]) -> Rows:
+        """k + 1 rows per state: after its committed tokens, then after each drafted token of its chain."""
+        width = max(map(len, chains), default=0)
+        places = [(state, ids, n) for state, ids in zip(states, chains, strict=True) for n in range(len(ids) + 1)]
+        prefix = torch.tensor([[*ids, *[0] * (width - len(ids))] for _, ids, _ in places], dtype=torch.int64)
+        device = states[0].device if states else None
+        return cls(
+            [state for state, _, _ in places],
+            prefix.reshape(len(places), width).to(device),
+            [n for _, _, n in places],
+            [0] * len(places),
+        )
+
     def __len__(self) -> int:
         return len(self.states)
 

@@ -29,6 +29,7 @@ class SamplingState:
         token_ids: Sequence[int],
         prompt_len: int,
         vocab_size: int,
+        *,
         tokenizer_size: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -138,8 +139,9 @@ class SamplingState:
                     raise InvalidRequest(
                         f"{name} holds token {token_id}; the model's tokens are 0 to {self.num_tokens - 1}", param=name
                     )
-        allowed = set(p.allowed_token_ids) or set(range(self.num_tokens)) if self.edits else {0}
-        if not allowed.difference(self.single_bad_token_ids):
+        allowed = p.allowed_token_ids or range(self.num_tokens)
+        bad = set(self.single_bad_token_ids)
+        if bad.issuperset(allowed):
             raise InvalidRequest("bad_token_ids forbids every token that may be drawn", param="bad_token_ids")
-        if p.min_tokens > 0 and not allowed.difference(self.single_bad_token_ids, self.stop_token_ids):
+        if p.min_tokens > 0 and bad.union(self.stop_token_ids).issuperset(allowed):
             raise InvalidRequest("min_tokens forbids every token that may be drawn", param="min_tokens")

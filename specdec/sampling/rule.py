@@ -1,0 +1,23 @@
+"""The verification rules by name, and what a ratio rule must know of a draft. Free of torch, for the gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Rule(StrEnum):
+    """How a target accepts or rejects drafted tokens; see ``docs/verification.md``."""
+
+    TOKEN = "token"
+    BLOCK = "block"
+    COUPLED = "coupled"
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRow:
+    """The distribution one drafted token was drawn from: q(v) = weight / sum of weights, 0 elsewhere."""
+
+    token_ids: tuple[int, ...]
+    #: uint16 each, all above 0.
+    weights: tuple[int, ...]

@@ -1,0 +1,25 @@
+"""Coupled verification: draft and target draw with the same noise.
+
+Daliri, Musco, Suresh 2024, "Coupling without communication and drafter-invariant speculative decoding"
+(arXiv 2408.07978).
+
+    E_v ~ Exp(1), a function of (seed, position, v)
+    draft proposes  x = argmin_v E_v / q_v
+    target picks    y = argmin_v E_v / p_v         always emitted; x is accepted iff x = y
+
+    Pr[x = y] = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) >= (1 - TV) / (1 + TV)
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from specdec.sampling.distribution import Distribution
+from specdec.sampling.draws import race
+from target_service.rules.drafts import Drafts
+from target_service.rules.greedy import follow
+
+
+def verify(target: Distribution, drafts: Drafts, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """(accepted [B], next token [B]); ``keys`` int64 [R] are the keys of the coupling noise of the target's rows."""
+    return follow(target.tokens(race(target, keys).argmax(-1)), drafts)
