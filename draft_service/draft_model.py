@@ -1,0 +1,259 @@
+"""A small causal language model as the draft: k forward passes for all waiting sessions together.
+
+Which entries the cache holds is the whole art (``docs/drafters.md``). With n committed tokens c and drafts x₁…x_k,
+drafting feeds cₙ₋₁, x₁…x₍ₖ₋₁₎: x_k is never fed. So after a verdict that accepts a < k drafts, the cache is cut to
+the common prefix and the target's own token y is fed next; after a = k both x_k and y are. All of this is one rule
+here: **keep the entries that agree with the committed tokens, feed the committed tokens that have no entry.**
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch.nn.functional import pad
+
+from draft_service.drafter import Draft, DraftJob
+from specdec.engine.device_thread import DeviceThread
+from specdec.engine.engine import Engine, Segment
+from specdec.engine.kv_pool import KVSequence
+from specdec.errors import InvalidRequest
+from specdec.sampling.drafting import Drafted, DraftedChain, collect, draft
+from specdec.sampling.rows import Rows
+from specdec.sampling.state import SamplingState
+from specdec.sessions import ModelInfo, Rule, SessionSpec
+from specdec.settings import DraftSettings
+
+
+@dataclass(slots=True, eq=False)
+class ModelState:
+    """One session of a draft model."""
+
+    sampling: SamplingState
+    #: None where the prompt is longer than the model's context: then nothing is ever drafted.
+    sequence: KVSequence | None
+    rule: Rule
+    num_cached_tokens: int = 0
+    #: The last drafts. The cache may hold entries of all but the last one, after those of the committed tokens.
+    drafted: tuple[int, ...] = ()
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The committed tokens."""
+        return self.sampling.token_ids
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens without an entry in the cache."""
+        return 0 if self.sequence is None else max(0, len(self.sampling) - self.sequence.length)
+
+
+Job = DraftJob[ModelState]
+
+
+class ModelDrafter:
+    """Drafts with a small model; its forward passes run on the device thread, its bookkeeping on the event loop."""
+
+    def __init__(self, engine: Engine, thread: DeviceThread, settings: DraftSettings) -> None:
+        """The engine must have been loaded on the thread; both are closed by :meth:`shutdown`."""
+        self._engine = engine
+        self._pool = engine.pool
+        self._thread = thread
+        self._down = False
+        self._park_ttl_s = settings.scheduler.park_ttl_s
+        self.info: ModelInfo = replace(
+            engine.info,
+            method="draft_model",
+            num_speculative_tokens=settings.speculative.num_speculative_tokens,
+        )
+
+    @classmethod
+    async def load(cls, settings: DraftSettings) -> Self:
+        """Load and warm up the model on a device thread of its own; raises like :meth:`Engine.load`."""
+        if settings.model is None:
+            raise InvalidRequest("a draft model needs its folder; give --model", param="model")
+        thread = DeviceThread("draft-device")
+        try:
+            engine = await thread.run(Engine.load, settings.model)
+            await thread.run(engine.warm_up)
+        except BaseException:
+            await asyncio.to_thread(thread.close)
+            raise
+        return cls(engine, thread, settings)
+
+    def open(self, spec: SessionSpec) -> ModelState:
+        """Reserve the cache of the whole session, or take back what is parked under its id."""
+        info = self.info
+        sampling = SamplingState(
+            spec.params,
+            spec.token_ids,
+            spec.prompt_len,
+            info.vocab_size,
+            tokenizer_size=info.tokenizer_size or None,
+            device=self._engine.device,
+        )
+        state = ModelState(sampling, None, spec.rule or Rule.BLOCK)
+        pool = self._pool
+        context = min(info.max_model_len, pool.total_blocks * pool.block_size)
+        if len(spec.token_ids) > context:
+            return state
+        pool.expire(time.monotonic(), self._park_ttl_s)
+        wanted = context if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
+        max_tokens = max(len(spec.token_ids), min(wanted, context))
+        if spec.park:
+            state.sequence = pool.resume(spec.session_id, spec.token_ids, max_tokens)
+        if state.sequence is None:
+            state.sequence = pool.open(max_tokens)
+        state.num_cached_tokens = state.sequence.length
+        return state
+
+    def advance(self, state: ModelState, keep: int, token_ids: Sequence[int]) -> None:
+        """Keep the entries that agree with the new committed tokens; O(1) besides comparing ``token_ids``."""
+        sampling, sequence = state.sampling, state.sequence
+        agreeing = keep
+        if keep == len(sampling):
+            for drafted, committed in zip(state.drafted, token_ids, strict=False):
+                if drafted != committed:
+                    break
+                agreeing += 1
+            with torch.inference_mode():  # the counts were made in it
+                sampling.commit(token_ids)
+        else:  # Committed tokens were taken back: rare, and the counts of the penalties start anew.
+            state.sampling = SamplingState(
+                sampling.params,
+                [*sampling.token_ids[:keep], *token_ids],
+                sampling.prompt_len,
+                sampling.vocab_size,
+                tokenizer_size=sampling.num_tokens,
+                device=sampling.device,
+            )
+        state.drafted = ()
+        if sequence is not None and sequence.length > agreeing:
+            self._pool.rollback(sequence, agreeing)
+
+    def room(self, state: ModelState) -> int:
+        """Drafting k tokens needs len + k - 1 entries."""
+        return 0 if state.sequence is None else state.sequence.max_tokens + 1 - len(state.sampling)
+
+    async def draft(self, batch: Sequence[Job]) -> list[Draft]:
+        """One call on the device thread: a ragged pass that takes in what is pending, then a step per drafted token."""
+        order = sorted(range(len(batch)), key=lambda i: -batch[i].num_tokens)
+        jobs = [batch[i] for i in order]
+        before = [self._prepare(job) for job in jobs]
+        try:
+            chains = await self._thread.run(self._compute, jobs)
+        except Exception:
+            for job, length in zip(jobs, before, strict=True):
+                if job.state.sequence is not None:
+                    self._pool.rollback(job.state.sequence, min(length, job.state.sequence.length))
+            raise
+        drafts = [Draft()] * len(batch)
+        for i, job, chain in zip(order, jobs, chains, strict=False):
+            job.state.drafted = chain.token_ids
+            drafts[i] = Draft(chain.token_ids, chain.q_rows)
+        return drafts
+
+    def close(self, state: ModelState, park_as: str | None = None) -> None:
+        """Release or park the cache."""
+        sequence, state.sequence = state.sequence, None
+        if sequence is None:
+            return
+        if park_as is None:
+            self._pool.release(sequence)
+            return
+        if sequence.length > len(state.token_ids):
+            self._pool.rollback(sequence, len(state.token_ids))
+        now = time.monotonic()
+        self._pool.park(sequence, park_as, state.token_ids, now)
+        self._pool.expire(now, self._park_ttl_s)
+
+    def occupancy(self) -> tuple[int, int, int]:
+        """Blocks of open and parked sessions, blocks in all, parked sessions."""
+        pool = self._pool
+        pool.expire(time.monotonic(), self._park_ttl_s)
+        return pool.used_blocks + pool.parked_blocks, pool.total_blocks, pool.num_parked
+
+    async def shutdown(self) -> None:
+        """Drop the model and end the thread."""
+        if not self._down:
+            self._down = True
+            await self._thread.run(self._engine.close)
+            await asyncio.to_thread(self._thread.close)
+
+    def _prepare(self, job: Job) -> int:
+        """Bring the cache to where the job feeds from; returns its length.
+
+        Drafts of an earlier call that no verdict has judged are dropped. Where every committed token has its entry
+        already, the last one is fed again for its logits.
+        """
+        state = job.state
+        assert state.sequence is not None
+        longest = len(state.sampling) - (1 if job.num_tokens else 0)
+        if state.sequence.length > longest:
+            self._pool.rollback(state.sequence, longest)
+        state.drafted = ()
+        return state.sequence.length
+
+    def _compute(self, jobs: Sequence[Job]) -> list[DraftedChain]:
+        """Feed and draft, on the device thread; jobs come with the largest ``num_tokens`` first.
+
+        Returns one chain per job that drafts.
+        """
+        with torch.inference_mode():
+            segments = []
+            for job in jobs:
+                sequence = job.state.sequence
+                assert sequence is not None
+                start = sequence.length
+                end = len(job.state.sampling) if job.num_tokens else start + job.num_rows
+                tokens = job.state.token_ids[start:end]
+                segments.append(Segment(sequence, tokens, 1 if job.num_tokens else 0))
+            logits = self._engine.forward(segments)  # [B, V]
+            counts = [job.num_tokens for job in jobs if job.num_tokens]
+            if not counts:
+                return []
+            return collect(self._steps(logits, [job.state for job in jobs[: len(counts)]], counts), counts)
+
+    def _steps(self, logits: torch.Tensor, states: Sequence[ModelState], counts: Sequence[int]) -> list[Drafted]:
+        """Draw, feed the drawn tokens, and so on; sessions with fewer tokens to draft leave the batch first.
+
+        Tokens stay on the device. Every step's result has all rows: those of sessions that left are filler.
+        """
+        rows = Rows.after([state.sampling for state in states])
+        rules = [state.rule for state in states]
+        sequences = [state.sequence for state in states]
+        steps: list[Drafted] = []
+        for step in range(counts[0]):
+            drafted = draft(logits, rows, rules)
+            steps.append(_widened(drafted, len(states)))
+            remaining = sum(count > step + 1 for count in counts)
+            if not remaining:
+                break
+            tokens, rows = drafted.token_ids, rows.extended(drafted.token_ids)
+            if remaining < len(rules):
+                rows, rules = rows.select(range(remaining)), rules[:remaining]
+            logits = self._engine.forward(
+                [
+                    Segment(sequence, tokens[i : i + 1], 1)
+                    for i, sequence in enumerate(sequences[:remaining])
+                    if sequence is not None
+                ]
+            )
+        return steps
+
+
+def _widened(drafted: Drafted, num_rows: int) -> Drafted:
+    """The same result with filler rows at the end, ``num_rows`` in all."""
+    missing = num_rows - drafted.token_ids.shape[0]
+    if not missing:
+        return drafted
+    q_ids, q_weights = drafted.q_token_ids, drafted.q_weights
+    return Drafted(
+        pad(drafted.token_ids, (0, missing)),
+        None if q_ids is None else pad(q_ids, (0, 0, 0, missing)),
+        None if q_weights is None else pad(q_weights, (0, 0, 0, missing)),
+    )

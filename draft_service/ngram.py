@@ -1,0 +1,133 @@
+"""Prompt lookup: the text so far is its own draft model (Saxena 2023, "Prompt Lookup Decoding").
+
+Find where the last n tokens stood before and propose what followed them there. Longest n first, then the most recent
+place. Where the copy reaches the end of the text it goes on with its own tokens, as LZ77 does, so that a text that
+repeats with a short period fills a whole proposal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from draft_service.drafter import Draft, DraftJob
+from specdec import __version__
+from specdec.sessions import ModelInfo, SessionSpec
+from specdec.settings import SpeculativeSettings
+
+
+class NgramIndex:
+    """Tokens of one session, and for every n-gram in them the place where it last ended.
+
+    An n-gram enters the index when the token after it is known: then a lookup never finds the end of the text itself.
+    Adding and dropping a token costs one dictionary operation per n; a lookup costs at most one per n.
+    """
+
+    def __init__(self, token_ids: Sequence[int], min_n: int, max_n: int) -> None:
+        self.token_ids = list(token_ids)
+        self.num_cached_tokens = 0
+        self._sizes = range(max_n, min_n - 1, -1)
+        #: Tokens whose n-grams (those that end right before them) are indexed.
+        self._num_indexed = 0
+        #: Per n: n-gram -> index of the token that followed it last.
+        self._last: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in self._sizes}
+        #: Per n: for each indexed token, the token that followed the same n-gram the time before (0: never).
+        self._before: dict[int, list[int]] = {n: [] for n in self._sizes}
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens not indexed yet."""
+        return len(self.token_ids) - self._num_indexed
+
+    def take_in(self, num_tokens: int) -> None:
+        """Index the next ``num_tokens`` pending tokens."""
+        tokens = self.token_ids
+        start, end = self._num_indexed, self._num_indexed + num_tokens
+        for n in self._sizes:
+            last, before = self._last[n], self._before[n]
+            for i in range(start, end):
+                if i < n:
+                    before.append(0)
+                    continue
+                ngram = tuple(tokens[i - n : i])
+                before.append(last.get(ngram, 0))
+                last[ngram] = i
+        self._num_indexed = end
+
+    def replace(self, keep: int, token_ids: Sequence[int]) -> None:
+        """Keep the first ``keep`` tokens and put others after them; what is new becomes pending."""
+        if keep < self._num_indexed:
+            self._forget(keep)
+        self.token_ids[keep:] = token_ids
+
+    def _forget(self, keep: int) -> None:
+        tokens = self.token_ids
+        for n in self._sizes:
+            last, before = self._last[n], self._before[n]
+            while len(before) > keep:
+                i, earlier = len(before) - 1, before.pop()
+                if earlier:
+                    last[tuple(tokens[i - n : i])] = earlier
+                elif i >= n:
+                    del last[tuple(tokens[i - n : i])]
+        self._num_indexed = keep
+
+    def continuation(self, num_tokens: int) -> tuple[int, ...]:
+        """The ``num_tokens`` tokens that followed the longest, most recent match; empty where there is none."""
+        tokens = self.token_ids
+        length = len(tokens)
+        for n in self._sizes:
+            if n >= length:
+                continue
+            start = self._last[n].get(tuple(tokens[length - n :]))
+            if start is not None:
+                period = length - start
+                copied = tokens[start : start + num_tokens]
+                return tuple(copied[i % period] for i in range(num_tokens))
+        return ()
+
+
+class NgramDrafter:
+    """Drafts by prompt lookup over prompt and output; no model."""
+
+    def __init__(self, settings: SpeculativeSettings) -> None:
+        self._min_n = settings.prompt_lookup_min
+        self._max_n = settings.prompt_lookup_max
+        self.info = ModelInfo(
+            name="ngram",
+            architecture="ngram",
+            method="ngram",
+            num_speculative_tokens=settings.num_speculative_tokens,
+            version=__version__,
+        )
+
+    def open(self, spec: SessionSpec) -> NgramIndex:
+        """An index with everything pending."""
+        return NgramIndex(spec.token_ids, self._min_n, self._max_n)
+
+    def advance(self, state: NgramIndex, keep: int, token_ids: Sequence[int]) -> None:
+        """Replace what follows the first ``keep`` tokens."""
+        state.replace(keep, token_ids)
+
+    def room(self, state: NgramIndex) -> int:
+        """There is no context limit; the target's own holds."""
+        return 2**31
+
+    async def draft(self, batch: Sequence[DraftJob[NgramIndex]]) -> list[Draft]:
+        """Index and look up, right here: a few microseconds a token, in bounded chunks with the loop let in between."""
+        drafts = []
+        for job in batch:
+            job.state.take_in(job.num_rows)
+            drafts.append(Draft(job.state.continuation(job.num_tokens) if job.num_tokens else ()))
+        await asyncio.sleep(0)
+        return drafts
+
+    def close(self, state: NgramIndex, park_as: str | None = None) -> None:
+        """The index goes with its last reference; it is cheaper to build anew than to keep."""
+
+    def occupancy(self) -> tuple[int, int, int]:
+        """No blocks."""
+        return 0, 0, 0
+
+    async def shutdown(self) -> None:
+        """There is nothing to free."""
