@@ -2,59 +2,290 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
+from transformers import PreTrainedModel
 
-from specdec.engine.kv_pool import KVPool, KVSequence
+import specdec
+from specdec.engine import acceleration, checkpoint, memory, support
+from specdec.engine.acceleration import Decoder
+from specdec.engine.attention import PagedBatch
+from specdec.engine.batch import Batch, Segment, build_batch
+from specdec.engine.kv_pool import KVPool
+from specdec.engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, bind, record_layers
+from specdec.engine.self_check import Reference
+from specdec.errors import InvalidRequest, ModelNotSupported, Unavailable
 from specdec.sessions import ModelInfo
 from specdec.settings import ModelSettings
 
+__all__ = ["Engine", "Segment"]
+
+logger = logging.getLogger(__name__)
+
+#: Rows of the pass that measures activation memory on a GPU, and of the largest warm-up pass.
+_LARGE_PASS_ROWS: Final = 512
+
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens to feed to one sequence in one forward pass."""
+class _Path:
+    """One way to run the model."""
 
-    sequence: KVSequence
-    #: Fed after the ``sequence.length`` entries that are in the cache already.
-    token_ids: Sequence[int] | torch.Tensor
-    #: Logits wanted for the last ``num_logits`` of these tokens; 0 for a prefill chunk that is not the last.
-    num_logits: int
+    name: str
+    decoder: Decoder | None
+    native_attention: bool
 
 
 class Engine:
     """A loaded model, its KV cache and the forward pass over ragged batches.
 
-    ``load``, ``warm_up``, ``forward`` and ``close`` are called on the device thread; ``pool`` belongs to the event loop.
+    ``load``, ``warm_up``, ``forward`` and ``close`` are called on the device thread; ``pool`` belongs to the event
+    loop.
     """
 
-    info: ModelInfo
-    pool: KVPool
-    device: torch.device
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shapes: Sequence[LayerShape],
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self.info = ModelInfo(name="", vocab_size=vocab_size, max_model_len=max_model_len)
+        self.pool = KVPool(num_blocks, block_size)
+        self.device = device
+        #: How the model is run: "native decoder", "native attention" or "torch attention".
+        self.path = "torch attention"
+        self._model: PreTrainedModel | None = model
+        self._decoder: Decoder | None = None
+        self._state = ForwardState()
+        self._caches = memory.allocate_caches(shapes, num_blocks, block_size, device)
+        for shape, (k_cache, v_cache) in zip(shapes, self._caches, strict=True):
+            bind(shape, PagedLayer(k_cache, v_cache, shape.window, self._state))
 
     @classmethod
     def load(cls, settings: ModelSettings) -> Engine:
         """Load a checkpoint, check that it runs correctly here, and lay out the KV cache.
 
+        Sets torch's thread count on the calling thread, which must be the one that calls :meth:`forward`.
+
         Raises:
             ModelNotSupported: this engine would give wrong answers for the model, or cannot run it.
             InvalidRequest: a setting does not fit the model or the machine.
         """
-        raise NotImplementedError
+        device = _resolve_device(settings.device)
+        num_threads = settings.num_threads or len(os.sched_getaffinity(0))
+        if device.type == "cpu":
+            torch.set_num_threads(num_threads)
+        config = checkpoint.load_config(settings)
+        support.check_config(config)
+        model = checkpoint.load_model(settings, config, device)
+        support.check_model(model)
+        tokenizer = checkpoint.read_tokenizer(settings)
+        num_parameters = model.num_parameters()
+        text = config.get_text_config(decoder=True)
+        shapes, vocab_size = record_layers(model, text.num_hidden_layers, device)
+        max_model_len = support.resolve_max_model_len(config, shapes, settings.max_model_len)
+
+        activation_bytes = 0
+        model.set_attn_implementation(PAGED)
+        if device.type == "cuda" and settings.kv_cache_memory_bytes is None:
+            activation_bytes = _measure_activation(model, shapes, settings.block_size, vocab_size, device)
+        num_blocks = memory.count_blocks(
+            settings, shapes, device=device, max_model_len=max_model_len, activation_bytes=activation_bytes
+        )
+        max_model_len = memory.fit_max_model_len(settings, max_model_len, num_blocks)
+        model.set_attn_implementation("eager")
+        reference = Reference(
+            model,
+            vocab_size=min(vocab_size, text.vocab_size),
+            max_tokens=min(num_blocks * settings.block_size, 2 * max_model_len),
+            block_size=settings.block_size,
+        )
+        model.set_attn_implementation(PAGED)
+
+        engine = cls(
+            model,
+            shapes,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_size=settings.block_size,
+            device=device,
+        )
+        engine._choose_path(settings, shapes, reference, num_threads)
+        engine.info = ModelInfo(
+            name=os.path.basename(os.path.normpath(settings.model)),
+            architecture=type(model).__name__,
+            vocab_size=vocab_size,
+            tokenizer_size=tokenizer.size,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            max_model_len=max_model_len,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(device),
+            num_parameters=num_parameters,
+            eos_token_ids=checkpoint.eos_token_ids(model, tokenizer),
+            kv_cache_tokens=num_blocks * settings.block_size,
+            version=specdec.__version__,
+        )
+        return engine
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Feed every segment; each sequence grows by its tokens.
 
-        A sequence may stand in one segment only. Returns logits, float32 [sum of num_logits, vocab_size], in the order
-        of the segments, on the engine's device.
+        A sequence may stand in one segment only. One that was released after the batch was queued is harmless: its
+        rows go to the padding block. Returns logits, float32 [sum of num_logits, vocab_size], in the order of the
+        segments, on the engine's device: an inference tensor, not to be written to outside ``inference_mode``. On an
+        error no sequence has grown.
+
+        Raises:
+            InvalidRequest: a token id is outside the vocabulary.
+            ValueError: a segment is empty or does not fit its sequence.
+            Unavailable: the engine is closed.
         """
-        raise NotImplementedError
+        if self._model is None:
+            raise Unavailable("the engine is closed")
+        with torch.inference_mode():
+            for source, target in self.pool.take_copies():
+                for k_cache, v_cache in self._caches:
+                    k_cache[target] = k_cache[source]
+                    v_cache[target] = v_cache[source]
+            batch = build_batch(
+                segments,
+                block_size=self.pool.block_size,
+                vocab_size=self.info.vocab_size,
+                max_model_len=self.info.max_model_len,
+                device=self.device,
+            )
+            logits = self._run(batch)
+        for segment, kv_len in zip(segments, batch.kv_lens, strict=True):
+            segment.sequence.length = kv_len
+        return logits
 
     def warm_up(self) -> None:
         """Run the shapes that serving will run, so that the first request pays for nothing."""
-        raise NotImplementedError
+        for num_sequences, num_rows in ((1, 1), (1, 5), (4, 5), (1, 64), (1, _LARGE_PASS_ROWS)):
+            rows = min(num_rows, self.info.max_model_len)
+            if not self.pool.can_open(num_sequences * -(-rows // self.pool.block_size) * self.pool.block_size):
+                continue
+            sequences = [self.pool.open(rows) for _ in range(num_sequences)]
+            try:
+                self.forward([Segment(sequence, [0] * rows, min(rows, 5)) for sequence in sequences])
+            finally:
+                for sequence in sequences:
+                    self.pool.release(sequence)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Drop the weights and the cache."""
-        raise NotImplementedError
+        """Drop the weights and the cache. Idempotent."""
+        if self._model is None:
+            return
+        self._model = None
+        self._decoder = None
+        self._caches = []
+        self._state = ForwardState()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _run(self, batch: Batch) -> torch.Tensor:
+        """Logits [N, vocab_size] of a batch, float32."""
+        if self._decoder is not None:
+            return self._decoder.forward(batch.input_ids, batch.plan, batch.logit_rows).float()
+        assert self._model is not None
+        num_logits = batch.logit_rows.shape[0]
+        # An output layer is not asked to handle no rows at all: it gets one, which is dropped.
+        rows = batch.logit_rows if num_logits else batch.plan.slots.new_zeros(1)
+        self._state.batch = PagedBatch(batch)
+        try:
+            output = self._model(
+                input_ids=batch.input_ids,
+                position_ids=batch.plan.positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=rows,
+            )
+        finally:
+            self._state.batch = None
+        logits: torch.Tensor = output.logits[0]
+        return logits[:num_logits].float()
+
+    def _choose_path(
+        self, settings: ModelSettings, shapes: Sequence[LayerShape], reference: Reference, num_threads: int
+    ) -> None:
+        """Take the fastest way to run the model that agrees with the stock model.
+
+        Raises:
+            ModelNotSupported: none does.
+        """
+        difference: str | None = None
+        for path in self._paths(settings, shapes, num_threads):
+            self._decoder, self.path = path.decoder, path.name
+            self._state.kernel = acceleration.native_attention() if path.native_attention else None
+            try:
+                difference = reference.difference(self.forward, self.pool)
+            except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+                difference = f"{type(error).__name__}: {error}"
+            if difference is None:
+                return
+            logger.warning("%s: %s is not used: %s", settings.model, path.name, difference)
+        raise ModelNotSupported(
+            f"{type(self._model).__name__} would give wrong answers here and is refused: fed as a ragged batch in"
+            f" chunks, {difference}"
+        )
+
+    def _paths(self, settings: ModelSettings, shapes: Sequence[LayerShape], num_threads: int) -> Iterator[_Path]:
+        assert self._model is not None
+        if self.device.type == "cpu":
+            if not settings.enforce_eager:
+                decoder = acceleration.native_decoder(self._model, self._caches, shapes, num_threads)
+                if decoder is not None:
+                    yield _Path("native decoder", decoder, native_attention=False)
+                acceleration.pack_linears(self._model, num_threads)
+            if acceleration.native_attention() is not None:
+                yield _Path("native attention", None, native_attention=True)
+        yield _Path("torch attention", None, native_attention=False)
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidRequest(f"device is {name!r}: use auto, cpu or cuda:N", param="device") from error
+    if device.type == "cuda":
+        index, count = device.index or 0, torch.cuda.device_count()
+        if index >= count:
+            raise InvalidRequest(f"device is {name!r} but this machine has {count} CUDA devices", param="device")
+        return torch.device("cuda", index)
+    if device.type != "cpu":
+        raise InvalidRequest(f"device is {name!r}: use auto, cpu or cuda:N", param="device")
+    return device
+
+
+def _measure_activation(
+    model: PreTrainedModel, shapes: Sequence[LayerShape], block_size: int, vocab_size: int, device: torch.device
+) -> int:
+    """Bytes a large pass needs on a GPU beyond weights and cache."""
+    num_blocks = -(-_LARGE_PASS_ROWS // block_size)
+    engine = Engine(
+        model,
+        shapes,
+        vocab_size=vocab_size,
+        max_model_len=_LARGE_PASS_ROWS,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        device=device,
+    )
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    engine.forward([Segment(engine.pool.open(_LARGE_PASS_ROWS), [0] * _LARGE_PASS_ROWS, _LARGE_PASS_ROWS)])
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

@@ -6,13 +6,17 @@ never allocates and never fails half-way for want of memory.
 
 from __future__ import annotations
 
+import time
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from specdec.errors import Overloaded
+from specdec.errors import InvalidRequest, Overloaded
+
+BlockIds = npt.NDArray[np.int32]
 
 
 class CacheFull(Overloaded):
@@ -27,24 +31,49 @@ class KVSequence:
     """
 
     #: int32 [num_blocks]: block ids in order of position.
-    blocks: npt.NDArray[np.int32]
-    #: Tokens the blocks may hold by the reservation.
+    blocks: BlockIds
+    #: Entries the reservation has room for.
     max_tokens: int
     #: Entries in the cache.
     length: int = 0
-    #: Leading blocks that a fork may share.
+    #: Leading blocks that a fork may share; entries are never written into them.
     num_shared_blocks: int = 0
-    released: bool = field(default=False)
+    #: The blocks belong to somebody else now; rows still fed to this sequence go to block 0.
+    released: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """A session without a stream: its entries, the tokens they stand for, and when it was parked."""
+
+    blocks: BlockIds
+    #: int64 [entries].
+    token_ids: npt.NDArray[np.int64]
+    parked_at_s: float
 
 
 class KVPool:
     """A fixed number of blocks of ``block_size`` tokens, handed out to sequences.
 
     Block 0 is never handed out: it pads block tables and takes the rows of a sequence released under a queued batch.
+    Blocks 1…total_blocks are reused last-freed-first, so memory the system has not backed yet stays untouched.
+
+    A block is *used* while an open sequence has it, *parked* while only parked sessions have it, else *free*.
     """
 
     def __init__(self, total_blocks: int, block_size: int) -> None:
-        raise NotImplementedError
+        self.total_blocks = total_blocks
+        self.block_size = block_size
+        #: Parked sessions dropped to make room, ever.
+        self.num_evicted = 0
+        self._free = np.arange(total_blocks, 0, -1, dtype=np.int32)  # a stack: the top is _free[_num_free - 1]
+        self._num_free = total_blocks
+        self._refs = np.zeros(total_blocks + 1, dtype=np.int32)  # by open sequences and parked sessions
+        self._open_refs = np.zeros(total_blocks + 1, dtype=np.int32)  # by open sequences alone
+        self._num_used = 0
+        self._num_open = 0
+        self._parked: OrderedDict[str, _Parked] = OrderedDict()  # least recently parked first
+        self._copies: deque[tuple[int, int]] = deque()
 
     def open(self, max_tokens: int) -> KVSequence:
         """Reserve blocks for ``max_tokens`` entries, evicting the least recently parked sessions if needed.
@@ -53,69 +82,231 @@ class KVPool:
             InvalidRequest: it can never fit.
             CacheFull: it does not fit now.
         """
-        raise NotImplementedError
+        blocks = self._allocate(self._blocks_for(max_tokens), max_tokens)
+        self._num_open += 1
+        return KVSequence(blocks, max_tokens)
 
     def can_open(self, max_tokens: int) -> bool:
         """Whether :meth:`open` would succeed now (evicting parked sessions counts as success)."""
-        raise NotImplementedError
+        return -(-max_tokens // self.block_size) <= self.total_blocks - self._num_used
 
     def fork(self, sequence: KVSequence, length: int, max_tokens: int) -> KVSequence:
         """A sequence that starts with the first ``length`` entries of another; raises like :meth:`open`.
 
         Full blocks are shared; a partial one is copied by the engine before the next forward pass.
         """
-        raise NotImplementedError
+        self._check_open(sequence)
+        if not 0 <= length <= min(sequence.length, max_tokens):
+            raise ValueError(f"cannot fork {length} of {sequence.length} entries into room for {max_tokens}")
+        num_full, partial = divmod(length, self.block_size)
+        own = self._allocate(self._blocks_for(max_tokens) - num_full, max_tokens)
+        shared = sequence.blocks[:num_full]
+        self._add_open(shared)
+        if partial:
+            self._copies.append((int(sequence.blocks[num_full]), int(own[0])))
+        sequence.num_shared_blocks = max(sequence.num_shared_blocks, num_full)
+        self._num_open += 1
+        return KVSequence(np.concatenate((shared, own)), max_tokens, length, num_full)
 
     def rollback(self, sequence: KVSequence, length: int) -> None:
-        """Drop the entries after the first ``length``. O(1), except into blocks shared with a fork (copied then)."""
-        raise NotImplementedError
+        """Drop the entries after the first ``length``. O(1), except into blocks shared with a fork.
+
+        Those are replaced by blocks of the sequence's own (the one that stays in part is copied), so a fork never
+        sees what is written next.
+
+        Raises:
+            CacheFull: shared blocks would have to be replaced and none are free.
+        """
+        self._check_open(sequence)
+        if not 0 <= length <= sequence.length:
+            raise ValueError(f"cannot roll back to {length} of {sequence.length} entries")
+        if length // self.block_size < sequence.num_shared_blocks:
+            self._unshare(sequence, length)
+        sequence.length = length
 
     def release(self, sequence: KVSequence) -> None:
         """Give the blocks back. Idempotent."""
-        raise NotImplementedError
+        if sequence.released:
+            return
+        sequence.released = True
+        self._num_open -= 1
+        self._drop_open(sequence.blocks)
+        self._drop(sequence.blocks)
 
     def park(self, sequence: KVSequence, key: str, token_ids: Sequence[int], now: float | None = None) -> None:
         """Release the sequence but keep its entries, evictable, under ``key``.
 
-        ``token_ids`` are the tokens of the entries (more are ignored). An older one of the same key is dropped.
+        ``token_ids`` are the tokens of the entries (more are ignored). An older session of the same key is dropped.
         ``now`` is in seconds of ``time.monotonic()``.
         """
-        raise NotImplementedError
+        if sequence.released:
+            return
+        if len(token_ids) < sequence.length:
+            raise ValueError(f"{sequence.length} entries cannot be parked under {len(token_ids)} tokens")
+        self.drop_parked(key)
+        if not sequence.length:
+            self.release(sequence)
+            return
+        kept = sequence.blocks[: self._blocks_for(sequence.length)]
+        self._refs[kept] += 1
+        self.release(sequence)
+        tokens = np.array(token_ids[: sequence.length], dtype=np.int64)
+        self._parked[key] = _Parked(kept, tokens, time.monotonic() if now is None else now)
 
     def resume(self, key: str, token_ids: Sequence[int], max_tokens: int) -> KVSequence | None:
         """Take back a parked session, cut to the longest common prefix with ``token_ids``.
 
         The result's ``length`` (tokens reused) is at most ``len(token_ids) - 1``: at least one token must be fed.
-        None where nothing is parked under the key or nothing is in common. Raises like :meth:`open`; the session then
-        stays parked.
+        None where nothing is parked under the key or nothing is in common (the parked session is dropped then).
+        Raises like :meth:`open`; the session then stays parked.
         """
-        raise NotImplementedError
+        parked = self._parked.get(key)
+        if parked is None:
+            return None
+        length = _common_prefix(parked.token_ids, token_ids)
+        if length == 0:
+            self.drop_parked(key)
+            return None
+        num_blocks = self._blocks_for(max(max_tokens, length))
+        kept = parked.blocks[: self._blocks_for(length)]
+        # The last kept block is written next; where a fork has it too, this sequence needs a copy of its own.
+        copy_last = length % self.block_size > 0 and int(self._refs[kept[-1]]) > 1
+        num_new = num_blocks - len(kept) + copy_last
+        needed = num_new + int(np.count_nonzero(self._open_refs[kept] == 0))
+        self._require(needed, num_blocks, max_tokens)
+        del self._parked[key]
+        self._add_open(kept)
+        self._drop(parked.blocks)
+        new = self._allocate(num_new, max_tokens)
+        if copy_last:
+            self._copies.append((int(kept[-1]), int(new[0])))
+            last, kept = kept[-1:], kept[:-1]
+            self._drop_open(last)
+            self._drop(last)
+        self._num_open += 1
+        return KVSequence(np.concatenate((kept, new)), max_tokens, length, length // self.block_size)
+
+    def drop_parked(self, key: str) -> bool:
+        """Free a parked session; False where there is none."""
+        parked = self._parked.pop(key, None)
+        if parked is None:
+            return False
+        self._drop(parked.blocks)
+        return True
 
     def expire(self, now: float, ttl_s: float) -> int:
         """Drop what was parked more than ``ttl_s`` seconds before ``now``; returns how many sessions."""
-        raise NotImplementedError
+        old = [key for key, parked in self._parked.items() if now - parked.parked_at_s > ttl_s]
+        for key in old:
+            self.drop_parked(key)
+        return len(old)
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Blocks (from, to) to copy before anything is written. Called by the engine, on the device thread."""
+        copies = []
+        while self._copies:
+            copies.append(self._copies.popleft())
+        return copies
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks free right now, parked ones not counted."""
-        raise NotImplementedError
+        return self._num_free
 
     @property
     def used_blocks(self) -> int:
         """Blocks of open sequences."""
-        raise NotImplementedError
+        return self._num_used
 
     @property
     def parked_blocks(self) -> int:
-        """Blocks of parked sessions."""
-        raise NotImplementedError
+        """Blocks that only parked sessions have."""
+        return self.total_blocks - self._num_free - self._num_used
 
     @property
     def num_parked(self) -> int:
         """Parked sessions."""
-        raise NotImplementedError
+        return len(self._parked)
 
     @property
     def num_open(self) -> int:
         """Open sequences."""
-        raise NotImplementedError
+        return self._num_open
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        if num_tokens < 1:
+            raise ValueError(f"a sequence needs room for at least 1 token, not {num_tokens}")
+        return -(-num_tokens // self.block_size)
+
+    @staticmethod
+    def _check_open(sequence: KVSequence) -> None:
+        if sequence.released:
+            raise ValueError("the sequence was released")
+
+    def _require(self, num_needed: int, num_blocks: int, max_tokens: int) -> None:
+        """Raise unless ``num_needed`` more blocks may be used; ``num_blocks`` is the whole sequence's count."""
+        if num_blocks > self.total_blocks:
+            raise InvalidRequest(
+                f"a sequence of {max_tokens} tokens needs {num_blocks} KV blocks of {self.block_size} tokens and the"
+                f" cache has {self.total_blocks}: shorten it or raise kv_cache_memory_bytes",
+                param="max_tokens",
+            )
+        if num_needed > self.total_blocks - self._num_used:
+            raise CacheFull(
+                f"{max_tokens} tokens need {num_needed} more KV blocks, {self._num_used} of {self.total_blocks} are in"
+                f" use by {self._num_open} open sessions: retry when some have ended"
+            )
+
+    def _allocate(self, count: int, max_tokens: int) -> BlockIds:
+        """Take ``count`` blocks for an open sequence of ``max_tokens``, evicting parked sessions as needed."""
+        self._require(count, -(-max_tokens // self.block_size), max_tokens)
+        while self._num_free < count:
+            key = next(iter(self._parked))
+            self.drop_parked(key)
+            self.num_evicted += 1
+        self._num_free -= count
+        blocks = self._free[self._num_free : self._num_free + count][::-1].copy()
+        self._add_open(blocks)
+        return blocks
+
+    def _add_open(self, blocks: BlockIds) -> None:
+        self._num_used += int(np.count_nonzero(self._open_refs[blocks] == 0))
+        self._refs[blocks] += 1
+        self._open_refs[blocks] += 1
+
+    def _drop_open(self, blocks: BlockIds) -> None:
+        self._open_refs[blocks] -= 1
+        self._num_used -= int(np.count_nonzero(self._open_refs[blocks] == 0))
+
+    def _drop(self, blocks: BlockIds) -> None:
+        """Give up one reference to each block; those without any are free again, the first on top of the stack."""
+        self._refs[blocks] -= 1
+        freed = blocks[self._refs[blocks] == 0][::-1]
+        self._free[self._num_free : self._num_free + len(freed)] = freed
+        self._num_free += len(freed)
+
+    def _unshare(self, sequence: KVSequence, length: int) -> None:
+        """Replace the shared blocks from ``length`` on by the sequence's own."""
+        first = length // self.block_size
+        tail = sequence.blocks[first : sequence.num_shared_blocks]
+        shared = np.nonzero(self._refs[tail] > 1)[0]
+        if len(shared):
+            old = tail[shared]
+            new = self._allocate(len(shared), sequence.max_tokens)
+            if shared[0] == 0 and length % self.block_size:
+                self._copies.append((int(old[0]), int(new[0])))
+            blocks = sequence.blocks.copy()  # the device thread may be reading the old array
+            blocks[first + shared] = new
+            sequence.blocks = blocks
+            self._drop_open(old)
+            self._drop(old)
+        sequence.num_shared_blocks = first
+
+
+def _common_prefix(parked: npt.NDArray[np.int64], token_ids: Sequence[int]) -> int:
+    """Length of the longest common prefix, at most ``len(token_ids) - 1``."""
+    limit = min(len(parked), len(token_ids) - 1)
+    if limit < 1:
+        return 0
+    different = np.nonzero(parked[:limit] != np.array(token_ids[:limit], dtype=np.int64))[0]
+    return int(different[0]) if len(different) else limit

@@ -1,0 +1,207 @@
+"""Attention over the paged cache, written in torch: the reference, the path without a compiler, and the CUDA path.
+
+Every sequence's keys and values are gathered through its block table into padded batches of sequences of similar
+size, then go through scaled dot product attention with a mask. A kernel that reads the cache in place (the native one
+on a CPU) takes the same arguments and replaces :func:`paged_attention`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from specdec.engine.batch import Batch
+from specdec.engine.plan import BatchPlan
+
+
+class AttentionKernel(Protocol):
+    """A paged attention that reads the cache in place."""
+
+    def __call__(  # noqa: PLR0917 - an operator's signature
+        self,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        plan: BatchPlan,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Query [T, Hq, D] to output [T, Hq, Dv]; the rows' own keys and values are in the cache already."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences of similar size (within 2x in rows and in blocks), attended to as one padded batch."""
+
+    #: int64 [S, R]: rows of each sequence; shorter ones repeat their last row.
+    rows: torch.Tensor
+    #: int64 [S, B]: blocks of each sequence, padded with 0.
+    tables: torch.Tensor
+    #: int64 [S, R]: positions of the rows.
+    positions: torch.Tensor
+    kv_lens: list[int]
+    #: First and last + 1 row of a group of one sequence, else None.
+    span: tuple[int, int] | None
+
+
+@dataclass(slots=True)
+class PagedBatch:
+    """A batch with what the torch kernel derives from it once for all layers."""
+
+    batch: Batch
+    _groups: list[Group] | None = None
+    _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
+    _slots: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def slots(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [T] each: block and offset in the block of every row's own entry."""
+        if self._slots is None:
+            plan = self.batch.plan
+            self._slots = (plan.slots // plan.block_size, plan.slots % plan.block_size)
+        return self._slots
+
+    @property
+    def groups(self) -> list[Group]:
+        """The batch cut into groups."""
+        if self._groups is None:
+            self._groups = _group(self.batch)
+        return self._groups
+
+    def mask(self, index: int, window: int | None) -> torch.Tensor | None:
+        """Bool [S, 1, R, L], True where a row may look; None where it may look everywhere."""
+        key = (index, window)
+        if key not in self._masks:
+            self._masks[key] = _mask(self.groups[index], self.batch.plan.block_size, window)
+        return self._masks[key]
+
+
+def write_kv(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch
+) -> None:
+    """Put every row's key [T, Hkv, D] and value [T, Hkv, Dv] into its slot."""
+    blocks, offsets = batch.slots
+    k_cache[blocks, :, offsets] = key
+    v_cache[blocks, :, offsets] = value
+
+
+def paged_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend every row to the entries of its own sequence up to itself.
+
+    query [T, Hq, D]; k_cache [N, Hkv, block, D]; v_cache [N, Hkv, block, Dv]; sinks [Hq] or None. Returns
+    [T, Hq, Dv]. ``window`` counts the entries a row sees, itself included.
+    """
+    out = query.new_empty(query.shape[0], query.shape[1], v_cache.shape[-1])
+    for index, group in enumerate(batch.groups):
+        keys, values = _gather(k_cache, group), _gather(v_cache, group)  # [S, Hkv, L, D], [S, Hkv, L, Dv]
+        mask = batch.mask(index, window)
+        rows = query[group.rows] if group.span is None else query[None, slice(*group.span)]  # [S, R, Hq, D]
+        rows = rows.transpose(1, 2)
+        if softcap is None and sinks is None:
+            gqa = rows.shape[1] != keys.shape[1]
+            attended = F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale, enable_gqa=gqa)
+        else:
+            attended = _attend_by_hand(rows, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks)
+        attended = attended.transpose(1, 2)  # [S, R, Hq, Dv]
+        if group.span is None:
+            out[group.rows] = attended  # a repeated row is written twice with one value
+        else:
+            out[slice(*group.span)] = attended[0]
+    return out
+
+
+def _attend_by_hand(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """What SDPA has no argument for: softcap * tanh(scores / softcap), and a sink that takes part of the softmax."""
+    repeats = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+    scores = torch.matmul(query, keys.transpose(2, 3)).float() * scale  # [S, Hq, R, L]
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+    return torch.matmul(weights.to(values.dtype), values)
+
+
+def _gather(cache: torch.Tensor, group: Group) -> torch.Tensor:
+    """[S, H, L, D] of a group: exact for one sequence, else padded to whole blocks, the padding zeroed.
+
+    Unwritten entries may hold anything, NaN included, and a mask does not stop NaN.
+    """
+    num_sequences, num_blocks = group.tables.shape
+    _, num_heads, block_size, dim = cache.shape
+    if group.span is not None:
+        entries = cache[group.tables[0]].transpose(0, 1).reshape(1, num_heads, num_blocks * block_size, dim)
+        return entries[:, :, : group.kv_lens[0]]
+    entries = cache[group.tables].transpose(1, 2).reshape(num_sequences, num_heads, num_blocks * block_size, dim)
+    limit = group.positions[:, -1:]  # [S, 1]: the last row sees every entry
+    unwritten = torch.arange(entries.shape[2], device=cache.device) > limit  # [S, L]
+    return entries.masked_fill_(unwritten[:, None, :, None], 0)
+
+
+def _mask(group: Group, block_size: int, window: int | None) -> torch.Tensor | None:
+    num_entries = group.kv_lens[0] if group.span is not None else group.tables.shape[1] * block_size
+    one_row = group.span is not None and group.span[1] - group.span[0] == 1
+    if one_row and (window is None or num_entries <= window):
+        return None
+    entry = torch.arange(num_entries, device=group.positions.device)
+    position = group.positions[:, None, :, None]  # [S, 1, R, 1]
+    mask = entry <= position
+    return mask if window is None else mask & (entry > position - window)
+
+
+def _group(batch: Batch) -> list[Group]:
+    """Cut the batch into groups; built on the host, moved in one copy each."""
+    plan, starts, lens = batch.plan, batch.row_starts, batch.kv_lens
+    buckets: dict[tuple[int, int], list[int]] = {}
+    for index, kv_len in enumerate(lens):
+        num_blocks = -(-kv_len // plan.block_size)
+        size = ((starts[index + 1] - starts[index]).bit_length(), num_blocks.bit_length())
+        buckets.setdefault(size, []).append(index)
+    groups = []
+    for members in buckets.values():
+        num_blocks = -(-max(lens[index] for index in members) // plan.block_size)
+        if len(members) == 1:
+            index = members[0]
+            first, last = starts[index], starts[index + 1]
+            tables = plan.block_tables[index : index + 1, :num_blocks].long()
+            rows = torch.empty(0, dtype=torch.int64)
+            groups.append(Group(rows, tables, plan.positions[None, first:last], [lens[index]], (first, last)))
+            continue
+        num_rows = max(starts[index + 1] - starts[index] for index in members)
+        host = [[min(starts[i] + row, starts[i + 1] - 1) for row in range(num_rows)] + [i] for i in members]
+        moved = torch.tensor(host, dtype=torch.int64, pin_memory=plan.positions.is_cuda).to(
+            plan.positions.device, non_blocking=True
+        )
+        rows, owners = moved[:, :-1], moved[:, -1]
+        tables = plan.block_tables[owners, :num_blocks].long()
+        groups.append(Group(rows, tables, plan.positions[rows], [lens[index] for index in members], None))
+    return groups

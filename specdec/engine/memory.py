@@ -1,0 +1,106 @@
+"""How many KV blocks a machine can hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import psutil
+import torch
+
+from specdec.engine.layers import LayerShape
+from specdec.errors import InvalidRequest
+from specdec.settings import ModelSettings
+
+logger = logging.getLogger(__name__)
+
+#: Full-length sequences beyond which more cache is of no use on a CPU.
+MAX_USEFUL_SEQUENCES: Final = 256
+
+
+def machine_bytes() -> int:
+    """Memory this process may use: the machine's, or its control group's where that is less."""
+    total = int(psutil.virtual_memory().total)
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(name).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def count_blocks(
+    settings: ModelSettings,
+    shapes: Sequence[LayerShape],
+    *,
+    device: torch.device,
+    max_model_len: int,
+    activation_bytes: int = 0,
+) -> int:
+    """Blocks the budget pays for, block 0 (padding) not counted.
+
+    ``kv_cache_memory_bytes`` where it is set; else on a CPU ``cpu_kv_cache_share`` of the memory but no more than
+    :data:`MAX_USEFUL_SEQUENCES` full sequences need; else ``gpu_memory_utilization`` of the device less what is
+    allocated on it and ``activation_bytes``.
+
+    Raises:
+        InvalidRequest: not one block fits.
+    """
+    block_bytes = settings.block_size * sum(shape.bytes_per_token for shape in shapes)
+    if settings.kv_cache_memory_bytes is not None:
+        budget = settings.kv_cache_memory_bytes
+    elif device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        taken = total - free - cached
+        budget = int(total * settings.gpu_memory_utilization) - taken - activation_bytes
+    else:
+        useful = MAX_USEFUL_SEQUENCES * -(-max_model_len // settings.block_size) + 1
+        budget = min(int(machine_bytes() * settings.cpu_kv_cache_share), useful * block_bytes)
+    num_blocks = budget // block_bytes - 1
+    if num_blocks < 1:
+        raise InvalidRequest(
+            f"the KV cache may take {max(budget, 0)} bytes and two blocks of {settings.block_size} tokens take"
+            f" {2 * block_bytes}: raise kv_cache_memory_bytes (or the memory shares), or take a smaller model",
+            param="kv_cache_memory_bytes",
+        )
+    return int(num_blocks)
+
+
+def fit_max_model_len(settings: ModelSettings, max_model_len: int, num_blocks: int) -> int:
+    """``max_model_len``, cut to what the cache holds where nobody asked for it.
+
+    Raises:
+        InvalidRequest: ``max_model_len`` was asked for and does not fit.
+    """
+    capacity = num_blocks * settings.block_size
+    if max_model_len <= capacity:
+        return max_model_len
+    if settings.max_model_len is not None:
+        raise InvalidRequest(
+            f"max_model_len is {max_model_len} but the KV cache holds {capacity} tokens: lower it or raise"
+            " kv_cache_memory_bytes",
+            param="max_model_len",
+        )
+    logger.warning("the KV cache holds %d tokens: max_model_len is cut from %d to that", capacity, max_model_len)
+    return capacity
+
+
+def allocate_caches(
+    shapes: Sequence[LayerShape], num_blocks: int, block_size: int, device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Key and value cache of every layer, [num_blocks + 1, num_kv_heads, block_size, dim].
+
+    On a CPU the memory is reserved here and backed by the system as it is first written.
+    """
+    caches = []
+    for shape in shapes:
+        size = (num_blocks + 1, shape.num_kv_heads, block_size)
+        k_cache = torch.empty(*size, shape.head_dim, dtype=shape.dtype, device=device)
+        v_cache = torch.empty(*size, shape.value_dim, dtype=shape.dtype, device=device)
+        caches.append((k_cache, v_cache))
+    return caches

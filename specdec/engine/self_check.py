@@ -1,0 +1,95 @@
+"""The check every model passes at load: fed ragged and in chunks, it must answer as transformers' own forward does.
+
+What the configuration and the recording pass cannot show (positions ignored, state carried from row to row outside
+attention, a kernel that is wrong for some shape) shows here, on two sequences of different lengths that cross a block
+boundary. A few forward passes of a few dozen rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Final
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.engine.batch import Segment
+from specdec.engine.kv_pool import KVPool
+from specdec.errors import ModelNotSupported
+
+Forward = Callable[[Sequence[Segment]], torch.Tensor]
+
+#: Tokens of each sequence per step. Most rows stand next to a chunk's edge, where carried state would be lost.
+_CHUNKS: Final = ((1, 2, 29, 2, 1, 1, 1), (5, 1, 1, 11, 2, 1))
+#: Distance of a row of logits, relative to the logits' spread, and the share of rows allowed beyond it: half
+#: precision rounds differently in batches of another shape, which may send a token to another expert.
+_TOLERANCES: Final = {torch.float32: (1e-3, 0.0), torch.float16: (2e-2, 0.25), torch.bfloat16: (8e-2, 0.25)}
+_QUANTISED_TOLERANCE: Final = (0.2, 0.25)
+
+
+class Reference:
+    """Random token sequences and what the stock model answers to each of their tokens."""
+
+    def __init__(self, model: PreTrainedModel, *, vocab_size: int, max_tokens: int, block_size: int) -> None:
+        """Run the stock model (reference attention, no cache, one sequence at a time).
+
+        ``max_tokens`` bounds the two sequences together, in whole blocks of ``block_size``, and each of them.
+
+        Raises:
+            ModelNotSupported: the stock model itself answers with NaN or infinity.
+        """
+        generator = torch.Generator().manual_seed(20)
+        limit = max(max_tokens // (2 * block_size), 1) * block_size
+        self.sequences: list[list[int]] = []
+        self.logits: list[torch.Tensor] = []
+        for chunks in _CHUNKS[: 2 if max_tokens >= 2 * block_size else 1]:
+            length = min(sum(chunks), limit, max_tokens)
+            ids = torch.randint(vocab_size, (length,), generator=generator)
+            with torch.inference_mode():
+                logits = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0].float()
+            if not bool(logits.isfinite().all()):
+                raise ModelNotSupported(
+                    f"{type(model).__name__} in {_name(model.dtype)} answers with NaN or infinity; try another dtype"
+                )
+            self.sequences.append(ids.tolist())
+            self.logits.append(logits)
+        self.tolerance, self.allowed_share = _TOLERANCES.get(model.dtype, _QUANTISED_TOLERANCE)
+        if getattr(model, "hf_quantizer", None) is not None:
+            self.tolerance, self.allowed_share = _QUANTISED_TOLERANCE
+
+    def difference(self, forward: Forward, pool: KVPool) -> str | None:
+        """Feed the sequences ragged, in chunks, through ``forward``; None if it agrees, else what differs."""
+        opened = [pool.open(len(ids)) for ids in self.sequences]
+        rows: list[list[torch.Tensor]] = [[] for _ in opened]
+        try:
+            for step in zip_longest(*_CHUNKS, fillvalue=0):
+                segments, owners = [], []
+                for owner, (sequence, ids) in enumerate(zip(opened, self.sequences, strict=True)):
+                    chunk = ids[sequence.length : sequence.length + step[owner]]
+                    if chunk:
+                        segments.append(Segment(sequence, chunk, len(chunk)))
+                        owners.append(owner)
+                if segments:
+                    logits = forward(segments)
+                    for owner, segment in zip(owners, segments, strict=True):
+                        rows[owner].append(logits[: segment.num_logits])
+                        logits = logits[segment.num_logits :]
+        finally:
+            for sequence in opened:
+                pool.release(sequence)
+        answers = [torch.cat(part) for part in rows]
+        wanted = torch.cat(self.logits)
+        spread = (wanted - wanted.mean(-1, keepdim=True)).square().mean().sqrt()
+        distance = (torch.cat(answers) - wanted).square().mean(-1).sqrt() / spread.clamp_min(1e-12)  # [rows]
+        beyond = ~(distance <= self.tolerance)  # NaN is beyond too
+        if float(beyond.float().mean()) <= self.allowed_share:
+            return None
+        return (
+            f"{int(beyond.sum())} of {len(distance)} rows differ from the stock model by more than {self.tolerance:g}"
+            f" of the logits' spread (at most {float(distance.max()):.3g})"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
