@@ -10,8 +10,9 @@ from torch import Tensor
 
 from specdec.errors import InternalError, InvalidRequest, TandemError
 from specdec.sampling.distribution import distribution
+from specdec.sampling.drafting import MAX_WEIGHT
 from specdec.sampling.edits import edited
-from specdec.sampling.noise import Stream, uniform
+from specdec.sampling.noise import Stream
 from specdec.sampling.rows import Rows
 from specdec.sampling.rule import Rule, SparseRow
 from specdec.sampling.state import SamplingState
@@ -19,8 +20,6 @@ from specdec.sessions import PositionLogprobs
 from target_service.logprobs import read, score
 from target_service.rules import block, coupled, greedy, token
 from target_service.rules.drafts import Drafts, Q, Uniforms
-
-_MAX_WEIGHT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,8 @@ def check_draft(token_ids: Sequence[int], q_rows: Sequence[SparseRow], num_token
             raise InvalidRequest("a q row needs one weight per token, each token once")
         if token_id not in row.token_ids:
             raise InvalidRequest(f"drafted token {token_id} is not in its q row, so it was not drawn from it")
-        if not 0 < min(row.weights) <= max(row.weights) <= _MAX_WEIGHT:
-            raise InvalidRequest(f"weights of a q row are 1 to {_MAX_WEIGHT}")
+        if not 0 < min(row.weights) <= max(row.weights) <= MAX_WEIGHT:
+            raise InvalidRequest(f"weights of a q row are 1 to {MAX_WEIGHT}")
 
 
 class Verifier:
@@ -154,18 +153,14 @@ class _Group:
         looked at them to decide where the round ended.
         """
         k = self.drafts.token_ids.shape[1]
-        keys = []
-        for r in self.rounds:
-            base = len(r.state)
-            keys.append(
-                [r.state.noise_key(Stream.ACCEPT, base)] * k
-                + [r.state.noise_key(Stream.RESIDUAL, base)] * k
-                + [r.state.noise_key(Stream.BONUS, base + len(r.draft_token_ids))]
-            )
-        index = torch.tensor([*range(k), *range(k), 0])
-        device = self.drafts.token_ids.device
-        u = uniform(torch.tensor(keys), index).to(device)  # [B, 2 k + 1]: too few to be worth the device
-        return Uniforms(u[:, :k], u[:, k : 2 * k], u[:, 2 * k])
+        u = [
+            r.state.uniforms(Stream.ACCEPT, len(r.state), range(k))
+            + r.state.uniforms(Stream.RESIDUAL, len(r.state), range(k))
+            + r.state.uniforms(Stream.BONUS, len(r.state) + len(r.draft_token_ids))
+            for r in self.rounds
+        ]
+        numbers = torch.tensor(u, dtype=torch.float64, device=self.drafts.token_ids.device)  # [B, 2 k + 1]
+        return Uniforms(numbers[:, :k], numbers[:, k : 2 * k], numbers[:, 2 * k])
 
     # --- log-probabilities ---
 

@@ -128,7 +128,7 @@ def _weights(logits: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _valid(top: Tensor) -> Tensor:
-    return top.isfinite().squeeze(-1)
+    return top.squeeze(-1).abs() < torch.inf  # False for a NaN, too
 
 
 def _largest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from specdec.sampling.distribution import distribution, head
+from specdec.sampling.distribution import Distribution, distribution, head
 from specdec.sampling.draws import race
 from specdec.sampling.edits import edited
-from specdec.sampling.noise import Stream, uniform
+from specdec.sampling.noise import Stream
 from specdec.sampling.rows import Rows
 from specdec.sampling.rule import Rule, SparseRow
 from specdec.sampling.state import SamplingState
@@ -21,7 +21,7 @@ from specdec.sampling.state import SamplingState
 #: Tokens of q kept for a ratio rule.
 Q_SIZE: Final = 64
 #: Weight of the most likely one; weights are uint16.
-_MAX_WEIGHT: Final = 65535
+MAX_WEIGHT: Final = 65535
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,21 +152,30 @@ def _draft_coupled(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
 
 
 def _draft_ratio(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
-    """The token is drawn from exactly the integers that are sent: any q is lossless if it is the one drawn from."""
     q = head(logits, rows, Q_SIZE)
-    ids = q.token_ids
-    assert ids is not None
-    weights = (q.weights * _MAX_WEIGHT).round_().long()  # [R, K]
-    weights[:, 0] += ~q.valid  # nothing to draw: any token will do, the target refuses it
-    sums = weights.cumsum(-1)
-    keys = [state.noise_key(Stream.DRAFT, base) for state, base in zip(rows.states, rows.bases, strict=True)]
-    offsets = [position - base for position, base in zip(rows.positions, rows.bases, strict=True)]
-    u = uniform(*torch.tensor([keys, offsets], device=logits.device))  # [R]
-    ticket = (u * sums[:, -1]).long()  # 0 .. total - 1, equally likely to within 2^-30
-    column = (sums <= ticket[:, None]).sum(-1)
-    token_ids = ids.gather(1, column[:, None]).squeeze(1)
+    assert q.token_ids is not None
+    weights = quantized(q)
+    u = [
+        state.uniforms(Stream.DRAFT, base, [position - base])
+        for state, base, position in zip(rows.states, rows.bases, rows.positions, strict=True)
+    ]
+    columns = draw_quantized(weights, torch.tensor(u, dtype=torch.float64, device=logits.device))
     best = _best(logits, num_candidates) if num_candidates else None
-    return Drafted(token_ids, ids, weights, best)
+    return Drafted(q.tokens(columns), q.token_ids, weights, best)
+
+
+def quantized(q: Distribution) -> Tensor:
+    """Integer weights that take the place of q: int64 [R, K], 0 to 65535. Any q is lossless if it is what is sent."""
+    weights = (q.weights * MAX_WEIGHT).round_().long()
+    weights[:, 0] += ~q.valid  # nothing to draw: any token will do, the target refuses it
+    return weights
+
+
+def draw_quantized(weights: Tensor, u: Tensor) -> Tensor:
+    """Columns drawn from exactly weight / sum of weights: ``weights`` int64 [R, K], ``u`` [R, 1] in (0, 1), to [R]."""
+    sums = weights.cumsum(-1)
+    ticket = (u * sums[:, -1:]).long()  # 0 .. total - 1, equally likely to within 2^-30
+    return (sums <= ticket).sum(-1)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import InvalidRequest
-from specdec.sampling.noise import Stream, position_key, stream_key
+from specdec.sampling.noise import Stream, number, position_key, stream_key
 from specdec.sampling.params import SamplingParams
 
 
@@ -68,6 +68,11 @@ class SamplingState:
     def noise_key(self, stream: Stream, position: int) -> int:
         """Key of a stream's noise at a position (signed 64-bit); see :mod:`specdec.sampling.noise`."""
         return position_key(self._stream_keys[stream], position)
+
+    def uniforms(self, stream: Stream, position: int, indices: Iterable[int] = (0,)) -> list[float]:
+        """Uniform numbers in (0, 1) of a stream at a position."""
+        key = self.noise_key(stream, position)
+        return [number(key, index) for index in indices]
 
     # --- which features are in use ---
 

@@ -11,7 +11,7 @@ from target_service.rules.drafts import Drafts
 def verify(logits: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor]:
     """Edited logits [R, V] to (accepted [B], next token [B], valid [R]); a row is valid if its maximum is finite."""
     best, choices = logits.max(-1)
-    return *follow(choices, drafts), best.isfinite()
+    return *follow(choices, drafts), best.abs() < torch.inf
 
 
 def follow(choices: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
