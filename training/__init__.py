@@ -1,0 +1,1 @@
+"""How the bundled model pair is made: corpus, tokenizer, target, draft, measurements."""
