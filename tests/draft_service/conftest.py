@@ -1,0 +1,174 @@
+"""Tiny random Llamas, draft cores on the real engine, and a target to judge their proposals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draft_service.core import DraftCore
+from specdec.engine.engine import Engine, Segment
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.state import SamplingState
+from specdec.sessions import Proposal, Rule, SessionSpec
+from specdec.settings import DraftSettings, ModelSettings, SchedulerSettings, SpeculativeSettings
+from target_service.verifier import Round, Verifier
+
+VOCAB = 48
+CONTEXT = 2048
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def build_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
+    """Weights so large that the next token depends on much of the context: greedy text that does not loop at once."""
+    torch.manual_seed(seed)
+    options = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.25,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return LlamaForCausalLM(LlamaConfig(**(options | changes))).eval()
+
+
+@pytest.fixture(scope="session")
+def llama():
+    return build_llama()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("draft")
+    llama.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def other_checkpoint(tmp_path_factory):
+    """Another model of the same vocabulary, for a target that often disagrees."""
+    folder = tmp_path_factory.mktemp("target")
+    build_llama(seed=1).save_pretrained(folder)
+    return str(folder)
+
+
+def model_settings(folder: str, **changes) -> ModelSettings:
+    return ModelSettings(model=folder, num_threads=1, **({"kv_cache_memory_bytes": 8 << 20} | changes))
+
+
+@pytest.fixture
+def start_core(checkpoint):
+    """``async with start_core(…) as core``: a core that holds no block when it is left."""
+
+    @asynccontextmanager
+    async def start(method="draft_model", k=4, model=None, scheduler=None, parks=False, **speculative):
+        core = await DraftCore.start(
+            DraftSettings(
+                speculative=SpeculativeSettings(
+                    model=checkpoint, method=method, num_speculative_tokens=k, **speculative
+                ),
+                model=model_settings(checkpoint, **(model or {})),
+                scheduler=SchedulerSettings(**(scheduler or {})),
+            )
+        )
+        try:
+            yield core
+            load = await core.load()
+            assert load.open_sessions == 0
+            assert parks or load.used_blocks == 0
+        finally:
+            await core.close()
+
+    return start
+
+
+def make_spec(token_ids: Sequence[int], **changes) -> SessionSpec:
+    """A greedy session unless told otherwise; SamplingParams and SessionSpec fields are both taken."""
+    spec_fields = {name: changes.pop(name) for name in tuple(changes) if name in SessionSpec.__dataclass_fields__}
+    params = SamplingParams(**({"temperature": 0.0, "seed": 7, "max_tokens": 1500} | changes))
+    defaults = {
+        "session_id": "s",
+        "token_ids": tuple(token_ids),
+        "prompt_len": len(token_ids),
+        "params": params,
+        "num_speculative_tokens": 64,
+    }
+    return SessionSpec(**(defaults | spec_fields))
+
+
+@pytest.fixture
+def spec():
+    return make_spec
+
+
+@pytest.fixture
+def greedy(llama):
+    """``greedy(prefix, k)``: the k tokens the stock model continues a prefix with."""
+
+    @torch.inference_mode()
+    def continuation(token_ids: Sequence[int], count: int) -> tuple[int, ...]:
+        tokens = list(token_ids)
+        for _ in range(count):
+            tokens.append(int(llama(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+        return tuple(tokens[len(token_ids) :])
+
+    return continuation
+
+
+class Target:
+    """The target's side of one session: the real engine and verifier, without a service around them."""
+
+    def __init__(self, engine: Engine, spec: SessionSpec) -> None:
+        self._engine = engine
+        self._rule = spec.rule or Rule.BLOCK
+        self.state = SamplingState(spec.params, spec.token_ids, spec.prompt_len, engine.info.vocab_size)
+        self._sequence = engine.pool.open(CONTEXT)
+
+    @torch.inference_mode()
+    def verify(self, proposal: Proposal | None = None) -> tuple[int, tuple[int, ...]]:
+        """One round: how many drafts were accepted, and the tokens it committed."""
+        drafted = proposal.token_ids if proposal is not None else ()
+        q_rows = proposal.q_rows if proposal is not None else ()
+        fed = [*self.state.token_ids[self._sequence.length :], *drafted]
+        logits = self._engine.forward([Segment(self._sequence, fed, len(drafted) + 1)])
+        (outcome,) = Verifier().verify(logits, [Round(self.state, self._rule, 0, drafted, q_rows)])
+        assert outcome.error is None
+        self.state.commit(outcome.token_ids)
+        self._engine.pool.rollback(self._sequence, len(self.state) - 1)
+        return outcome.num_accepted, outcome.token_ids
+
+    def close(self) -> None:
+        self._engine.pool.release(self._sequence)
+
+
+@pytest.fixture(scope="session")
+def target_engine(checkpoint, one_thread):
+    """A target with the draft's own weights."""
+    engine = Engine.load(model_settings(checkpoint))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def other_engine(other_checkpoint, one_thread):
+    engine = Engine.load(model_settings(other_checkpoint))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def make_target():
+    return Target

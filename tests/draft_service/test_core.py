@@ -1,0 +1,361 @@
+"""Sessions: advance, cancellation, admission, parking, and what is left behind (nothing)."""
+
+import asyncio
+import random
+
+import pytest
+
+from draft_service import core as core_module
+from specdec.errors import Cancelled, InvalidRequest, ModelNotSupported, Overloaded, StaleSession, Unavailable
+from specdec.sessions import ModelInfo
+from specdec.vocabulary import compatible
+
+PROMPT = [3, 14, 15, 9, 26, 5]
+
+
+# --- advance ---
+
+
+async def test_advance_is_idempotent(start_core, spec, greedy):
+    async with start_core() as core:
+        session = await core.open(spec(PROMPT, temperature=1.0, rule="block"))
+        first = await session.propose(6, [1, 2, 3], 4)
+        again = await session.propose(6, [1, 2, 3], 4)
+        assert (again.base_len, again.token_ids) == (9, first.token_ids)
+        assert [row.token_ids for row in again.q_rows] == [row.token_ids for row in first.q_rows]
+        assert (await session.propose(9, [], 4)).token_ids == first.token_ids
+        assert (await core.load()).stale_messages == 0
+        await session.close()
+
+
+async def test_overlap_is_trimmed_and_disagreement_rolls_back(start_core, spec, greedy):
+    async with start_core() as core:
+        session = await core.open(spec(PROMPT))
+        await session.propose(6, [1, 2, 3], 4)
+        proposal = await session.propose(7, [2, 3, 4], 4)  # 2 and 3 are known
+        assert (proposal.base_len, proposal.token_ids) == (10, greedy([*PROMPT, 1, 2, 3, 4], 4))
+        proposal = await session.propose(6, [1, 9], 4)  # 2, 3, 4 were never committed
+        assert (proposal.base_len, proposal.token_ids) == (8, greedy([*PROMPT, 1, 9], 4))
+        proposal = await session.propose(0, [7, 7], 4)  # even the prompt may be replaced
+        assert (proposal.base_len, proposal.token_ids) == (2, greedy([7, 7], 4))
+        await session.close()
+
+
+async def test_penalties_forget_tokens_taken_back(start_core, spec):
+    async with start_core() as core:
+        params = {"temperature": 0.0, "presence_penalty": 2.0, "frequency_penalty": 2.0, "prompt_len": 2}
+        session = await core.open(spec(PROMPT, **params))
+        await session.propose(6, [30, 31, 32, 30, 30], 4)
+        moved = await session.propose(6, [33, 34], 4)
+        await session.close()
+        fresh = await core.open(spec([*PROMPT, 33, 34], **params))
+        assert moved.token_ids == (await fresh.propose(8, [], 4)).token_ids
+        await fresh.close()
+
+
+async def test_an_old_message_changes_nothing(start_core, spec, greedy):
+    async with start_core() as core:
+        session = await core.open(spec(PROMPT))
+        await session.propose(6, [1, 2, 3], 4)
+        old = await session.propose(6, [1], 4)
+        assert (old.base_len, old.token_ids) == (7, ())
+        assert (await core.load()).stale_messages == 1
+        assert session.committed_len == 9
+        assert (await session.propose(9, [4], 4)).token_ids == greedy([*PROMPT, 1, 2, 3, 4], 4)
+        await session.close()
+
+
+async def test_a_gap_is_stale(start_core, spec):
+    async with start_core() as core:
+        session = await core.open(spec(PROMPT))
+        with pytest.raises(StaleSession, match=r"length 9.*6 tokens"):
+            await session.propose(9, [1], 4)
+        assert (await core.load()).stale_messages == 1
+        assert len((await session.propose(6, [1], 4)).token_ids) == 4  # the session itself is well
+        await session.close()
+        with pytest.raises(StaleSession):
+            await session.propose(7, [1], 4)
+
+
+async def test_moving_only_drafts_nothing(start_core, spec, greedy):
+    async with start_core() as core:
+        session = await core.open(spec(PROMPT))
+        for i in range(10):
+            assert await session.advance(6 + i, [i])
+        assert (await session.propose(16, [], 4)).token_ids == greedy([*PROMPT, *range(10)], 4)
+        assert (await session.propose(16, [5], 0)).token_ids == ()
+        await session.close()
+
+
+@pytest.mark.parametrize("tokens", [[48], [-1], [3, 10**6]])
+async def test_unknown_tokens_are_refused(start_core, spec, tokens):
+    async with start_core() as core:
+        with pytest.raises(InvalidRequest, match="0 to 47"):
+            await core.open(spec(tokens))
+        session = await core.open(spec(PROMPT))
+        with pytest.raises(InvalidRequest, match="0 to 47"):
+            await session.propose(6, tokens, 4)
+        await session.close()
+
+
+async def test_openings_that_make_no_sense(start_core, spec):
+    async with start_core() as core:
+        for tokens, prompt_len in ((PROMPT, 0), (PROMPT, 7), ((), 0), ((), 1)):
+            with pytest.raises(InvalidRequest) as caught:
+                await core.open(spec(tokens, prompt_len=prompt_len))
+            assert caught.value.param == "prompt_len"
+
+
+async def test_what_opening_says(start_core, spec):
+    async with start_core(k=4) as core:
+        session = await core.open(spec(PROMPT, epoch=3, num_speculative_tokens=2))
+        assert (session.opened.epoch, session.opened.num_speculative_tokens) == (3, 2)
+        proposal = await session.propose(6, [1], 64)
+        assert (proposal.epoch, len(proposal.token_ids)) == (3, 2)
+        assert proposal.draft_ns > 0
+        assert proposal.queue_ns > 0
+        await session.close()
+        assert session.opened.num_cached_tokens == 0
+        info = await core.info()
+        assert (info.method, info.num_speculative_tokens, info.vocab_size) == ("draft_model", 4, 48)
+
+
+# --- cancellation ---
+
+
+async def test_cancel_at_any_moment(start_core, spec, greedy):
+    """Openings and proposals cancelled after any number of turns of the loop; the session goes on, or leaves nothing."""
+    rng = random.Random(0)
+    async with start_core(scheduler={"max_num_batched_tokens": 16}) as core:
+        for attempt in range(60):
+            opening = asyncio.create_task(core.open(spec([i % 48 for i in range(100)], session_id=str(attempt))))
+            await turn(rng, attempt)
+            opening.cancel()
+            try:
+                session = await opening
+            except asyncio.CancelledError:
+                continue
+            await session.close()
+        assert (await core.load()).used_blocks == 0
+
+        session = await core.open(spec(PROMPT))
+        known = list(PROMPT)
+        for attempt in range(60):
+            call = asyncio.create_task(session.propose(len(known), [attempt % 48], 4))
+            await turn(rng, attempt)
+            call.cancel()
+            await asyncio.wait((call,))
+            proposal = await session.propose(len(known), [attempt % 48], 4)  # sent again
+            known.append(attempt % 48)
+            assert proposal.token_ids == greedy(known, 4)
+        await session.close()
+
+
+async def turn(rng, attempt):
+    for _ in range(attempt % 12):
+        await asyncio.sleep(0)
+    if attempt % 3 == 0:
+        await asyncio.sleep(rng.random() * 0.003)
+
+
+async def test_close_during_a_proposal_frees_once(start_core, spec):
+    rng = random.Random(1)
+    async with start_core() as core:
+        released = []
+        original = core.drafter._pool.release
+        core.drafter._pool.release = lambda sequence: released.append(sequence) or original(sequence)
+        for attempt in range(40):
+            session = await core.open(spec(PROMPT, session_id=str(attempt)))
+            call = asyncio.create_task(session.propose(6, [1, 2], 4))
+            await turn(rng, attempt)
+            await asyncio.gather(session.close(), session.close())
+            assert (await core.load()).used_blocks == 0
+            outcome = (await asyncio.gather(call, return_exceptions=True))[0]
+            assert isinstance(outcome, Cancelled | StaleSession) or outcome.base_len == 8
+        assert len(released) == len({id(sequence) for sequence in released}) == 40
+
+
+async def test_a_cancelled_close_still_frees(start_core, spec):
+    async with start_core() as core:
+        session = await core.open(spec(PROMPT))
+        call = asyncio.create_task(session.propose(6, [1, 2], 4))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(session.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait((call, closing))
+        while (await core.load()).open_sessions:
+            await asyncio.sleep(0.001)
+        assert (await core.load()).used_blocks == 0
+        assert isinstance(call.exception(), Cancelled)
+
+
+async def test_a_newer_call_overtakes_a_queued_one(start_core, spec, greedy):
+    async with start_core() as core:
+        session = await core.open(spec(PROMPT))
+        calls = [asyncio.create_task(session.propose(6, list(range(i + 1)), 4)) for i in range(4)]
+        proposals = await asyncio.gather(*calls)
+        assert [p.base_len for p in proposals] == [7, 8, 9, 10]
+        assert proposals[-1].token_ids == greedy([*PROMPT, 0, 1, 2, 3], 4)
+        await session.close()
+
+
+async def test_no_block_is_lost_over_200_sessions(start_core, spec):
+    rng = random.Random(5)
+
+    async def one(number):
+        session = await core.open(
+            spec([rng.randrange(48) for _ in range(rng.randrange(1, 120))], session_id=str(number), max_tokens=50)
+        )
+        try:
+            for length in range(session.committed_len, session.committed_len + rng.randrange(4)):
+                call = asyncio.create_task(session.propose(length, [rng.randrange(48)], 4))
+                if rng.random() < 0.3:
+                    await asyncio.sleep(rng.random() * 0.01)
+                    call.cancel()
+                    await asyncio.wait((call,))
+                    break
+                await call
+        finally:
+            await session.close()
+
+    async with start_core() as core:
+        free = core.drafter._pool.num_free_blocks
+        for start in range(0, 200, 20):
+            tasks = [asyncio.create_task(one(number)) for number in range(start, start + 20)]
+            await asyncio.sleep(rng.random() * 0.02)
+            rng.choice(tasks).cancel()
+            await asyncio.wait(tasks)
+        assert core.drafter._pool.num_free_blocks == free
+        assert core.drafter._pool.num_open == 0
+
+
+# --- admission ---
+
+
+async def test_too_many_sessions_are_refused_soon_with_numbers(start_core, spec):
+    async with start_core(scheduler={"max_num_seqs": 2, "max_waiting": 1}) as core:
+        sessions = [await core.open(spec(PROMPT, session_id=str(i))) for i in range(2)]
+        started = asyncio.get_running_loop().time()
+        waiting = asyncio.create_task(core.open(spec(PROMPT)))
+        await asyncio.sleep(0.01)
+        assert (await core.load()).waiting_sessions == 1
+        with pytest.raises(Overloaded, match=r"2 of 2 .* 1 of 1 "):  # the queue is full: at once
+            await core.open(spec(PROMPT))
+        with pytest.raises(Overloaded, match="2 of 2"):
+            await waiting
+        assert asyncio.get_running_loop().time() - started < 2 * core_module.ADMISSION_WAIT_S
+        for session in sessions:
+            await session.close()
+        assert (await core.load()).waiting_sessions == 0
+
+
+async def test_a_session_that_ends_lets_the_next_one_in_order(start_core, spec):
+    async with start_core(scheduler={"max_num_seqs": 1}) as core:
+        first = await core.open(spec(PROMPT))
+        order = []
+
+        async def one(number):
+            session = await core.open(spec(PROMPT, session_id=str(number)))
+            order.append(number)
+            await session.close()
+
+        tasks = [asyncio.create_task(one(number)) for number in range(5)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+        await first.close()
+        await asyncio.wait(tasks)
+        assert order == [0, 1, 3, 4]
+
+
+async def test_a_full_cache_is_refused_with_numbers(start_core, spec, monkeypatch):
+    monkeypatch.setattr(core_module, "ADMISSION_WAIT_S", 0.01)
+    async with start_core(model={"kv_cache_memory_bytes": 1 << 18}) as core:
+        total = (await core.load()).total_blocks
+        held = []
+        with pytest.raises(Overloaded, match=rf"of {total} are in use"):
+            while True:
+                held.append(await core.open(spec(PROMPT, session_id=str(len(held)), max_tokens=200)))
+        assert held
+        for session in held:
+            await session.close()
+
+
+async def test_draining_refuses_openings_only(start_core, spec):
+    async with start_core() as core:
+        session = await core.open(spec(PROMPT))
+        core.drain()
+        with pytest.raises(Unavailable):
+            await core.open(spec(PROMPT))
+        assert len((await session.propose(6, [1], 4)).token_ids) == 4
+        await session.close()
+
+
+async def test_closing_the_core_ends_everything(start_core, spec):
+    async with start_core() as core:
+        session = await core.open(spec(PROMPT))
+        call = asyncio.create_task(session.propose(6, [1], 4))
+        await asyncio.sleep(0)
+        await core.close()
+        with pytest.raises(StaleSession):
+            await session.propose(7, [1], 4)
+        await asyncio.wait((call,))
+        call.exception()
+
+
+# --- parking ---
+
+
+async def test_park_and_resume(start_core, spec, greedy):
+    async with start_core(parks=True) as core:
+        session = await core.open(spec(PROMPT, session_id="chat", park=True))
+        await session.propose(6, [1, 2, 3], 4)
+        await session.close()
+        load = await core.load()
+        assert (load.open_sessions, load.parked_sessions) == (0, 1)
+        assert load.used_blocks > 0
+
+        turn = [*PROMPT, 1, 2, 3, 8, 8, 8]
+        session = await core.open(spec(turn, session_id="chat", park=True))
+        assert session.opened.num_cached_tokens == 9  # the drafted tokens' entries are not among them
+        assert (await session.propose(12, [4], 4)).token_ids == greedy([*turn, 4], 4)
+        await session.close()
+
+        other = [*PROMPT[:4], 30, 31]
+        session = await core.open(spec(other, session_id="chat", park=True))
+        assert session.opened.num_cached_tokens == 4
+        assert (await session.propose(6, [], 4)).token_ids == greedy(other, 4)
+        await session.close()
+
+
+async def test_parked_sessions_make_room_and_expire(start_core, spec):
+    async with start_core(parks=True, model={"kv_cache_memory_bytes": 1 << 18}, scheduler={"park_ttl_s": 0.05}) as core:
+        for i in range(30):  # far more than fit at once
+            session = await core.open(spec(PROMPT, session_id=str(i), park=True, max_tokens=200))
+            await session.propose(6, [1], 4)
+            await session.close()
+        assert (await core.load()).parked_sessions > 0
+        await asyncio.sleep(0.06)
+        load = await core.load()
+        assert (load.parked_sessions, load.used_blocks) == (0, 0)
+
+
+# --- vocabularies ---
+
+
+def info(name, size, fingerprint, vocab_size=None):
+    return ModelInfo(name=name, vocab_size=vocab_size or size, tokenizer_size=size, tokenizer_fingerprint=fingerprint)
+
+
+def test_vocabularies():
+    target = info("big", 100, "abc", vocab_size=128)
+    compatible(target, info("small", 100, "abc"))
+    compatible(target, ModelInfo(name="ngram", method="ngram"))
+    compatible(ModelInfo(name="a", vocab_size=50), ModelInfo(name="b", vocab_size=50))
+    for draft in (info("small", 100, "abd"), info("small", 99, "abc"), info("small", 100, "")):
+        with pytest.raises(ModelNotSupported, match=r"small.*big"):
+            compatible(target, draft)
+    with pytest.raises(ModelNotSupported, match=r"b.*a"):
+        compatible(ModelInfo(name="a", vocab_size=50), ModelInfo(name="b", vocab_size=51))
