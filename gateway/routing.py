@@ -1,0 +1,184 @@
+"""Which replica serves a session: rendezvous hashing over the healthy ones."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final, Generic, Self, TypeVar
+
+from specdec.errors import ModelNotSupported, Unavailable
+from specdec.sessions import DraftBackend, ModelInfo, TargetBackend
+from specdec.vocabulary import compatible
+
+logger = logging.getLogger(__name__)
+
+B = TypeVar("B", TargetBackend, DraftBackend)
+
+#: Seconds a replica that just failed a session is passed over while others are there.
+AVOID_S: Final = 1.0
+
+
+class Replica(Generic[B]):
+    """One server: its backend, what it serves, and whether it can be used."""
+
+    def __init__(self, name: str, backend: B, *, info: ModelInfo | None = None, healthy: bool = True) -> None:
+        self.name = name
+        self.backend: B = backend
+        #: What the server said when it last came up; None before that.
+        self.info = info
+        self.healthy = healthy
+        #: Why the replica must never be used (an incompatible vocabulary); None when it may.
+        self.refusal: str | None = None
+        self._avoid_until = 0.0
+
+    @property
+    def usable(self) -> bool:
+        """Healthy and fitting."""
+        return self.healthy and self.refusal is None
+
+    @property
+    def avoided(self) -> bool:
+        """Whether it failed a session a moment ago."""
+        return time.monotonic() < self._avoid_until
+
+    def avoid(self) -> None:
+        """Prefer other replicas for a moment."""
+        self._avoid_until = time.monotonic() + AVOID_S
+
+
+def rank(session_id: str, name: str) -> bytes:
+    """Weight of a replica for a session (highest wins): adding or losing a replica moves only that replica's share."""
+    return hashlib.blake2b(f"{session_id}\0{name}".encode(), digest_size=8).digest()
+
+
+class Pool(Generic[B]):
+    """Replicas of one role."""
+
+    def __init__(self, replicas: Iterable[Replica[B]] = ()) -> None:
+        self.replicas: list[Replica[B]] = list(replicas)
+
+    def __len__(self) -> int:
+        return len(self.replicas)
+
+    @property
+    def usable(self) -> list[Replica[B]]:
+        """The replicas that can be used now."""
+        return [replica for replica in self.replicas if replica.usable]
+
+    def pick(self, session_id: str, avoid: Collection[Replica[B]] = ()) -> Replica[B] | None:
+        """The session's replica; those in ``avoid`` and those that just failed only when there is no other.
+
+        None when no replica can be used.
+        """
+        usable = self.usable
+        if len(usable) > 1:
+            fresh = [replica for replica in usable if replica not in avoid]
+            calm = [replica for replica in fresh if not replica.avoided]
+            usable = calm or fresh or usable
+        if len(usable) <= 1:
+            return usable[0] if usable else None
+        return max(usable, key=lambda replica: rank(session_id, replica.name))
+
+
+class Router:
+    """The targets and drafts of one gateway, all serving one model."""
+
+    def __init__(
+        self, targets: Sequence[Replica[TargetBackend]] = (), drafts: Sequence[Replica[DraftBackend]] = ()
+    ) -> None:
+        self.targets: Pool[TargetBackend] = Pool(targets)
+        self.drafts: Pool[DraftBackend] = Pool(drafts)
+        self._model: ModelInfo | None = None
+
+    @classmethod
+    async def local(cls, target: TargetBackend, draft: DraftBackend | None = None) -> Self:
+        """A router over backends in this process.
+
+        Raises:
+            ModelNotSupported: the draft's vocabulary is not the target's.
+        """
+        router = cls(
+            [Replica("local-target", target, healthy=False)],
+            [] if draft is None else [Replica("local-draft", draft, healthy=False)],
+        )
+        router.target_up(router.targets.replicas[0], await target.info())
+        if draft is not None:
+            info = await draft.info()
+            compatible(router.model(), info)
+            router.draft_up(router.drafts.replicas[0], info)
+        return router
+
+    @property
+    def ready(self) -> bool:
+        """Whether a target can be used."""
+        return any(replica.usable for replica in self.targets.replicas)
+
+    def model(self) -> ModelInfo:
+        """The model served, as the first target to come up described it.
+
+        Raises:
+            Unavailable: no target has answered yet.
+        """
+        if self._model is None:
+            raise Unavailable("no target service has answered yet; try again once one is up")
+        return self._model
+
+    def draft_model(self) -> ModelInfo | None:
+        """The draft in use; None while there is none."""
+        return next((replica.info for replica in self.drafts.usable), None)
+
+    def target_up(self, replica: Replica[TargetBackend], info: ModelInfo) -> None:
+        """A target came up. One whose tokens differ from the model served so far is refused."""
+        if self._model is None:
+            self._model = info
+            for draft in self.drafts.replicas:
+                if draft.info is not None:
+                    self._judge(draft, draft.info)
+        replica.info = info
+        self._judge(replica, info)
+        replica.healthy = True
+        if replica.refusal is None:
+            logger.info("target %s is up: %s", replica.name, info.name)
+
+    def draft_up(self, replica: Replica[DraftBackend], info: ModelInfo) -> None:
+        """A draft came up. One whose tokens differ from the target's is refused."""
+        replica.info = info
+        self._judge(replica, info)
+        replica.healthy = True
+        if replica.refusal is None:
+            logger.info("draft %s is up: %s %s", replica.name, info.method, info.name)
+
+    def down(self, replica: Replica[TargetBackend] | Replica[DraftBackend], why: str) -> None:
+        """A replica cannot be used for now."""
+        if replica.healthy:
+            logger.warning("%s is down: %s", replica.name, why)
+        replica.healthy = False
+
+    def pick_target(self, session_id: str, avoid: Collection[Replica[TargetBackend]] = ()) -> Replica[TargetBackend]:
+        """The session's target.
+
+        Raises:
+            Unavailable: no target can be used.
+        """
+        replica = self.targets.pick(session_id, avoid)
+        if replica is None:
+            raise Unavailable(f"none of the {len(self.targets)} target services can be used now; try again later")
+        return replica
+
+    def pick_draft(
+        self, session_id: str, avoid: Collection[Replica[DraftBackend]] = ()
+    ) -> Replica[DraftBackend] | None:
+        """The session's draft; None when no draft can be used now."""
+        return self.drafts.pick(session_id, avoid)
+
+    def _judge(self, replica: Replica[TargetBackend] | Replica[DraftBackend], info: ModelInfo) -> None:
+        replica.refusal = None
+        if self._model is None or self._model is info:
+            return
+        try:
+            compatible(self._model, info)
+        except ModelNotSupported as error:
+            replica.refusal = str(error)
+            logger.error("%s will not be used: %s", replica.name, error)
