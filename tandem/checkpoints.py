@@ -1,0 +1,105 @@
+"""From the name a user types to a checkpoint's folder, and whether two checkpoints can work together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from specdec.errors import InvalidRequest, ModelNotSupported
+
+MODELS: Final = Path(__file__).with_name("models")
+#: The bundled pair: served when no model is named.
+TARGET: Final = "python-12m"
+DRAFT: Final = "python-1m"
+#: What a hub download fetches; weights in other formats are left where they are.
+_HUB_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
+
+
+def find_checkpoint(name: str) -> str:
+    """The folder of a checkpoint: a folder, a bundled model's name, or a name on the Hugging Face hub.
+
+    Raises :class:`InvalidRequest` when there is no such checkpoint.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InvalidRequest(f"{name} is not a Hugging Face checkpoint: it has no config.json", param="model")
+        return str(folder)
+    if (MODELS / name / "config.json").is_file():
+        return str(MODELS / name)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return _fetch(name)
+    raise InvalidRequest(
+        f"model {name!r} does not exist: give the folder of a Hugging Face checkpoint, a hub name (owner/name), or"
+        f" a bundled model ({', '.join(bundled_models()) or 'none here'})",
+        param="model",
+    )
+
+
+def bundled_models() -> list[str]:
+    """Names of the models that come with Tandem."""
+    return sorted(path.parent.name for path in MODELS.glob("*/config.json"))
+
+
+def _fetch(name: str) -> str:
+    """Download a checkpoint from the hub, or find it in the local cache."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 (slow to import, rarely needed)
+
+    try:
+        return str(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InvalidRequest(f"model {name!r} is no folder here and the hub did not give it: {reason}") from None
+
+
+def check_pair(target: str, draft: str, *, tokenizer: str | None = None) -> None:
+    """Refuse a draft whose token ids mean something else than the target's.
+
+    A larger, padded embedding on either side is fine; what counts are the tokenizers, or the vocabulary sizes where
+    a checkpoint has no ``tokenizer.json``. Raises :class:`ModelNotSupported` naming both.
+    """
+    ours, theirs = _vocabulary(tokenizer or target), _vocabulary(draft)
+    if ours is not None and theirs is not None:
+        if ours != theirs:
+            raise ModelNotSupported(
+                f"draft {draft} and target {target} have different vocabularies"
+                f" ({_difference(theirs, ours)}); speculation needs a draft with the target's tokenizer"
+            )
+        return
+    sizes = _vocab_size(target), _vocab_size(draft)
+    if None not in sizes and sizes[0] != sizes[1]:
+        raise ModelNotSupported(
+            f"draft {draft} and target {target} have different vocabularies ({sizes[1]} and {sizes[0]} tokens);"
+            " speculation needs a draft with the target's tokenizer"
+        )
+
+
+def _difference(theirs: dict[str, int], ours: dict[str, int]) -> str:
+    if len(theirs) != len(ours):
+        return f"{len(theirs)} and {len(ours)} tokens"
+    token = min((text for text, number in theirs.items() if ours.get(text) != number), key=theirs.__getitem__)
+    return f"token {theirs[token]} is {token!r} in the draft only"
+
+
+def _vocabulary(folder: str) -> dict[str, int] | None:
+    """Token text → id, or None where the folder has no ``tokenizer.json``."""
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        return None
+    from tokenizers import Tokenizer  # noqa: PLC0415 (only needed here)
+
+    vocabulary: dict[str, int] = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    return vocabulary
+
+
+def _vocab_size(folder: str) -> int | None:
+    return _config(folder).get("vocab_size")
+
+
+def _config(folder: str) -> dict[str, Any]:
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{folder}/config.json cannot be read: {error}", param="model") from None
+    return dict(config.get("text_config") or config)

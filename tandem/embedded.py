@@ -1,0 +1,8 @@
+"""placeholder"""
+
+from tandem.deployment import Deployment
+
+
+def serve_embedded(deployment: Deployment) -> int:
+    """Not yet."""
+    raise NotImplementedError

@@ -1,0 +1,107 @@
+"""From what a user says about speculation — vLLM's ``speculative_config`` or its older flags — to settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from specdec.errors import InvalidRequest
+from specdec.settings import SpeculativeSettings
+from tandem.checkpoints import DRAFT, TARGET, check_pair, find_checkpoint
+
+#: Older vLLM spellings (flags and ``LLM`` arguments) and the key of ``speculative_config`` each became.
+OLDER_NAMES: Final[Mapping[str, str]] = {
+    "speculative_model": "model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "ngram_prompt_lookup_max": "prompt_lookup_max",
+    "ngram_prompt_lookup_min": "prompt_lookup_min",
+    "speculative_draft_tensor_parallel_size": "draft_tensor_parallel_size",
+    "speculative_disable_by_batch_size": "disable_by_batch_size",
+}
+#: Names that ask for n-gram lookup where a model is expected.
+_NGRAM: Final = ("ngram", "[ngram]")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The models to run: folders that exist, and the speculation between them."""
+
+    #: Folder of the target.
+    target: str
+    #: What the user called the target.
+    name: str
+    speculative: SpeculativeSettings
+
+    @property
+    def speculates(self) -> bool:
+        """Whether a drafter runs at all."""
+        return self.speculative.method != "none" and self.speculative.num_speculative_tokens > 0
+
+
+def read_speculation(
+    config: Mapping[str, Any] | str | None, older: Mapping[str, Any] | None = None
+) -> SpeculativeSettings | None:
+    """Settings from ``speculative_config`` and the older names; None when nothing was said.
+
+    A value given both ways must be the same. Raises :class:`InvalidRequest` naming the option.
+    """
+    merged = {OLDER_NAMES[name]: value for name, value in (older or {}).items() if value is not None}
+    if config is None and not merged:
+        return None
+    for key, value in _mapping(config).items():
+        if merged.setdefault(key, value) != value:
+            raise InvalidRequest(
+                f"{key} is given twice, as {merged[key]!r} and as {value!r} in speculative_config", param=key
+            )
+    if merged.get("model") in _NGRAM:
+        del merged["model"]
+        merged.setdefault("method", "ngram")
+    if merged.keys() == {"num_speculative_tokens"} and merged["num_speculative_tokens"] > 0:
+        raise InvalidRequest(
+            'num_speculative_tokens needs a drafter: give "model", or "method": "ngram"', param="num_speculative_tokens"
+        )
+    _widen_lookup(merged)
+    return SpeculativeSettings.from_config(merged)
+
+
+def _widen_lookup(merged: dict[str, Any]) -> None:
+    """One bound alone moves the other along, as in vLLM, instead of contradicting its default."""
+    low, high = merged.get("prompt_lookup_min"), merged.get("prompt_lookup_max")
+    if high is None and isinstance(low, int) and low > SpeculativeSettings().prompt_lookup_max:
+        merged["prompt_lookup_max"] = low
+
+
+def _mapping(config: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except json.JSONDecodeError as error:
+            raise InvalidRequest(f"speculative_config is not JSON: {error}", param="speculative_config") from None
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        raise InvalidRequest(
+            f"speculative_config must be an object, not {type(config).__name__}", param="speculative_config"
+        )
+    return config
+
+
+def choose_models(
+    model: str | None, speculative: SpeculativeSettings | None, *, tokenizer: str | None = None
+) -> Choice:
+    """Find the checkpoints and check that they fit.
+
+    No model at all means the bundled pair; a model without speculation runs plain. Raises :class:`InvalidRequest` for
+    a checkpoint that does not exist and :class:`ModelNotSupported` for a draft with another vocabulary.
+    """
+    target = find_checkpoint(model or TARGET)
+    if speculative is None:
+        speculative = SpeculativeSettings(model=DRAFT) if model is None else SpeculativeSettings(method="none")
+    if speculative.model is not None:
+        draft = find_checkpoint(speculative.model)
+        speculative = replace(speculative, model=draft)
+        if speculative.method == "draft_model":
+            check_pair(target, draft, tokenizer=tokenizer)
+    return Choice(target, model or TARGET, speculative)

@@ -1,0 +1,60 @@
+"""Finding checkpoints, and refusing pairs that do not fit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from specdec.errors import InvalidRequest, ModelNotSupported
+from tandem.checkpoints import MODELS, bundled_models, check_pair, find_checkpoint
+
+TARGET, DRAFT = MODELS / "python-12m", MODELS / "python-1m"
+
+
+def test_the_bundled_pair_fits() -> None:
+    assert {"python-12m", "python-1m"} <= set(bundled_models())
+    assert find_checkpoint("python-12m") == find_checkpoint(str(TARGET)) == str(TARGET)
+    check_pair(str(TARGET), str(DRAFT))
+
+
+def edit(source: Path, folder: Path, **config: object) -> dict:
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    old = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**old, **config}))
+    return json.loads((folder / "tokenizer.json").read_text())
+
+
+def test_a_padded_embedding_is_fine(tmp_path: Path) -> None:
+    edit(DRAFT, tmp_path / "draft", vocab_size=4160)
+    check_pair(str(TARGET), str(tmp_path / "draft"))
+
+
+def test_another_vocabulary_is_refused_and_both_are_named(tmp_path: Path) -> None:
+    tokenizer = edit(DRAFT, tmp_path / "draft")
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (tmp_path / "draft" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelNotSupported, match="different vocabularies") as caught:
+        check_pair(str(TARGET), str(tmp_path / "draft"))
+    assert str(TARGET) in str(caught.value)
+    assert str(tmp_path / "draft") in str(caught.value)
+
+
+def test_without_tokenizer_files_the_sizes_count(tmp_path: Path) -> None:
+    edit(DRAFT, tmp_path / "draft", vocab_size=100)
+    (tmp_path / "draft" / "tokenizer.json").unlink()
+    with pytest.raises(ModelNotSupported, match="100 and 4096 tokens"):
+        check_pair(str(TARGET), str(tmp_path / "draft"))
+
+
+def test_what_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidRequest, match=r"no config\.json"):
+        find_checkpoint(str(tmp_path))
+    with pytest.raises(InvalidRequest, match="does not exist"):
+        find_checkpoint("./nowhere/at-all")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(InvalidRequest, match="the hub did not give it"):
+        find_checkpoint("tandem-tests/no-such-model")

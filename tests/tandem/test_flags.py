@@ -1,0 +1,180 @@
+"""Flags: every alias reaches its setting, every mistake is one clear line."""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from specdec.sessions import Rule
+from tandem import cli, serve
+from tandem.checkpoints import MODELS
+from tandem.deployment import Deployment, deployment_of, flags_of, services_of
+from tandem.flags import Parser
+
+TARGET, DRAFT = str(MODELS / "python-12m"), str(MODELS / "python-1m")
+PAIR = json.dumps({"model": "python-1m", "num_speculative_tokens": 5})
+NGRAM = json.dumps({"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4})
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = Parser(prog="tandem serve")
+    serve.add_arguments(parser)
+    args = parser.parse_args(argv)
+    serve.take_model(args)
+    return args
+
+
+def deploy(*argv: str) -> Deployment:
+    return deployment_of(parse(*argv))
+
+
+def test_nothing_given_serves_the_bundled_pair() -> None:
+    deployment = deploy()
+    assert deployment.target.model.model == TARGET
+    assert deployment.draft is not None
+    assert deployment.draft.speculative.model == DRAFT
+    assert deployment.draft.speculative.num_speculative_tokens == deployment.gateway.num_speculative_tokens == 4
+    assert deployment.gateway.served_model_name == ("python-12m",)
+    assert deployment.gateway.tokenizer == TARGET
+    assert deployment.describe() == "python-12m, drafted by python-1m, k = 4"
+
+
+def test_a_model_alone_runs_plain() -> None:
+    deployment = deploy("python-12m")
+    assert deployment.draft is None
+    assert deployment.gateway.num_speculative_tokens == 0
+    assert deployment.describe() == "python-12m (no speculation)"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("python-12m", "--speculative-config", PAIR),
+        ("python-12m", "--speculative_config", PAIR),
+        ("python-12m", f"--speculative_config={PAIR}"),
+        ("python-12m", "-sc", PAIR),
+        ("--model", "python-12m", "--speculative-model", "python-1m", "--num-speculative-tokens", "5"),
+        ("--model", "python-12m", "--speculative_model", "python-1m", "--num_speculative_tokens", "5",
+         "--use-v2-block-manager", "--speculative-draft-tensor-parallel-size", "1"),
+        ("python-12m", "--speculative-config", PAIR, "--num-speculative-tokens", "5"),
+    ],
+)  # fmt: skip
+def test_spellings_of_a_draft_model(argv: tuple[str, ...]) -> None:
+    deployment = deploy(*argv)
+    assert deployment.draft is not None
+    assert deployment.draft.model is not None
+    assert deployment.draft.model.model == DRAFT
+    assert deployment.draft.speculative.num_speculative_tokens == deployment.gateway.num_speculative_tokens == 5
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--speculative-config", NGRAM),
+        ("--speculative-model", "[ngram]", "--num-speculative-tokens", "5", "--ngram-prompt-lookup-max", "4"),
+        ("--speculative_model=[ngram]", "--num_speculative_tokens=5", "--ngram_prompt_lookup_max=4",
+         "--ngram_prompt_lookup_min=1"),
+        ("--speculative-model", "ngram", "--num-speculative-tokens", "5"),
+        ("--speculative-config", '{"model": "ngram", "num_speculative_tokens": 5}'),
+    ],
+)  # fmt: skip
+def test_spellings_of_ngram(argv: tuple[str, ...]) -> None:
+    deployment = deploy("python-12m", *argv)
+    assert deployment.draft is not None
+    assert deployment.draft.model is None
+    speculative = deployment.draft.speculative
+    assert (speculative.method, speculative.prompt_lookup_min, speculative.prompt_lookup_max) == ("ngram", 1, 4)
+    assert speculative.num_speculative_tokens == 5
+
+
+def test_the_other_flags_reach_their_settings() -> None:
+    deployment = deploy(
+        *("python-12m", "--host", "0.0.0.0", "--port", "81", "--grpc-port", "82", "--served-model-name", "a", "b"),
+        *("--dtype", "bfloat16", "--seed", "42", "--max-model-len", "512", "--gpu_memory_utilization", "0.8"),
+        *("--kv-cache-memory-bytes", "1000000", "-tp", "1", "--trust-remote-code", "--verification", "token"),
+        *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--chat-template", "x", "--enforce-eager"),
+        *("--drain-s", "3", "--num-threads", "1"),
+        *("--speculative-config", '{"model": "python-1m", "disable_by_batch_size": 6}'),
+    )
+    gateway, model, scheduler = deployment.gateway, deployment.target.model, deployment.target.scheduler
+    assert (gateway.host, gateway.port, gateway.grpc_port, gateway.seed) == ("0.0.0.0", 81, 82, 42)
+    assert (gateway.served_model_name, gateway.chat_template, gateway.drain_s) == (("a", "b"), "x", 3.0)
+    assert (gateway.disable_by_batch_size, gateway.verification) == (6, Rule.TOKEN)
+    assert (model.dtype, model.seed, model.max_model_len, model.kv_cache_memory_bytes) == ("bfloat16", 42, 512, 10**6)
+    assert (model.trust_remote_code, model.enforce_eager, model.num_threads) == (True, True, 1)
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (8, 64)
+    assert deployment.target.verification is Rule.TOKEN
+    assert deployment.draft is not None
+    assert deployment.draft.model is not None
+    assert (deployment.draft.model.dtype, deployment.draft.model.max_model_len) == ("bfloat16", 512)
+    assert deployment.draft.model.kv_cache_memory_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("python-12m", "-tp", "2"), "not available yet"),
+        (("no-such-model",), "bundled model"),
+        (("python-12m", "--model", "python-1m"), "two models"),
+        (("python-12m", "--speculative-config", "{"), "not JSON"),
+        (("python-12m", "--speculative-config", "[]"), "must be an object"),
+        (("python-12m", "--speculative-config", '{"modle": "x"}'), "modle"),
+        (("python-12m", "--speculative-config", '{"method": "telepathy"}'), "telepathy"),
+        (("python-12m", "--speculative-config", PAIR, "--num-speculative-tokens", "3"), "given twice"),
+        (("python-12m", "--num-speculative-tokens", "3"), "needs a drafter"),
+        (("python-12m", "--gpu-memory-utilization", "2"), "gpu_memory_utilization"),
+    ],
+)
+def test_mistakes_are_named(argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", *argv]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [("--prot", "1"), ("--dtype", "int3"), ("--port", "x")])
+def test_unknown_flags_leave_with_2(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["serve", *argv])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_services_get_what_differs_from_the_defaults() -> None:
+    services = {service.name: service for service in services_of(deploy("--dtype", "float32", "--drain-s", "3"))}
+    assert list(services) == ["target", "draft", "gateway"]
+    target, draft, gateway = (" ".join(services[name].arguments) for name in services)
+    assert f"--model {TARGET}" in target
+    assert "--dtype float32" in target
+    assert "--dtype float32" in draft
+    assert f"--model {DRAFT}" in draft
+    assert "--num-threads 1" in draft
+    assert f"--targets {services['target'].address}" in gateway
+    assert f"--drafts {services['draft'].address}" in gateway
+    assert all("--drain-s 3" in arguments for arguments in (target, draft))
+
+
+def test_flags_of_leaves_defaults_out() -> None:
+    assert flags_of(deploy().target.scheduler) == ()
+
+
+def test_help_and_version_are_instant() -> None:
+    started = time.perf_counter()
+    for argument, expected in (("--help", "serve"), ("--version", "tandem 0")):
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "tandem", argument], capture_output=True, text=True, check=True
+        )
+        assert expected in done.stdout
+        assert not {" torch", " grpc", " transformers"} & {
+            line.rpartition("|")[2].rstrip().lstrip() and " " + line.rpartition("|")[2].strip()
+            for line in done.stderr.splitlines()
+        }
+    assert time.perf_counter() - started < 10
+
+
+def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "commands" in capsys.readouterr().err
