@@ -1,0 +1,114 @@
+"""The door: sessions wait here, first come first served, until there is memory and a place for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from specdec.engine.kv_pool import CacheFull
+from specdec.errors import Overloaded, TandemError
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter(Generic[T]):
+    reserve: Callable[[], T]
+    admitted: asyncio.Future[T]
+
+
+class Admission(Generic[T]):
+    """Admits sessions by calling their ``reserve`` function until it no longer raises :class:`CacheFull`.
+
+    Nobody overtakes: a large session at the head of the queue waits for memory, and those behind it wait for it.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_open: int,
+        max_waiting: int,
+        max_wait_s: float,
+        undo: Callable[[T], None],
+        describe: Callable[[], str],
+    ) -> None:
+        """``undo`` gives back what ``reserve`` took; ``describe`` tells the occupancy, for error texts."""
+        self._max_open = max_open
+        self._max_waiting = max_waiting
+        self._max_wait_s = max_wait_s
+        self._undo = undo
+        self._describe = describe
+        self._waiting: deque[_Waiter[T]] = deque()
+        self.num_open = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sessions in the queue."""
+        return len(self._waiting)
+
+    async def admit(self, reserve: Callable[[], T]) -> T:
+        """Wait for a place and return what ``reserve`` returned. Cancelling leaves nothing behind.
+
+        Raises:
+            Overloaded: the queue is full, or ``max_wait_s`` passed.
+            TandemError: what ``reserve`` raised, other than CacheFull.
+        """
+        if not self._waiting and (got := self._try(reserve)) is not None:
+            return got
+        if len(self._waiting) >= self._max_waiting:
+            raise Overloaded(
+                f"{self._describe()}; the queue is full: {len(self._waiting)} of {self._max_waiting} waiting; try later"
+            )
+        waiter: _Waiter[T] = _Waiter(reserve, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        try:
+            async with asyncio.timeout(self._max_wait_s):
+                return await waiter.admitted
+        except BaseException as error:
+            self._give_up(waiter)
+            if isinstance(error, TimeoutError):
+                raise Overloaded(
+                    f"{self._describe()}; no place came free within {self._max_wait_s:g} s; try later"
+                ) from None
+            raise
+
+    def leave(self) -> None:
+        """A session that was admitted is gone and has given back its memory."""
+        self.num_open -= 1
+        self.admit_next()
+
+    def admit_next(self) -> None:
+        """Admit from the head of the queue as long as there is room."""
+        while self._waiting:
+            waiter = self._waiting[0]
+            try:
+                got = self._try(waiter.reserve)
+            except TandemError as error:
+                waiter.admitted.set_exception(error)
+            else:
+                if got is None:
+                    return
+                waiter.admitted.set_result(got)
+            self._waiting.popleft()
+
+    def _try(self, reserve: Callable[[], T]) -> T | None:
+        if self.num_open >= self._max_open:
+            return None
+        try:
+            got = reserve()
+        except CacheFull:
+            return None
+        self.num_open += 1
+        return got
+
+    def _give_up(self, waiter: _Waiter[T]) -> None:
+        if waiter in self._waiting:
+            self._waiting.remove(waiter)
+            self.admit_next()  # what stood behind a large session may fit
+        elif not waiter.admitted.cancelled() and waiter.admitted.exception() is None:
+            # Admitted in the same turn of the loop in which the caller was cancelled.
+            self._undo(waiter.admitted.result())
+            self.leave()

@@ -1,0 +1,94 @@
+"""Continuous batching: every tick is one forward pass over all that is ready at its start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from specdec.errors import InternalError, TandemError
+from target_service.schedule import share_prefill, take_rounds
+from target_service.session import Session
+from target_service.tick import Part, TickResult
+
+logger = logging.getLogger(__name__)
+
+
+class Batcher:
+    """Collects sessions with something to feed and runs ticks while there are any.
+
+    There is no timer: a tick starts as soon as something is ready and the device is free, and what becomes ready
+    meanwhile is in the next one. An idle batcher sleeps.
+    """
+
+    def __init__(self, run: Callable[[Sequence[Part]], Awaitable[TickResult]], max_num_batched_tokens: int) -> None:
+        """``run`` feeds the parts on the device thread; ``max_num_batched_tokens`` is the rows of one tick."""
+        self._run = run
+        self._max_rows = max_num_batched_tokens
+        #: In order of arrival; a dict because a session may call twice.
+        self._ready: dict[Session, None] = {}
+        self._wake = asyncio.Event()
+        self._closed = False
+        self._task = asyncio.get_running_loop().create_task(self._loop(), name="target-batcher")
+        #: Ticks run since the start.
+        self.num_ticks = 0
+
+    def add(self, session: Session) -> None:
+        """The session has something to feed."""
+        self._ready[session] = None
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Let the running tick end and stop. Idempotent."""
+        self._closed = True
+        self._wake.set()
+        await asyncio.wait((self._task,))
+
+    async def _loop(self) -> None:
+        while not self._closed:
+            taken = self._take()
+            if taken:
+                await self._tick(taken)
+                # The answers of this tick may bring the next rounds at once; let them in before the next tick.
+                await asyncio.sleep(0)
+            else:
+                self._wake.clear()
+                await self._wake.wait()
+
+    def _take(self) -> list[tuple[Session, Part]]:
+        """What the next tick feeds, now in flight. Sessions that were not served in full stay ready."""
+        rounds: list[Session] = []
+        prompts: list[Session] = []
+        for session in self._ready:
+            if session.num_round_rows:
+                rounds.append(session)
+            elif session.num_prefill:
+                prompts.append(session)
+        self._ready.clear()
+        needs = [session.num_prefill for session in prompts]
+        count = take_rounds([session.num_round_rows for session in rounds], sum(needs), self._max_rows)
+        taken = [(session, session.next_round()) for session in rounds[:count]]
+        room = self._max_rows - sum(len(part.token_ids) for _, part in taken)
+        for session, num_rows in zip(prompts, share_prefill(needs, room), strict=True):
+            if num_rows:
+                taken.append((session, session.next_chunk(num_rows)))
+        # Those left out come first next time; those in this tick queue up behind them when they are ready again.
+        for session in (*rounds[count:], *prompts):
+            if not session.in_flight:
+                self._ready[session] = None
+        return taken
+
+    async def _tick(self, taken: list[tuple[Session, Part]]) -> None:
+        self.num_ticks += 1
+        settled = 0
+        try:
+            result = await self._run([part for _, part in taken])
+            for (session, part), part_result in zip(taken, result.parts, strict=True):
+                session.settle(part, part_result, result)
+                settled += 1
+        except Exception as error:
+            # The sessions of this tick are lost, the others must not be.
+            logger.exception("a tick of %d sessions failed", len(taken))
+            failure = error if isinstance(error, TandemError) else InternalError(f"a tick failed: {error}")
+            for session, _ in taken[settled:]:
+                session.crash(failure)

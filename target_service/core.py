@@ -1,0 +1,238 @@
+"""The target in one process: opens sessions, batches them, and counts what it holds. Needs no gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+import specdec
+from specdec.engine.device_thread import DeviceThread
+from specdec.engine.engine import Engine
+from specdec.engine.kv_pool import KVSequence
+from specdec.errors import InvalidRequest, Unavailable
+from specdec.sampling.state import SamplingState
+from specdec.sessions import ModelInfo, ServerLoad, SessionSpec
+from specdec.settings import TargetSettings
+from target_service.admission import Admission
+from target_service.batcher import Batcher
+from target_service.ending import Ending
+from target_service.session import Session
+from target_service.tick import Part, Subject, TickResult, run_tick
+from target_service.verifier import Verifier
+
+#: Drafted tokens a round may carry at most, whatever a session asks for.
+MAX_SPECULATIVE_TOKENS: Final = 64
+
+
+class TargetCore:
+    """Implements :class:`specdec.sessions.TargetBackend`. Made on a running event loop, used from it alone."""
+
+    def __init__(self, engine: Engine, device: DeviceThread, settings: TargetSettings) -> None:
+        """``engine`` is loaded and warm; the core owns it and its thread from now on."""
+        scheduler = settings.scheduler
+        self._engine = engine
+        self._device = device
+        self._settings = settings
+        self._verifier = Verifier()
+        self._batcher = Batcher(self._run_tick, scheduler.max_num_batched_tokens)
+        self._admission: Admission[KVSequence] = Admission(
+            max_open=scheduler.max_num_seqs,
+            max_waiting=scheduler.max_waiting,
+            max_wait_s=scheduler.max_wait_s,
+            undo=engine.pool.release,
+            describe=self._describe,
+        )
+        self._info = replace(engine.info, verification=settings.verification, version=specdec.__version__)
+        self._sessions: set[Session] = set()
+        self._draining = False
+        self._num_stale = 0
+        self._expiry: asyncio.TimerHandle | None = None
+
+    @classmethod
+    async def start(cls, settings: TargetSettings) -> TargetCore:
+        """Load the model and warm it up.
+
+        Raises:
+            ModelNotSupported: the model would give wrong answers here, or cannot run.
+            InvalidRequest: a setting does not fit the model or the machine.
+        """
+        device = DeviceThread("target-device")
+        try:
+            engine = await device.run(Engine.load, settings.model)
+            await device.run(engine.warm_up)
+        except BaseException:
+            await asyncio.to_thread(device.close)
+            raise
+        return cls(engine, device, settings)
+
+    async def open(self, spec: SessionSpec) -> Session:
+        """Admit a session and prefill it; returns once the first token is there. Cancelling leaves nothing behind.
+
+        Raises:
+            InvalidRequest: the spec does not fit the model.
+            Overloaded: there was no place or memory for too long, or too many are waiting.
+            Unavailable: the target is shutting down.
+        """
+        asked_ns = time.perf_counter_ns()
+        if self._draining:
+            raise Unavailable("the target is shutting down; use another replica")
+        ending = self._check(spec)
+        params = spec.params
+        state = SamplingState(
+            params,
+            spec.token_ids,
+            spec.prompt_len,
+            self._info.vocab_size,
+            tokenizer_size=self._info.tokenizer_size or None,
+            device=self._engine.device,
+        )
+        sequence = await self._admission.admit(partial(self._reserve, spec, ending.max_len - 1))
+        rule = spec.rule or self._settings.verification
+        subject = Subject(state, sequence, rule, ending, params.logprobs, params.prompt_logprobs)
+        session = Session(spec, subject, self, asked_ns)
+        self._sessions.add(session)
+        try:
+            await session.start()
+        except BaseException:
+            session.end()
+            raise
+        return session
+
+    async def info(self) -> ModelInfo:
+        """Describe the model."""
+        return self._info
+
+    async def load(self) -> ServerLoad:
+        """Describe the occupancy at this moment."""
+        pool = self._engine.pool
+        return ServerLoad(
+            open_sessions=self._admission.num_open,
+            parked_sessions=pool.num_parked,
+            waiting_sessions=self._admission.num_waiting,
+            used_blocks=pool.used_blocks + pool.parked_blocks,
+            total_blocks=pool.total_blocks,
+            stale_messages=self._num_stale,
+        )
+
+    @property
+    def num_ticks(self) -> int:
+        """Forward passes since the start."""
+        return self._batcher.num_ticks
+
+    def drain(self) -> None:
+        """Open no new sessions; open ones go on."""
+        self._draining = True
+
+    async def close(self) -> None:
+        """End every session, let the running tick finish, and drop the model. Idempotent."""
+        self._draining = True
+        if self._expiry is not None:
+            self._expiry.cancel()
+        for session in list(self._sessions):
+            session.fail(Unavailable("the target is shutting down; use another replica"))
+            session.end()
+        await self._batcher.close()
+        try:
+            await self._device.run(self._engine.close)
+        except Unavailable:  # closed before
+            return
+        await asyncio.to_thread(self._device.close)
+
+    # --- for sessions; see session.Host ---
+
+    def ready(self, session: Session) -> None:
+        """A session has something to feed."""
+        self._batcher.add(session)
+
+    def count_stale(self) -> None:
+        """A message did not fit its session's state and is dropped."""
+        self._num_stale += 1
+
+    def rollback(self, sequence: KVSequence, length: int) -> None:
+        """Drop the entries after the first ``length``."""
+        if sequence.length != length:
+            self._engine.pool.rollback(sequence, length)
+
+    def release(self, session: Session, *, park: bool) -> None:
+        """Give back (or park) a session's cache and let the next one in."""
+        pool, sequence = self._engine.pool, session.subject.sequence
+        self._sessions.discard(session)
+        if park and session.spec.session_id and sequence.length:
+            pool.park(sequence, session.spec.session_id, session.subject.state.token_ids[: sequence.length])
+            self._expire_later()
+        else:
+            pool.release(sequence)
+        self._admission.leave()
+
+    # --- inside ---
+
+    async def _run_tick(self, parts: Sequence[Part]) -> TickResult:
+        return await self._device.run(run_tick, self._engine, self._verifier, parts)
+
+    def _reserve(self, spec: SessionSpec, num_entries: int) -> KVSequence:
+        """Blocks for all the entries the session may ever need, with what is parked for it where there is some."""
+        pool = self._engine.pool
+        # A prompt that is not computed has no log-probabilities.
+        if spec.park and spec.session_id and spec.params.prompt_logprobs is None:
+            resumed = pool.resume(spec.session_id, spec.token_ids, num_entries)
+            if resumed is not None:
+                return resumed
+        return pool.open(num_entries)
+
+    def _check(self, spec: SessionSpec) -> Ending:
+        """The session's limits. Raises :class:`InvalidRequest` for what no amount of waiting would make possible."""
+        num_tokens, params, context = len(spec.token_ids), spec.params, self._info.max_model_len
+        vocabulary = min(self._info.tokenizer_size or self._info.vocab_size, self._info.vocab_size)
+        if not num_tokens:
+            raise InvalidRequest("the prompt is empty; give at least one token", param="token_ids")
+        if not 0 < spec.prompt_len <= num_tokens:
+            raise InvalidRequest(
+                f"prompt_len is {spec.prompt_len}, outside [1, {num_tokens}], the number of tokens", param="prompt_len"
+            )
+        if num_tokens >= context:
+            raise InvalidRequest(
+                f"the prompt has {num_tokens} tokens, which leaves no room in the model's context of {context};"
+                f" shorten it to at most {context - 1} tokens",
+                param="token_ids",
+            )
+        if not 0 <= min(spec.token_ids) <= max(spec.token_ids) < vocabulary:
+            wrong = next(token_id for token_id in spec.token_ids if not 0 <= token_id < vocabulary)
+            raise InvalidRequest(
+                f"the prompt holds token {wrong}; the model's tokens are 0 to {vocabulary - 1}", param="token_ids"
+            )
+        if not 0 <= spec.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise InvalidRequest(
+                f"num_speculative_tokens is {spec.num_speculative_tokens}, outside [0, {MAX_SPECULATIVE_TOKENS}]",
+                param="num_speculative_tokens",
+            )
+        max_len = context if params.max_tokens is None else min(context, spec.prompt_len + params.max_tokens)
+        if num_tokens >= max_len:
+            raise InvalidRequest(
+                f"{num_tokens - spec.prompt_len} tokens were generated already and max_tokens is {params.max_tokens};"
+                " there is nothing left to generate",
+                param="max_tokens",
+            )
+        return Ending(spec.prompt_len, max_len, frozenset(params.stop_token_ids), params.min_tokens)
+
+    def _describe(self) -> str:
+        pool, scheduler = self._engine.pool, self._settings.scheduler
+        return (
+            f"the target is full: {self._admission.num_open} of {scheduler.max_num_seqs} sessions open,"
+            f" {pool.used_blocks} of {pool.total_blocks} KV blocks in use"
+        )
+
+    def _expire_later(self) -> None:
+        if self._expiry is None:
+            delay_s = self._settings.scheduler.park_ttl_s
+            self._expiry = asyncio.get_running_loop().call_later(delay_s, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        pool = self._engine.pool
+        pool.expire(time.monotonic(), self._settings.scheduler.park_ttl_s)
+        if pool.num_parked:
+            self._expire_later()

@@ -1,0 +1,328 @@
+"""A session on the target: what is committed, what was asked, and the verdicts that wait to be fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Final, Protocol
+
+from specdec.engine.kv_pool import KVSequence
+from specdec.errors import InvalidRequest, StaleSession, TandemError, Unavailable
+from specdec.sessions import (
+    FinishReason,
+    PositionLogprobs,
+    Proposal,
+    SessionSpec,
+    TargetOpened,
+    Verdict,
+)
+from target_service.tick import Part, PartResult, Subject, TickResult
+from target_service.verifier import check_draft
+
+#: Rows of a prompt's chunk whose log-probabilities are asked for: each row is as wide as the vocabulary.
+MAX_SCORED_ROWS: Final = 64
+
+
+class Host(Protocol):
+    """What a session needs of the core."""
+
+    def ready(self, session: Session) -> None:
+        """The session has something to feed."""
+        ...
+
+    def count_stale(self) -> None:
+        """A message did not fit the session's state."""
+        ...
+
+    def rollback(self, sequence: KVSequence, length: int) -> None:
+        """Drop the entries after the first ``length``."""
+        ...
+
+    def release(self, session: Session, *, park: bool) -> None:
+        """Give back (or park) the session's cache and its place. Called exactly once."""
+        ...
+
+
+class Session:
+    """Implements :class:`specdec.sessions.TargetSession`; made by ``TargetCore.open``.
+
+    Committed tokens c_0…c_{n-1}; the cache holds n-1 entries, for the last committed token is not fed yet. A round
+    feeds [c_{n-1}, x_1…x_k], commits a accepted drafts and the target's own token, keeps a+1 of the k+1 new entries
+    and drops k-a. The end of prefilling is a round without drafts whose fed tokens are the prompt.
+
+    All calls are made on the event loop. While a tick that carries the session runs (``in_flight``), its subject
+    belongs to the device thread; closing then waits for the end of the tick.
+    """
+
+    def __init__(self, spec: SessionSpec, subject: Subject, host: Host, asked_ns: int) -> None:
+        """``asked_ns``: when the session was asked for (``time.perf_counter_ns``); it is admitted now."""
+        self.spec = spec
+        self.subject = subject
+        self.committed_len = len(spec.token_ids)
+        self.finish_reason: FinishReason | None = None
+        self.in_flight = False
+        self.num_cached_tokens = subject.sequence.length
+        self._host = host
+        self._admitted_ns = self._asked_ns = time.perf_counter_ns()
+        self._queue_ns = self._admitted_ns - asked_ns
+        self._opened: TargetOpened | None = None
+        self._first: Verdict | None = None
+        self._prompt_logprobs: list[PositionLogprobs] = []
+        #: The round asked for, until a tick takes it.
+        self._asked: Proposal | None = None
+        #: Decoding goes on without being asked while committed_len is below this.
+        self._ahead_until = 0
+        self._ahead_from = 0
+        self._verdicts: deque[Verdict] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: TandemError | None = None
+        self._closing = False
+        self._released = asyncio.Event()
+
+    # --- the plain API ---
+
+    @property
+    def opened(self) -> TargetOpened:
+        """What admission and prefilling found."""
+        assert self._opened is not None, "the session is still being opened"
+        return self._opened
+
+    @property
+    def first(self) -> Verdict:
+        """The verdict of prefilling: the first token."""
+        assert self._first is not None, "the session is still being opened"
+        return self._first
+
+    async def start(self) -> None:
+        """Prefill, up to the first token."""
+        self._host.ready(self)
+        self._first = await self._next_verdict()
+
+    async def verify(self, committed_len: int, proposal: Proposal | None) -> Verdict:
+        """Run one round: verify a proposal, or decode one token where there is none.
+
+        Cancelling withdraws a round that has not started; one that has started is committed all the same.
+
+        Raises:
+            StaleSession: ``committed_len`` or the proposal's base is not where the session stands, or the sequence
+                has ended.
+            InvalidRequest: the proposal cannot be verified.
+        """
+        self._check_alive()
+        if committed_len != self.committed_len or self._verdicts or self.in_flight or self._asked:
+            raise self._stale(committed_len)
+        self._asked = self._accept(committed_len, proposal)
+        self._ahead_until = 0
+        self._asked_ns = time.perf_counter_ns()
+        self._host.ready(self)
+        try:
+            verdict = await self._next_verdict()
+        finally:
+            self._asked = None
+        self._ahead_from = verdict.committed_len
+        return verdict
+
+    async def decode_ahead(self, committed_len: int, num_tokens: int) -> AsyncGenerator[Verdict, None]:
+        """Decode up to ``num_tokens`` tokens after ``committed_len`` on the target's own account, a verdict each.
+
+        The target does not wait for the verdicts to be fetched. ``committed_len`` may therefore lie behind where the
+        session stands, as long as everything since was decoded ahead. Leaving early stops the decoding; what was
+        decoded until then waits for the next ``decode_ahead``.
+
+        Raises:
+            StaleSession: ``committed_len`` does not fit, or the sequence has ended.
+        """
+        if not self._verdicts:
+            self._check_alive()
+        position = self._verdicts[0].base_len if self._verdicts else self.committed_len
+        if not self._ahead_from <= committed_len <= position or self._asked:
+            raise self._stale(committed_len)
+        end = committed_len + num_tokens
+        self._go_ahead(end)
+        try:
+            while position < end:
+                verdict = await self._next_verdict()
+                position = verdict.committed_len
+                yield verdict
+                if verdict.finish_reason is not None:
+                    return
+        finally:
+            if position < end:
+                self._ahead_until = 0
+
+    async def close(self) -> None:
+        """Release (or park) the cache, at the latest when the running tick ends. Idempotent."""
+        self.end()
+        await self._released.wait()
+
+    def end(self) -> None:
+        """What :meth:`close` does, without waiting for it."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wake()
+        if not self.in_flight:
+            self._release()
+
+    def fail(self, error: TandemError) -> None:
+        """Nothing can be computed for the session any more; whoever waits or calls gets ``error``."""
+        self._failure = self._failure or error
+        self._wake()
+
+    # --- between the ticks, called by the batcher ---
+
+    @property
+    def num_prefill(self) -> int:
+        """Tokens of the prompt that are not fed yet."""
+        if self._opened is not None or self._closing or self._failure is not None:
+            return 0
+        return len(self.spec.token_ids) - self.subject.sequence.length
+
+    @property
+    def num_round_rows(self) -> int:
+        """Rows of the round that is ready, 0 where none is."""
+        if self._opened is None or self._closing or self._failure is not None or self.finish_reason is not None:
+            return 0
+        if self._asked is not None:
+            return len(self._asked.token_ids) + 1
+        return 1 if self._ahead_until > self.committed_len else 0
+
+    def next_chunk(self, num_rows: int) -> Part:
+        """The prompt's next ``num_rows`` tokens or fewer, now in flight."""
+        self.in_flight = True
+        if self.subject.prompt_logprobs is not None:
+            num_rows = min(num_rows, MAX_SCORED_ROWS)
+        start = self.subject.sequence.length
+        token_ids = self.spec.token_ids[start : start + num_rows]
+        return Part(self.subject, token_ids, decides=num_rows >= self.num_prefill, is_prefill=True)
+
+    def next_round(self) -> Part:
+        """The round that is ready, now in flight."""
+        self.in_flight = True
+        asked, self._asked = self._asked, None
+        draft = asked.token_ids if asked is not None else ()
+        fed = (self.subject.state.token_ids[-1], *draft)
+        q_rows = asked.q_rows if asked is not None else ()
+        return Part(self.subject, fed, decides=True, draft_token_ids=draft, q_rows=q_rows)
+
+    def settle(self, part: Part, result: PartResult, tick: TickResult) -> None:
+        """Take in what a tick brought: drop the entries of rejected tokens and queue the verdict."""
+        self.in_flight = False
+        self._prompt_logprobs += result.prompt_logprobs
+        if result.error is not None:
+            self.fail(result.error)
+        elif part.decides:
+            self._host.rollback(self.subject.sequence, len(self.subject.state) - 1)
+        if self._closing:
+            self._release()
+            return
+        if result.error is None and part.decides:
+            self._commit(part, result, tick)
+        if self.num_prefill or self.num_round_rows:
+            self._host.ready(self)
+
+    def crash(self, error: TandemError) -> None:
+        """The tick that carried the session broke: its cache is in an unknown state."""
+        self.in_flight = False
+        self.fail(error)
+        if self._closing:
+            self._release()
+
+    def _commit(self, part: Part, result: PartResult, tick: TickResult) -> None:
+        now_ns = time.perf_counter_ns()
+        base_len, self.committed_len = self.committed_len, self.committed_len + len(result.cut.token_ids)
+        self.finish_reason = result.cut.finish_reason
+        if self._opened is None:
+            self._opened = TargetOpened(
+                epoch=self.spec.epoch,
+                rule=self.subject.rule,
+                num_cached_tokens=self.num_cached_tokens,
+                prompt_logprobs=tuple(self._prompt_logprobs),
+                queue_ns=self._queue_ns,
+                prefill_ns=now_ns - self._admitted_ns,
+            )
+            self._ahead_from = self.committed_len
+            self._go_ahead(self.committed_len + self.spec.decode_ahead_tokens)
+        self._verdicts.append(
+            Verdict(
+                epoch=self.spec.epoch,
+                base_len=base_len,
+                token_ids=result.cut.token_ids,
+                num_accepted=result.num_accepted,
+                num_draft_tokens=len(part.draft_token_ids),
+                finish_reason=result.cut.finish_reason,
+                stop_token_id=result.cut.stop_token_id,
+                logprobs=result.logprobs,
+                timings=replace(tick.timings, queue_ns=max(0, tick.started_ns - self._asked_ns)),
+            )
+        )
+        self._asked_ns = now_ns  # of the next token when decoding ahead
+        self._wake()
+
+    # --- inside ---
+
+    def _go_ahead(self, until: int) -> None:
+        self._ahead_until = max(self._ahead_until, min(until, self.subject.ending.max_len))
+        if self.num_round_rows and not self.in_flight:
+            self._asked_ns = time.perf_counter_ns()
+            self._host.ready(self)
+
+    def _accept(self, committed_len: int, proposal: Proposal | None) -> Proposal:
+        """The proposal without what it cannot bring: near its limit a sequence has no room for all drafted tokens."""
+        if proposal is None:
+            return Proposal(self.spec.epoch, committed_len, ())
+        if proposal.parents:
+            raise InvalidRequest(
+                "the proposal is a tree (it has parents); this version verifies chains: leave parents empty",
+                param="parents",
+            )
+        if len(proposal.token_ids) > self.spec.num_speculative_tokens:
+            raise InvalidRequest(
+                f"the proposal has {len(proposal.token_ids)} tokens; the session was opened with"
+                f" num_speculative_tokens = {self.spec.num_speculative_tokens}",
+                param="token_ids",
+            )
+        assumed = proposal.assumed_token_ids
+        known = self.subject.state.token_ids
+        if proposal.base_len + len(assumed) != committed_len or tuple(known[proposal.base_len :]) != assumed:
+            raise self._stale(proposal.base_len)
+        check_draft(proposal.token_ids, proposal.q_rows, self.subject.state.num_tokens)
+        room = self.subject.ending.room(committed_len) - 1
+        return replace(proposal, token_ids=proposal.token_ids[:room], q_rows=proposal.q_rows[:room])
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closing:
+            raise StaleSession("the session is closed; open a new one")
+        if self.finish_reason is not None:
+            self._host.count_stale()
+            raise StaleSession(
+                f"the sequence ended at {self.committed_len} tokens ({self.finish_reason}); open a new session"
+            )
+
+    def _stale(self, given: int) -> StaleSession:
+        self._host.count_stale()
+        return StaleSession(f"a call for committed length {given}; the session stands at {self.committed_len}")
+
+    async def _next_verdict(self) -> Verdict:
+        while not self._verdicts:
+            if self._failure is not None:
+                raise self._failure
+            if self._closing:
+                raise Unavailable("the session was closed")
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._verdicts.popleft()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _release(self) -> None:
+        if not self._released.is_set():
+            self._released.set()
+            self._host.release(self, park=self.spec.park and self._failure is None)

@@ -1,0 +1,136 @@
+"""One tick on the device thread: a single ragged forward pass, then verification of every round in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from specdec.engine.engine import Segment
+from specdec.engine.kv_pool import KVSequence
+from specdec.errors import TandemError
+from specdec.sampling.rule import Rule, SparseRow
+from specdec.sampling.state import SamplingState
+from specdec.sessions import PositionLogprobs, RoundTimings
+from target_service.ending import Cut, Ending
+from target_service.logprobs import position_logprobs
+from target_service.verifier import Outcome, Round, Verifier
+
+
+class Model(Protocol):
+    """What a tick needs of :class:`specdec.engine.engine.Engine`."""
+
+    def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
+        """Feed every segment and return its logits."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The session as the device thread sees it. ``state`` is touched there while a tick runs, elsewhere otherwise."""
+
+    state: SamplingState
+    sequence: KVSequence
+    rule: Rule
+    ending: Ending
+    logprobs: int | None = None
+    #: Log-probabilities of this many tokens at each position of the prompt; None reports nothing.
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One session's part of a tick: a chunk of its prompt, or a round [last committed token, drafted tokens…]."""
+
+    subject: Subject
+    token_ids: Sequence[int]
+    #: Whether the verifier decides what follows; False for a chunk of a prompt that is not the last one.
+    decides: bool
+    draft_token_ids: tuple[int, ...] = ()
+    q_rows: tuple[SparseRow, ...] = ()
+    is_prefill: bool = False
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits the part needs: the last ones."""
+        if self.is_prefill and self.subject.prompt_logprobs is not None:
+            return len(self.token_ids)
+        return len(self.draft_token_ids) + 1 if self.decides else 0
+
+
+@dataclass(frozen=True, slots=True)
+class PartResult:
+    """What a part brought."""
+
+    cut: Cut = field(default_factory=lambda: Cut(()))
+    num_accepted: int = 0
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: Sequence[PositionLogprobs] = ()
+    error: TandemError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TickResult:
+    """What a tick brought, part by part."""
+
+    parts: list[PartResult]
+    started_ns: int
+    #: The tick's share of a round's timings; ``queue_ns`` is the session's own.
+    timings: RoundTimings = field(default_factory=RoundTimings)
+
+
+def run_tick(model: Model, verifier: Verifier, parts: Sequence[Part]) -> TickResult:
+    """Feed all parts in one forward pass, verify all rounds at once, and commit their tokens to the states."""
+    started_ns = time.perf_counter_ns()
+    logits = model.forward([Segment(part.subject.sequence, part.token_ids, part.num_logits) for part in parts])
+    forward_done_ns = time.perf_counter_ns()
+    rounds: list[Round] = []
+    row = 0
+    for part in parts:
+        row += part.num_logits
+        if part.decides:
+            subject = part.subject
+            start_row = row - len(part.draft_token_ids) - 1
+            rounds.append(
+                Round(subject.state, subject.rule, start_row, part.draft_token_ids, part.q_rows, subject.logprobs)
+            )
+    outcomes = iter(verifier.verify(logits, rounds))
+    results = []
+    row = 0
+    for part in parts:
+        scored = _score_prompt(part, logits[row : row + part.num_logits])
+        row += part.num_logits
+        results.append(_commit(part, next(outcomes), scored) if part.decides else PartResult(prompt_logprobs=scored))
+    timings = RoundTimings(
+        forward_ns=forward_done_ns - started_ns,
+        verify_ns=time.perf_counter_ns() - forward_done_ns,
+        batch_sessions=len(parts),
+        batch_rows=sum(len(part.token_ids) for part in parts),
+    )
+    return TickResult(results, started_ns, timings)
+
+
+def _commit(part: Part, outcome: Outcome, scored: Sequence[PositionLogprobs]) -> PartResult:
+    if outcome.error is not None:
+        return PartResult(error=outcome.error)
+    state = part.subject.state
+    cut = part.subject.ending.cut(len(state), outcome.token_ids)
+    state.commit(cut.token_ids)
+    return PartResult(cut, outcome.num_accepted, outcome.logprobs[: len(cut.token_ids)], scored)
+
+
+def _score_prompt(part: Part, logits: torch.Tensor) -> Sequence[PositionLogprobs]:
+    """Log-probabilities of the prompt's tokens that follow those of the chunk; its last token decides the output."""
+    subject = part.subject
+    if not part.is_prefill or subject.prompt_logprobs is None:
+        return ()
+    end = subject.sequence.length
+    start = end - len(part.token_ids)
+    following = subject.state.token_ids[start + 1 : min(end + 1, subject.ending.prompt_len)]
+    if not following:
+        return ()
+    num_tokens = subject.state.num_tokens
+    return position_logprobs(logits[: len(following)], following, subject.prompt_logprobs, num_tokens)

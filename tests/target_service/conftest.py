@@ -1,0 +1,173 @@
+"""A tiny random Llama on disk, cores on the real engine, and the stock model's text to compare with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdec.rpc.channel import open_channel
+from specdec.rpc.server import RpcServer
+from specdec.sampling.params import SamplingParams
+from specdec.sessions import Proposal, Rule, SessionSpec
+from specdec.settings import ModelSettings, SchedulerSettings, ServerSettings, TargetSettings
+from specdec.v1 import target_service_pb2_grpc as pb_grpc
+from target_service.core import TargetCore
+from target_service.servicer import TargetServicer
+
+VOCAB = 64
+CONTEXT = 256
+NAME = "specdec.v1.TargetService"
+
+
+@pytest.fixture(scope="session")
+def llama():
+    """Weights so large that greedy text depends on the context and does not loop at once."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.25,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    llama.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def plain(llama):
+    """``plain(prompt, n)``: the stock model's n greedy tokens."""
+    cache: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+
+    def generate(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        key = (tuple(prompt), num_tokens)
+        if key not in cache:
+            ids = torch.tensor([list(prompt)])
+            with torch.inference_mode():
+                out = llama.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    do_sample=False,
+                    max_new_tokens=num_tokens,
+                    min_new_tokens=num_tokens,
+                )
+            cache[key] = tuple(out[0, len(prompt) :].tolist())
+        return cache[key]
+
+    return generate
+
+
+@pytest.fixture
+def start_core(checkpoint):
+    """``async with start_core(**scheduler settings) as core``; checks at the end that no block is left in use."""
+
+    @asynccontextmanager
+    async def start(*, kv_blocks: int = 512, verification: Rule = Rule.BLOCK, expect_clean: bool = True, **scheduler):
+        # 2 layers, 2 KV heads, head size 8, keys and values, float32: bytes of a block of 16 tokens.
+        block_bytes = 16 * 2 * 2 * 2 * 8 * 4
+        settings = TargetSettings(
+            model=ModelSettings(
+                model=checkpoint,
+                device="cpu",
+                dtype="float32",
+                block_size=16,
+                num_threads=1,
+                kv_cache_memory_bytes=kv_blocks * block_bytes,
+            ),
+            scheduler=SchedulerSettings(**scheduler),
+            verification=verification,
+        )
+        core = await TargetCore.start(settings)
+        try:
+            yield core
+            if expect_clean:
+                await until_clean(core)
+        finally:
+            await core.close()
+
+    return start
+
+
+@pytest.fixture
+def serve():
+    """``async with serve(core) as (stub, server)``: the core behind a real server and a real stub."""
+
+    @asynccontextmanager
+    async def start(core: TargetCore | None, **settings):
+        server = RpcServer(ServerSettings(**settings))
+        server.add(pb_grpc.add_TargetServiceServicer_to_server, TargetServicer(core), NAME)
+        await server.start()
+        await server.set_serving(core is not None)
+        try:
+            async with open_channel(server.address) as channel:
+                yield pb_grpc.TargetServiceStub(channel), server
+        finally:
+            await server.stop()
+
+    return start
+
+
+async def until(condition, timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+async def until_clean(core: TargetCore) -> None:
+    """No session holds anything; parked ones do not count."""
+    pool = core._engine.pool
+    await until(lambda: pool.num_open == 0 and pool.used_blocks == 0 and core._admission.num_open == 0)
+    assert pool.num_free_blocks + pool.parked_blocks == pool.total_blocks
+    assert core._admission.num_waiting == 0
+    assert not core._sessions
+
+
+def make_prompt(seed: int, length: int = 12) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, VOCAB, (length,), generator=generator).tolist())
+
+
+def make_spec(prompt: Sequence[int], max_tokens: int = 32, *, generated: Sequence[int] = (), **changes) -> SessionSpec:
+    """A greedy session; keywords go to the spec or to its sampling parameters, whichever knows them."""
+    of_spec = {"session_id", "epoch", "rule", "num_speculative_tokens", "park", "decode_ahead_tokens"}
+    spec = {name: value for name, value in changes.items() if name in of_spec}
+    params = {name: value for name, value in changes.items() if name not in of_spec}
+    return SessionSpec(
+        **({"session_id": "s", "num_speculative_tokens": 8} | spec),
+        token_ids=(*prompt, *generated),
+        prompt_len=len(prompt),
+        params=SamplingParams(**({"temperature": 0.0, "seed": 1, "max_tokens": max_tokens, "ignore_eos": True} | params)),
+    )
+
+
+async def decode(session, *, k: int = 0, draft=None) -> tuple[int, ...]:
+    """The session's output by rounds to its end; ``draft(tokens, k)`` proposes."""
+    tokens = list(session.first.token_ids)
+    verdict = session.first
+    base = session.first.base_len
+    while verdict.finish_reason is None:
+        committed_len = base + len(tokens)
+        proposal = None
+        if draft is not None:
+            proposal = Proposal(session.opened.epoch, committed_len, tuple(draft(tokens, k)))
+        verdict = await session.verify(committed_len, proposal)
+        tokens += verdict.token_ids
+    return tuple(tokens)
