@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Generic
+from typing import Any, Final, Generic
 
 from draft_service.drafter import Draft, Drafter, DraftJob, S
 from specdec.errors import Unavailable
+
+#: Sessions are taken to be drafting for this long after a draft: longer than a round of a slow target.
+_BUSY_NS: Final = 500_000_000
 
 
 class Wish(Generic[S]):
@@ -38,8 +41,8 @@ class Wish(Generic[S]):
 class Batcher(Generic[S]):
     """Runs wishes in order of arrival, as many together as ``max_rows`` (tokens taken in per batch) allows.
 
-    Prompts are taken in by chunks. While drafts are waiting, a chunk is at most a quarter of ``max_rows``, so a long
-    prompt slows the drafting of others a little but never stops it.
+    Prompts are taken in by chunks. While other sessions draft, also between two of their drafts, a chunk is at most a
+    quarter of ``max_rows``: a long prompt slows their drafting a little but never stops it.
     """
 
     def __init__(self, drafter: Drafter[S], max_rows: int) -> None:
@@ -50,6 +53,7 @@ class Batcher(Generic[S]):
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
+        self._last_draft_ns = -_BUSY_NS
 
     def submit(self, state: S, num_tokens: int) -> Wish[S]:
         """Queue a wish; await its ``done``.
@@ -95,7 +99,10 @@ class Batcher(Generic[S]):
             ready = wish.num_tokens > 0 and pending <= self._max_chunk
             (drafts if ready else prompts).append((wish, pending))
         batch: list[tuple[Wish[S], DraftJob[S]]] = []
-        room = self._max_chunk if drafts else self._max_rows
+        now_ns = time.perf_counter_ns()
+        if drafts:
+            self._last_draft_ns = now_ns
+        room = self._max_chunk if now_ns - self._last_draft_ns < _BUSY_NS else self._max_rows
         left = self._max_rows
         for wish, pending in prompts:
             rows = min(pending, room)

@@ -123,6 +123,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 group.add_argument(flag, type=kind, default=default, help=text + shown)
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of ``python -m draft_service``."""
+    parser = argparse.ArgumentParser("draft_service", description="Propose tokens for a target service.")
+    add_arguments(parser)
+    return parser
+
+
 def settings_of(args: argparse.Namespace) -> tuple[DraftSettings, ServerSettings]:
     """The settings that parsed flags stand for.
 
@@ -142,8 +149,7 @@ def settings_of(args: argparse.Namespace) -> tuple[DraftSettings, ServerSettings
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM; returns the exit status."""
-    parser = argparse.ArgumentParser("draft_service", description="Propose tokens for a target service.")
-    add_arguments(parser)
+    parser = build_parser()
     args = parser.parse_args(argv)
     try:
         draft, server = settings_of(args)

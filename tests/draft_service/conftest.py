@@ -29,19 +29,19 @@ def one_thread():
 def build_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
     """Weights so large that the next token depends on much of the context: greedy text that does not loop at once."""
     torch.manual_seed(seed)
-    options = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.25,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    options = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": 0.25,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
     return LlamaForCausalLM(LlamaConfig(**(options | changes))).eval()
 
 
@@ -65,8 +65,13 @@ def other_checkpoint(tmp_path_factory):
     return str(folder)
 
 
-def model_settings(folder: str, **changes) -> ModelSettings:
+def make_model_settings(folder: str, **changes) -> ModelSettings:
     return ModelSettings(model=folder, num_threads=1, **({"kv_cache_memory_bytes": 8 << 20} | changes))
+
+
+@pytest.fixture
+def model_settings():
+    return make_model_settings
 
 
 @pytest.fixture
@@ -80,7 +85,7 @@ def start_core(checkpoint):
                 speculative=SpeculativeSettings(
                     model=checkpoint, method=method, num_speculative_tokens=k, **speculative
                 ),
-                model=model_settings(checkpoint, **(model or {})),
+                model=make_model_settings(checkpoint, **(model or {})),
                 scheduler=SchedulerSettings(**(scheduler or {})),
             )
         )
@@ -157,14 +162,14 @@ class Target:
 @pytest.fixture(scope="session")
 def target_engine(checkpoint, one_thread):
     """A target with the draft's own weights."""
-    engine = Engine.load(model_settings(checkpoint))
+    engine = Engine.load(make_model_settings(checkpoint))
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="session")
 def other_engine(other_checkpoint, one_thread):
-    engine = Engine.load(model_settings(other_checkpoint))
+    engine = Engine.load(make_model_settings(other_checkpoint))
     yield engine
     engine.close()
 

@@ -3,18 +3,23 @@
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from scipy import stats
 
+from draft_service.core import DraftCore
 from draft_service.draft_model import ModelDrafter
 from draft_service.drafter import DraftJob
+from specdec.engine.device_thread import DeviceThread
+from specdec.engine.engine import Engine
 from specdec.sampling.drafting import draft
 from specdec.sampling.noise import Stream
 from specdec.sampling.rows import Rows
 from specdec.sampling.state import SamplingState
 from specdec.sessions import Rule
+from specdec.settings import DraftSettings, ModelSettings, SpeculativeSettings
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 
@@ -64,40 +69,43 @@ async def test_continuation_after_every_kind_of_verdict(start_core, spec, greedy
         await session.close()
 
 
+@pytest.fixture
+def accepted_per_round(start_core, spec, make_target, target_engine):
+    """``await accepted_per_round(k, rule)``: 200 rounds of a draft against a target with the same weights."""
+
+    async def run(k, rule, **params):
+        opening = spec(PROMPT, rule=rule, max_tokens=1900, temperature=0.0 if rule is None else 1.0, **params)
+        target = make_target(target_engine, opening)
+        accepted = []
+        async with start_core(k=k) as core:
+            session = await core.open(opening)
+            _, news = target.verify()
+            for _ in range(200):
+                proposal = await session.propose(len(target.state) - len(news), news, k)
+                assert len(proposal.token_ids) == k
+                count, news = target.verify(proposal)
+                accepted.append(count)
+            await session.close()
+        target.close()
+        return accepted
+
+    return run
+
+
 @pytest.mark.parametrize("k", [1, 3, 8])
 @pytest.mark.parametrize("rule", [None, Rule.COUPLED], ids=["greedy", "coupled"])
-async def test_the_targets_own_model_is_accepted_every_time(start_core, spec, make_target, target_engine, k, rule):
+async def test_the_targets_own_model_is_accepted_every_time(accepted_per_round, k, rule):
     """Draft = target: all k drafts of all 200 rounds. A feed forgotten anywhere shows here."""
-    assert await accepted_per_round(start_core, spec, make_target, target_engine, k, rule) == [k] * 200
-
-
-async def accepted_per_round(start_core, spec, make_target, target_engine, k, rule, **params):
-    opening = spec(PROMPT, rule=rule, max_tokens=1900, temperature=0.0 if rule is None else 1.0, **params)
-    target = make_target(target_engine, opening)
-    accepted = []
-    async with start_core(k=k) as core:
-        session = await core.open(opening)
-        _, news = target.verify()
-        for _ in range(200):
-            proposal = await session.propose(len(target.state) - len(news), news, k)
-            assert len(proposal.token_ids) == k
-            count, news = target.verify(proposal)
-            accepted.append(count)
-        await session.close()
-    target.close()
-    return accepted
+    assert await accepted_per_round(k, rule) == [k] * 200
 
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
-async def test_ratio_rules_accept_the_targets_own_model(start_core, spec, make_target, target_engine, rule):
-    accepted = await accepted_per_round(start_core, spec, make_target, target_engine, 4, rule)
-    assert sum(accepted) > 0.98 * 4 * 200
+async def test_ratio_rules_accept_the_targets_own_model(accepted_per_round, rule):
+    assert sum(await accepted_per_round(4, rule)) > 0.98 * 4 * 200
 
 
 @pytest.mark.parametrize("rule", [None, Rule.COUPLED], ids=["greedy", "coupled"])
-async def test_penalties_and_truncation_are_applied_to_drafted_positions(
-    start_core, spec, make_target, target_engine, rule
-):
+async def test_penalties_and_truncation_are_applied_to_drafted_positions(accepted_per_round, rule):
     params = {
         "repetition_penalty": 1.2,
         "presence_penalty": 0.3,
@@ -107,11 +115,10 @@ async def test_penalties_and_truncation_are_applied_to_drafted_positions(
         "bad_token_ids": [[4, 5], [9]],
         "logit_bias": {7: 2.0},
     }
-    accepted = await accepted_per_round(start_core, spec, make_target, target_engine, 4, rule, **params)
-    assert accepted == [4] * 200
+    assert await accepted_per_round(4, rule, **params) == [4] * 200
 
 
-async def test_a_starved_draft_is_noticed(start_core, spec, make_target, target_engine, monkeypatch):
+async def test_a_starved_draft_is_noticed(accepted_per_round, monkeypatch):
     """Planted bug: x_k is taken for fed although it never was."""
 
     class Starved(ModelDrafter):
@@ -123,8 +130,7 @@ async def test_a_starved_draft_is_noticed(start_core, spec, make_target, target_
             return drafts
 
     monkeypatch.setattr("draft_service.draft_model.ModelDrafter", Starved)
-    accepted = await accepted_per_round(start_core, spec, make_target, target_engine, 4, Rule.COUPLED)
-    assert sum(accepted) < 0.9 * 4 * 200
+    assert sum(await accepted_per_round(4, Rule.COUPLED)) < 0.9 * 4 * 200
 
 
 async def test_another_model_is_accepted_sometimes_and_text_is_the_targets(start_core, spec, make_target, other_engine):
@@ -305,21 +311,14 @@ async def test_nothing_beyond_the_last_useful_token(start_core, spec):
         await session.close()
 
 
-async def test_padded_vocabulary_is_never_proposed(checkpoint, tmp_path, spec):
+async def test_padded_vocabulary_is_never_proposed(checkpoint, spec):
     """Rows of the output layer beyond the tokenizer are masked, even where they would win."""
-    from draft_service.core import DraftCore
-    from specdec.engine.device_thread import DeviceThread
-    from specdec.engine.engine import Engine
-    from specdec.settings import DraftSettings, ModelSettings, SpeculativeSettings
-
     settings = DraftSettings(
         speculative=SpeculativeSettings(model=checkpoint, num_speculative_tokens=4),
         model=ModelSettings(model=checkpoint, num_threads=1, kv_cache_memory_bytes=1 << 20),
     )
     thread = DeviceThread()
     engine = await thread.run(Engine.load, settings.model)
-    from dataclasses import replace
-
     engine.info = replace(engine.info, tokenizer_size=3)
     core = DraftCore(ModelDrafter(engine, thread, settings), settings.scheduler)
     for params in ({}, {"temperature": 1.0, "rule": Rule.BLOCK}, {"temperature": 1.0, "rule": Rule.COUPLED}):

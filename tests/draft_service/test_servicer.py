@@ -1,0 +1,250 @@
+"""The service over real connections: a real server, a real stub."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from draft_service.main import DraftService, build_parser, settings_of
+from specdec import codec
+from specdec.errors import InvalidRequest, Overloaded, StaleSession, Unavailable
+from specdec.rpc.channel import open_channel
+from specdec.rpc.server import RpcServer
+from specdec.rpc.streams import SessionStream, call_unary
+from specdec.settings import DraftSettings, SchedulerSettings, ServerSettings, SpeculativeSettings
+from specdec.v1 import draft_service_pb2 as pb
+from specdec.v1 import types_pb2 as types_pb
+from specdec.v1.draft_service_pb2_grpc import DraftServiceStub
+
+PROMPT = [3, 14, 15, 9, 26, 5]
+
+
+def opening(spec):
+    return pb.DraftRequest(open=codec.encode_open_draft(spec))
+
+
+def advance(base_len, token_ids, num_draft_tokens, epoch=1):
+    return pb.DraftRequest(
+        advance=pb.Advance(epoch=epoch, base_len=base_len, token_ids=token_ids, num_draft_tokens=num_draft_tokens)
+    )
+
+
+@asynccontextmanager
+async def serving(checkpoint, model_settings, **scheduler):
+    service = DraftService(
+        DraftSettings(
+            speculative=SpeculativeSettings(model=checkpoint),
+            model=model_settings(checkpoint),
+            scheduler=SchedulerSettings(**scheduler),
+        )
+    )
+    server = RpcServer(ServerSettings())
+    service.register(server)
+    await server.start()
+    channel = open_channel(server.address)
+    try:
+        yield service, server, channel
+    finally:
+        await channel.close()
+        await service.drain()
+        await server.stop()
+        await service.stop()
+
+
+@pytest.fixture
+async def started(checkpoint, model_settings):
+    async with serving(checkpoint, model_settings) as (service, _, channel):
+        await service.start()
+        yield service._servicer.core, DraftServiceStub(channel)
+        async with asyncio.timeout(2):
+            while (await service._servicer.core.load()).open_sessions:  # noqa: ASYNC110 (the server's own pace)
+                await asyncio.sleep(0.001)
+        assert (await service._servicer.core.load()).used_blocks == 0
+
+
+async def test_a_session(started, spec, greedy):
+    _, stub = started
+    async with SessionStream(stub.Draft) as stream:
+        opened = (await stream.turn(opening(spec(PROMPT, epoch=1)))).opened
+        assert (opened.epoch, opened.num_speculative_tokens, opened.num_cached_tokens) == (1, 4, 0)
+        known = list(PROMPT)
+        for token in range(5):
+            proposal = (await stream.turn(advance(len(known), [token, token + 1], 4))).proposal
+            known += [token, token + 1]
+            assert (proposal.epoch, proposal.base_len) == (1, len(known))
+            assert tuple(proposal.token_ids) == greedy(known, 4)
+            assert proposal.draft_ns > 0
+
+
+async def test_q_rows_travel(started, spec):
+    _, stub = started
+    async with SessionStream(stub.Draft) as stream:
+        await stream.turn(opening(spec(PROMPT, rule="block", temperature=1.0)))
+        proposal = codec.decode_proposal((await stream.turn(advance(6, [1], 3))).proposal)
+        assert len(proposal.token_ids) == len(proposal.q_rows) == 3
+        for token, row in zip(proposal.token_ids, proposal.q_rows, strict=True):
+            assert token in row.token_ids
+
+
+async def test_model_info(started):
+    _, stub = started
+    answer = await call_unary(stub.GetModelInfo, types_pb.GetModelInfoRequest())
+    assert (answer.model.method, answer.model.vocab_size, answer.model.num_speculative_tokens) == ("draft_model", 48, 4)
+    assert answer.load.total_blocks > 0
+
+
+async def test_messages_of_another_epoch_are_dropped_and_counted(started, spec):
+    core, stub = started
+    async with SessionStream(stub.Draft) as stream:
+        await stream.turn(opening(spec(PROMPT, epoch=2)))
+        await stream.send(advance(6, [9, 9], 4, epoch=1))
+        proposal = (await stream.turn(advance(6, [1], 4, epoch=2))).proposal
+        assert (proposal.epoch, proposal.base_len) == (2, 7)
+        assert (await core.load()).stale_messages == 1
+
+
+async def test_moving_is_not_answered_and_overtaken_messages_get_empty_proposals(started, spec, greedy):
+    _, stub = started
+    async with SessionStream(stub.Draft) as stream:
+        await stream.turn(opening(spec(PROMPT)))
+        known = list(PROMPT)
+        for token in range(20):  # sent faster than they are answered
+            await stream.send(advance(len(known), [token], 4 if token % 2 else 0))
+            known.append(token)
+        for token in range(1, 20, 2):
+            proposal = (await stream.receive(timeout_s=2)).proposal
+            assert proposal.base_len == len(PROMPT) + token + 1
+            assert tuple(proposal.token_ids) in {(), greedy(known[: proposal.base_len], 4)}
+        assert tuple(proposal.token_ids) == greedy(known, 4)  # the newest one is always worked on
+
+
+@pytest.mark.parametrize(
+    ("messages", "error"),
+    [
+        ([advance(0, [1], 4)], InvalidRequest),
+        ([pb.DraftRequest()], InvalidRequest),
+        (["open", advance(9, [1], 4)], StaleSession),
+        (["open", advance(6, [999], 4)], InvalidRequest),
+        (["open", "open"], InvalidRequest),
+    ],
+)
+async def test_errors_end_the_stream_and_free_the_cache(started, spec, messages, error):
+    _, stub = started
+    async with SessionStream(stub.Draft) as stream:
+        for message in messages:
+            await stream.send(opening(spec(PROMPT)) if message == "open" else message)
+        for _ in messages[1:]:
+            assert (await stream.receive(timeout_s=5)).opened.epoch == 1
+        with pytest.raises(error):
+            await stream.receive(timeout_s=5)
+
+
+async def test_every_way_a_stream_ends_frees_the_cache(started, spec):
+    core, stub = started
+    for way in ("cancel", "half-close", "deadline", "silent", "mid-prefill"):
+        prompt = [i % 48 for i in range(1000)] if way == "mid-prefill" else PROMPT
+        call = stub.Draft(timeout=0.3 if way == "deadline" else None)
+        await call.write(opening(spec(prompt)))
+        if way != "mid-prefill":
+            assert (await call.read()).opened.epoch == 1
+            await call.write(advance(6, [1], 4))
+        match way:
+            case "cancel" | "mid-prefill":
+                call.cancel()
+            case "half-close":
+                await call.done_writing()
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            case "deadline":
+                assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            case "silent":
+                await call.read()
+                call.cancel()
+        async with asyncio.timeout(2):
+            while (await core.load()).used_blocks:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+
+
+async def test_many_sessions_at_once(started, spec, greedy):
+    _, stub = started
+
+    async def one(number):
+        known = [number, number + 1, *PROMPT]
+        async with SessionStream(stub.Draft) as stream:
+            await stream.turn(opening(spec(known, session_id=str(number))))
+            for token in range(4):
+                proposal = (await stream.turn(advance(len(known), [token], 3))).proposal
+                known.append(token)
+                assert tuple(proposal.token_ids) == greedy(known, 3)
+
+    await asyncio.gather(*(one(number) for number in range(16)))
+
+
+async def test_before_the_model_is_loaded(checkpoint, model_settings, spec):
+    async with serving(checkpoint, model_settings) as (service, server, channel):
+        stub = DraftServiceStub(channel)
+        with pytest.raises(Unavailable, match="loading"):
+            await call_unary(stub.GetModelInfo, types_pb.GetModelInfoRequest())
+        health = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="specdec.v1.DraftService")
+        assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await service.start()
+        await server.set_serving(True)
+        assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_overload_says_when_to_come_back(checkpoint, model_settings, spec):
+    async with serving(checkpoint, model_settings, max_num_seqs=1, max_waiting=1) as (service, _, channel):
+        await service.start()
+        stub = DraftServiceStub(channel)
+        async with SessionStream(stub.Draft) as first, SessionStream(stub.Draft) as second:
+            await first.turn(opening(spec(PROMPT)))
+            with pytest.raises(Overloaded, match="1 of 1") as caught:
+                await second.turn(opening(spec(PROMPT)))
+            assert caught.value.retry_after_s > 0
+
+
+def test_flags_become_settings():
+    draft, server = settings_of(build_parser().parse_args([]))
+    assert draft == DraftSettings(speculative=SpeculativeSettings())
+    assert server == ServerSettings()
+    args = [
+        "--method",
+        "ngram",
+        "--prompt-lookup-max",
+        "6",
+        "--num-speculative-tokens",
+        "8",
+        "--port",
+        "5",
+        "--max-num-seqs",
+        "3",
+    ]
+    draft, server = settings_of(build_parser().parse_args(args))
+    assert draft.speculative == SpeculativeSettings(method="ngram", prompt_lookup_max=6, num_speculative_tokens=8)
+    assert (draft.model, draft.scheduler.max_num_seqs, server.port) == (None, 3, 5)
+    draft, _ = settings_of(build_parser().parse_args(["--model", "m", "--dtype", "bfloat16", "--num-threads", "2"]))
+    assert draft.speculative.method == "draft_model"
+    assert (draft.model.model, draft.model.dtype, draft.model.num_threads) == ("m", "bfloat16", 2)
+    with pytest.raises(InvalidRequest, match="prompt_lookup_min"):
+        settings_of(build_parser().parse_args(["--prompt-lookup-min", "9"]))
+
+
+def test_process_without_torch():
+    """``python -m draft_service --method ngram`` starts, serves, stops on SIGTERM, and never imports torch."""
+    code = (
+        "import sys; from draft_service.main import main; status = main(sys.argv[1:]);"
+        "assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", code, "--method", "ngram"], stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert '"ready"' in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
