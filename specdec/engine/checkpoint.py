@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import logging
 import os
@@ -17,6 +18,7 @@ from specdec.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
+_TOKENIZER_FILES: Final = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -96,6 +98,9 @@ def read_tokenizer(settings: ModelSettings) -> TokenizerFacts:
     """Size and fingerprint of the checkpoint's tokenizer, read without keeping it."""
     folder = settings.tokenizer or settings.model
     try:
+        # Without any of its files transformers would make up an empty tokenizer of the model's kind.
+        if os.path.isdir(folder) and not any(glob.glob(os.path.join(folder, name)) for name in _TOKENIZER_FILES):
+            raise OSError("no tokenizer files")
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
         if settings.tokenizer is not None:

@@ -38,14 +38,18 @@ class DeviceThread:
         if self._closed:
             raise Unavailable(f"the {self._thread.name} thread is closed")
         loop = asyncio.get_running_loop()
-        job = _Job(loop, loop.create_future(), fn, args, kwargs)
+        future: asyncio.Future[T] = loop.create_future()
+        job = _Job(loop, future, fn, args, kwargs)
         self._jobs.put(job)
         try:
-            result: T = await job.future
+            return await future
         except asyncio.CancelledError:
             job.dropped = True
             raise
-        return result
+        finally:
+            # An error's traceback holds this frame; holding the error in turn would keep tensors alive until the
+            # next garbage collection.
+            del future, job
 
     def close(self) -> None:
         """Finish what was queued before this call, end the thread and join it. Idempotent.
@@ -98,15 +102,16 @@ class _Job:
         except RuntimeError:  # the loop is closed, nobody waits
             pass
         finally:
-            # A reference cycle error -> traceback -> frame -> error would keep tensors alive until the next collection.
-            del result, failure
+            del result, failure  # as in DeviceThread.run
 
     def _deliver(self, result: Any, failure: BaseException | None) -> None:
-        if self.future.done():  # cancelled meanwhile
+        future = self.future
+        del self.future  # an error's traceback holds this job
+        if future.done():  # cancelled meanwhile
             return
         if failure is None:
-            self.future.set_result(result)
+            future.set_result(result)
         elif isinstance(failure, StopIteration):
-            self.future.set_exception(RuntimeError("the call raised StopIteration"))
+            future.set_exception(RuntimeError("the call raised StopIteration"))
         else:
-            self.future.set_exception(failure)
+            future.set_exception(failure)

@@ -179,7 +179,7 @@ class Engine:
             try:
                 self.forward([Segment(sequence, [0] * rows, min(rows, 5)) for sequence in sequences])
             finally:
-                for sequence in sequences:
+                for sequence in reversed(sequences):
                     self.pool.release(sequence)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -76,7 +76,7 @@ class Reference:
                         rows[owner].append(logits[: segment.num_logits])
                         logits = logits[segment.num_logits :]
         finally:
-            for sequence in opened:
+            for sequence in reversed(opened):
                 pool.release(sequence)
         answers = [torch.cat(part) for part in rows]
         wanted = torch.cat(self.logits)

@@ -18,6 +18,12 @@ def check_config(config: PreTrainedConfig) -> None:
         raise ModelNotSupported(
             f"{config.model_type!r} is an encoder-decoder model; only decoder-only language models are supported"
         )
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "attn_temperature_tuning", False):
+        raise ModelNotSupported(
+            f"{text.model_type!r} scales its attention by a token's place in the batch, not in its sequence"
+            " (attn_temperature_tuning), so rows of several sequences cannot share one batch"
+        )
 
 
 def check_model(model: PreTrainedModel) -> None:
