@@ -1,0 +1,245 @@
+"""Linear layers with weights packed for a CPU: one row at memory speed, a few rows at the price of one.
+
+Two packings stand behind one function. The native one (:mod:`specdec.engine.native`) is also batch-invariant: a row's
+result does not depend on the rows beside it, to the bit. Where the kernels cannot be compiled, oneDNN's packing is
+used, which torch brings along; each shape is first compared with the plain layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from specdec.engine.native.library import DTYPES, Memory, NativeLibrary, load, page_aligned
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [out_features, in_features] as panels of the native kernels (see gemm.h)."""
+
+    library: NativeLibrary
+    memory: Memory
+    address: int
+    #: Panels of a group are interleaved: this weight has every ``panel_step``-th from ``address`` on.
+    panel_step: int
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+
+
+class PackedLinear(nn.Module):
+    """What replaces a linear layer. The weight itself is gone: ``weight`` is empty and tells only the dtype."""
+
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = torch.empty(0, dtype=dtype)
+        self.bias = bias
+
+    def extra_repr(self) -> str:
+        """As torch's own linear layer prints itself."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class NativeLinear(PackedLinear):
+    """A linear layer on the native kernels, float32 or bfloat16, summing in float32."""
+
+    def __init__(self, packed: PackedWeight, bias: torch.Tensor | None, num_threads: int) -> None:
+        super().__init__(packed.in_features, packed.out_features, packed.dtype, bias)
+        self.packed = packed
+        self.num_threads = num_threads
+        self._bias32 = None if bias is None else bias.detach().float().contiguous()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features], both of the weight's dtype."""
+        packed = self.packed
+        if x.dtype != packed.dtype or x.shape[-1] != packed.in_features:
+            raise RuntimeError(
+                f"a {packed.dtype} layer of {packed.in_features} inputs was given {x.dtype} {tuple(x.shape)}"
+            )
+        rows = x.detach().reshape(-1, packed.in_features)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        y = rows.new_empty(rows.shape[0], packed.out_features)
+        if rows.shape[0]:
+            failed = packed.library.linear(
+                DTYPES[packed.dtype],
+                rows.data_ptr(),
+                rows.shape[0],
+                rows.stride(0),
+                packed.in_features,
+                packed.address,
+                packed.out_features,
+                None if self._bias32 is None else self._bias32.data_ptr(),
+                y.data_ptr(),
+                packed.out_features,
+                packed.panel_step,
+                self.num_threads,
+            )
+            if failed:
+                raise MemoryError("working memory for a linear layer")
+        return y.view(*x.shape[:-1], packed.out_features)
+
+
+class OneDnnLinear(PackedLinear):
+    """A linear layer on oneDNN with its weight in oneDNN's blocked layout."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], weight.dtype, bias)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features]."""
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return result
+
+
+def pack_linears(model: nn.Module, num_threads: int) -> int:
+    """Replace the model's plain linear layers (and transformers' ``Conv1D``) on the CPU by packed ones, in place.
+
+    Only exact ``nn.Linear`` and ``Conv1D`` of float32 or bfloat16 are taken; their activations must have the same
+    dtype. Each weight is freed as its packed copy is made (one that an embedding shares stays with the embedding); the
+    bias is kept. The model can only be run without gradients afterwards.
+
+    Returns how many layers were replaced.
+    """
+    library = load()
+    with torch.inference_mode(False), torch.no_grad():
+        if library is None:
+            return _pack_with_onednn(model)
+        places = _places(model)
+        layers: list[Any] = [parent._modules[name] for parent, name in places]
+        counts = Counter(id(weight) for weight in {id(layer): layer.weight for layer in layers}.values())
+        weights = {id(layer.weight): _matrix(layer) for layer in layers}
+        memory = Memory(library, sum(group_bytes(library, [weight]) for weight in weights.values()))
+        shared = {key: weight for key, weight in weights.items() if counts[key] > 1}  # kept, or an id could come back
+        del layers, weights
+        packed_weights: dict[int, PackedWeight] = {}
+        done: dict[int, tuple[Any, NativeLinear]] = {}
+        for parent, name in places:
+            layer: Any = parent._modules[name]
+            if id(layer) not in done:
+                key = id(layer.weight)
+                if key not in packed_weights or key not in shared:
+                    packed_weights[key] = pack_group(library, memory, [_matrix(layer)], num_threads)[0]
+                packed = NativeLinear(packed_weights[key], layer.bias, num_threads)
+                layer.weight = None  # free it now; the layer may stand in another place too
+                done[id(layer)] = layer, packed
+            parent._modules[name] = done[id(layer)][1].train(layer.training)
+        return len(done)
+
+
+def pack_group(
+    library: NativeLibrary,
+    memory: Memory,
+    weights: Sequence[torch.Tensor],
+    num_threads: int,
+    *,
+    interleave: bool = False,
+) -> list[PackedWeight]:
+    """Pack weights [N, K] of one K and dtype one after another, or panel by panel in turn.
+
+    Interleaved weights must have one N. The next page of ``memory`` is taken for them.
+    """
+    panels = [-(-weight.shape[0] // library.panel) for weight in weights]
+    in_features, dtype = weights[0].shape[1], weights[0].dtype
+    code = DTYPES[dtype]
+    start = memory.take(library.packed_bytes(code, sum(panels), in_features))
+    step = len(weights) if interleave else 1
+    packed, first = [], 0
+    for weight, count in zip(weights, panels, strict=True):
+        dense = weight.detach().contiguous()
+        library.pack(code, dense.data_ptr(), *dense.shape, in_features, start, first, step, num_threads)
+        address = start + library.packed_bytes(code, first, in_features)
+        packed.append(PackedWeight(library, memory, address, step, weight.shape[0], in_features, dtype))
+        first += 1 if interleave else count
+    return packed
+
+
+def group_bytes(library: NativeLibrary, weights: Iterable[torch.Tensor]) -> int:
+    """Bytes :func:`pack_group` takes."""
+    total = 0
+    for weight in weights:
+        panels = -(-weight.shape[0] // library.panel)
+        total += library.packed_bytes(DTYPES[weight.dtype], panels, weight.shape[1])
+    return page_aligned(total)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is exactly a linear layer whose weight may be packed."""
+    return (
+        type(layer) in (nn.Linear, Conv1D)
+        and isinstance(layer.weight, torch.Tensor)
+        and layer.weight.device.type == "cpu"
+        and layer.weight.layout is torch.strided
+        and layer.weight.dtype in DTYPES
+        and layer.weight.numel() > 0
+        and (layer.bias is None or isinstance(layer.bias, torch.Tensor))
+    )
+
+
+def _places(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Every place (parent, name) where a plain linear layer stands."""
+    return [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None and is_plain(child)
+    ]
+
+
+def _matrix(layer: Any) -> torch.Tensor:
+    """The weight as [out_features, in_features]."""
+    weight: torch.Tensor = layer.weight
+    return weight.t() if isinstance(layer, Conv1D) else weight
+
+
+def _pack_with_onednn(model: nn.Module) -> int:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return 0
+    verdicts: dict[tuple[int, int, torch.dtype], bool] = {}
+    done: dict[int, tuple[Any, OneDnnLinear]] = {}
+    for parent, name in _places(model):
+        layer: Any = parent._modules[name]
+        if id(layer) not in done:
+            weight = _matrix(layer).contiguous()
+            shape = (*weight.shape, weight.dtype)
+            if shape not in verdicts:
+                verdicts[shape] = _agrees(weight)
+            if not verdicts[shape]:
+                continue
+            done[id(layer)] = layer, OneDnnLinear(weight, layer.bias)
+            layer.weight = None
+            del weight
+        parent._modules[name] = done[id(layer)][1].train(layer.training)
+    return len(done)
+
+
+def _agrees(weight: torch.Tensor) -> bool:
+    """Whether oneDNN's packed layer computes what the plain one does, for a few numbers of rows."""
+    generator = torch.Generator().manual_seed(7)
+    tolerance = 1e-4 if weight.dtype == torch.float32 else 4e-2
+    try:
+        packed = OneDnnLinear(weight, None)
+        for num_rows in (1, 5, 33):
+            x = torch.randn(num_rows, weight.shape[1], generator=generator).to(weight.dtype)
+            wanted = F.linear(x, weight).float()
+            spread = wanted.square().mean().sqrt().clamp_min(1e-20)
+            if not bool((packed(x).float() - wanted).abs().max() <= tolerance * spread * 4):
+                logger.warning("oneDNN's packed layer is wrong for %s %s and is not used", weight.dtype, weight.shape)
+                return False
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        logger.warning("oneDNN cannot pack %s weights: %s", weight.dtype, error)
+        return False
+    return True

@@ -1,0 +1,340 @@
+"""The whole forward pass of Llama-shaped models in one native call: no Python between layers.
+
+Known are transformers' Llama, Mistral, Qwen2 and Qwen3 classes exactly, with SiLU and rotary embeddings that do not
+change with the length of a batch. Anything else is left to the model's own modules.
+
+Activations are float32 whatever the weights are, with two exceptions for bfloat16 weights: the cache is bfloat16, as
+transformers' is, and where the machine multiplies bfloat16 directly, what enters a linear layer is rounded to it. So
+every rounding here is one transformers makes too, among many more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from specdec.engine.linears import NativeLinear, PackedWeight, group_bytes, is_plain, pack_group
+from specdec.engine.native.library import DTYPES, CPlan, Memory, NativeLibrary, load
+from specdec.engine.plan import BatchPlan
+from specdec.errors import InvalidRequest
+
+logger = logging.getLogger(__name__)
+
+Caches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+_MODELS: Final = {f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+#: Rotary embeddings whose frequencies are the same at every length.
+_ROPE_TYPES: Final = {"default", "linear", "llama3", "yarn"}
+_NORMS: Final = {f"{name}RMSNorm" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+
+_Pointer = ctypes.c_void_p
+_Int64 = ctypes.c_int64
+
+
+class _CLayer(ctypes.Structure):
+    """``Layer`` of decoder.cpp."""
+
+    _fields_ = (
+        ("input_norm", _Pointer),
+        ("qkv", _Pointer),
+        ("qkv_bias", _Pointer),
+        ("query_norm", _Pointer),
+        ("key_norm", _Pointer),
+        ("output", _Pointer),
+        ("output_bias", _Pointer),
+        ("post_norm", _Pointer),
+        ("gate_up", _Pointer),
+        ("gate_up_bias", _Pointer),
+        ("down", _Pointer),
+        ("down_bias", _Pointer),
+        ("window", _Int64),
+    )
+
+
+class _CModel(ctypes.Structure):
+    """``Model`` of decoder.cpp."""
+
+    _fields_ = (
+        ("layers", _Pointer),
+        ("embedding", _Pointer),
+        ("final_norm", _Pointer),
+        ("lm_head", _Pointer),
+        ("lm_head_bias", _Pointer),
+        ("num_layers", _Int64),
+        ("hidden", _Int64),
+        ("intermediate", _Int64),
+        ("vocab", _Int64),
+        ("heads", _Int64),
+        ("kv_heads", _Int64),
+        ("head_dim", _Int64),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("weight_dtype", ctypes.c_int32),
+        ("cache_dtype", ctypes.c_int32),
+    )
+
+
+class _CBatch(ctypes.Structure):
+    """``Batch`` of decoder.cpp."""
+
+    _fields_ = (
+        ("token_ids", _Pointer),
+        ("logit_rows", _Pointer),
+        ("num_logits", _Int64),
+        ("plan", CPlan),
+        ("k_caches", _Pointer),
+        ("v_caches", _Pointer),
+        ("cosines", _Pointer),
+        ("sines", _Pointer),
+        ("logits", _Pointer),
+    )
+
+
+class NativeDecoder:
+    """A model's forward pass on its packed weights and its cache."""
+
+    def __init__(
+        self, library: NativeLibrary, model: Any, caches: Caches, windows: Sequence[int | None], num_threads: int
+    ) -> None:
+        """Pack the weights of a model that :meth:`build` found suitable. Its modules run on the packed weights too."""
+        self._library = library
+        self._num_threads = num_threads
+        self._rotary = model.model.rotary_emb
+        self._kept: list[Any] = [caches]  # what the structures below point into
+        config, decoder = model.config, model.model
+        self._vocab_size: int = model.lm_head.weight.shape[0]
+        head_dim: int = decoder.layers[0].self_attn.head_dim
+        self._half = head_dim // 2
+        self._tables: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0, self._half), torch.empty(0, self._half))
+        memory = Memory(library, sum(group_bytes(library, weights) for weights in _weight_groups(model)))
+        layers = (_CLayer * len(decoder.layers))(
+            *(self._pack_layer(layer, window, memory) for layer, window in zip(decoder.layers, windows, strict=True))
+        )
+        embedding = decoder.embed_tokens.weight.detach()
+        lm_head, lm_head_bias = self._pack(model, ["lm_head"], memory)
+        self._kept += [embedding, layers]
+        self._model = _CModel(
+            layers=ctypes.addressof(layers),
+            embedding=embedding.data_ptr(),
+            final_norm=self._floats(decoder.norm.weight),
+            lm_head=lm_head,
+            lm_head_bias=lm_head_bias,
+            num_layers=len(decoder.layers),
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            vocab=self._vocab_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            eps=config.rms_norm_eps,
+            scale=decoder.layers[0].self_attn.scaling,
+            weight_dtype=DTYPES[embedding.dtype],
+            cache_dtype=DTYPES[caches[0][0].dtype],
+        )
+        self._k_caches = (_Pointer * len(caches))(*(k_cache.data_ptr() for k_cache, _ in caches))
+        self._v_caches = (_Pointer * len(caches))(*(v_cache.data_ptr() for _, v_cache in caches))
+
+    @classmethod
+    def build(
+        cls, model: nn.Module, caches: Caches, windows: Sequence[int | None], num_threads: int
+    ) -> NativeDecoder | None:
+        """The decoder of a transformers model, or None where it is not of a known shape or there are no kernels.
+
+        caches: key and value cache of every layer, [num_blocks, Hkv, block, D] each, float32 or bfloat16. windows: per
+        layer, the entries a row sees, itself included; None for all. The model's linear layers are replaced by packed
+        ones, so it can still be run by itself; their own weights are freed one by one.
+        """
+        library = load()
+        if library is None:
+            return None
+        reason = _unknown(model, caches, windows)
+        if reason is not None:
+            logger.info("the native decoder does not know this model: %s", reason)
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            return cls(library, model, caches, windows, num_threads)
+
+    def forward(self, input_ids: torch.Tensor, plan: BatchPlan, logit_rows: torch.Tensor) -> torch.Tensor:
+        """Write the cache and return the logits, float32 [N, vocab_size], of the rows ``logit_rows`` (int64 [N]).
+
+        input_ids int64 [T] or [1, T].
+
+        Raises:
+            InvalidRequest: a token id is outside the vocabulary.
+        """
+        if plan.max_kv_len > self._tables[0].shape[0]:
+            self._extend_tables(plan.max_kv_len)
+        cosines, sines = self._tables
+        logits = torch.empty(logit_rows.shape[0], self._vocab_size)
+        batch = _CBatch(
+            input_ids.data_ptr(),
+            logit_rows.data_ptr(),
+            logit_rows.shape[0],
+            CPlan.of(plan),
+            ctypes.addressof(self._k_caches),
+            ctypes.addressof(self._v_caches),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            logits.data_ptr(),
+        )
+        status = self._library.decoder_forward(
+            ctypes.addressof(self._model), ctypes.addressof(batch), self._num_threads
+        )
+        if status == -2:
+            raise InvalidRequest(
+                f"a token id is outside the vocabulary of {self._vocab_size} tokens", param="token_ids"
+            )
+        if status:
+            raise MemoryError(f"working memory for a pass of {plan.num_rows} rows")
+        return logits
+
+    def _extend_tables(self, length: int) -> None:
+        """Tabulate at least ``length`` positions, float32 [positions, D / 2], by the model's own module."""
+        length = max(256, 1 << (length - 1).bit_length())
+        with torch.inference_mode(False):
+            self._tables = _rotary_tables(self._rotary, length)
+
+    def _pack_layer(self, layer: Any, window: int | None, memory: Memory) -> _CLayer:
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv, qkv_bias = self._pack(attention, ["q_proj", "k_proj", "v_proj"], memory)
+        output, output_bias = self._pack(attention, ["o_proj"], memory)
+        gate_up, gate_up_bias = self._pack(mlp, ["gate_proj", "up_proj"], memory, interleave=True)
+        down, down_bias = self._pack(mlp, ["down_proj"], memory)
+        has_head_norms = hasattr(attention, "q_norm")
+        return _CLayer(
+            input_norm=self._floats(layer.input_layernorm.weight),
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            query_norm=self._floats(attention.q_norm.weight) if has_head_norms else None,
+            key_norm=self._floats(attention.k_norm.weight) if has_head_norms else None,
+            output=output,
+            output_bias=output_bias,
+            post_norm=self._floats(layer.post_attention_layernorm.weight),
+            gate_up=gate_up,
+            gate_up_bias=gate_up_bias,
+            down=down,
+            down_bias=down_bias,
+            window=window or 0,
+        )
+
+    def _pack(
+        self, parent: nn.Module, names: Sequence[str], memory: Memory, *, interleave: bool = False
+    ) -> tuple[int, int | None]:
+        """Replace a module's linear layers by packed ones in one group; addresses of weights and biases."""
+        layers: list[nn.Linear] = [getattr(parent, name) for name in names]
+        packed = pack_group(
+            self._library, memory, [layer.weight for layer in layers], self._num_threads, interleave=interleave
+        )
+        for name, weight, layer in zip(names, packed, layers, strict=True):
+            setattr(parent, name, NativeLinear(weight, layer.bias, self._num_threads))
+        self._kept.append(packed)
+        biases = [self._padded_bias(layer, weight) for layer, weight in zip(layers, packed, strict=True)]
+        if all(bias is None for bias in biases):
+            return packed[0].address, None
+        columns = [
+            torch.zeros(self._panels(weight), self._library.panel) if bias is None else bias
+            for bias, weight in zip(biases, packed, strict=True)
+        ]
+        together = torch.stack(columns, 1) if interleave else torch.cat(columns)
+        return packed[0].address, self._floats(together)
+
+    def _panels(self, weight: PackedWeight) -> int:
+        return -(-weight.out_features // self._library.panel)
+
+    def _padded_bias(self, layer: nn.Linear, weight: PackedWeight) -> torch.Tensor | None:
+        """A bias as float32 [panels, columns of a panel]."""
+        if layer.bias is None:
+            return None
+        padded = torch.zeros(self._panels(weight) * self._library.panel)
+        padded[: weight.out_features] = layer.bias.detach()
+        return padded.view(-1, self._library.panel)
+
+    def _floats(self, values: torch.Tensor) -> int:
+        """The address of a float32 copy that lives as long as the decoder."""
+        copy = values.detach().to(torch.float32, copy=True).contiguous()
+        self._kept.append(copy)
+        return copy.data_ptr()
+
+
+def _rotary_tables(rotary: nn.Module, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    cosines, sines = rotary(torch.empty(0), torch.arange(length)[None])  # [1, length, D] each, both halves equal
+    half = cosines.shape[-1] // 2
+    if not torch.equal(cosines[..., :half], cosines[..., half:]) or not torch.equal(
+        sines[..., :half], sines[..., half:]
+    ):
+        raise NotImplementedError("a rotary embedding whose halves differ")
+    return cosines[0, :, :half].float().contiguous(), sines[0, :, :half].float().contiguous()
+
+
+def _weight_groups(model: Any) -> list[list[torch.Tensor]]:
+    """The weights that are packed together."""
+    groups = []
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        groups += [
+            [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight],
+            [attention.o_proj.weight],
+            [mlp.gate_proj.weight, mlp.up_proj.weight],
+            [mlp.down_proj.weight],
+        ]
+    return [*groups, [model.lm_head.weight]]
+
+
+def _unknown(  # noqa: PLR0911
+    model: Any, caches: Caches, windows: Sequence[int | None]
+) -> str | None:
+    """Why a model is not one this decoder computes, or None."""
+    name = type(model).__name__
+    if name not in _MODELS or not type(model).__module__.startswith("transformers.models."):
+        return f"{name} is none of {', '.join(sorted(_MODELS))}"
+    config = model.config
+    if config.hidden_act != "silu":
+        return f"hidden_act is {config.hidden_act!r}"
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type", "default") not in _ROPE_TYPES:
+        return f"rope_type is {rope.get('rope_type')!r}"
+    layers = model.model.layers
+    if not len(layers) == len(caches) == len(windows) == config.num_hidden_layers > 0:
+        return f"{len(layers)} layers, {len(caches)} caches and {len(windows)} windows"
+    for layer in layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        if not all(type(linear) is nn.Linear and is_plain(linear) for linear in linears):
+            return "linear layers that are not plain"
+        norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+        if any(type(norm).__name__ not in _NORMS or norm.variance_epsilon != config.rms_norm_eps for norm in norms):
+            return "norms of another kind"
+        if attention.scaling != layers[0].self_attn.scaling or attention.head_dim % 2:
+            return "head sizes"
+    if not is_plain(model.lm_head) or type(model.model.norm).__name__ not in _NORMS:
+        return "its output layer"
+    dtype = model.lm_head.weight.dtype
+    if type(model.model.embed_tokens) is not nn.Embedding or any(p.dtype != dtype for p in model.parameters()):
+        return "weights of several dtypes"
+    return _unknown_cache(caches) or _unknown_rotary(model)
+
+
+def _unknown_cache(caches: Caches) -> str | None:
+    size, dtype = caches[0][0].shape, caches[0][0].dtype
+    for cache in (cache for pair in caches for cache in pair):
+        if cache.shape != size or cache.dtype != dtype or dtype not in DTYPES or not cache.is_contiguous():
+            return f"a cache of {cache.dtype} {tuple(cache.shape)}"
+        if cache.device.type != "cpu":
+            return f"a cache on {cache.device}"
+    return None
+
+
+def _unknown_rotary(model: Any) -> str | None:
+    try:
+        cosines, _ = _rotary_tables(model.model.rotary_emb, 2)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"its rotary embedding: {error}"
+    head_dim = model.model.layers[0].self_attn.head_dim
+    return None if 2 * cosines.shape[1] == head_dim else f"rotary embeddings of {2 * cosines.shape[1]} of {head_dim}"

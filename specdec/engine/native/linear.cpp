@@ -1,0 +1,147 @@
+// Packing weights, and one packed linear layer for modules that run under torch.
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "gemm.h"
+
+namespace tandem {
+namespace {
+
+enum DType { kFloat32 = 0, kBFloat16 = 1 };
+
+// Where element (k, column) of a panel lies.
+template <class Format>
+inline long panel_index(long k, int column);
+template <>
+inline long panel_index<Float32>(long k, int column) {
+  return k * kPanel + column;
+}
+template <>
+inline long panel_index<BFloat16>(long k, int column) {
+  if (BFloat16::kStep == 2) return k / 2 * (2 * kPanel) + 2 * column + k % 2;
+  return k * kPanel + (column < kLanes ? 2 * column : 2 * (column - kLanes) + 1);
+}
+
+template <class Format>
+void pack(const typename Format::Weight* source, long n, long k, long stride, typename Format::Weight* packed,
+          long first_panel, long panel_step, int threads) {
+  long panels = (n + kPanel - 1) / kPanel;
+  Counter counter;
+  Pool::local().run(threads, [&](const Team&) {
+    for (long p; (p = counter.next()) < panels;) {
+      typename Format::Weight* panel = packed + (first_panel + p * panel_step) * panel_size<Format>(k);
+      long columns = n - p * kPanel < kPanel ? n - p * kPanel : kPanel;
+      if (columns < kPanel || k % Format::kStep)
+        std::memset(static_cast<void*>(panel), 0, size_t(panel_size<Format>(k)) * sizeof(*panel));
+      constexpr long kBlock = 16;
+      for (long from = 0; from < k; from += kBlock) {
+        long to = from + kBlock < k ? from + kBlock : k;
+        for (int j = 0; j < columns; j++) {
+          const typename Format::Weight* row = source + (p * kPanel + j) * stride;
+          for (long i = from; i < to; i++) panel[panel_index<Format>(i, j)] = row[i];
+        }
+      }
+    }
+  });
+}
+
+// Activation rows as the kernel wants them: padded, in its type.
+template <class To, class From>
+void copy_rows(const Team& team, const From* x, long ldx, int rows, long k, long padded, To* y, long ldy) {
+  for (int r = team.id; r < rows; r += team.size) {
+    const From* from = x + r * ldx;
+    To* to = y + r * ldy;
+    long i = 0;
+    for (; i + kLanes <= k; i += kLanes) store(to + i, load(from + i));
+    if (i < k) store_part(to + i, load_part(from + i, int(k - i)), int(k - i));
+    for (i = k; i < padded; i++) store_one(to + i, 0.0f);
+  }
+}
+
+template <class Format, class T>
+int linear(const T* x, int rows, long ldx, long k, const typename Format::Weight* weight, long n, const float* bias,
+           T* y, long ldy, long panel_step, int threads) {
+  using Activation = typename Format::Activation;
+  constexpr bool same = sizeof(T) == sizeof(Activation);
+  bool copied = !same || k % Format::kStep || (rows > 1 && (ldx * sizeof(T)) % 1024 == 0) || ldx % Format::kStep;
+  long lda = copied ? row_stride(k) : ldx;
+  long sums_floats = product_scratch(rows, 1);
+  size_t copy_bytes = copied ? size_t(rows) * lda * sizeof(Activation) : 0;
+  Pool& pool = Pool::local();
+  char* scratch = static_cast<char*>(pool.scratch(copy_bytes + size_t(threads) * sums_floats * 4));
+  if (!scratch) return -1;
+  Activation* copy = reinterpret_cast<Activation*>(scratch);
+  float* sums = reinterpret_cast<float*>(scratch + copy_bytes);
+  long panels = (n + kPanel - 1) / kPanel;
+  Counter counter;
+  pool.run(threads, [&](const Team& team) {
+    const Activation* a = copied ? copy : reinterpret_cast<const Activation*>(x);
+    if (copied) {
+      copy_rows(team, x, ldx, rows, k, round_up(k, Format::kStep), copy, lda);
+      team.barrier();
+    }
+    product<Format>(counter, rows, a, lda, weight, k, int(panels), 1, panel_step * panel_size<Format>(k),
+                    sums + team.id * sums_floats,
+                    [&](int first, int count, int panel, const float* s) {
+                      long column = long(panel) * kPanel;
+                      for (int half = 0; half < kPanel; half += kLanes, column += kLanes) {
+                        long left = n - column;
+                        if (left <= 0) return;
+                        int lanes = int(left < kLanes ? left : kLanes);
+                        Vec b = bias ? load_part(bias + column, lanes) : Vec{};
+                        for (int r = 0; r < count; r++)
+                          store_part(y + (first + r) * ldy + column, load(s + r * kPanel + half) + b, lanes);
+                      }
+                    });
+  });
+  return 0;
+}
+
+}  // namespace
+}  // namespace tandem
+
+using namespace tandem;
+
+#define TANDEM_API extern "C" __attribute__((visibility("default")))
+
+// Columns of a panel.
+TANDEM_API int tandem_panel() { return kPanel; }
+
+// Bytes of `panels` panels of a weight with k inputs.
+TANDEM_API int64_t tandem_packed_bytes(int dtype, int64_t panels, int64_t k) {
+  return dtype == kFloat32 ? panels * panel_size<Float32>(k) * 4 : panels * panel_size<BFloat16>(k) * 2;
+}
+
+// Memory in huge pages where the system has them; null when there is none. Untouched pages take no memory.
+TANDEM_API void* tandem_alloc(int64_t bytes) {
+  void* memory = nullptr;
+  if (posix_memalign(&memory, size_t(2) << 20, size_t(bytes)) != 0) return nullptr;
+#if defined(MADV_HUGEPAGE)
+  madvise(memory, size_t(bytes), MADV_HUGEPAGE);
+#endif
+  return memory;
+}
+
+TANDEM_API void tandem_free(void* memory) { free(memory); }
+
+// weight [n, k] row-major, rows `stride` apart, into panels first_panel, first_panel + panel_step, … of `packed`.
+TANDEM_API void tandem_pack(int dtype, const void* weight, int64_t n, int64_t k, int64_t stride, void* packed, int64_t first_panel,
+                 int64_t panel_step, int threads) {
+  if (dtype == kFloat32)
+    pack<Float32>(static_cast<const float*>(weight), n, k, stride, static_cast<float*>(packed), first_panel, panel_step,
+                  threads);
+  else
+    pack<BFloat16>(static_cast<const bf16*>(weight), n, k, stride, static_cast<bf16*>(packed), first_panel, panel_step,
+                   threads);
+}
+
+// y [rows, n] = x [rows, k] W^T + bias; x, W and y of one dtype, bias float32 [n] or null; W's panels are
+// panel_step apart. Returns 0, or -1 without memory.
+TANDEM_API int tandem_linear(int dtype, const void* x, int rows, int64_t ldx, int64_t k, const void* packed, int64_t n,
+                  const float* bias, void* y, int64_t ldy, int64_t panel_step, int threads) {
+  if (dtype == kFloat32)
+    return linear<Float32>(static_cast<const float*>(x), rows, ldx, k, static_cast<const float*>(packed), n, bias,
+                           static_cast<float*>(y), ldy, panel_step, threads);
+  return linear<BFloat16>(static_cast<const bf16*>(x), rows, ldx, k, static_cast<const bf16*>(packed), n, bias,
+                          static_cast<bf16*>(y), ldy, panel_step, threads);
+}

@@ -1,0 +1,156 @@
+#include "pool.h"
+
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+
+namespace tandem {
+
+namespace {
+
+constexpr int64_t kBarrierSpinNs = 40'000;
+constexpr int64_t kIdleSpinMinNs = 5'000;
+constexpr int64_t kIdleSpinMaxNs = 200'000;
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+}
+
+// A pool does not survive fork(): the child has the memory but not the threads.
+struct Local {
+  Pool* pool = nullptr;
+  pid_t owner = 0;
+  ~Local() {
+    if (pool && owner == getpid()) delete pool;
+  }
+};
+thread_local Local local_pool;
+
+}  // namespace
+
+void Gate::set(uint32_t value) {
+  value_.store(value, std::memory_order_seq_cst);
+  if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
+  pthread_mutex_lock(&mutex_);
+  pthread_cond_broadcast(&changed_);
+  pthread_mutex_unlock(&mutex_);
+}
+
+bool Gate::wait_change(uint32_t old, int64_t spin_ns) {
+  int64_t deadline = 0;
+  for (;;) {
+    for (int i = 0; i < 64; i++) {
+      if (value() != old) return true;
+      relax();
+    }
+    int64_t now = now_ns();
+    if (deadline == 0) deadline = now + spin_ns;
+    if (now >= deadline) break;
+  }
+  pthread_mutex_lock(&mutex_);
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  while (value_.load(std::memory_order_seq_cst) == old) pthread_cond_wait(&changed_, &mutex_);
+  sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+  pthread_mutex_unlock(&mutex_);
+  return false;
+}
+
+Pool& Pool::local() {
+  Local& local = local_pool;
+  if (!local.pool || local.owner != getpid()) {
+    local.pool = new Pool;  // after fork() the parent's is left alone
+    local.owner = getpid();
+  }
+  return *local.pool;
+}
+
+void Pool::barrier(int size) {
+  uint32_t phase = phase_.value();
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
+    arrived_.store(0, std::memory_order_relaxed);
+    phase_.set(phase + 1);
+  } else {
+    phase_.wait_change(phase, kBarrierSpinNs);
+  }
+}
+
+// Starts workers until there are threads - 1; returns how many threads a region can have.
+int Pool::grow(int threads) {
+  if (threads - 1 > num_workers_) {
+    void* bigger = realloc(workers_, sizeof(Worker*) * size_t(threads - 1));
+    if (!bigger) return num_workers_ + 1;
+    workers_ = static_cast<Worker**>(bigger);
+  }
+  while (num_workers_ < threads - 1) {
+    Worker* worker = new Worker{this, num_workers_ + 1, started_.value(), {}};
+    if (pthread_create(&worker->thread, nullptr, &Pool::main, worker) != 0) {
+      delete worker;
+      break;
+    }
+    workers_[num_workers_++] = worker;
+  }
+  return threads < num_workers_ + 1 ? threads : num_workers_ + 1;
+}
+
+void* Pool::main(void* arg) {
+  Worker* worker = static_cast<Worker*>(arg);
+  worker->pool->work(worker->id, worker->seen);
+  return nullptr;
+}
+
+void Pool::work(int id, uint32_t seen) {
+  int64_t spin_ns = kIdleSpinMinNs;
+  for (;;) {
+    if (started_.value() == seen) {
+      int64_t since = now_ns();
+      started_.wait_change(seen, spin_ns);
+      // Spin about as long as the pause that just ended, if it was short enough to be worth a core.
+      int64_t paused = now_ns() - since;
+      spin_ns = paused < kIdleSpinMaxNs ? 2 * paused : spin_ns / 2;
+      if (spin_ns < kIdleSpinMinNs) spin_ns = kIdleSpinMinNs;
+      if (spin_ns > kIdleSpinMaxNs) spin_ns = kIdleSpinMaxNs;
+    }
+    seen = started_.value();
+    int size = int(seen & ((1u << kSizeBits) - 1));
+    if (size == 0) return;
+    if (id >= size) continue;
+    invoke_(body_, Team{this, id, size});
+    barrier(size);
+  }
+}
+
+void Pool::start(int threads, Invoke invoke, void* body) {
+  int size = threads > 1 ? grow(threads) : 1;
+  if (size == 1) return invoke(body, Team{this, 0, 1});
+  invoke_ = invoke;
+  body_ = body;
+  started_.set((((started_.value() >> kSizeBits) + 1) << kSizeBits) | uint32_t(size));
+  invoke(body, Team{this, 0, size});
+  barrier(size);
+}
+
+void* Pool::scratch(size_t bytes) {
+  if (bytes > scratch_bytes_) {
+    free(scratch_);
+    scratch_bytes_ = 0;
+    scratch_ = nullptr;
+    bytes = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    if (posix_memalign(&scratch_, 4096, bytes) != 0) return scratch_ = nullptr;
+    scratch_bytes_ = bytes;
+  }
+  return scratch_;
+}
+
+Pool::~Pool() {
+  started_.set(((started_.value() >> kSizeBits) + 1) << kSizeBits);  // size 0: go home
+  for (int i = 0; i < num_workers_; i++) {
+    pthread_join(workers_[i]->thread, nullptr);
+    delete workers_[i];
+  }
+  free(workers_);
+  free(scratch_);
+}
+
+}  // namespace tandem
