@@ -1,0 +1,253 @@
+"""What happens when something breaks, with real processes that are really killed."""
+
+import asyncio
+import signal
+import threading
+import time
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+
+from specdec.v1 import generation_service_pb2 as pb
+from specdec.v1 import generation_service_pb2_grpc, types_pb2
+from tests.e2e.servers import Stack, health_of, wait_until
+
+pytestmark = pytest.mark.e2e
+LONG = 600
+
+
+def request_of(prompt, *, max_tokens=LONG, temperature=0.0, seed=None, ignore_eos=True, **fields):
+    return pb.GenerateRequest(
+        text=prompt,
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+        seed=seed,
+        sampling=types_pb2.SamplingParams(temperature=temperature),
+        **fields,
+    )
+
+
+def collect(stack, request, *, at_token=None, act=None):
+    """All pieces of one request; ``act`` runs in the middle, once ``at_token`` tokens have come."""
+    pieces, count = [], 0
+    with grpc.insecure_channel(stack.grpc_address) as channel:
+        for piece in stack.generation(channel).Generate(request, timeout=120):
+            pieces.append(piece)
+            count += len(piece.token_ids)
+            if act is not None and count >= at_token:
+                act()
+                act = None
+    assert act is None, "the request ended before the failure was injected"
+    return pieces
+
+
+def ids_of(pieces):
+    return [token for piece in pieces for token in piece.token_ids]
+
+
+def no_block_held(stack):
+    return all(
+        load.used_blocks == 0 and load.open_sessions == 0
+        for load in [stack.load_of_target(i) for i in range(len(stack.targets))]
+    )
+
+
+@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (1.0, 77)])
+def test_killing_the_draft_changes_no_token_and_it_comes_back(prompts, temperature, seed):
+    stack = Stack.start()
+    try:
+        request = request_of(prompts[0], temperature=temperature, seed=seed)
+        undisturbed = collect(stack, request)
+        killed = collect(stack, request, at_token=60, act=stack.drafts[0].kill)
+        assert ids_of(killed) == ids_of(undisturbed)
+        assert killed[-1].speculation.num_draft_failures >= 1
+        assert killed[-1].speculation.num_draft_tokens < undisturbed[-1].speculation.num_draft_tokens
+
+        without = collect(stack, request)
+        assert ids_of(without) == ids_of(undisturbed)
+        assert without[-1].speculation.num_draft_tokens == 0
+
+        stack.drafts[0].restart_on_same_port()
+
+        def speculates():
+            short = collect(stack, request_of(prompts[0], max_tokens=40))
+            return short[-1].speculation.num_accepted_draft_tokens > 0
+
+        wait_until(speculates, 20, "speculation with the restarted draft")
+        assert ids_of(collect(stack, request)) == ids_of(undisturbed)
+    finally:
+        stack.close()
+
+
+def test_a_draft_that_returns_helps_the_running_request(prompts):
+    stack = Stack.start(gateway_arguments=("--draft-timeout-s", "0.5"))
+    try:
+        request = request_of(prompts[1], max_tokens=1500)
+        drafted_late = {"pieces": []}
+
+        def freeze_then_thaw():
+            stack.drafts[0].signal(signal.SIGSTOP)
+            threading.Timer(1.0, stack.drafts[0].signal, (signal.SIGCONT,)).start()
+
+        drafted_late["pieces"] = collect(stack, request, at_token=50, act=freeze_then_thaw)
+        assert ids_of(drafted_late["pieces"]) == ids_of(collect(stack, request))
+    finally:
+        stack.close()
+
+
+def test_killing_a_target_moves_the_session_to_another(prompts):
+    stack = Stack.start(targets=2)
+    try:
+        request = request_of(prompts[2], temperature=1.0, seed=3)
+        undisturbed = collect(stack, request)
+        busy = []
+
+        def kill_the_busy_one():
+            busy.extend(i for i in range(2) if stack.load_of_target(i).open_sessions)
+            stack.targets[busy[0]].kill()
+
+        moved = collect(stack, request, at_token=60, act=kill_the_busy_one)
+        assert ids_of(moved) == ids_of(undisturbed)
+        assert moved[-1].speculation.num_target_failures == 1
+        assert stack.load_of_target(1 - busy[0]).open_sessions == 0
+    finally:
+        stack.close()
+
+
+def test_killing_the_only_target_is_unavailable(prompts):
+    stack = Stack.start(drafts=0)
+    try:
+        started = time.monotonic()
+        with pytest.raises(grpc.RpcError) as caught:
+            collect(stack, request_of(prompts[0]), at_token=30, act=stack.targets[0].kill)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert time.monotonic() - started < 60
+        wait_until(lambda: httpx.get(f"{stack.base_url}/health").status_code == 503, 15, "/health to notice")
+        answer = httpx.post(f"{stack.base_url}/v1/completions", json={"prompt": "x", "max_tokens": 2}, timeout=60)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"]
+    finally:
+        stack.close()
+
+
+def test_a_client_that_leaves_frees_the_cache(stack, prompts):
+    with grpc.insecure_channel(stack.grpc_address) as channel:
+        call = stack.generation(channel).Generate(request_of(prompts[3], max_tokens=1900))
+        for _ in range(5):
+            next(call)
+        assert stack.load_of_target().open_sessions == 1
+        call.cancel()
+    wait_until(lambda: no_block_held(stack), 3, "the target to free the session")
+    wait_until(lambda: stack.load_of_draft().open_sessions == 0, 3, "the draft to free the session")
+
+
+def test_an_http_client_that_leaves_frees_the_cache(stack, prompts):
+    body = {"prompt": prompts[3], "max_tokens": 1900, "stream": True, "ignore_eos": True, "temperature": 0}
+    with httpx.stream("POST", f"{stack.base_url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        for _ in range(6):
+            next(lines)
+        assert stack.load_of_target().open_sessions == 1
+    wait_until(lambda: no_block_held(stack), 3, "the target to free the session")
+
+
+def test_a_deadline_ends_a_partial_stream(stack, prompts):
+    count = 0
+    with grpc.insecure_channel(stack.grpc_address) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            for piece in stack.generation(channel).Generate(request_of(prompts[4], max_tokens=1900), timeout=0.4):
+                count += len(piece.token_ids)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert 0 < count < 1900
+    wait_until(lambda: no_block_held(stack), 3, "the target to free the session")
+
+
+def test_overload_is_refused_with_the_numbers(prompts):
+    stack = Stack.start(drafts=0, target_arguments=("--max-num-seqs", "2", "--max-waiting", "1", "--max-wait-s", "0.5"))
+    try:
+
+        async def flood():
+            async with httpx.AsyncClient(timeout=120) as client:
+                body = {"prompt": prompts[0], "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+                return await asyncio.gather(
+                    *(client.post(f"{stack.base_url}/v1/completions", json=body) for _ in range(6))
+                )
+
+        answers = asyncio.run(flood())
+        codes = sorted(answer.status_code for answer in answers)
+        assert codes[:2] == [200, 200]
+        assert set(codes) == {200, 429}
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "2" in refused.json()["error"]["message"]
+        wait_until(lambda: no_block_held(stack), 3, "the target to free the sessions")
+    finally:
+        stack.close()
+
+
+def test_sigterm_lets_open_streams_finish(prompts):
+    stack = Stack.start()
+    try:
+        request = request_of(prompts[5], max_tokens=300)
+        whole = ids_of(collect(stack, request))
+        drained = collect(stack, request, at_token=20, act=lambda: stack.gateway.signal(signal.SIGTERM))
+        assert ids_of(drained) == whole
+        assert stack.gateway.wait() == 0
+        for server in (*stack.targets, *stack.drafts):
+            server.signal(signal.SIGTERM)
+            assert server.wait() == 0
+    finally:
+        stack.close()
+
+
+def test_a_draining_target_finishes_its_sessions(prompts):
+    stack = Stack.start(targets=2)
+    try:
+        request = request_of(prompts[6], max_tokens=300)
+        whole = ids_of(collect(stack, request))
+        busy = []
+
+        def drain_the_busy_one():
+            busy.extend(i for i in range(2) if stack.load_of_target(i).open_sessions)
+            stack.targets[busy[0]].signal(signal.SIGTERM)
+
+        pieces = collect(stack, request, at_token=20, act=drain_the_busy_one)
+        assert ids_of(pieces) == whole
+        assert pieces[-1].speculation.num_target_failures == 0
+        assert stack.targets[busy[0]].wait() == 0
+        assert ids_of(collect(stack, request)) == whole
+    finally:
+        stack.close()
+
+
+def test_sixteen_mixed_requests_at_once(stack, prompts):
+    """Greedy and seeded texts are the same alone and among fifteen others of every kind."""
+
+    def kinds():
+        for i in range(16):
+            kind = i % 4
+            yield request_of(
+                prompts[i % len(prompts)],
+                max_tokens=24 + 5 * i,
+                temperature=0.0 if kind == 0 else 0.9,
+                seed=None if kind == 0 else 100 + i,
+                speculation=pb.SpeculationOptions(num_speculative_tokens=(0, 2, 4, 4)[kind]),
+            )
+
+    requests = list(kinds())
+    alone = [ids_of(collect(stack, request)) for request in requests]
+
+    async def together():
+        async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+            stub = generation_service_pb2_grpc.GenerationServiceStub(channel)
+
+            async def one(request):
+                return [token async for piece in stub.Generate(request, timeout=120) for token in piece.token_ids]
+
+            return await asyncio.gather(*map(one, requests))
+
+    assert asyncio.run(together()) == alone
+    wait_until(lambda: no_block_held(stack), 3, "the target to free the sessions")
+    assert health_of(stack.targets[0].address) == "SERVING"
