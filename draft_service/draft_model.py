@@ -23,6 +23,7 @@ from specdec.engine.engine import Engine, Segment
 from specdec.engine.kv_pool import KVSequence
 from specdec.errors import InvalidRequest
 from specdec.sampling.drafting import Drafted, DraftedChain, collect, draft
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.rows import Rows
 from specdec.sampling.state import SamplingState
 from specdec.sessions import ModelInfo, Rule, SessionSpec
@@ -83,7 +84,9 @@ class ModelDrafter:
         except BaseException:
             await asyncio.to_thread(thread.close)
             raise
-        return cls(engine, thread, settings)
+        drafter = cls(engine, thread, settings)
+        await drafter._warm_up()
+        return drafter
 
     def open(self, spec: SessionSpec) -> ModelState:
         """Reserve the cache of the whole session, or take back what is parked under its id."""
@@ -183,6 +186,15 @@ class ModelDrafter:
             self._down = True
             await self._thread.run(self._engine.close)
             await asyncio.to_thread(self._thread.close)
+
+    async def _warm_up(self) -> None:
+        """Draw once under every rule, so that no session pays for the first time."""
+        num_tokens = min(2, self.info.num_speculative_tokens)
+        for temperature, rule in ((0.0, Rule.BLOCK), (1.0, Rule.BLOCK), (1.0, Rule.COUPLED)):
+            params = SamplingParams(temperature=temperature, seed=0, max_tokens=4)
+            state = self.open(SessionSpec(session_id="warm-up", token_ids=(0,), prompt_len=1, params=params, rule=rule))
+            await self.draft([DraftJob(state, 1, num_tokens)])
+            self.close(state)
 
     def _prepare(self, job: Job) -> int:
         """Bring the cache to where the job feeds from; returns its length.

@@ -45,13 +45,12 @@ class NgramIndex:
         start, end = self._num_indexed, self._num_indexed + num_tokens
         for n in self._sizes:
             last, before = self._last[n], self._before[n]
-            for i in range(start, end):
-                if i < n:
-                    before.append(0)
-                    continue
-                ngram = tuple(tokens[i - n : i])
+            first = max(start, n)  # the first token that has an n-gram before it
+            before += [0] * (min(first, end) - start)
+            windows = [tokens[first - n + i : max(first, end) - n + i] for i in range(n)]
+            for following, ngram in enumerate(zip(*windows, strict=True), first):
                 before.append(last.get(ngram, 0))
-                last[ngram] = i
+                last[ngram] = following
         self._num_indexed = end
 
     def replace(self, keep: int, token_ids: Sequence[int]) -> None:
