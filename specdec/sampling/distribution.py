@@ -26,7 +26,7 @@ class Distribution:
     weights: Tensor
     #: int64 [R, S], no id twice in a row; None: column v is token v.
     token_ids: Tensor | None
-    #: bool [R]; False where every token is masked or the logits are not finite. Such a row has weights 0.
+    #: bool [R]; False where every token is masked (all weights are 0) or a logit is NaN or inf (they mean nothing).
     valid: Tensor
     #: V.
     num_tokens: int
@@ -40,7 +40,7 @@ class Distribution:
         return self.token_ids.gather(1, columns)
 
     def probabilities(self) -> Tensor:
-        """Normalised, over the whole vocabulary: float64 [R, V]; 0 everywhere in rows that are not valid."""
+        """Normalised, over the whole vocabulary: float64 [R, V]; 0 everywhere in rows without tokens."""
         total = self.weights.sum(-1, keepdim=True)
         p = self.weights / total.clamp_min(1.0)  # a valid row holds a weight of 1
         if self.token_ids is None:
@@ -69,7 +69,7 @@ def _shrunk(logits: Tensor, rows: Rows, width: int) -> Distribution:
     """:func:`head` as wide as it must be to hold every survivor, and no wider."""
     while True:
         found = head(logits, rows, width)
-        num_survivors = int((found.weights > 0).sum(-1).max())
+        num_survivors = max(1, int((found.weights > 0).sum(-1).max()))
         if num_survivors < width or width == logits.shape[1] or _bounded(rows, width):
             ids = found.token_ids
             assert ids is not None

@@ -147,7 +147,7 @@ def _draft_coupled(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
         state.noise_key(Stream.COUPLING, position) for state, position in zip(rows.states, rows.positions, strict=True)
     ]
     scores = race(q, torch.tensor(keys, device=logits.device))  # [R, S]
-    best = q.tokens(_best(scores, num_candidates)) if num_candidates else None
+    best = q.tokens(_best(scores.where(scores > 0, -torch.inf), num_candidates)) if num_candidates else None
     return Drafted(q.tokens(scores.argmax(-1)), candidates=best)
 
 
@@ -166,7 +166,7 @@ def _draft_ratio(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
 
 def quantized(q: Distribution) -> Tensor:
     """Integer weights that take the place of q: int64 [R, K], 0 to 65535. Any q is lossless if it is what is sent."""
-    weights = (q.weights * MAX_WEIGHT).round_().long()
+    weights = (q.weights.nan_to_num(0.0) * MAX_WEIGHT).round_().long()
     weights[:, 0] += ~q.valid  # nothing to draw: any token will do, the target refuses it
     return weights
 
@@ -179,10 +179,11 @@ def draw_quantized(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """Columns of the ``count`` largest scores, largest first: [R, count]; the best again where there are fewer."""
-    best = scores.topk(min(count, scores.shape[1]), dim=-1).indices
-    missing = count - best.shape[1]
-    return torch.cat([best, best[:, :1].expand(-1, missing)], dim=1) if missing else best
+    """Columns of the ``count`` largest scores, largest first: [R, count]; the best again where fewer are not -inf."""
+    best = scores.topk(min(count, scores.shape[1]), dim=-1)
+    columns = torch.where(best.values > -torch.inf, best.indices, best.indices[:, :1])
+    missing = count - columns.shape[1]
+    return torch.cat([columns, columns[:, :1].expand(-1, missing)], dim=1) if missing else columns
 
 
 def _sparse_row(token_ids: list[int], weights: list[int]) -> SparseRow:

@@ -28,4 +28,4 @@ def invert(weights: Tensor, u: Tensor) -> Tensor:
     total = sums[:, -1:].contiguous()
     wanted = torch.searchsorted(sums, u[:, None] * total, right=True)
     last = torch.searchsorted(sums, total)  # first column to reach the total
-    return torch.minimum(wanted, last).squeeze(1)
+    return torch.minimum(wanted, last).squeeze(1).clamp_max_(weights.shape[1] - 1)  # NaNs must not point outside
