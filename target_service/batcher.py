@@ -49,8 +49,9 @@ class Batcher:
             taken = self._take()
             if taken:
                 await self._tick(taken)
-                # The answers of this tick may bring the next rounds at once; let them in before the next tick.
-                await asyncio.sleep(0)
+                if any(session not in self._ready for session, _ in taken):
+                    # Who got its answer now may have the next round at hand; let it into the next tick.
+                    await asyncio.sleep(0)
             else:
                 self._wake.clear()
                 await self._wake.wait()

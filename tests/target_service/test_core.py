@@ -1,0 +1,449 @@
+"""Sessions on the core, without gRPC: rounds, limits and parking against the stock model."""
+
+import asyncio
+
+import pytest
+import torch
+
+from specdec.errors import InvalidRequest, StaleSession, Unavailable
+from specdec.sessions import FinishReason, Proposal, Rule, SparseRow
+from tests.target_service.conftest import CONTEXT, VOCAB, decode, make_prompt, make_spec, until
+
+
+def drafter(plain, prompt, *, wrong_at=()):
+    """Drafts the stock model's own text, except at every ``wrong_at``-th drafted token of a round."""
+
+    def draft(output, k):
+        right = plain(prompt, len(output) + k)[len(output) :]
+        return [(token + 1) % VOCAB if i in wrong_at else token for i, token in enumerate(right)]
+
+    return draft
+
+
+async def test_rounds_without_drafts_are_the_stock_model(start_core, plain):
+    prompt = make_prompt(0)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 24))
+        assert session.first.base_len == len(prompt)
+        assert session.first.committed_len == len(prompt) + 1
+        assert await decode(session) == plain(prompt, 24)
+        await session.close()
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("wrong_at", [(), (0,), (1,), (2, 5), (7,)])
+async def test_drafts_right_wrong_and_partly_right_change_nothing(start_core, plain, k, wrong_at):
+    prompt = make_prompt(k)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 30))
+        assert await decode(session, k=k, draft=drafter(plain, prompt, wrong_at=wrong_at)) == plain(prompt, 30)
+        await session.close()
+
+
+async def test_a_verdict_tells_what_was_accepted_and_the_cache_keeps_just_that(start_core, plain):
+    prompt = make_prompt(3)
+    text = plain(prompt, 20)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 20))
+        n = session.first.committed_len
+        cache = session.subject.sequence
+        assert cache.length == n - 1
+        wrong = (text[3] + 1) % VOCAB
+        verdict = await session.verify(n, Proposal(1, n, (*text[1:3], wrong, 5)))
+        assert (verdict.base_len, verdict.token_ids) == (n, text[1:4])
+        assert (verdict.num_accepted, verdict.num_draft_tokens) == (2, 4)
+        assert cache.length == verdict.committed_len - 1 == n + 2
+        verdict = await session.verify(n + 3, Proposal(1, n + 3, text[4:8]))
+        assert verdict.token_ids == text[4:9]
+        assert verdict.num_accepted == 4
+        assert cache.length == verdict.committed_len - 1
+        timings = verdict.timings
+        assert timings.forward_ns > 0
+        assert timings.verify_ns > 0
+        assert (timings.batch_sessions, timings.batch_rows) == (1, 5)
+        assert session.opened.prefill_ns > timings.forward_ns / 10
+        await session.close()
+
+
+async def test_an_assumption_that_came_true_is_taken(start_core, plain):
+    prompt = make_prompt(4)
+    text = plain(prompt, 10)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 10))
+        n = session.first.committed_len
+        await session.verify(n, None)
+        ahead = Proposal(1, n, text[2:5], assumed_token_ids=text[1:2])
+        assert (await session.verify(n + 1, ahead)).token_ids == text[2:6]
+        false = Proposal(1, n, text[2:5], assumed_token_ids=((text[1] + 1) % VOCAB,))
+        with pytest.raises(StaleSession):
+            await session.verify(n + 5, false)
+        await session.close()
+
+
+async def test_decoding_ahead_is_the_same_text(start_core, plain):
+    prompt = make_prompt(5)
+    text = plain(prompt, 40)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 40))
+        tokens = list(session.first.token_ids)
+        while len(tokens) < 40:
+            n = len(prompt) + len(tokens)
+            verdicts = [verdict async for verdict in session.decode_ahead(n, 7)]
+            assert [v.base_len for v in verdicts] == list(range(n, n + len(verdicts)))
+            assert all(len(v.token_ids) == 1 and v.num_draft_tokens == 0 for v in verdicts)
+            assert len(verdicts) == min(7, 40 - len(tokens))
+            tokens += [token for v in verdicts for token in v.token_ids]
+        assert tuple(tokens) == text
+        assert verdicts[-1].finish_reason is FinishReason.LENGTH
+        await session.close()
+
+
+async def test_decoding_ahead_from_the_first_token_and_then_rounds(start_core, plain):
+    prompt = make_prompt(6)
+    text = plain(prompt, 20)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 20, decode_ahead_tokens=6))
+        n = len(prompt) + 1
+        await until(lambda: session.committed_len == n + 6)  # without being asked
+        with pytest.raises(StaleSession, match=f"stands at {n + 6}"):
+            await session.verify(n, None)
+        tokens = [v.token_ids[0] async for v in session.decode_ahead(n, 6)]
+        assert (await session.verify(n + 6, Proposal(1, n + 6, text[7:10]))).token_ids == text[7:11]
+        assert tuple(tokens) == text[1:7]
+        with pytest.raises(StaleSession):  # a round lies between
+            await anext(session.decode_ahead(n + 6, 3))
+        await session.close()
+
+
+async def test_more_may_be_asked_for_before_all_was_fetched(start_core, plain):
+    prompt = make_prompt(7)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 30))
+        n = session.first.committed_len
+        tokens = [v.token_ids[0] async for v in session.decode_ahead(n, 5)]
+        tokens += [v.token_ids[0] async for v in session.decode_ahead(n + 3, 8)]  # up to n + 11
+        assert tuple(tokens) == plain(prompt, 12)[1:]
+        await session.close()
+
+
+async def test_leaving_ahead_early_stops_the_target(start_core, plain):
+    prompt = make_prompt(8)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 200))
+        n = session.first.committed_len
+        verdicts = session.decode_ahead(n, 150)
+        async for _ in verdicts:
+            break
+        await verdicts.aclose()
+        await asyncio.sleep(0.05)
+        stopped_at = session.committed_len
+        assert stopped_at < n + 150
+        await asyncio.sleep(0.05)
+        assert session.committed_len == stopped_at
+        tokens = [v.token_ids[0] async for v in session.decode_ahead(n + 1, stopped_at - n)]
+        assert tuple(tokens) == plain(prompt, len(tokens) + 2)[2:]
+        await session.verify(session.committed_len, None)
+        await session.close()
+
+
+@pytest.mark.parametrize("k", [0, 4])
+async def test_a_stop_token_cuts_the_round(start_core, plain, k):
+    prompt = make_prompt(9)
+    text = plain(prompt, 40)
+    where = next(i for i in range(6, 40) if text[i] not in text[:i])
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 40, stop_token_ids=[text[where]]))
+        assert await decode(session, k=k, draft=drafter(plain, prompt)) == text[: where + 1]
+        assert session.finish_reason is FinishReason.STOP
+        assert session.subject.sequence.length == session.committed_len - 1
+        with pytest.raises(StaleSession, match="ended at"):
+            await session.verify(session.committed_len, None)
+        await session.close()
+
+
+async def test_the_verdict_names_the_stop_token_inside_an_accepted_block(start_core, plain):
+    prompt = make_prompt(10)
+    text = plain(prompt, 10)
+    stop = next(t for t in text[2:5] if t not in text[:2])
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 10, stop_token_ids=[stop]))
+        n = session.first.committed_len
+        verdict = await session.verify(n, Proposal(1, n, text[1:9]))
+        assert verdict.token_ids == text[1 : text.index(stop) + 1]
+        assert (verdict.finish_reason, verdict.stop_token_id) == (FinishReason.STOP, stop)
+        await session.close()
+
+
+async def test_min_tokens_holds_stop_tokens_back(start_core, plain):
+    prompt = make_prompt(11)
+    first = plain(prompt, 1)[0]
+    async with start_core() as core:
+        spec = make_spec(prompt, 20, stop_token_ids=[first], min_tokens=5)
+        session = await core.open(spec)
+        tokens = await decode(session)
+        assert first not in tokens[:5]
+        await session.close()
+        session = await core.open(make_spec(prompt, 20, stop_token_ids=[first]))
+        assert session.first.finish_reason is FinishReason.STOP
+        assert session.first.token_ids == (first,)
+        await session.close()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 6])
+async def test_max_tokens_drops_surplus_drafts_before_the_forward_pass(start_core, plain, max_tokens):
+    prompt = make_prompt(12)
+    text = plain(prompt, 14)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, max_tokens))
+        verdict, tokens = session.first, list(session.first.token_ids)
+        while verdict.finish_reason is None:
+            n, done = len(prompt) + len(tokens), len(tokens)
+            verdict = await session.verify(n, Proposal(1, n, text[done : done + 4]))
+            assert verdict.num_draft_tokens == min(4, max_tokens - done - 1)
+            tokens += verdict.token_ids
+        assert tuple(tokens) == text[:max_tokens]
+        assert verdict.finish_reason is FinishReason.LENGTH
+        await session.close()
+
+
+async def test_the_context_ends_the_sequence(start_core, plain):
+    prompt = make_prompt(13, CONTEXT - 6)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 500))
+        assert await decode(session, k=4, draft=drafter(plain, prompt)) == plain(prompt, 6)
+        assert session.finish_reason is FinishReason.LENGTH
+        assert session.committed_len == CONTEXT
+        await session.close()
+
+
+async def test_a_session_moves_here_with_what_it_has_generated(start_core, plain):
+    prompt = make_prompt(14)
+    text = plain(prompt, 20)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 20, generated=text[:7], epoch=3))
+        assert session.opened.epoch == session.first.epoch == 3
+        assert await decode(session) == text[7:]
+        await session.close()
+
+
+async def test_penalties_see_the_output_whatever_the_rounds(start_core):
+    prompt = make_prompt(15)
+    penalties = dict(repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.3)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 30, **penalties))
+        text = await decode(session)
+        await session.close()
+        session = await core.open(make_spec(prompt, 30, generated=text[:11], **penalties))
+        right = lambda output, k: text[11 + len(output) :][:k]  # noqa: E731
+        assert await decode(session, k=4, draft=right) == text[11:]
+        await session.close()
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+async def test_every_rule_runs_with_and_without_q(start_core, rule):
+    prompt = make_prompt(16)
+    async with start_core() as core:
+        for with_q in (False, True):
+            session = await core.open(make_spec(prompt, 40, temperature=1.0, rule=rule))
+            assert session.opened.rule is rule
+            n, last = session.first.committed_len, session.first
+            while last.finish_reason is None:
+                ids = (3, 9, 27)
+                rows = tuple(SparseRow((t, (t + 1) % VOCAB), (40000, 2)) for t in ids) if with_q else ()
+                last = await session.verify(n, Proposal(1, n, ids, q_rows=rows))
+                n = last.committed_len
+            assert n == len(prompt) + 40
+            await session.close()
+
+
+async def test_coupled_text_depends_on_the_seed_alone(start_core):
+    prompt = make_prompt(17)
+
+    async def text(core, k, **changes):
+        session = await core.open(make_spec(prompt, 40, temperature=1.0, rule=Rule.COUPLED, **changes))
+        generator = torch.Generator().manual_seed(5)
+        draft = lambda _, k: torch.randint(0, VOCAB, (k,), generator=generator).tolist()  # noqa: E731
+        tokens = await decode(session, k=k, draft=draft)
+        await session.close()
+        return tokens
+
+    async with start_core() as core:
+        plain_text = await text(core, 0)
+        assert await text(core, 5) == plain_text
+        assert await text(core, 5, seed=2) != plain_text
+
+
+@pytest.mark.parametrize("budget", [512, 40])
+async def test_log_probabilities(start_core, llama, budget):
+    prompt = make_prompt(18, 100)
+    async with start_core(max_num_batched_tokens=budget) as core:
+        session = await core.open(make_spec(prompt, 4, logprobs=3, prompt_logprobs=2))
+        first, second = session.first, await session.verify(101, Proposal(1, 101, (1, 2)))
+        ids = torch.tensor([[*prompt, *first.token_ids, *second.token_ids]])
+        with torch.inference_mode():
+            wanted = llama(ids).logits[0].log_softmax(-1)
+        got = (*session.opened.prompt_logprobs, *first.logprobs, *second.logprobs)
+        assert len(session.opened.prompt_logprobs) == 99
+        assert len(got) == ids.shape[1] - 1
+        for position, entry in enumerate(got):
+            token = int(ids[0, position + 1])
+            assert entry.token.token_id == token
+            assert entry.token.logprob == pytest.approx(float(wanted[position, token]), abs=1e-4)
+            assert len(entry.top) == (2 if position < 99 else 3)
+            assert entry.top[0].token_id == int(wanted[position].argmax())
+        await session.close()
+
+
+# --- parking ---
+
+
+async def test_a_parked_session_is_reused_by_its_common_prefix(start_core, plain):
+    prompt = make_prompt(19, 40)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 20, session_id="chat", park=True))
+        assert session.opened.num_cached_tokens == 0
+        text = await decode(session)
+        await session.close()
+        assert (await core.load()).parked_sessions == 1
+        follow = (*prompt, *text, *make_prompt(20, 9))
+        session = await core.open(make_spec(follow, 15, session_id="chat", park=True))
+        assert session.opened.num_cached_tokens == len(prompt) + 19  # the last token was never fed
+        assert (await core.load()).parked_sessions == 0
+        assert await decode(session) == plain(follow, 15)
+        await session.close()
+        other = (*prompt[:25], (prompt[25] + 1) % VOCAB, *make_prompt(21, 9))
+        session = await core.open(make_spec(other, 15, session_id="chat", park=True))
+        assert session.opened.num_cached_tokens == 25
+        assert await decode(session) == plain(other, 15)
+        await session.close()
+
+
+async def test_the_same_prompt_again_is_fed_from_its_last_token(start_core, plain):
+    prompt = make_prompt(22, 30)
+    async with start_core() as core:
+        for cached in (0, 29):
+            session = await core.open(make_spec(prompt, 8, session_id="chat", park=True))
+            assert session.opened.num_cached_tokens == cached
+            assert await decode(session) == plain(prompt, 8)
+            await session.close()
+
+
+async def test_an_id_that_is_open_opens_fresh(start_core, plain):
+    prompt = make_prompt(23)
+    async with start_core() as core:
+        one = await core.open(make_spec(prompt, 8, session_id="chat", park=True))
+        two = await core.open(make_spec(prompt, 8, session_id="chat", park=True))
+        assert two.opened.num_cached_tokens == 0
+        assert await decode(one) == await decode(two) == plain(prompt, 8)
+        await one.close()
+        await two.close()
+        assert (await core.load()).parked_sessions == 1
+
+
+async def test_prompt_logprobs_need_the_whole_prompt(start_core):
+    prompt = make_prompt(24, 20)
+    async with start_core() as core:
+        for _ in range(2):
+            session = await core.open(make_spec(prompt, 4, session_id="chat", park=True, prompt_logprobs=0))
+            assert session.opened.num_cached_tokens == 0
+            assert len(session.opened.prompt_logprobs) == 19
+            await session.close()
+
+
+async def test_parked_sessions_yield_to_open_ones_and_to_time(start_core):
+    async with start_core(kv_blocks=16, park_ttl_s=0.2) as core:
+        for name in "abc":
+            session = await core.open(make_spec(make_prompt(25, 50), 14, session_id=name, park=True))
+            await session.close()
+        assert (await core.load()).parked_sessions == 3
+        big = await core.open(make_spec(make_prompt(26, 100), 100))
+        assert (await core.load()).parked_sessions < 3
+        await big.close()
+        await until(lambda: core._engine.pool.num_parked == 0, 2)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (make_spec((1, 2), 4, session_id="x", generated=(1, 2, 3, 4)), "nothing left to generate"),
+        (make_spec(make_prompt(1, CONTEXT), 4), f"has {CONTEXT} tokens.*context of {CONTEXT}.*at most {CONTEXT - 1}"),
+        (make_spec((1, VOCAB), 4), f"token {VOCAB}; the model's tokens are 0 to {VOCAB - 1}"),
+        (make_spec((1, -3), 4), "token -3"),
+        (make_spec((1,), 4, num_speculative_tokens=65), r"num_speculative_tokens is 65, outside \[0, 64\]"),
+        (make_spec((1,), 4, logit_bias={VOCAB: 1.0}), "logit_bias"),
+        (make_spec((1,), 4, seed=None), "seed"),
+    ],
+)
+async def test_specs_that_do_not_fit_the_model(start_core, spec, text):
+    async with start_core() as core:
+        with pytest.raises(InvalidRequest, match=text):
+            await core.open(spec)
+        assert core.num_ticks == 0
+
+
+async def test_an_empty_prompt_is_refused(start_core):
+    async with start_core() as core:
+        with pytest.raises(InvalidRequest, match="prompt is empty"):
+            await core.open(make_spec((), 4))
+
+
+async def test_proposals_no_round_can_carry(start_core, plain):
+    prompt = make_prompt(27)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 8, num_speculative_tokens=2))
+        n = session.first.committed_len
+        for proposal, text in [
+            (Proposal(1, n, (1, 2, 3)), "3 tokens; the session was opened with num_speculative_tokens = 2"),
+            (Proposal(1, n, (1, VOCAB)), f"tokens are 0 to {VOCAB - 1}"),
+            (Proposal(1, n, (1, 2), parents=(-1, 0)), "tree"),
+            (Proposal(1, n, (1, 2), q_rows=(SparseRow((1,), (1,)),)), "q rows"),
+            (Proposal(1, n, (1,), q_rows=(SparseRow((2,), (1,)),)), "not in its q row"),
+        ]:
+            with pytest.raises(InvalidRequest, match=text):
+                await session.verify(n, proposal)
+        assert await decode(session) == plain(prompt, 8)  # nothing of it was taken in
+        await session.close()
+
+
+async def test_stale_calls_are_refused_and_counted(start_core, plain):
+    prompt = make_prompt(28)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 8))
+        n = session.first.committed_len
+        for committed_len, base_len in [(n - 1, n - 1), (n + 1, n + 1), (n, n - 1), (n, n + 2)]:
+            with pytest.raises(StaleSession):
+                await session.verify(committed_len, Proposal(1, base_len, (1,)))
+        running = asyncio.create_task(session.verify(n, None))
+        await asyncio.sleep(0)
+        with pytest.raises(StaleSession):
+            await session.verify(n, None)
+        await running
+        assert (await core.load()).stale_messages == 5
+        await session.close()
+        with pytest.raises(StaleSession, match="closed"):
+            await session.verify(n, None)
+        await session.close()
+
+
+async def test_a_draining_target_finishes_what_is_open(start_core, plain):
+    prompt = make_prompt(29)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 8))
+        core.drain()
+        with pytest.raises(Unavailable, match="shutting down"):
+            await core.open(make_spec(prompt, 8))
+        assert await decode(session) == plain(prompt, 8)
+        await session.close()
+
+
+async def test_info_names_rule_and_version(start_core):
+    async with start_core(verification=Rule.TOKEN) as core:
+        info = await core.info()
+        assert (info.verification, info.vocab_size, info.max_model_len) == (Rule.TOKEN, VOCAB, CONTEXT)
+        assert info.version
+        session = await core.open(make_spec((1, 2), 4))
+        assert session.opened.rule is Rule.TOKEN
+        await session.close()
