@@ -81,11 +81,11 @@ class ModelDrafter:
         try:
             engine = await thread.run(Engine.load, settings.model)
             await thread.run(engine.warm_up)
+            drafter = cls(engine, thread, settings)
+            await drafter._warm_up()
         except BaseException:
             await asyncio.to_thread(thread.close)
             raise
-        drafter = cls(engine, thread, settings)
-        await drafter._warm_up()
         return drafter
 
     def open(self, spec: SessionSpec) -> ModelState:
