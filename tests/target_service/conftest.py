@@ -90,7 +90,7 @@ def start_core(checkpoint):
                 dtype="float32",
                 block_size=16,
                 num_threads=1,
-                kv_cache_memory_bytes=kv_blocks * block_bytes,
+                kv_cache_memory_bytes=(kv_blocks + 1) * block_bytes,  # one is padding
             ),
             scheduler=SchedulerSettings(**scheduler),
             verification=verification,
@@ -154,7 +154,9 @@ def make_spec(prompt: Sequence[int], max_tokens: int = 32, *, generated: Sequenc
         **({"session_id": "s", "num_speculative_tokens": 8} | spec),
         token_ids=(*prompt, *generated),
         prompt_len=len(prompt),
-        params=SamplingParams(**({"temperature": 0.0, "seed": 1, "max_tokens": max_tokens, "ignore_eos": True} | params)),
+        params=SamplingParams(
+            **({"temperature": 0.0, "seed": 1, "max_tokens": max_tokens, "ignore_eos": True} | params)
+        ),
     )
 
 

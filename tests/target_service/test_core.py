@@ -228,7 +228,7 @@ async def test_a_session_moves_here_with_what_it_has_generated(start_core, plain
 
 async def test_penalties_see_the_output_whatever_the_rounds(start_core):
     prompt = make_prompt(15)
-    penalties = dict(repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.3)
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.3}
     async with start_core() as core:
         session = await core.open(make_spec(prompt, 30, **penalties))
         text = await decode(session)

@@ -1,0 +1,116 @@
+"""Waiting for a place: order, limits, and leaving the queue."""
+
+import asyncio
+
+import pytest
+
+from specdec.errors import InvalidRequest, Overloaded
+from tests.target_service.conftest import make_prompt, make_spec, until, until_clean
+
+
+async def test_sessions_wait_their_turn(start_core):
+    async with start_core(max_num_seqs=1) as core:
+        order = []
+
+        async def run(name):
+            session = await core.open(make_spec(make_prompt(0), 4))
+            order.append(name)
+            await session.close()
+
+        first = await core.open(make_spec(make_prompt(0), 4))
+        tasks = []
+        for name in range(4):
+            tasks.append(asyncio.create_task(run(name)))
+            await asyncio.sleep(0)
+        assert (await core.load()).waiting_sessions == 4
+        assert (await core.load()).open_sessions == 1
+        await asyncio.sleep(0.02)
+        await first.close()
+        await asyncio.gather(*tasks)
+        assert order == [0, 1, 2, 3]
+
+
+async def test_a_large_session_is_not_overtaken(start_core):
+    async with start_core(kv_blocks=10) as core:
+        one = await core.open(make_spec(make_prompt(0), 84))  # 6 blocks of 16
+        large = asyncio.create_task(core.open(make_spec(make_prompt(1), 140)))  # 10 blocks
+        await until(lambda: core._admission.num_waiting == 1)
+        small = asyncio.create_task(core.open(make_spec(make_prompt(2), 4)))
+        await asyncio.sleep(0.05)
+        assert not small.done()
+        large.cancel()
+        await asyncio.gather(large, return_exceptions=True)
+        session = await small  # the one it stood behind is gone
+        await session.close()
+        await one.close()
+
+
+async def test_a_full_queue_is_refused_with_numbers(start_core):
+    async with start_core(max_num_seqs=2, max_waiting=1, kv_blocks=32) as core:
+        sessions = [await core.open(make_spec(make_prompt(seed), 4)) for seed in range(2)]
+        waiting = asyncio.create_task(core.open(make_spec(make_prompt(3), 4)))
+        await asyncio.sleep(0)
+        with pytest.raises(
+            Overloaded, match="2 of 2 sessions open, 2 of 32 KV blocks in use; the queue is full: 1 of 1"
+        ):
+            await core.open(make_spec(make_prompt(4), 4))
+        await sessions[0].close()
+        await (await waiting).close()
+        await sessions[1].close()
+
+
+async def test_waiting_has_an_end(start_core):
+    async with start_core(max_num_seqs=1, max_wait_s=0.05) as core:
+        session = await core.open(make_spec(make_prompt(0), 4))
+        with pytest.raises(Overloaded, match=r"no place came free within 0\.05 s"):
+            await core.open(make_spec(make_prompt(1), 4))
+        await session.close()
+        await (await core.open(make_spec(make_prompt(1), 4))).close()
+
+
+async def test_what_never_fits_is_refused_at_once(start_core):
+    async with start_core(kv_blocks=10) as core:
+        with pytest.raises(InvalidRequest, match="context of 160"):
+            await core.open(make_spec(make_prompt(0, 165), 4))
+        session = await core.open(make_spec(make_prompt(0), 250))
+        assert session.subject.ending.max_len == 160
+        await session.close()
+
+
+async def test_cancelled_while_waiting(start_core):
+    async with start_core(max_num_seqs=1) as core:
+        session = await core.open(make_spec(make_prompt(0), 4))
+        waiting = [asyncio.create_task(core.open(make_spec(make_prompt(1), 4))) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        await asyncio.sleep(0)
+        assert (await core.load()).waiting_sessions == 2
+        await session.close()
+        await (await waiting[0]).close()
+        await (await waiting[2]).close()
+
+
+async def test_cancelled_in_the_very_moment_of_admission(start_core):
+    async with start_core(max_num_seqs=1) as core:
+        session = await core.open(make_spec(make_prompt(0), 4))
+        waiting = asyncio.create_task(core.open(make_spec(make_prompt(1), 4)))
+        await asyncio.sleep(0)
+        session.end()  # admits the waiting one; its task has not run yet
+        assert core._admission.num_open == 1
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await until_clean(core)
+        await (await core.open(make_spec(make_prompt(1), 4))).close()
+
+
+async def test_the_wait_is_reported(start_core):
+    async with start_core(max_num_seqs=1) as core:
+        session = await core.open(make_spec(make_prompt(0), 4))
+        waiting = asyncio.create_task(core.open(make_spec(make_prompt(1), 4)))
+        await asyncio.sleep(0.05)
+        await session.close()
+        second = await waiting
+        assert second.opened.queue_ns > 40_000_000
+        assert second.opened.prefill_ns < second.opened.queue_ns
+        await second.close()

@@ -1,0 +1,285 @@
+"""Many sessions at once: one forward pass per tick, prompts in fair chunks, nothing left behind by those who leave."""
+
+import asyncio
+import time
+
+import pytest
+
+from specdec.errors import InternalError, TandemError, Unavailable
+from specdec.sessions import FinishReason, Proposal
+from target_service.ending import Cut, Ending
+from target_service.schedule import MIN_CHUNK, share_prefill, take_rounds
+from tests.target_service.conftest import decode, make_prompt, make_spec, until, until_clean
+
+
+class Watch:
+    """Counts and records the forward passes of a core; may hold or break them."""
+
+    def __init__(self, core):
+        self.batches = []
+        self.delay_s = 0.0
+        self.error = None
+        self._forward = core._engine.forward
+        core._engine.forward = self
+
+    def __call__(self, segments):
+        self.batches.append([(len(segment.token_ids), segment.num_logits) for segment in segments])
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        if self.error is not None:
+            raise self.error
+        return self._forward(segments)
+
+
+@pytest.mark.parametrize("budget", [512, 48])
+async def test_many_sessions_in_ragged_batches_are_the_stock_model(start_core, plain, budget):
+    async with start_core(max_num_batched_tokens=budget) as core:
+        watch = Watch(core)
+
+        async def run(seed):
+            prompt = make_prompt(seed, 3 + 17 * (seed % 5))
+            right = lambda output, k: plain(prompt, len(output) + k)[len(output) :]  # noqa: E731
+            session = await core.open(make_spec(prompt, 20, decode_ahead_tokens=5 if seed % 4 == 3 else 0))
+            try:
+                if seed % 4 == 3:
+                    n = session.first.committed_len
+                    tokens = [v.token_ids[0] async for v in session.decode_ahead(n, 19)]
+                    assert (*session.first.token_ids, *tokens) == plain(prompt, 20)
+                else:
+                    draft = right if seed % 4 else None
+                    assert await decode(session, k=seed % 4, draft=draft) == plain(prompt, 20)
+            finally:
+                await session.close()
+
+        for seed in range(12):  # the stock model is slow: ask it beforehand
+            plain(make_prompt(seed, 3 + 17 * (seed % 5)), 20)
+        await asyncio.gather(*(run(seed) for seed in range(12)))
+        assert len(watch.batches) == core.num_ticks
+        assert max(len(batch) for batch in watch.batches) >= 4
+        assert max(sum(rows for rows, _ in batch) for batch in watch.batches) <= budget
+
+
+async def test_one_tick_is_one_forward_pass(start_core):
+    async with start_core() as core:
+        sessions = [await core.open(make_spec(make_prompt(seed), 30)) for seed in range(6)]
+        watch = Watch(core)
+        ticks = core.num_ticks
+        n = sessions[0].first.committed_len
+        verdicts = await asyncio.gather(*(session.verify(n, Proposal(1, n, (1, 2, 3))) for session in sessions))
+        assert core.num_ticks - ticks == len(watch.batches) == 1
+        assert watch.batches[0] == [(4, 4)] * 6
+        assert {(v.timings.batch_sessions, v.timings.batch_rows) for v in verdicts} == {(6, 24)}
+        for session in sessions:
+            await session.close()
+
+
+async def test_a_long_prompt_is_fed_in_chunks_beside_rounds_and_short_prompts(start_core):
+    async with start_core(max_num_batched_tokens=64) as core:
+        ahead = await core.open(make_spec(make_prompt(0), 100))
+        watch = Watch(core)
+        verdicts = ahead.decode_ahead(ahead.first.committed_len, 90)
+        fetch = asyncio.create_task(_drain(verdicts))
+        long = asyncio.create_task(core.open(make_spec(make_prompt(1, 200), 4)))
+        await until(lambda: len(watch.batches) >= 2)
+        short = await core.open(make_spec(make_prompt(2, 5), 4))
+        assert not long.done()  # the short prompt did not wait for the long one
+        for session in (short, await long):
+            await session.close()
+        await fetch
+        with_chunk = [batch for batch in watch.batches if len(batch) > 1]
+        assert all(batch[0] == (1, 1) for batch in with_chunk)  # a round in every tick
+        assert all(sum(rows for rows, _ in batch) <= 64 for batch in with_chunk)
+        chunks = [entry for batch in with_chunk for entry in batch[1:]]
+        assert sum(rows for rows, _ in chunks) == 205
+        assert sum(logits for _, logits in chunks) == 2  # only the last row of each prompt
+        await ahead.close()
+
+
+async def _drain(verdicts):
+    return [verdict async for verdict in verdicts]
+
+
+async def test_an_idle_batcher_sleeps(start_core):
+    async with start_core() as core:
+        session = await core.open(make_spec(make_prompt(0), 30))
+        ticks = core.num_ticks
+        await asyncio.sleep(0.1)
+        assert core.num_ticks == ticks
+        await session.close()
+
+
+async def test_two_hundred_sessions_leave_nothing(start_core):
+    async with start_core(max_num_seqs=16, kv_blocks=64) as core:
+
+        async def run(seed):
+            session = await core.open(make_spec(make_prompt(seed, 5 + seed % 30), 6, park=seed % 3 == 0))
+            try:
+                n = session.first.committed_len
+                if seed % 2:
+                    await session.verify(n, Proposal(1, n, (1, 2)))
+            finally:
+                await session.close()
+
+        await asyncio.gather(*(run(seed) for seed in range(200)))
+        await until_clean(core)
+        core._engine.pool.expire(time.monotonic() + 1e6, 1.0)
+        assert core._engine.pool.num_free_blocks == 64
+
+
+# --- leaving at any moment ---
+
+
+async def test_cancelled_while_prefilling(start_core):
+    async with start_core(max_num_batched_tokens=32) as core:
+        watch = Watch(core)
+        watch.delay_s = 0.02
+        opening = asyncio.create_task(core.open(make_spec(make_prompt(0, 200), 10)))
+        await until(lambda: len(watch.batches) == 2)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await until_clean(core)
+        assert len(watch.batches) <= 3
+
+
+async def test_closed_while_its_round_is_in_flight(start_core, plain):
+    async with start_core() as core:
+        other = await core.open(make_spec(make_prompt(1), 20))
+        session = await core.open(make_spec(make_prompt(0), 20, park=True, session_id="p"))
+        watch = Watch(core)
+        watch.delay_s = 0.05
+        n = session.first.committed_len
+        round_ = asyncio.create_task(session.verify(n, Proposal(1, n, (1, 2, 3))))
+        await until(lambda: watch.batches)
+        in_use = core._engine.pool.used_blocks
+        session.end()
+        assert core._engine.pool.used_blocks == in_use  # the device still writes to them
+        with pytest.raises(Unavailable, match="closed"):
+            await round_
+        await session.close()
+        assert core._engine.pool.used_blocks < in_use
+        watch.delay_s = 0
+        again = await core.open(make_spec(make_prompt(0), 20, park=True, session_id="p"))
+        assert again.opened.num_cached_tokens == 11
+        assert await decode(again) == plain(make_prompt(0), 20)
+        assert await decode(other) == plain(make_prompt(1), 20)
+        await again.close()
+        await other.close()
+
+
+async def test_cancelled_while_queued_and_while_in_flight(start_core):
+    async with start_core() as core:
+        one, two = [await core.open(make_spec(make_prompt(seed), 20)) for seed in range(2)]
+        n = one.first.committed_len
+        watch = Watch(core)
+        watch.delay_s = 0.05
+        flying = asyncio.create_task(one.verify(n, None))
+        await until(lambda: watch.batches)
+        queued = asyncio.create_task(two.verify(n, None))
+        await asyncio.sleep(0)
+        queued.cancel()
+        flying.cancel()
+        await asyncio.gather(queued, flying, return_exceptions=True)
+        await until(lambda: not one.in_flight)
+        assert two.committed_len == n  # withdrawn: the round may be asked for again
+        assert (await two.verify(n, None)).committed_len == n + 1
+        assert one.committed_len == n + 1  # had begun
+        await one.close()
+        await two.close()
+
+
+async def test_closed_while_decoding_ahead(start_core):
+    async with start_core() as core:
+        session = await core.open(make_spec(make_prompt(0), 200, decode_ahead_tokens=200))
+        await until(lambda: core.num_ticks > 5)
+        await session.close()
+        ticks = core.num_ticks
+        await asyncio.sleep(0.03)
+        assert core.num_ticks == ticks
+
+
+# --- faults ---
+
+
+async def test_a_broken_forward_pass_fails_its_sessions_and_no_others(start_core, plain, caplog):
+    async with start_core() as core:
+        sessions = [await core.open(make_spec(make_prompt(seed), 20, park=True)) for seed in range(3)]
+        n = sessions[0].first.committed_len
+        watch = Watch(core)
+        watch.error = RuntimeError("device lost")
+        results = await asyncio.gather(*(s.verify(n, None) for s in sessions[:2]), return_exceptions=True)
+        assert all(isinstance(result, InternalError) for result in results)
+        assert "device lost" in caplog.text
+        watch.error = None
+        with pytest.raises(InternalError):
+            await sessions[0].verify(n, None)
+        assert await decode(sessions[2]) == plain(make_prompt(2), 20)
+        for session in sessions:
+            await session.close()
+        assert (await core.load()).parked_sessions == 1  # a cache in an unknown state is not kept
+
+
+async def test_a_session_without_a_token_to_draw_fails_alone(start_core, plain):
+    prompt = make_prompt(0)
+    async with start_core() as core:
+        good = await core.open(make_spec(prompt, 20))
+        allowed = [1, 2]
+        spec = make_spec(
+            prompt, 20, allowed_token_ids=allowed, bad_token_ids=[[t, u] for t in allowed for u in allowed]
+        )
+        bad = await core.open(spec)  # the second token has no choice left
+        n = good.first.committed_len
+        fine, error = await asyncio.gather(good.verify(n, None), bad.verify(n, None), return_exceptions=True)
+        assert isinstance(error, TandemError)
+        assert not isinstance(error, InternalError)
+        assert fine.token_ids == plain(prompt, 20)[1:2]
+        with pytest.raises(type(error)):
+            await bad.verify(n, None)
+        await bad.close()
+        await good.close()
+
+
+async def test_closing_the_core_ends_its_sessions(start_core):
+    async with start_core() as core:
+        session = await core.open(make_spec(make_prompt(0), 200))
+        waiting = asyncio.create_task(_drain(session.decode_ahead(session.first.committed_len, 150)))
+        await until(lambda: core.num_ticks > 3)
+        await core.close()
+        with pytest.raises(Unavailable, match="shutting down"):
+            await waiting
+        with pytest.raises(Unavailable):
+            await core.open(make_spec(make_prompt(0), 4))
+        await session.close()
+
+
+# --- the pure parts ---
+
+
+def test_rounds_leave_a_share_to_waiting_prompts():
+    assert take_rounds([5] * 10, 0, 40) == 8
+    assert take_rounds([5] * 10, 1000, 40) == 7
+    assert take_rounds([5] * 10, 3, 40) == 7
+    assert take_rounds([100], 1000, 40) == 1
+    assert take_rounds([], 1000, 40) == 0
+
+
+def test_prompts_share_the_room():
+    assert share_prefill([10, 1000, 1000], 210) == [10, 100, 100]
+    assert share_prefill([1000, 10, 50], 512) == [452, 10, 50]
+    assert share_prefill([20] * 3, 512) == [20] * 3
+    assert share_prefill([1000] * 10, 2 * MIN_CHUNK) == [MIN_CHUNK] * 2 + [0] * 8
+    assert share_prefill([1000, 1000], 5) == [5, 0]
+    assert share_prefill([1000], 0) == [0]
+    assert share_prefill([], 100) == []
+    assert sum(share_prefill([7, 300, 11, 90, 2000], 400)) == 400
+
+
+def test_where_a_sequence_ends():
+    ending = Ending(prompt_len=10, max_len=20, stop_token_ids=frozenset({7}), min_tokens=2)
+    assert ending.cut(12, (1, 2, 3)) == Cut((1, 2, 3))
+    assert ending.cut(12, (1, 7, 3)) == Cut((1, 7), FinishReason.STOP, 7)
+    assert ending.cut(11, (7, 7, 3)) == Cut((7, 7), FinishReason.STOP, 7)  # the first came too early
+    assert ending.cut(18, (1, 2, 3)) == Cut((1, 2), FinishReason.LENGTH)
+    assert ending.cut(18, (1, 7)) == Cut((1, 7), FinishReason.STOP, 7)
+    assert ending.cut(18, (1,)) == Cut((1,))
+    assert ending.room(15) == 5
