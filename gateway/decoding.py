@@ -286,7 +286,9 @@ class Decoding:
         params = self.request.params
         if self.opened is not None and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)
-        return self._spec(self._epoch, params)
+        spec = self._spec(self._epoch, params)
+        # Without a draft the whole rest can be asked for at once; the first verdict brings one token of it.
+        return replace(spec, decode_ahead_tokens=self._end - len(self.token_ids) - 1) if self._drafting.off else spec
 
     def _draft_spec(self, epoch: int) -> SessionSpec:
         return self._spec(epoch, self.request.params)

@@ -1,0 +1,233 @@
+"""The gateway as a process: both skins on one event loop, and the order in which they start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from typing import Final
+
+import uvicorn
+
+from gateway.backends.fleet import Fleet
+from gateway.generation import Generation
+from gateway.rest.app import make_app
+from gateway.routing import Router
+from gateway.servicer import GenerationServicer
+from gateway.tokenizer import TextTokenizer
+from specdec.errors import InvalidRequest
+from specdec.rpc.server import RpcServer
+from specdec.settings import GatewaySettings, ServerSettings
+from specdec.v1 import generation_service_pb2 as pb
+from specdec.v1.generation_service_pb2_grpc import add_GenerationServiceServicer_to_server
+
+logger = logging.getLogger(__name__)
+
+#: Connections waiting to be accepted.
+BACKLOG: Final = 2048
+#: Seconds between two looks at whether targets are up, and whether the last request is done.
+LOOK_S: Final = 0.05
+
+
+class Gateway:
+    """REST and gRPC over one :class:`Generation`. Start, then stop; both once."""
+
+    def __init__(self, settings: GatewaySettings, *, router: Router | None = None) -> None:
+        """Give a ``router`` to serve backends of this process instead of ``settings.targets``.
+
+        Raises:
+            InvalidRequest: the tokenizer or the chat template cannot be read, or no target is named.
+        """
+        if router is None and not settings.targets:
+            raise InvalidRequest("targets is empty; name at least one target service as host:port", param="targets")
+        self.settings = settings
+        self._given_router = router
+        self._tokenizer = TextTokenizer.load(settings.tokenizer) if settings.tokenizer else None
+        self._fleet: Fleet | None = None
+        self._rest: _Uvicorn | None = None
+        self._rest_task: asyncio.Task[None] | None = None
+        self._health: asyncio.Task[None] | None = None
+        self._rpc = RpcServer(
+            ServerSettings(
+                host=settings.host,
+                port=settings.grpc_port,
+                drain_s=settings.drain_s,
+                # What is above the limit of requests gets its own answer, with the time to wait.
+                max_concurrent_rpcs=2 * settings.max_concurrent_requests,
+            )
+        )
+        self.generation: Generation
+        #: The bound ports.
+        self.port = 0
+        self.grpc_port = 0
+
+    async def start(self) -> None:
+        """Listen on both ports; returns at once, whether or not a target is up.
+
+        Raises:
+            InvalidRequest: a port is taken.
+        """
+        router = self._given_router
+        if router is None:
+            self._fleet = Fleet(self.settings.targets, self.settings.drafts)
+            router = self._fleet.router
+        self.generation = Generation(router, self.settings, self._tokenizer)
+        listener = _listen(self.settings.host, self.settings.port)
+        self.port = listener.getsockname()[1]
+        try:
+            name = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+            self._rpc.add(add_GenerationServiceServicer_to_server, GenerationServicer(self.generation), name)
+            await self._rpc.start()
+            self.grpc_port = self._rpc.port
+            if self._fleet is not None:
+                await self._fleet.start()
+        except BaseException:
+            listener.close()
+            await self.stop()
+            raise
+        config = uvicorn.Config(
+            make_app(self.generation),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=max(1, round(self.settings.drain_s)),
+            timeout_keep_alive=30,
+        )
+        self._rest = _Uvicorn(config)
+        self._rest_task = asyncio.create_task(self._rest.serve(sockets=[listener]))
+        self._health = asyncio.create_task(self._follow_health())
+
+    async def wait_ready(self) -> None:
+        """Return once a target can be used and both ports answer."""
+        while not (self.generation.router.ready and self._rest is not None and self._rest.started):
+            await asyncio.sleep(LOOK_S)
+
+    async def drain(self) -> None:
+        """Refuse new requests and let those in flight finish, for ``drain_s`` seconds at most."""
+        self.generation.draining = True
+        if self._rest is not None:
+            self._rest.should_exit = True
+        await self._rpc.drain()
+        if self._rest_task is not None:
+            await asyncio.wait((self._rest_task,), timeout=self.settings.drain_s + 1)
+
+    async def stop(self) -> None:
+        """End what is left and close everything."""
+        if self._health is not None:
+            self._health.cancel()
+            await asyncio.wait((self._health,))
+        if self._rest is not None and self._rest_task is not None:
+            self._rest.should_exit = self._rest.force_exit = True
+            await asyncio.wait((self._rest_task,))
+        await self._rpc.stop()
+        if closings := self.generation.decoder.closings:
+            await asyncio.wait(closings)
+        if self._fleet is not None:
+            await self._fleet.stop()
+
+    async def _follow_health(self) -> None:
+        """The gRPC health of the gateway: SERVING while a target can be used."""
+        serving = False
+        while True:
+            if (ready := self.generation.router.ready) is not serving and not self.generation.draining:
+                serving = ready
+                await self._rpc.set_serving(serving)
+            await asyncio.sleep(LOOK_S)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn without its own signal handlers: the process has one place for signals."""
+
+    def install_signal_handlers(self) -> None:
+        """Leave the signals alone."""
+
+    def capture_signals(self) -> _NoSignals:  # type: ignore[override]
+        """Leave the signals alone."""
+        return _NoSignals()
+
+
+class _NoSignals:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise InvalidRequest(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0 takes a free one)",
+            param="port",
+        ) from error
+    return listener
+
+
+def print_ready(gateway: Gateway) -> None:
+    """Print the one line a launcher waits for: JSON with the bound ports."""
+    line = {
+        "event": "ready",
+        "service": "gateway",
+        "host": gateway.settings.host,
+        "port": gateway.port,
+        "grpc_port": gateway.grpc_port,
+        "pid": os.getpid(),
+    }
+    print(json.dumps(line), flush=True)
+
+
+async def serve(
+    gateway: Gateway, *, stop: asyncio.Event | None = None, on_ready: Callable[[Gateway], None] = print_ready
+) -> None:
+    """Run a gateway until SIGTERM, SIGINT or ``stop``; a second signal skips the draining.
+
+    Raises:
+        InvalidRequest: a port is taken.
+    """
+    stop = stop or asyncio.Event()
+    hurry = asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await gateway.start()
+        try:
+            logger.info("listening on %s:%d and gRPC %d", gateway.settings.host, gateway.port, gateway.grpc_port)
+            if await _first(gateway.wait_ready(), stop):
+                on_ready(gateway)
+                await stop.wait()
+            logger.info("draining %d requests", gateway.generation.num_requests)
+            await _first(gateway.drain(), hurry)
+        finally:
+            await gateway.stop()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _first(work: asyncio.Future[None] | object, event: asyncio.Event) -> bool:
+    """Run ``work`` until it ends or the event comes; whether it ended."""
+    task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+    waiter = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((task, waiter), return_when=asyncio.FIRST_COMPLETED)
+        return task.done()
+    finally:
+        for pending in (task, waiter):
+            pending.cancel()
+        await asyncio.wait((task, waiter))

@@ -1,0 +1,234 @@
+"""Generation: the one module behind REST, gRPC and the offline API."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+from gateway.chat import ChatTemplate, read_template
+from gateway.decoding import Decoder, DecodingRequest, DecodingSettings
+from gateway.merging import merge
+from gateway.metrics import GatewayMetrics
+from gateway.preparation import Preparation
+from gateway.requests import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
+from gateway.routing import Router
+from gateway.samples import SampleAssembler
+from gateway.tokenizer import TextTokenizer
+from specdec.errors import InvalidRequest, NotFound, Overloaded, Unavailable
+from specdec.settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
+
+#: Longer texts are tokenized on a thread: the event loop is never held for more than about a millisecond.
+SHORT_TEXT: Final = 4096
+
+
+class Generation:
+    """Text from a router's targets and drafts. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        router: Router,
+        settings: GatewaySettings | None = None,
+        tokenizer: TextTokenizer | None = None,
+        metrics: GatewayMetrics | None = None,
+    ) -> None:
+        self.router = router
+        self.settings = settings or GatewaySettings()
+        self.tokenizer = tokenizer
+        self.metrics = metrics or GatewayMetrics()
+        self.decoder = Decoder(
+            router,
+            DecodingSettings(
+                draft_timeout_s=self.settings.draft_timeout_s,
+                max_target_retries=self.settings.max_target_retries,
+                disable_by_batch_size=self.settings.disable_by_batch_size,
+            ),
+        )
+        self.num_requests = 0
+        #: New requests are refused; those in flight go on.
+        self.draining = False
+        self._preparation = Preparation(self.settings, tokenizer)
+        self._template = self._make_template()
+        self._session_ids: set[str] = set()
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names the model answers to; empty while no target has answered and no name was set."""
+        if self.settings.served_model_name:
+            return self.settings.served_model_name
+        try:
+            return (self.router.model().name,)
+        except Unavailable:
+            return ()
+
+    def check_model(self, name: str) -> str:
+        """The served name behind a requested one; empty means the first.
+
+        Raises:
+            NotFound: no model of that name is served.
+            Unavailable: no target has answered yet.
+        """
+        names = self.model_names
+        if not names:
+            self.router.model()
+        if name and name not in names:
+            raise NotFound(f"model {name!r} does not exist here; this server has {', '.join(map(repr, names))}")
+        return name or names[0]
+
+    @contextmanager
+    def admission(self) -> Iterator[None]:
+        """A place among the requests in flight; the skins take one per call.
+
+        Raises:
+            Overloaded: all places are taken.
+            Unavailable: the gateway is shutting down.
+        """
+        if self.draining:
+            raise Unavailable("the gateway is shutting down; use another one")
+        if self.num_requests >= self.settings.max_concurrent_requests:
+            raise Overloaded(f"{self.num_requests} requests are in flight, which is the limit; try again later")
+        self.num_requests += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
+        """The chunks of all samples as they come; each sample's last one has ``final``. Use it within ``aclosing``.
+
+        Raises:
+            InvalidRequest, NotFound: before the first chunk, when the request is impossible.
+            DeadlineExceeded, Overloaded, Unavailable: at any point.
+        """
+        started = time.monotonic()
+        self.check_model(request.model)
+        timeout_s = self.settings.request_timeout_s if request.timeout_s is None else request.timeout_s
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        prompt = await self.encode_prompt(request)
+        samples = self._preparation.prepare(request, prompt, self.router.model(), deadline=deadline)
+        request_id = request.request_id or uuid.uuid4().hex
+        with self._pinned(samples):
+            streams = [
+                self._sample(request, request_id, index, sample, started=started)
+                for index, sample in enumerate(samples)
+            ]
+            async with aclosing(merge(streams)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """All samples, finished. Raises what :meth:`stream` does."""
+        samples = [Sample(index) for index in range(request.params.n)]
+        prompt, request_id = PromptReport(()), ""
+        async with aclosing(self.stream(request)) as chunks:
+            async for chunk in chunks:
+                samples[chunk.index].add(chunk)
+                prompt, request_id = chunk.prompt or prompt, chunk.request_id
+        return GenerationResult(request_id, prompt, samples)
+
+    async def encode_prompt(self, request: GenerationRequest) -> Sequence[int]:
+        """The request's prompt as token ids."""
+        if not isinstance(request.prompt, str):
+            return request.prompt
+        return await self.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text."""
+        tokenizer = self._need_tokenizer("prompt")
+        if len(text) <= SHORT_TEXT:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        tokenizer = self._need_tokenizer("tokens")
+        for token_id in token_ids:
+            if not 0 <= token_id < tokenizer.size:
+                raise InvalidRequest(
+                    f"tokens holds {token_id}, outside the tokenizer's [0, {tokenizer.size})", param="tokens"
+                )
+        return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The prompt of a conversation; it holds its special tokens already, so encode it without adding any.
+
+        Raises:
+            InvalidRequest: there is no chat template, or it refuses the messages.
+        """
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template; start the gateway with --chat-template, or use /v1/completions",
+                param="messages",
+            )
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    async def _sample(
+        self, request: GenerationRequest, request_id: str, index: int, sample: DecodingRequest, *, started: float
+    ) -> AsyncGenerator[GenerationChunk, None]:
+        decoding = self.decoder.start(sample)
+        assembler = SampleAssembler(request_id, index, request.params, decoding, self.tokenizer)
+        outcome, last = "cancelled", 0.0
+        self.metrics.running.inc()
+        try:
+            async with aclosing(decoding.verdicts()) as verdicts:
+                async for verdict in verdicts:
+                    now = time.monotonic()
+                    if last:
+                        self.metrics.itl.observe((now - last) / max(len(verdict.token_ids), 1))
+                    else:
+                        self.metrics.ttft.observe(now - started)
+                        if decoding.opened is not None:
+                            self.metrics.queue.observe(decoding.opened.queue_ns / 1e9)
+                    last = now
+                    chunk = assembler.feed(verdict)
+                    if chunk.final is not None:
+                        outcome = str(chunk.final.reason)
+                        self.metrics.latency.observe(now - started)
+                    yield chunk
+                    if chunk.final is not None:
+                        return
+        except Exception as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            self.metrics.running.dec()
+            self.metrics.finish(outcome, decoding.metrics, assembler.usage if decoding.opened else None)
+
+    @contextmanager
+    def _pinned(self, samples: list[DecodingRequest]) -> Iterator[None]:
+        """Hold the session id of a conversation. A second request that names it meanwhile runs without it: the text
+        is the same, but the caches belong to the first.
+        """
+        session_id = samples[0].session_id
+        if session_id is None or session_id in self._session_ids:
+            samples[0] = replace(samples[0], session_id=None)
+            yield
+            return
+        self._session_ids.add(session_id)
+        try:
+            yield
+        finally:
+            self._session_ids.discard(session_id)
+
+    def _need_tokenizer(self, param: str) -> TextTokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest(
+                "this server has no tokenizer: give token ids, or start the gateway with --tokenizer", param=param
+            )
+        return self.tokenizer
+
+    def _make_template(self) -> ChatTemplate | None:
+        special = self.tokenizer.special_tokens if self.tokenizer else {}
+        if self.settings.chat_template is not None:
+            return ChatTemplate(read_template(self.settings.chat_template), special)
+        source = self.tokenizer.chat_template if self.tokenizer else None
+        return None if source is None else ChatTemplate(source, special)

@@ -1,0 +1,49 @@
+"""Several streams as one, in the order in which their items come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+
+#: Items that wait for the consumer at most; then the producers wait.
+MAX_WAITING: Final = 64
+
+
+async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Run all streams at once. The first error ends them all; leaving early closes them all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield item
+        return
+    queue: asyncio.Queue[tuple[T] | BaseException | None] = asyncio.Queue(MAX_WAITING)
+
+    async def pump(stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream) as items:
+                async for item in items:
+                    await queue.put((item,))
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            entry = await queue.get()
+            if isinstance(entry, BaseException):
+                raise entry
+            if entry is None:
+                num_open -= 1
+            else:
+                yield entry[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

@@ -1,0 +1,170 @@
+"""From a request to what the decoding loop gets: limits checked, text tokenized, seeds and stop tokens fixed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from gateway.decoding import DecodingRequest
+from gateway.requests import GenerationRequest
+from gateway.tokenizer import TextTokenizer
+from specdec.errors import InvalidRequest
+from specdec.sampling.params import MAX_SEED, SamplingParams
+from specdec.sessions import ModelInfo, Rule
+from specdec.settings import GatewaySettings
+
+MAX_SESSION_ID_LENGTH: Final = 256
+MAX_SPECULATIVE_TOKENS: Final = 64
+
+
+def mix_seed(seed: int, index: int) -> int:
+    """Seed of sample ``index``; sample 0 keeps the request's. SplitMix64 (Steele et al. 2014) of seed and index."""
+    if index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) & MAX_SEED
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MAX_SEED
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MAX_SEED
+    return z ^ (z >> 31)
+
+
+class Preparation:
+    """Prepares the requests of one gateway."""
+
+    def __init__(self, settings: GatewaySettings, tokenizer: TextTokenizer | None) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._seeds = random.SystemRandom() if settings.seed is None else random.Random(settings.seed)
+
+    def prepare(
+        self, request: GenerationRequest, prompt: Sequence[int], model: ModelInfo, *, deadline: float | None
+    ) -> list[DecodingRequest]:
+        """One decoding request per sample.
+
+        Raises:
+            InvalidRequest: a value is impossible for this model.
+        """
+        params = request.params
+        _check_prompt(prompt, model)
+        fixed = self._fix(params, len(prompt), model)
+        rule = request.rule or (self._settings.verification if params.seed is None else Rule.COUPLED)
+        k = _num_speculative_tokens(request, self._settings)
+        session_id = _session_id(request)
+        return [
+            DecodingRequest(
+                prompt=tuple(prompt),
+                params=fixed if index == 0 else _sample_params(fixed, index),
+                rule=rule,
+                num_speculative_tokens=k,
+                # The caches of a conversation go on with its first sample.
+                session_id=session_id if index == 0 else None,
+                deadline=deadline,
+            )
+            for index in range(params.n)
+        ]
+
+    def _fix(self, params: SamplingParams, prompt_len: int, model: ModelInfo) -> SamplingParams:
+        """The parameters of sample 0, with everything decided that the request left open."""
+        max_tokens = _max_tokens(params, prompt_len, model)
+        _check_token_ids("logit_bias", params.logit_bias, model)
+        _check_token_ids("allowed_token_ids", params.allowed_token_ids, model)
+        _check_token_ids("stop_token_ids", params.stop_token_ids, model)
+        for ids in params.bad_token_ids:
+            _check_token_ids("bad_token_ids", ids, model)
+        if params.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({params.min_tokens}) is above max_tokens ({max_tokens})", param="min_tokens"
+            )
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequest("stop needs a tokenizer and this server has none; use stop_token_ids", param="stop")
+        eos = () if params.ignore_eos else model.eos_token_ids
+        return replace(
+            params,
+            n=1,
+            max_tokens=max_tokens,
+            stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
+            bad_words=(),
+            bad_token_ids=(*params.bad_token_ids, *_bad_words(params.bad_words, self._tokenizer)),
+            seed=self._seeds.getrandbits(64) if params.seed is None else params.seed,
+        )
+
+
+def _sample_params(first: SamplingParams, index: int) -> SamplingParams:
+    return replace(first, seed=mix_seed(first.seed or 0, index), prompt_logprobs=None)
+
+
+def _check_prompt(prompt: Sequence[int], model: ModelInfo) -> None:
+    if not prompt:
+        raise InvalidRequest("the prompt is empty; give at least one token", param="prompt")
+    _check_token_ids("prompt", prompt, model)
+    if len(prompt) >= model.max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {len(prompt)} tokens, which leaves no room in the model's context of"
+            f" {model.max_model_len}; shorten it",
+            param="prompt",
+        )
+
+
+def _max_tokens(params: SamplingParams, prompt_len: int, model: ModelInfo) -> int:
+    rest = model.max_model_len - prompt_len
+    if params.max_tokens is None:
+        return rest
+    if params.max_tokens > rest:
+        raise InvalidRequest(
+            f"max_tokens is {params.max_tokens}, but the prompt of {prompt_len} tokens leaves {rest} of the model's"
+            f" context of {model.max_model_len}; shorten the prompt or lower max_tokens",
+            param="max_tokens",
+        )
+    return params.max_tokens
+
+
+def _check_token_ids(param: str, token_ids: Iterable[int], model: ModelInfo) -> None:
+    limit = model.tokenizer_size or model.vocab_size
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < limit:
+            raise InvalidRequest(
+                f"{param} holds token id {token_id!r}, outside the vocabulary [0, {limit})", param=param
+            )
+
+
+def _num_speculative_tokens(request: GenerationRequest, settings: GatewaySettings) -> int:
+    asked = request.num_speculative_tokens
+    if asked is None:
+        return settings.num_speculative_tokens
+    if not 0 <= asked <= MAX_SPECULATIVE_TOKENS:
+        raise InvalidRequest(
+            f"num_speculative_tokens is {asked}, outside [0, {MAX_SPECULATIVE_TOKENS}]", param="num_speculative_tokens"
+        )
+    return min(asked, settings.num_speculative_tokens)
+
+
+def _session_id(request: GenerationRequest) -> str | None:
+    if len(request.session_id) > MAX_SESSION_ID_LENGTH:
+        raise InvalidRequest(
+            f"session_id has {len(request.session_id)} characters; {MAX_SESSION_ID_LENGTH} are allowed",
+            param="session_id",
+        )
+    return request.session_id or None
+
+
+def _bad_words(words: Sequence[str], tokenizer: TextTokenizer | None) -> list[tuple[int, ...]]:
+    """Each word as token sequences: as it is and after a space, since tokens hold the space before a word.
+
+    vLLM does the same (``update_from_tokenizer``) but drops the second where it has another length; here it is
+    dropped only where the first forbids it already.
+    """
+    if not words:
+        return []
+    if tokenizer is None:
+        raise InvalidRequest("bad_words needs a tokenizer and this server has none", param="bad_words")
+    result: list[tuple[int, ...]] = []
+    for word in words:
+        bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        if not bare:
+            raise InvalidRequest(f"bad_words holds {word!r}, which is no token", param="bad_words")
+        result.append(bare)
+        if spaced[-len(bare) :] != bare:
+            result.append(spaced)
+    return result

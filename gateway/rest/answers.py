@@ -1,0 +1,177 @@
+"""The parts that completions and chat answers share, in OpenAI's and vLLM's shapes."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+
+from gateway.generation import Generation
+from gateway.merging import merge
+from gateway.requests import Final, GenerationChunk, GenerationRequest, TokenLogprobs, TokenText, Usage
+from gateway.rest.schemas import SamplingBody
+from gateway.speculation import SpeculationMetrics
+from specdec.errors import InvalidRequest
+from specdec.sessions import PositionLogprobs
+
+#: JSON has no infinity; vLLM reports impossible tokens with this, too.
+LOWEST_LOGPROB = -9999.0
+
+TIMEOUT_HEADER = "X-Request-Timeout-S"
+REQUEST_ID_HEADER = "X-Request-Id"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every object of one answer begins with."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+    def with_choices(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """One object of the answer."""
+        return {
+            "id": self.id, "object": self.object, "created": self.created, "model": self.model, "choices": choices,
+            **more,
+        }  # fmt: skip
+
+
+def head_of(prefix: str, kind: str, request: Request, body: SamplingBody, model: str) -> Head:
+    """The head of a new answer; its id holds the client's request id where there is one."""
+    request_id = body.request_id or request.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
+    return Head(f"{prefix}-{request_id}", kind, int(time.time()), model)
+
+
+def timeout_of(request: Request) -> float | None:
+    """The seconds a client gives the request; None means the server's setting."""
+    text = request.headers.get(TIMEOUT_HEADER)
+    if text is None:
+        return None
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = -1.0
+    if not 0 < timeout_s < float("inf"):
+        raise InvalidRequest(f"{TIMEOUT_HEADER} is {text!r}; give seconds above 0", param=TIMEOUT_HEADER)
+    return timeout_s
+
+
+async def run_all(
+    generation: Generation, requests: Sequence[GenerationRequest]
+) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+    """The chunks of several prompts, each with the prompt's number."""
+
+    async def one(number: int, request: GenerationRequest) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+        async with aclosing(generation.stream(request)) as chunks:
+            async for chunk in chunks:
+                yield number, chunk
+
+    with generation.admission():
+        async with aclosing(merge([one(number, request) for number, request in enumerate(requests)])) as merged:
+            async for numbered in merged:
+                yield numbered
+
+
+class Totals:
+    """Usage and metrics over all prompts and samples of an answer."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, Usage] = {}
+        self._completion_tokens = 0
+        self._speculation = SpeculationMetrics()
+
+    def add(self, number: int, final: Final) -> None:
+        """Count a finished sample of a prompt; the prompt itself counts once."""
+        known = self._prompts.get(number)
+        if known is None or final.usage.cached_tokens > known.cached_tokens:
+            self._prompts[number] = final.usage
+        self._completion_tokens += final.usage.completion_tokens
+        self._speculation.add(final.speculation)
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        prompt_tokens = sum(usage.prompt_tokens for usage in self._prompts.values())
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in self._prompts.values())},
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """What speculation did."""
+        return {"speculative_decoding": speculation_object(self._speculation)}
+
+
+def speculation_object(metrics: SpeculationMetrics) -> dict[str, Any]:
+    """Speculation metrics under vLLM's names."""
+    return {
+        "mean_acceptance_length": metrics.mean_acceptance_length,
+        "draft_acceptance_rate": metrics.draft_acceptance_rate,
+        "num_spec_steps": metrics.num_spec_steps,
+        "num_draft_tokens": metrics.num_draft_tokens,
+        "num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
+        "acceptance_histogram": metrics.acceptance_histogram,
+        "num_draft_failures": metrics.num_draft_failures,
+        "num_target_failures": metrics.num_target_failures,
+    }
+
+
+def ending(final: Final | None) -> dict[str, Any]:
+    """A choice's finish and stop reason; null while it goes on."""
+    if final is None:
+        return {"finish_reason": None, "stop_reason": None}
+    return {"finish_reason": str(final.reason), "stop_reason": final.stop_reason}
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can carry."""
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def chat_logprobs(positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """OpenAI's log-probabilities of chat choices."""
+
+    def entry(token: TokenText) -> dict[str, Any]:
+        return {"token": token.text, "logprob": finite(token.logprob), "bytes": list(token.data)}
+
+    content = [
+        entry(position.token) | {"top_logprobs": [entry(token) for token in position.top]} for position in positions
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(positions: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, list[Any]]:
+    """OpenAI's log-probabilities of completion choices; ``offset`` characters stand before the generated text."""
+    return {
+        "text_offset": [offset + position.text_offset for position in positions],
+        "token_logprobs": [finite(position.token.logprob) for position in positions],
+        "tokens": [position.token.text for position in positions],
+        "top_logprobs": [
+            {token.text: finite(token.logprob) for token in (*position.top, position.token)} for position in positions
+        ],
+    }
+
+
+def prompt_logprobs_object(positions: Sequence[PositionLogprobs], generation: Generation) -> list[Any]:
+    """vLLM's ``prompt_logprobs``: null for the first token, then an object by token id."""
+    tokenizer = generation.tokenizer
+
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = tokenizer.token_text(token_id) if tokenizer is not None else None
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
+
+    return [
+        None,
+        *(
+            {str(token.token_id): entry(token.token_id, token.logprob, token.rank) for token in (*at.top, at.token)}
+            for at in positions
+        ),
+    ]

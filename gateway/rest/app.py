@@ -1,0 +1,109 @@
+"""The REST face: OpenAI's endpoints, vLLM's beside them, health and metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from gateway.generation import Generation
+from gateway.rest import errors
+from gateway.rest.chat import create_chat_completion
+from gateway.rest.completions import create_completion
+from gateway.rest.limits import MAX_BODY_BYTES, BodyLimit
+from gateway.rest.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from specdec import __version__
+from specdec.errors import InvalidRequest, NotFound, Unavailable
+
+
+def make_app(generation: Generation, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+    """The ASGI application over one generation module."""
+    app = FastAPI(title="Tandem", version=__version__, description="Speculative decoding as a service")
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    errors.install(app)
+    _add_generation(app, generation)
+    _add_text(app, generation)
+    _add_state(app, generation)
+    return app
+
+
+def _add_generation(app: FastAPI, generation: Generation) -> None:
+    created = int(time.time())
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        return await create_completion(generation, body, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        return await create_chat_completion(generation, body, request)
+
+    def describe(name: str) -> dict[str, Any]:
+        model = generation.router.model()
+        return {
+            "id": name, "object": "model", "created": created, "owned_by": "tandem", "root": model.name,
+            "max_model_len": model.max_model_len,
+        }  # fmt: skip
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        generation.check_model("")
+        return {"object": "list", "data": [describe(name) for name in generation.model_names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        if not name:
+            raise NotFound("the model's name is empty")
+        return describe(generation.check_model(name))
+
+
+def _add_text(app: FastAPI, generation: Generation) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        generation.check_model(body.model or "")
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give either prompt or messages", param="prompt")
+        text, special = body.prompt, body.add_special_tokens is not False
+        if text is None:
+            special = body.add_special_tokens is True
+            text = generation.render_chat(
+                [message.as_template() for message in body.messages or []],
+                add_generation_prompt=body.add_generation_prompt is not False,
+                **(body.chat_template_kwargs or {}),
+            )
+        tokens = await generation.encode(text, add_special_tokens=special)
+        tokenizer = generation.tokenizer
+        strings = [tokenizer.raw_token(token) for token in tokens] if body.return_token_strs and tokenizer else None
+        limit = generation.router.model().max_model_len
+        return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        generation.check_model(body.model or "")
+        return {"prompt": generation.decode(body.tokens, skip_special_tokens=False)}
+
+
+def _add_state(app: FastAPI, generation: Generation) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        if generation.draining:
+            raise Unavailable("the gateway is shutting down")
+        if not generation.router.ready:
+            raise Unavailable("no target service can be used now")
+        return {"status": "ok"}
+
+    @app.get("/version")
+    async def version() -> dict[str, Any]:
+        return {"version": __version__}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generation.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/")
+    async def root() -> JSONResponse:
+        return JSONResponse({"name": "tandem", "version": __version__, "api": "/v1", "docs": "/docs"})

@@ -1,0 +1,127 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from gateway.generation import Generation
+from gateway.requests import GenerationChunk, GenerationRequest, PromptReport, Sample
+from gateway.rest.answers import (
+    Totals,
+    chat_logprobs,
+    ending,
+    head_of,
+    prompt_logprobs_object,
+    run_all,
+    timeout_of,
+)
+from gateway.rest.events import EventResponse, while_connected
+from gateway.rest.schemas import ChatBody
+from specdec.errors import InvalidRequest
+
+
+async def create_chat_completion(generation: Generation, body: ChatBody, request: Request) -> Response:
+    """Answer one call."""
+    chat = Chat(generation, body, request)
+    if body.stream:
+        return EventResponse(chat.events())
+    return JSONResponse(await while_connected(request.receive, chat.answer()))
+
+
+class Chat:
+    """One call: its conversation, the samples, and the answer."""
+
+    def __init__(self, generation: Generation, body: ChatBody, request: Request) -> None:
+        """Raises :class:`InvalidRequest` for values that no model could honour."""
+        body.check_unused()
+        self._generation = generation
+        self._body = body
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self._head = head_of("chatcmpl", kind, request, body, generation.check_model(body.model or ""))
+        self._n = body.n or 1
+        self._request = self._make_request(timeout_of(request))
+        self._totals = Totals()
+
+    def _make_request(self, timeout_s: float | None) -> GenerationRequest:
+        body = self._body
+        if not body.messages:
+            raise InvalidRequest("messages is empty; give at least one message", param="messages")
+        prompt = self._generation.render_chat(
+            [message.as_template() for message in body.messages],
+            add_generation_prompt=body.add_generation_prompt is not False,
+            **(body.chat_template_kwargs or {}),
+        )
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        params = body.sampling(max_tokens=max_tokens, logprobs=body.num_logprobs())
+        # The template has put the special tokens where they belong.
+        return body.request(prompt, params, timeout_s=timeout_s, add_special_tokens=body.add_special_tokens is True)
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer as one object."""
+        samples = [Sample(index) for index in range(self._n)]
+        prompt = PromptReport(())
+        async for chunk in self._chunks():
+            samples[chunk.index].add(chunk)
+            prompt = chunk.prompt or prompt
+        choices = [
+            {
+                "index": sample.index,
+                "message": {"role": "assistant", "content": sample.text},
+                "logprobs": None if self._request.params.logprobs is None else chat_logprobs(sample.logprobs),
+                **ending(sample.final),
+                **({"token_ids": sample.token_ids} if self._body.return_token_ids else {}),
+            }
+            for sample in samples
+        ]
+        more = self._prompt_fields(prompt)
+        return self._head.with_choices(choices, usage=self._totals.usage(), metrics=self._totals.metrics(), **more)
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer piece by piece: the role of each choice, its text, its end; the last end carries the metrics."""
+        usage: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
+        unfinished, begun = self._n, set()
+        async with aclosing(self._chunks()) as chunks:
+            async for chunk in chunks:
+                if chunk.index not in begun:
+                    begun.add(chunk.index)
+                    role = {"index": chunk.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+                    fields = self._prompt_fields(chunk.prompt) if chunk.prompt is not None else {}
+                    yield self._head.with_choices([role | ending(None)], **usage, **fields)
+                unfinished -= chunk.final is not None
+                if not (chunk.text or chunk.logprobs or chunk.final or self._body.return_token_ids):
+                    continue
+                metrics = {} if unfinished else {"metrics": self._totals.metrics()}
+                yield self._head.with_choices([self._piece(chunk)], **usage, **metrics)
+        if self._body.include_usage:
+            yield self._head.with_choices([], usage=self._totals.usage(), metrics=self._totals.metrics())
+
+    async def _chunks(self) -> AsyncGenerator[GenerationChunk, None]:
+        async with aclosing(run_all(self._generation, [self._request])) as chunks:
+            async for number, chunk in chunks:
+                if chunk.final is not None:
+                    self._totals.add(number, chunk.final)
+                yield chunk
+
+    def _piece(self, chunk: GenerationChunk) -> dict[str, Any]:
+        asked = self._request.params.logprobs is not None
+        return {
+            "index": chunk.index,
+            "delta": {"content": chunk.text} if chunk.text or chunk.final is None else {},
+            "logprobs": chat_logprobs(chunk.logprobs) if asked else None,
+            **ending(chunk.final),
+            **({"token_ids": list(chunk.token_ids)} if self._body.return_token_ids else {}),
+        }
+
+    def _prompt_fields(self, prompt: PromptReport) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            fields["prompt_token_ids"] = list(prompt.token_ids)
+        if self._body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_logprobs_object(prompt.logprobs, self._generation)
+        return fields

@@ -1,0 +1,190 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from gateway.generation import Generation
+from gateway.requests import GenerationChunk, GenerationRequest, PromptReport, Sample
+from gateway.rest.answers import (
+    Totals,
+    completion_logprobs,
+    ending,
+    head_of,
+    prompt_logprobs_object,
+    run_all,
+    timeout_of,
+)
+from gateway.rest.events import EventResponse, while_connected
+from gateway.rest.schemas import CompletionBody
+from gateway.samples import describe_token
+from gateway.text import Detokenizer
+from specdec.errors import InvalidRequest
+
+DEFAULT_MAX_TOKENS = 16
+
+
+async def create_completion(generation: Generation, body: CompletionBody, request: Request) -> Response:
+    """Answer one call."""
+    completion = Completion(generation, body, request)
+    if body.stream:
+        return EventResponse(completion.events())
+    return JSONResponse(await while_connected(request.receive, completion.answer()))
+
+
+class Completion:
+    """One call: its prompts, their samples, and the answer."""
+
+    def __init__(self, generation: Generation, body: CompletionBody, request: Request) -> None:
+        """Raises :class:`InvalidRequest` for values that no model could honour."""
+        body.check_unused()
+        self._generation = generation
+        self._body = body
+        self._head = head_of("cmpl", "text_completion", request, body, generation.check_model(body.model or ""))
+        self._n = body.n or 1
+        #: With echo, no tokens at all may be asked for; one is generated all the same, and left out.
+        self._prompt_only = bool(body.echo) and body.max_tokens == 0
+        self._requests = self._make_requests(timeout_of(request))
+        self._totals = Totals()
+        #: Characters before the generated text, by choice; known with the first chunk.
+        self._offsets: dict[int, int] = {}
+
+    def _make_requests(self, timeout_s: float | None) -> list[GenerationRequest]:
+        body = self._body
+        if body.best_of not in (None, self._n):
+            raise InvalidRequest("best_of is not supported; leave it out, or equal to n", param="best_of")
+        prompts = body.prompts()
+        if len(prompts) > 1 and body.session_id:
+            raise InvalidRequest("session_id needs a single prompt", param="session_id")
+        limit = self._generation.settings.max_concurrent_requests
+        if len(prompts) * self._n > limit:
+            raise InvalidRequest(f"{len(prompts)} prompts times n = {self._n} is above the limit of {limit}", param="n")
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        given = {"prompt_logprobs": body.logprobs} if body.echo and body.logprobs is not None else {}
+        params = body.sampling(max_tokens=1 if self._prompt_only else max_tokens, logprobs=body.logprobs, **given)
+        special = body.add_special_tokens is not False
+        return [body.request(prompt, params, timeout_s=timeout_s, add_special_tokens=special) for prompt in prompts]
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer as one object."""
+        samples = [Sample(index) for index in range(len(self._requests) * self._n)]
+        prompts: dict[int, PromptReport] = {}
+        async for number, chunk in self._chunks():
+            prompts[number] = chunk.prompt or prompts.get(number, PromptReport(()))
+            samples[number * self._n + chunk.index].add(chunk)
+        choices = []
+        for choice, sample in enumerate(samples):
+            number = choice // self._n
+            whole = GenerationChunk(
+                request_id="",
+                text=sample.text,
+                token_ids=tuple(sample.token_ids),
+                logprobs=tuple(sample.logprobs),
+                prompt=prompts[number],
+                final=sample.final,
+            )
+            choices.append(self._choice(choice, number, whole))
+        return self._head.with_choices(choices, usage=self._totals.usage(), metrics=self._totals.metrics())
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer piece by piece; the last piece of all carries the metrics."""
+        usage: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
+        unfinished = len(self._requests) * self._n
+        async for number, chunk in self._in_order():
+            unfinished -= chunk.final is not None
+            if not (chunk.text or chunk.logprobs or chunk.final or self._body.return_token_ids):
+                continue
+            choice = self._choice(number * self._n + chunk.index, number, chunk)
+            metrics = {} if unfinished else {"metrics": self._totals.metrics()}
+            yield self._head.with_choices([choice], **usage, **metrics)
+        if self._body.include_usage:
+            yield self._head.with_choices([], usage=self._totals.usage(), metrics=self._totals.metrics())
+
+    async def _chunks(self) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+        async with aclosing(run_all(self._generation, self._requests)) as chunks:
+            async for number, given in chunks:
+                chunk = _without_output(given) if self._prompt_only else given
+                if chunk.final is not None:
+                    self._totals.add(number, chunk.final)
+                yield number, chunk
+
+    async def _in_order(self) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+        """The chunks, each sample's first one with the prompt's report, for which other samples wait for sample 0."""
+        prompts: dict[int, PromptReport] = {}
+        waiting: dict[int, list[GenerationChunk]] = {}
+        reported: set[tuple[int, int]] = set()
+        async with aclosing(self._chunks()) as chunks:
+            async for number, chunk in chunks:
+                if chunk.prompt is not None:
+                    prompts[number] = chunk.prompt
+                waiting.setdefault(number, []).append(chunk)
+                if number not in prompts:
+                    continue
+                for ready in waiting.pop(number):
+                    is_first = (number, ready.index) not in reported
+                    reported.add((number, ready.index))
+                    yield number, replace(ready, prompt=prompts[number] if is_first else None)
+
+    def _choice(self, choice: int, number: int, chunk: GenerationChunk) -> dict[str, Any]:
+        """A choice, or a piece of it; with ``chunk.prompt`` it is the first one, and begins with the echo."""
+        body, prompt = self._body, chunk.prompt
+        echo = self._echo(number, prompt) if body.echo and prompt is not None else ""
+        if prompt is not None:
+            self._offsets[choice] = len(echo)
+        logprobs = None
+        if body.logprobs is not None:
+            logprobs = completion_logprobs(chunk.logprobs, self._offsets[choice])
+            if body.echo and prompt is not None:
+                before = self._echo_logprobs(prompt)
+                logprobs = {name: before[name] + values for name, values in logprobs.items()}
+        result = {"index": choice, "text": echo + chunk.text, "logprobs": logprobs, **ending(chunk.final)}
+        if body.return_token_ids:
+            result["token_ids"] = list(chunk.token_ids)
+            if prompt is not None:
+                result["prompt_token_ids"] = list(prompt.token_ids)
+        if body.prompt_logprobs is not None and prompt is not None:
+            result["prompt_logprobs"] = prompt_logprobs_object(prompt.logprobs, self._generation)
+        return result
+
+    def _echo(self, number: int, prompt: PromptReport) -> str:
+        given = self._requests[number].prompt
+        return given if isinstance(given, str) else self._generation.decode(prompt.token_ids)
+
+    def _echo_logprobs(self, prompt: PromptReport) -> dict[str, list[Any]]:
+        """The prompt's own log-probabilities; its first token has none."""
+        tokenizer = self._generation.tokenizer
+        tokens, offsets, end = [], [], 0
+        reader = Detokenizer(tokenizer, skip_special_tokens=True) if tokenizer is not None else None
+        for token_id in prompt.token_ids:
+            tokens.append(tokenizer.token_text(token_id) if tokenizer is not None else "")
+            offsets.append(end)
+            end += len(reader.feed(token_id)) if reader is not None else 0
+        chosen = [describe_token(position.token, tokenizer) for position in prompt.logprobs]
+        tops = [[describe_token(token, tokenizer) for token in position.top] for position in prompt.logprobs]
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [None, *(token.logprob for token in chosen)],
+            "tokens": tokens,
+            "top_logprobs": [
+                None,
+                *(
+                    {entry.text: entry.logprob for entry in (*top, token)}
+                    for top, token in zip(tops, chosen, strict=True)
+                ),
+            ],
+        }
+
+
+def _without_output(chunk: GenerationChunk) -> GenerationChunk:
+    """The chunk of a request that wanted its prompt only."""
+    final = chunk.final
+    if final is not None:
+        final = replace(final, usage=replace(final.usage, completion_tokens=0), stop_reason=None)
+    return replace(chunk, text="", token_ids=(), logprobs=(), final=final)

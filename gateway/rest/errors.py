@@ -1,0 +1,78 @@
+"""Errors in OpenAI's shape: the one place where an exception becomes an HTTP status."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from specdec.errors import InvalidRequest, Overloaded, TandemError, status_of, text_of
+
+logger = logging.getLogger(__name__)
+
+
+def error_body(message: str, kind: str, code: int, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object; ``code`` is the HTTP status, as with vLLM."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body of any error. The text of an unexpected one stays in the log."""
+    status = status_of(error)
+    if not isinstance(error, TandemError):
+        logger.error("unexpected error while handling a request", exc_info=error)
+    param = error.param if isinstance(error, InvalidRequest) else None
+    return status.http, error_body(text_of(error), status.openai_type, status.http, param)
+
+
+def response_of(error: Exception) -> JSONResponse:
+    """The response to an error; overload says when to come again."""
+    status, body = body_of(error)
+    headers = {}
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    return JSONResponse(body, status, headers)
+
+
+def install(app: FastAPI) -> None:
+    """Add the handlers to an application."""
+
+    @app.exception_handler(TandemError)
+    async def on_tandem_error(request: Request, error: TandemError) -> JSONResponse:
+        return response_of(error)
+
+    @app.exception_handler(Exception)
+    async def on_error(request: Request, error: Exception) -> JSONResponse:
+        return response_of(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return response_of(invalid_request_of(error))
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        body = error_body(str(error.detail), kind, error.status_code)
+        return JSONResponse(body, error.status_code, error.headers)
+
+
+def invalid_request_of(error: RequestValidationError) -> InvalidRequest:
+    """The first thing wrong with a body, naming its field."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if part not in ("body", "query", "header")]
+    # A field of several possible types is named with each type that was tried; only the field itself helps.
+    field = path[0] if path and not path[0].isdigit() else None
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if first["type"] == "extra_forbidden":
+        name = ".".join(path)
+        return InvalidRequest(f"unknown field {name!r}; see docs/api.md for the fields this server knows", param=name)
+    if first["type"] == "missing":
+        return InvalidRequest(f"the field {'.'.join(path) or 'body'!r} is missing", param=field)
+    name = field or "the body"
+    return InvalidRequest(f"{name}: {first['msg']}" + (f" (at {'.'.join(path)})" if len(path) > 1 else ""), param=field)

@@ -1,0 +1,48 @@
+"""A limit on the size of bodies, before anything is read into memory."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.rest.errors import error_body
+
+#: A prompt of a million tokens as JSON numbers, and room to spare.
+MAX_BODY_BYTES: Final = 16 * 2**20
+
+
+class BodyLimit:
+    """ASGI middleware that answers 413 to bodies above the limit, announced or not."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int = MAX_BODY_BYTES) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._text = f"the body is above the limit of {max_bytes} bytes; send a smaller one"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the call on unless its body is too large."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if int(announced) > self._max_bytes:
+            await self._refuse(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._max_bytes:
+                raise HTTPException(413, self._text)
+            return message
+
+        await self._app(scope, counted, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = error_body(self._text, "invalid_request_error", 413)
+        await JSONResponse(body, 413, {"Connection": "close"})(scope, receive, send)

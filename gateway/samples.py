@@ -1,0 +1,114 @@
+"""From verdicts to the chunks of one sample: text, stop strings, log-probabilities, the end."""
+
+from __future__ import annotations
+
+from gateway.decoding import Decoding
+from gateway.requests import Final, GenerationChunk, PromptReport, TokenLogprobs, TokenText, Usage
+from gateway.text import Detokenizer, StopFinder, Stopped
+from gateway.tokenizer import TextTokenizer
+from specdec.sampling.params import SamplingParams
+from specdec.sessions import FinishReason, PositionLogprobs, TokenLogprob, Verdict
+
+
+class SampleAssembler:
+    """Builds the chunks of one sample. ``params`` are the request's own, before preparation."""
+
+    def __init__(
+        self,
+        request_id: str,
+        index: int,
+        params: SamplingParams,
+        decoding: Decoding,
+        tokenizer: TextTokenizer | None,
+    ) -> None:
+        self._request_id = request_id
+        self._index = index
+        self._params = params
+        self._decoding = decoding
+        self._tokenizer = tokenizer
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None and (params.detokenize or params.stop):
+            self._detokenizer = Detokenizer(
+                tokenizer, skip_special_tokens=params.skip_special_tokens, context=decoding.request.prompt[-8:]
+            )
+        self._finder = StopFinder(tuple(params.stop), include=params.include_stop_str_in_output)
+        self._num_tokens = 0
+        self._num_characters = 0
+        self._stop: str | None = None
+        self._prompt_reported = index > 0
+
+    @property
+    def usage(self) -> Usage:
+        """Counts so far."""
+        opened = self._decoding.opened
+        return Usage(len(self._decoding.request.prompt), self._num_tokens, opened.num_cached_tokens if opened else 0)
+
+    def feed(self, verdict: Verdict) -> GenerationChunk:
+        """The chunk of a verdict. Where a stop string ends the text, the tokens after it are dropped."""
+        text: list[str] = []
+        logprobs: list[TokenLogprobs] = []
+        for position, token_id in enumerate(verdict.token_ids):
+            self._num_tokens += 1
+            if verdict.logprobs:
+                logprobs.append(self._report(verdict.logprobs[position]))
+            is_last = position == len(verdict.token_ids) - 1
+            ends = is_last and verdict.finish_reason is FinishReason.STOP and verdict.stop_token_id == token_id
+            if self._detokenizer is not None and (not ends or self._params.include_stop_str_in_output):
+                text.append(self._give_out(self._detokenizer.feed(token_id)))
+            if self._stop is not None:
+                break
+        used = verdict.token_ids if self._stop is None else verdict.token_ids[: position + 1]
+        final = self._final(verdict, text)
+        prompt, self._prompt_reported = None if self._prompt_reported else self._prompt(), True
+        return GenerationChunk(
+            request_id=self._request_id,
+            index=self._index,
+            text="".join(text),
+            token_ids=used,
+            logprobs=tuple(logprobs),
+            prompt=prompt,
+            final=final,
+        )
+
+    def _give_out(self, text: str) -> str:
+        """The part of new text that cannot be the beginning of a stop string."""
+        self._num_characters += len(text)
+        if not text or self._num_tokens <= self._params.min_tokens:
+            return text
+        found = self._finder.feed(text)
+        if isinstance(found, Stopped):
+            self._stop = found.stop
+            return found.text
+        return found
+
+    def _final(self, verdict: Verdict, text: list[str]) -> Final | None:
+        if self._stop is None and verdict.finish_reason is None:
+            return None
+        if self._stop is None and self._detokenizer is not None:
+            text.append(self._give_out(self._detokenizer.flush()))
+            text.append(self._finder.flush())
+        stop_reason: str | int | None = self._stop
+        if stop_reason is None and verdict.stop_token_id in self._params.stop_token_ids:
+            stop_reason = verdict.stop_token_id
+        reason = verdict.finish_reason if self._stop is None else FinishReason.STOP
+        return Final(reason or FinishReason.STOP, stop_reason, self.usage, self._decoding.metrics)
+
+    def _prompt(self) -> PromptReport:
+        opened = self._decoding.opened
+        return PromptReport(self._decoding.request.prompt, opened.prompt_logprobs if opened else ())
+
+    def _report(self, entry: PositionLogprobs) -> TokenLogprobs:
+        return TokenLogprobs(
+            describe_token(entry.token, self._tokenizer),
+            tuple(describe_token(token, self._tokenizer) for token in entry.top),
+            self._num_characters,
+        )
+
+
+def describe_token(entry: TokenLogprob, tokenizer: TextTokenizer | None) -> TokenText:
+    """A log-probability with its token's text."""
+    if tokenizer is None:
+        return TokenText(entry.token_id, "", b"", entry.logprob, entry.rank)
+    text = tokenizer.token_text(entry.token_id)
+    data = tokenizer.token_bytes(entry.token_id)
+    return TokenText(entry.token_id, text, text.encode() if data is None else data, entry.logprob, entry.rank)
