@@ -10,9 +10,6 @@
 
 namespace tandem {
 
-constexpr int kDepth = 512;          // products per sub-sum; a panel's share of it stays in the L2 cache
-constexpr int kPrefetchBytes = 2048;  // ahead in the weights: across the page where the hardware's own prefetch stops
-
 // float32 weights and activations.
 struct Float32 {
   using Weight = float;
@@ -74,85 +71,16 @@ inline long panel_size(long k) {
   return round_up(k, Format::kStep) * kPanel;
 }
 
-// sums[r][0..kPanel) (+)= a[r][0..k) · w[0..k)[0..kPanel) for R rows. `ldw` counts elements from one step of w to the
-// next.
-template <class Format, int R>
-inline void tile(const typename Format::Activation* a, long lda, const typename Format::Weight* w, long ldw, int k,
-                 float* sums, long lds, bool add) {
-  Vec low[R], high[R];
-  for (int r = 0; r < R; r++) low[r] = high[r] = Vec{};
-  for (int i = 0; i < k; i += Format::kStep) {
-    typename Format::Pair pair = Format::weights(w);
-    __builtin_prefetch(reinterpret_cast<const char*>(w) + kPrefetchBytes);
-    if (sizeof(typename Format::Weight) * kPanel * Format::kStep > 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(w) + kPrefetchBytes + 64);
-    w += ldw;
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-      auto x = Format::spread(a + r * lda + i);
-      low[r] = Format::low(x, pair, low[r]);
-      high[r] = Format::high(x, pair, high[r]);
-    }
-  }
-  for (int r = 0; r < R; r++) {
-    float* s = sums + r * lds;
-    if (add) {
-      low[r] += load(s);
-      high[r] += load(s + kLanes);
-    }
-    store(s, low[r]);
-    store(s + kLanes, high[r]);
-  }
-}
-
+// sums[r][0..kPanel) (+)= a[r][0..k) · w[0..k)[0..kPanel) for any number of rows. `ldw` counts elements from one step
+// of w to the next. Defined in gemm.cpp for both formats, where the register tiles are compiled once.
 template <class Format>
-__attribute__((noinline)) void tile(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* w, long ldw,
-                 int k, float* sums, long lds, bool add) {
-  switch (rows) {
-#define TANDEM_TILE(R) \
-  case R:              \
-    return tile<Format, R>(a, lda, w, ldw, k, sums, lds, add);
-    TANDEM_TILE(1)
-    TANDEM_TILE(2)
-    TANDEM_TILE(3)
-    TANDEM_TILE(4)
-    TANDEM_TILE(5)
-    TANDEM_TILE(6)
-#if defined(__AVX512F__) || defined(__ARM_NEON)
-    TANDEM_TILE(7)
-    TANDEM_TILE(8)
-    TANDEM_TILE(9)
-    TANDEM_TILE(10)
-    TANDEM_TILE(11)
-    TANDEM_TILE(12)
-#endif
-#undef TANDEM_TILE
-  }
-}
-
-// Any number of rows, in register tiles of nearly equal height.
-template <class Format>
-inline void tiles(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* w, long ldw,
-                  int k, float* sums, long lds, bool add) {
-  for (int left = (rows + kMaxTile - 1) / kMaxTile; rows > 0; left--) {
-    int height = (rows + left - 1) / left;
-    tile<Format>(height, a, lda, w, ldw, k, sums, lds, add);
-    a += height * lda;
-    sums += height * lds;
-    rows -= height;
-  }
-}
+void tiles(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* w, long ldw, int k,
+           float* sums, long lds, bool add);
 
 // sums[rows][kPanel] = a · one panel.
 template <class Format>
-inline void panel_product(int rows, const typename Format::Activation* a, long lda,
-                          const typename Format::Weight* panel, long k, float* sums) {
-  k = round_up(k, Format::kStep);
-  for (long from = 0; from < k; from += kDepth) {
-    int depth = int(k - from < kDepth ? k - from : kDepth);
-    tiles<Format>(rows, a + from, lda, panel + from * kPanel, kPanel * Format::kStep, depth, sums, kPanel, from > 0);
-  }
-}
+void panel_product(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* panel, long k,
+                   float* sums);
 
 // Activation rows lie this far apart: whole panels, zero padded, plus a cache line so that rows a power of two long do
 // not all fall into the same cache sets.

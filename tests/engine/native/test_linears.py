@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from specdec.engine.linears import NativeLinear, pack_linears
+from specdec.engine.native.library import NativeLibrary
+
+#: In, out: single panels, partial panels, odd depths, more than one sub-sum, a stride the caches dislike.
+SHAPES = [(1, 1), (7, 3), (16, 32), (48, 97), (513, 65), (1031, 129), (2048, 256)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+pytestmark = pytest.mark.usefixtures("native")
+
+
+def _pack(shape: tuple[int, int], dtype: torch.dtype, num_threads: int = 2) -> tuple[nn.Linear, NativeLinear]:
+    generator = torch.Generator().manual_seed(shape[0])
+    plain = nn.Linear(*shape).requires_grad_(False)
+    plain.weight.copy_(torch.randn(plain.weight.shape, generator=generator) / shape[0] ** 0.5)
+    plain.bias.copy_(torch.randn(plain.bias.shape, generator=generator))
+    plain = plain.to(dtype)
+    model = nn.Sequential(nn.Linear(*shape).to(dtype).requires_grad_(False))
+    model[0].load_state_dict(plain.state_dict())
+    assert pack_linears(model, num_threads) == 1
+    assert isinstance(model[0], NativeLinear)
+    return plain, model[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_computes_the_plain_layer(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    plain, packed = _pack(shape, dtype)
+    for rows in (1, 2, 5, 12, 13, 25, 200, 401):
+        x = torch.randn(rows, shape[0]).to(dtype)
+        exact = F.linear(x.double(), plain.weight.double(), plain.bias.double())
+        rounding = 2.0**-8 if dtype == torch.bfloat16 else 2e-6
+        torch.testing.assert_close(packed(x).double(), exact, atol=4 * rounding, rtol=rounding)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_is_the_same_to_the_bit_in_any_company(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    _, packed = _pack(shape, dtype)
+    x = torch.randn(420, shape[0]).to(dtype)
+    alone = torch.cat([packed(row[None]) for row in x])
+    for rows in [*range(1, 41), 191, 192, 193, 420]:
+        first = 420 - rows
+        assert torch.equal(packed(x[first:]), alone[first:])
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    x = torch.randn(37, 300)
+    results = [_pack((300, 200), torch.float32, threads)[1](x) for threads in (1, 2, 3, 7)]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_leading_dimensions_and_strides() -> None:
+    plain, packed = _pack((24, 40), torch.float32)
+    x = torch.randn(2, 3, 48)[..., :24]
+    torch.testing.assert_close(packed(x), plain(x))
+    x = torch.randn(24, 5).t()
+    torch.testing.assert_close(packed(x), plain(x))
+    assert packed(torch.empty(0, 24)).shape == (0, 40)
+
+
+def test_another_dtype_or_width_is_an_error() -> None:
+    _, packed = _pack((24, 40), torch.float32)
+    for x in (torch.randn(1, 24).bfloat16(), torch.randn(1, 23)):
+        with pytest.raises(RuntimeError, match="24 inputs"):
+            packed(x)
+
+
+class _Model(nn.Module):
+    """Every kind of layer there is to take or to leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.first = nn.Linear(16, 16)
+        self.again = self.first
+        self.conv = Conv1D(20, 16)
+        self.half = nn.Linear(20, 20).to(torch.float16)
+        self.subclass = nn.modules.linear.NonDynamicallyQuantizableLinear(20, 16)
+        self.lm_head = nn.Linear(16, 50, bias=False)
+        self.lm_head.weight = self.embedding.weight
+        self.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.again(self.first(self.embedding(ids)))
+        return self.lm_head(self.subclass(self.conv(x)))
+
+
+def test_which_layers_are_taken() -> None:
+    model = _Model()
+    torch.nn.init.normal_(model.conv.weight)
+    ids = torch.arange(9)
+    wanted = model(ids)
+    table = model.embedding.weight
+    assert pack_linears(model, 2) == 3
+    assert model.first is model.again
+    assert [isinstance(layer, NativeLinear) for layer in (model.first, model.conv, model.lm_head)] == [True] * 3
+    assert not isinstance(model.half, NativeLinear)
+    assert not isinstance(model.subclass, NativeLinear)
+    assert model.embedding.weight is table
+    torch.testing.assert_close(model(ids), wanted, atol=1e-5, rtol=1e-5)
+    assert pack_linears(model, 2) == 0
+
+
+def test_several_threads_run_their_own_models() -> None:
+    failures: list[str] = []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        _, packed = _pack((64 + seed, 96), torch.float32, num_threads=1 + seed % 3)
+        x = torch.randn(17, 64 + seed, generator=generator)
+        wanted = packed(x)
+        for round_ in range(300):
+            rows = 1 + round_ % 17
+            if not torch.equal(packed(x[:rows]), wanted[:rows]):
+                failures.append(f"thread {seed}, round {round_}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_the_numbers_of_threads_may_change_from_call_to_call(native: NativeLibrary) -> None:
+    del native
+    _, packed = _pack((40, 200), torch.float32)
+    x = torch.randn(3, 40)
+    wanted = packed(x)
+    for round_ in range(600):
+        packed.num_threads = 1 + round_ * 7 % 6
+        assert torch.equal(packed(x), wanted)
