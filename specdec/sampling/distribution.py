@@ -31,6 +31,11 @@ class Distribution:
     #: V.
     num_tokens: int
 
+    def part(self, start: int, stop: int) -> Distribution:
+        """Rows ``start`` to ``stop``, as views."""
+        ids = None if self.token_ids is None else self.token_ids[start:stop]
+        return Distribution(self.weights[start:stop], ids, self.valid[start:stop], self.num_tokens)
+
     def tokens(self, columns: Tensor) -> Tensor:
         """Token ids of columns: int64 [R] or [R, n] to the same shape."""
         if self.token_ids is None:

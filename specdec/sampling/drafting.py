@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.sampling.distribution import Distribution, distribution, head
-from specdec.sampling.draws import race
+from specdec.sampling.draws import race, winners
 from specdec.sampling.edits import edited
 from specdec.sampling.noise import Stream
 from specdec.sampling.rows import Rows
@@ -146,9 +146,12 @@ def _draft_coupled(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
     keys = [
         state.noise_key(Stream.COUPLING, position) for state, position in zip(rows.states, rows.positions, strict=True)
     ]
-    scores = race(q, torch.tensor(keys, device=logits.device))  # [R, S]
-    best = q.tokens(_best(scores.where(scores > 0, -torch.inf), num_candidates)) if num_candidates else None
-    return Drafted(q.tokens(scores.argmax(-1)), candidates=best)
+    noise = torch.tensor(keys, device=logits.device)
+    if not num_candidates:
+        return Drafted(q.tokens(winners(q, noise)))
+    scores = race(q, noise)  # [R, S]
+    best = q.tokens(_best(scores.where(scores > 0, -torch.inf), num_candidates))
+    return Drafted(best[:, 0].contiguous(), candidates=best)
 
 
 def _draft_ratio(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:

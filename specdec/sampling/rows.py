@@ -39,13 +39,15 @@ class Rows:
     @classmethod
     def along(cls, states: Sequence[SamplingState], chains: Sequence[Sequence[int]]) -> Rows:
         """k + 1 rows per state: after its committed tokens, then after each drafted token of its chain."""
-        width = max(map(len, chains), default=0)
         places = [(state, ids, n) for state, ids in zip(states, chains, strict=True) for n in range(len(ids) + 1)]
-        prefix = torch.tensor([[*ids, *[0] * (width - len(ids))] for _, ids, _ in places], dtype=torch.int64)
-        device = states[0].device if states else None
+        edits = any(state.edits for state in states)  # nothing else reads prefixes
+        width = max(map(len, chains)) if edits else 0
+        prefix = torch.zeros(len(places), 0, dtype=torch.int64)
+        if width:
+            prefix = torch.tensor([[*ids, *[0] * (width - len(ids))] for _, ids, _ in places])
         return cls(
             [state for state, _, _ in places],
-            prefix.reshape(len(places), width).to(device),
+            prefix.to(states[0].device if states else None),
             [n for _, _, n in places],
             [0] * len(places),
         )

@@ -15,11 +15,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from specdec.sampling.distribution import Distribution
-from specdec.sampling.draws import race
+from specdec.sampling.draws import winners
 from target_service.rules.drafts import Drafts
 from target_service.rules.greedy import follow
 
 
 def verify(target: Distribution, drafts: Drafts, keys: Tensor) -> tuple[Tensor, Tensor]:
     """(accepted [B], next token [B]); ``keys`` int64 [R] are the keys of the coupling noise of the target's rows."""
-    return follow(target.tokens(race(target, keys).argmax(-1)), drafts)
+    return follow(target.tokens(winners(target, keys)), drafts)
