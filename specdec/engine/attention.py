@@ -1,8 +1,8 @@
 """Attention over the paged cache, written in torch: the reference, the path without a compiler, and the CUDA path.
 
 Every sequence's keys and values are gathered through its block table into padded batches of sequences of similar
-size, then go through scaled dot product attention with a mask. A kernel that reads the cache in place (the native one
-on a CPU) takes the same arguments and replaces :func:`paged_attention`.
+size, then go through scaled dot product attention with a mask. Kernels that work on the cache in place (the native ones
+on a CPU) replace it where they can be had.
 """
 
 from __future__ import annotations
@@ -17,20 +17,26 @@ from specdec.engine.batch import Batch
 from specdec.engine.plan import BatchPlan
 
 
-class AttentionKernel(Protocol):
-    """A paged attention that reads the cache in place."""
+class AttentionKernels(Protocol):
+    """Kernels that write and read the cache in place; the module :mod:`specdec.engine.native.attention` is one."""
 
-    def __call__(  # noqa: PLR0917 - an operator's signature
+    def paged_attention(  # noqa: PLR0917 - an operator's signature
         self,
         query: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         plan: BatchPlan,
         scale: float,
-        window: int | None,
-        softcap: float | None,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
-        """Query [T, Hq, D] to output [T, Hq, Dv]; the rows' own keys and values are in the cache already."""
+        """As :func:`paged_attention` below."""
+        ...
+
+    def write_kv(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BatchPlan
+    ) -> None:
+        """As :func:`write_kv` below."""
         ...
 
 

@@ -81,7 +81,7 @@ class Engine:
             InvalidRequest: a setting does not fit the model or the machine.
         """
         device = _resolve_device(settings.device)
-        num_threads = settings.num_threads or len(os.sched_getaffinity(0))
+        num_threads = settings.num_threads or _usable_cores()
         if device.type == "cpu":
             torch.set_num_threads(num_threads)
         config = checkpoint.load_config(settings)
@@ -227,7 +227,7 @@ class Engine:
         difference: str | None = None
         for path in self._paths(settings, shapes, num_threads):
             self._decoder, self.path = path.decoder, path.name
-            self._state.kernel = acceleration.native_attention() if path.native_attention else None
+            self._state.kernels = acceleration.native_attention() if path.native_attention else None
             try:
                 difference = reference.difference(self.forward, self.pool)
             except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -251,6 +251,12 @@ class Engine:
             if acceleration.native_attention() is not None:
                 yield _Path("native attention", None, native_attention=True)
         yield _Path("torch attention", None, native_attention=False)
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _resolve_device(name: str) -> torch.device:

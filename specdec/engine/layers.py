@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from specdec.engine.attention import AttentionKernel, PagedBatch, paged_attention, write_kv
+from specdec.engine.attention import AttentionKernels, PagedBatch, paged_attention, write_kv
 from specdec.errors import ModelNotSupported
 
 PAGED: Final = "tandem_paged"
@@ -56,11 +56,11 @@ class LayerShape:
 
 @dataclass(slots=True)
 class ForwardState:
-    """What one engine's attention modules share: the batch being run and the kernel that runs it."""
+    """What one engine's attention modules share: the batch being run and the kernels that run it."""
 
     batch: PagedBatch | None = None
-    #: None means the torch one.
-    kernel: AttentionKernel | None = None
+    #: None means torch.
+    kernels: AttentionKernels | None = None
 
 
 @dataclass(slots=True)
@@ -95,13 +95,14 @@ def _attend(
     state = layer.state
     batch = state.batch
     assert batch is not None, "the model was called outside Engine.forward"
-    write_kv(layer.k_cache, layer.v_cache, key[0].transpose(0, 1), value[0].transpose(0, 1), batch)
-    rows = query[0].transpose(0, 1)  # [T, Hq, D]
+    rows, keys, values = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, H, D]
     scale = rows.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    if state.kernel is not None and s_aux is None:
+    if state.kernels is not None and s_aux is None:
         plan = batch.batch.plan
-        out = state.kernel(rows, layer.k_cache, layer.v_cache, plan, scale, layer.window, softcap)
+        state.kernels.write_kv(layer.k_cache, layer.v_cache, keys, values, plan)
+        out = state.kernels.paged_attention(rows, layer.k_cache, layer.v_cache, plan, scale, layer.window, softcap)
     else:
+        write_kv(layer.k_cache, layer.v_cache, keys, values, batch)
         out = paged_attention(
             rows, layer.k_cache, layer.v_cache, batch, scale=scale, window=layer.window, softcap=softcap, sinks=s_aux
         )

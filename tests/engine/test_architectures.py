@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from specdec.engine import acceleration
 from specdec.engine.engine import Engine, Segment
 
 SUPPORTED = [
@@ -59,16 +60,30 @@ def greedy_ragged(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[i
     return texts, rows
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.fixture(params=["fastest", "modules", "torch"])
+def load_path(
+    request: pytest.FixtureRequest, load_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Engine]:
+    """Loads an engine that runs the fastest way there is, or transformers' modules with or without native kernels."""
+    if request.param == "torch":
+        monkeypatch.setattr(acceleration, "native_attention", lambda: None)
+
+    def load(name: str) -> Engine:
+        engine = load_engine(name, enforce_eager=request.param != "fastest")
+        assert request.param != "torch" or engine.path == "torch attention"
+        return engine
+
+    return load
+
+
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_ragged_equals_stock(
     name: str,
-    enforce_eager: bool,
-    load_engine: Callable[..., Engine],
+    load_path: Callable[[str], Engine],
     load_stock: Callable[[str], PreTrainedModel],
     tools: SimpleNamespace,
 ) -> None:
-    engine, stock = load_engine(name, enforce_eager=enforce_eager), load_stock(name)
+    engine, stock = load_path(name), load_stock(name)
     prompts = [tools.random_ids(length, seed=length) for length in PROMPTS]
     texts, rows = greedy_ragged(engine, prompts)
     for prompt, text, parts in zip(prompts, texts, rows, strict=True):

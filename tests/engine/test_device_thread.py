@@ -147,9 +147,8 @@ async def test_results_and_arguments_are_not_kept_alive(thread: DeviceThread) ->
 
 async def test_a_turn_costs_tens_of_microseconds(thread: DeviceThread) -> None:
     best = float("inf")
-    for _ in range(8):
+    for _ in range(1000):
         start = time.perf_counter()
-        for _ in range(200):
-            await thread.run(int)
-        best = min(best, (time.perf_counter() - start) / 200)
-    assert best < 300e-6  # 20-60 us on an idle machine
+        await thread.run(int)
+        best = min(best, time.perf_counter() - start)
+    assert best < 200e-6  # 20-30 us on an idle machine; the best of many tells even on a busy one

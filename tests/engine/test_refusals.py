@@ -148,12 +148,13 @@ def test_the_self_check_refuses_a_wrong_window(
 def test_a_kernel_that_fails_the_self_check_is_not_used(
     fault: str, load_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def kernel(query: torch.Tensor, k_cache: Any, v_cache: torch.Tensor, *_: Any) -> torch.Tensor:
+    def paged_attention(query: torch.Tensor, k_cache: Any, v_cache: torch.Tensor, *_: Any) -> torch.Tensor:
         if fault == "raises":
             raise RuntimeError("no such instruction")
         return query.new_ones(*query.shape[:2], v_cache.shape[-1])
 
-    monkeypatch.setattr(acceleration, "native_attention", lambda: kernel)
+    kernels = SimpleNamespace(paged_attention=paged_attention, write_kv=lambda *_: None)
+    monkeypatch.setattr(acceleration, "native_attention", lambda: kernels)
     engine = load_engine("llama", enforce_eager=True)
     assert engine.path == "torch attention"
     assert "native attention is not used" in caplog.text
