@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,14 @@ from target_service.verifier import Outcome, Round, Verifier, check_draft
 
 V, PROMPT = 48, [3, 1, 4]
 VERIFIER = Verifier()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Model:
@@ -78,7 +86,7 @@ def generate(
     k: int,
     drafter: Drafter,
     *,
-    length: int = 40,
+    length: int = 30,
     model: Model | None = None,
 ) -> list[list[int]]:
     """Decode all sessions together until each has ``length`` tokens after the prompt."""
@@ -131,7 +139,7 @@ def test_greedy_text_is_the_argmax_under_every_rule(drafter: str) -> None:
     wanted = []
     for p in params:
         state = SamplingState(p, PROMPT, len(PROMPT), V)
-        for _ in range(40):
+        for _ in range(30):
             state.commit([int(edited(model([state.token_ids]), Rows.after([state])).argmax())])
         wanted.append(state.token_ids[len(PROMPT) :])
     for rule in Rule:
