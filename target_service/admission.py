@@ -84,14 +84,15 @@ class Admission(Generic[T]):
         """Admit from the head of the queue as long as there is room."""
         while self._waiting:
             waiter = self._waiting[0]
-            try:
-                got = self._try(waiter.reserve)
-            except TandemError as error:
-                waiter.admitted.set_exception(error)
-            else:
-                if got is None:
-                    return
-                waiter.admitted.set_result(got)
+            if not waiter.admitted.done():  # else cancelled, and its task has not run since
+                try:
+                    got = self._try(waiter.reserve)
+                except TandemError as error:
+                    waiter.admitted.set_exception(error)
+                else:
+                    if got is None:
+                        return
+                    waiter.admitted.set_result(got)
             self._waiting.popleft()
 
     def _try(self, reserve: Callable[[], T]) -> T | None:

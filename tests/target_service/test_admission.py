@@ -104,6 +104,19 @@ async def test_cancelled_in_the_very_moment_of_admission(start_core):
         await (await core.open(make_spec(make_prompt(1), 4))).close()
 
 
+async def test_cancelled_just_before_a_place_comes_free(start_core):
+    async with start_core(max_num_seqs=1) as core:
+        session = await core.open(make_spec(make_prompt(0), 4))
+        gone, next_one = (asyncio.create_task(core.open(make_spec(make_prompt(1), 4))) for _ in range(2))
+        await asyncio.sleep(0)
+        gone.cancel()
+        session.end()  # before the cancelled task has run
+        await (await next_one).close()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        await until_clean(core)
+
+
 async def test_the_wait_is_reported(start_core):
     async with start_core(max_num_seqs=1) as core:
         session = await core.open(make_spec(make_prompt(0), 4))

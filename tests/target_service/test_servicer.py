@@ -1,0 +1,270 @@
+"""The target over gRPC: a real server, a real stub."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from specdec import codec, errors
+from specdec.rpc.streams import SessionStream, call_unary
+from specdec.sessions import FinishReason, Proposal
+from specdec.v1 import target_service_pb2 as pb
+from specdec.v1 import types_pb2 as types_pb
+from tests.target_service.conftest import VOCAB, make_prompt, make_spec, until, until_clean
+
+
+class Client:
+    """A session's messages as plain data."""
+
+    def __init__(self, stub, spec, **options):
+        self.spec = spec
+        self.stream = SessionStream(stub.Verify, **options)
+
+    async def __aenter__(self):
+        await self.stream.send(pb.VerifyRequest(open=codec.encode_open_target(self.spec)))
+        return self
+
+    async def __aexit__(self, *_):
+        await self.stream.close()
+
+    async def open(self):
+        self.opened = codec.decode_target_opened((await self.stream.receive()).opened)
+        self.first = await self.verdict()
+        return self.first
+
+    async def verdict(self, timeout_s=None):
+        return codec.decode_verdict((await self.stream.receive(timeout_s)).verdict)
+
+    async def send_round(self, committed_len, token_ids=(), epoch=1, **parts):
+        proposal = codec.encode_proposal(Proposal(epoch, committed_len, tuple(token_ids), **parts))
+        message = pb.Round(epoch=epoch, committed_len=committed_len, proposal=proposal)
+        await self.stream.send(pb.VerifyRequest(round=message))
+
+    async def send_ahead(self, committed_len, num_tokens, epoch=1):
+        message = pb.DecodeAhead(epoch=epoch, committed_len=committed_len, num_tokens=num_tokens)
+        await self.stream.send(pb.VerifyRequest(decode_ahead=message))
+
+
+@pytest.mark.parametrize("k", [0, 3])
+async def test_rounds_over_the_wire(start_core, serve, plain, k):
+    prompt = make_prompt(0)
+    text = plain(prompt, 24)
+    async with start_core() as core, serve(core) as (stub, _):
+        async with Client(stub, make_spec(prompt, 24)) as client:
+            verdict = await client.open()
+            tokens = list(verdict.token_ids)
+            while verdict.finish_reason is None:
+                n, done = len(prompt) + len(tokens), len(tokens)
+                await client.send_round(n, text[done : done + k])
+                verdict = await client.verdict()
+                assert verdict.base_len == n
+                tokens += verdict.token_ids
+        assert tuple(tokens) == text
+        assert verdict.finish_reason is FinishReason.LENGTH
+        assert client.opened.prefill_ns > 0
+
+
+async def test_a_round_without_a_proposal_is_one_plain_step(start_core, serve, plain):
+    prompt = make_prompt(1)
+    async with start_core() as core, serve(core) as (stub, _), Client(stub, make_spec(prompt, 5)) as client:
+        n = (await client.open()).committed_len
+        await client.stream.send(pb.VerifyRequest(round=pb.Round(epoch=1, committed_len=n)))
+        assert (await client.verdict()).token_ids == plain(prompt, 2)[1:]
+
+
+async def test_decoding_ahead_over_the_wire(start_core, serve, plain):
+    prompt = make_prompt(2)
+    text = plain(prompt, 40)
+    async with (
+        start_core() as core,
+        serve(core) as (stub, _),
+        Client(stub, make_spec(prompt, 40, decode_ahead_tokens=10)) as client,
+    ):
+        n = (await client.open()).committed_len
+        tokens = [*client.first.token_ids, *[(await client.verdict()).token_ids[0] for _ in range(10)]]
+        await client.send_ahead(n + 10, 5)
+        await client.send_ahead(n + 12, 6)  # before the answers: up to n + 18
+        tokens += [(await client.verdict()).token_ids[0] for _ in range(8)]
+        await client.send_round(n + 18, text[19:23])
+        tokens += (await client.verdict()).token_ids
+        await client.send_ahead(n + 23, 100)
+        while (verdict := await client.verdict()).finish_reason is None:
+            tokens += verdict.token_ids
+        assert (*tokens, *verdict.token_ids) == text
+
+
+async def test_stale_messages_are_dropped_and_counted(start_core, serve, plain):
+    prompt = make_prompt(3)
+    async with start_core() as core, serve(core) as (stub, _):
+        async with Client(stub, make_spec(prompt, 10, epoch=4)) as client:
+            n = (await client.open()).committed_len
+            await client.send_round(n, (1,), epoch=3)
+            await client.send_ahead(n, 2, epoch=5)
+            await client.send_round(n - 1, (1,), epoch=4)
+            await client.send_ahead(n + 1, 2, epoch=4)
+            await client.send_round(n, (), epoch=4)
+            verdict = await client.verdict()
+            assert (verdict.epoch, verdict.base_len, verdict.token_ids) == (4, n, plain(prompt, 2)[1:])
+            with pytest.raises(errors.DeadlineExceeded):
+                await client.verdict(0.05)
+        info = await call_unary(stub.GetModelInfo, types_pb.GetModelInfoRequest())
+        assert codec.decode_load(info.load).stale_messages == 4
+        assert codec.decode_model_info(info.model) == await core.info()
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (pb.VerifyRequest(round=pb.Round(epoch=1)), "first message of a stream must be open"),
+        (pb.VerifyRequest(), "first message of a stream must be open"),
+        (pb.VerifyRequest(open=pb.OpenTargetSession(max_tokens=3)), "prompt_len is 0"),
+        (
+            pb.VerifyRequest(open=pb.OpenTargetSession(token_ids=[1], prompt_len=1, max_tokens=0)),
+            "max_tokens is 0",
+        ),
+        (
+            pb.VerifyRequest(open=pb.OpenTargetSession(token_ids=[VOCAB], prompt_len=1, max_tokens=3)),
+            f"token {VOCAB}",
+        ),
+        (
+            pb.VerifyRequest(open=pb.OpenTargetSession(token_ids=[1], prompt_len=1, max_tokens=3, hidden_states=True)),
+            "hidden_states",
+        ),
+    ],
+)
+async def test_first_messages_that_are_refused(start_core, serve, message, text):
+    async with start_core() as core, serve(core) as (stub, _), SessionStream(stub.Verify) as stream:
+        with pytest.raises(errors.InvalidRequest, match=text):
+            await stream.turn(message)
+
+
+async def test_proposals_that_are_refused_end_the_session(start_core, serve):
+    tree = {"parents": (-1, 0)}
+    async with start_core() as core, serve(core) as (stub, _):
+        for ids, parts, text in [((1, 2), tree, "tree"), ((VOCAB,), {}, "tokens are 0 to"), ((1,) * 9, {}, "9 tokens")]:
+            async with Client(stub, make_spec(make_prompt(0), 20)) as client:
+                n = (await client.open()).committed_len
+                await client.send_round(n, ids, **parts)
+                with pytest.raises(errors.InvalidRequest, match=text):
+                    await client.verdict()
+            await until_clean(core)
+
+
+async def test_a_second_open_is_refused(start_core, serve):
+    async with start_core() as core, serve(core) as (stub, _), Client(stub, make_spec(make_prompt(0))) as client:
+        await client.open()
+        await client.stream.send(pb.VerifyRequest(open=codec.encode_open_target(client.spec)))
+        with pytest.raises(errors.InvalidRequest, match="only the first message"):
+            await client.verdict()
+
+
+async def test_overload_crosses_the_wire_with_its_numbers(start_core, serve):
+    async with (
+        start_core(max_num_seqs=1, max_wait_s=0.05) as core,
+        serve(core) as (stub, _),
+        Client(stub, make_spec(make_prompt(0))) as one,
+    ):
+        await one.open()
+        async with Client(stub, make_spec(make_prompt(1))) as two:
+            with pytest.raises(errors.Overloaded, match="1 of 1 sessions open"):
+                await two.open()
+
+
+# --- leaving ---
+
+
+async def test_a_client_that_goes_away_at_any_moment_leaves_nothing(start_core, serve):
+    async with start_core(max_num_seqs=2, max_num_batched_tokens=32) as core, serve(core) as (stub, server):
+        for after_s in (0.0, 0.001, 0.003, 0.01, 0.02, 0.04):
+            for spec in (
+                make_spec(make_prompt(0, 150), 50),
+                make_spec(make_prompt(0, 5), 200, decode_ahead_tokens=200),
+            ):
+                async with Client(stub, spec), Client(stub, spec), Client(stub, spec):
+                    await asyncio.sleep(after_s)
+                await until_clean(core)
+                await until(lambda: server.num_active_calls == 0)
+
+
+async def test_a_client_that_breaks_out_without_closing_leaves_nothing(start_core, serve):
+    async with start_core() as core, serve(core) as (stub, server):
+        call = stub.Verify()
+        await call.write(pb.VerifyRequest(open=codec.encode_open_target(make_spec(make_prompt(0)))))
+        await call.read()
+        assert core._admission.num_open == 1
+        del call
+        await until_clean(core)
+        await until(lambda: server.num_active_calls == 0)
+
+
+async def test_half_close_ends_the_session(start_core, serve):
+    async with start_core() as core, serve(core) as (stub, _):
+        call = stub.Verify()
+        await call.write(pb.VerifyRequest(open=codec.encode_open_target(make_spec(make_prompt(0)))))
+        await call.read()
+        await call.read()
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+        await until_clean(core)
+
+
+async def test_a_deadline_in_the_middle(start_core, serve):
+    async with start_core() as core, serve(core) as (stub, _):
+        async with Client(stub, make_spec(make_prompt(0)), timeout_s=0.15) as client:
+            await client.open()
+            with pytest.raises(errors.DeadlineExceeded):
+                await client.verdict()
+        await until_clean(core)
+
+
+async def test_a_deadline_while_waiting_for_a_place(start_core, serve):
+    async with (
+        start_core(max_num_seqs=1) as core,
+        serve(core) as (stub, _),
+        Client(stub, make_spec(make_prompt(0))) as one,
+    ):
+        await one.open()
+        async with Client(stub, make_spec(make_prompt(1)), timeout_s=0.1) as two:
+            with pytest.raises(errors.DeadlineExceeded):
+                await two.open()
+        await until(lambda: core._admission.num_waiting == 0)
+
+
+async def test_a_parked_session_over_the_wire(start_core, serve, plain):
+    prompt = make_prompt(5, 30)
+    async with start_core() as core, serve(core) as (stub, _):
+        for cached in (0, 29):
+            async with Client(stub, make_spec(prompt, 6, session_id="chat", park=True)) as client:
+                assert (await client.open()).token_ids == plain(prompt, 1)
+                assert client.opened.num_cached_tokens == cached
+            await until_clean(core)
+
+
+async def test_while_loading_calls_are_refused(serve):
+    async with serve(None) as (stub, _):
+        with pytest.raises(errors.Unavailable, match="still loading"):
+            await call_unary(stub.GetModelInfo, types_pb.GetModelInfoRequest())
+        async with Client(stub, make_spec(make_prompt(0))) as client:
+            with pytest.raises(errors.Unavailable, match="still loading"):
+                await client.open()
+
+
+async def test_shutdown_lets_sessions_end_and_then_ends_them(start_core, serve, plain):
+    prompt = make_prompt(6)
+    async with (
+        start_core() as core,
+        serve(core, drain_s=0.3) as (stub, server),
+        Client(stub, make_spec(prompt, 30)) as client,
+    ):
+        n = (await client.open()).committed_len
+        core.drain()
+        drain = asyncio.create_task(server.drain())
+        await asyncio.sleep(0.02)
+        await client.send_round(n)
+        assert (await client.verdict()).token_ids == plain(prompt, 2)[1:]
+        assert not await drain
+        await server.stop()
+        await until_clean(core)
+        with pytest.raises(errors.Unavailable, match="shutting down"):
+            await client.verdict()
