@@ -1,1 +1,42 @@
-"""Tandem: speculative decoding as a service."""
+"""Tandem: speculative decoding as a service, and offline.
+
+>>> from tandem import LLM, SamplingParams
+>>> llm = LLM(model="…", speculative_config={"model": "…", "num_speculative_tokens": 5})
+>>> outputs = llm.generate(["The future of AI is"], SamplingParams(temperature=0.8, top_p=0.95))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from specdec import __version__
+
+if TYPE_CHECKING:
+    from specdec.sampling.params import SamplingParams
+    from tandem.llm import LLM
+    from tandem.outputs import CompletionOutput, RequestOutput
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "tandem.llm",
+    "SamplingParams": "specdec.sampling.params",
+    "CompletionOutput": "tandem.outputs",
+    "RequestOutput": "tandem.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the API when it is first used: ``import tandem`` itself stays light."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module  # noqa: PLC0415
+
+    from tandem.threads import wait_quietly  # noqa: PLC0415
+
+    wait_quietly()
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

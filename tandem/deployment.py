@@ -2,7 +2,7 @@
 
 Cores are shared out by threads: the target gets all of them, the draft one. They take turns (the target waits while the
 draft drafts and the other way round), so that costs nothing as long as waiting threads sleep instead of spinning:
-see :data:`WAIT_QUIETLY`.
+see :mod:`tandem.threads`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from specdec.settings import (
 from tandem.flags import model_settings_of, rule_of, scheduler_settings_of
 from tandem.speculation import OLDER_NAMES, Choice, choose_models, read_speculation
 from tandem.supervisor import Service
+from tandem.threads import quiet_environment
 
-#: How OpenMP's threads wait: asleep. By default they spin, on the core the other service needs.
-WAIT_QUIETLY: Final[Mapping[str, str]] = {"OMP_WAIT_POLICY": "passive"}
 _DRAFT_THREADS: Final = 1
 #: Share of a GPU's memory the draft gets where it lives on the target's GPU.
 _DRAFT_GPU_SHARE: Final = 0.15
@@ -52,6 +51,24 @@ class Deployment:
         speculative = self.draft.speculative
         drafter = Path(speculative.model).name if speculative.model else speculative.method
         return f"{name}, drafted by {drafter}, k = {speculative.num_speculative_tokens}"
+
+    def ready_line(self, addresses: Mapping[str, str]) -> str:
+        """The one line that says what is served where; ``addresses`` are those of the services behind the gateway."""
+        host = self.gateway.host
+        parts = [
+            f"ready: http://{host}:{self.gateway.port}/v1, gRPC {host}:{self.gateway.grpc_port}",
+            self.describe(),
+            *([", ".join(f"{name} {address}" for name, address in addresses.items())] if addresses else []),
+        ]
+        return " | ".join(parts)
+
+    def with_ports(self) -> Deployment:
+        """The same with a free port for each port that is 0: a restarted gateway must come back where it was."""
+        gateway = self.gateway
+        port = gateway.port or free_port(gateway.host)
+        return replace(
+            self, gateway=replace(gateway, port=port, grpc_port=gateway.grpc_port or free_port(gateway.host))
+        )
 
 
 def deployment_of(args: argparse.Namespace) -> Deployment:
@@ -118,7 +135,8 @@ def _share_device(model: ModelSettings, speculative: SpeculativeSettings) -> tup
 def services_of(deployment: Deployment) -> list[Service]:
     """The processes of a deployment, in the order they start; free ports are chosen for target and draft."""
     drain = ("--drain-s", f"{deployment.gateway.drain_s:g}")
-    environment = dict(WAIT_QUIETLY) if "OMP_WAIT_POLICY" not in os.environ else {}
+    # Progress bars of the loaders would fill the log.
+    environment = {**quiet_environment(os.environ), "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     target_port = free_port()
     services = [
         Service(

@@ -20,6 +20,7 @@ from tandem.flags import (
     default_of,
 )
 from tandem.supervisor import Supervisor
+from tandem.threads import wait_quietly
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,8 +72,9 @@ def run(args: argparse.Namespace) -> int:
     take_model(args)
     if isinstance(args.served_model_name, list):
         args.served_model_name = tuple(args.served_model_name)
-    deployment = deployments.deployment_of(args)
+    deployment = deployments.deployment_of(args).with_ports()
     if args.embedded:
+        wait_quietly()
         from tandem.embedded import serve_embedded  # noqa: PLC0415 (torch)
 
         return serve_embedded(deployment)
@@ -92,7 +94,8 @@ async def serve(deployment: Deployment, *, startup_timeout_s: float) -> int:
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     try:
         if await _first(supervisor.start(), stop.wait()):
-            print_ready(deployment, {service.name: service.address for service in services})
+            addresses = {service.name: service.address for service in services if service.name != "gateway"}
+            print(deployment.ready_line(addresses), flush=True)
             await stop.wait()
     except TandemError:
         await supervisor.kill()
@@ -113,14 +116,3 @@ async def _first(work: Any, other: Any) -> bool:
     with contextlib.suppress(asyncio.CancelledError):
         await task
     return done
-
-
-def print_ready(deployment: Deployment, addresses: dict[str, str]) -> None:
-    """Print the one line that says where everything is."""
-    gateway = deployment.gateway
-    inside = ", ".join(f"{name} {address}" for name, address in addresses.items() if name != "gateway")
-    print(
-        f"ready: http://{gateway.host}:{gateway.port}/v1, gRPC {gateway.host}:{gateway.grpc_port}"
-        f" | {deployment.describe()}" + (f" | {inside}" if inside else ""),
-        flush=True,
-    )

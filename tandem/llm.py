@@ -1,0 +1,305 @@
+"""The offline API: :class:`LLM`, with vLLM's arguments and results."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import time
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from dataclasses import fields, replace
+from types import TracebackType
+from typing import Any, Final, Self
+
+from gateway.requests import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
+from specdec.errors import InvalidRequest
+from specdec.sampling.params import SamplingParams
+from specdec.settings import ModelSettings, SchedulerSettings
+from tandem.background import BackgroundLoop, at_exit
+from tandem.checkpoints import find_checkpoint
+from tandem.deployment import Deployment, make_deployment
+from tandem.embedded import Embedded
+from tandem.outputs import RequestOutput, make_output
+from tandem.speculation import OLDER_NAMES, choose_models, read_speculation
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+#: vLLM arguments that change nothing here.
+_IGNORED: Final = frozenset(
+    {"use_v2_block_manager", "disable_log_stats", "enable_prefix_caching", "enable_chunked_prefill", "swap_space"}
+)
+#: vLLM's other names of types.
+_DTYPES: Final[Mapping[str, str]] = {"half": "float16", "float": "float32"}
+#: Offline, all prompts are there at once and each waits for its turn.
+_PATIENCE_S: Final = 1e6
+
+
+class LLM:
+    """A target model, with a drafter or without, in this process.
+
+    Args:
+        model: Folder, hub name or bundled name of the target. None loads the bundled pair.
+        speculative_config: vLLM's object, such as ``{"model": …, "num_speculative_tokens": 5}`` or
+            ``{"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5}``.
+        verification: "token", "block" or "coupled"; None is "block", and "coupled" for requests with a seed.
+        options: Fields of :class:`~specdec.settings.ModelSettings` and
+            :class:`~specdec.settings.SchedulerSettings` (``dtype``, ``max_model_len``, ``seed``, ``tokenizer``,
+            ``gpu_memory_utilization``, …), ``chat_template``, and vLLM's older ``speculative_model``,
+            ``num_speculative_tokens``, ``ngram_prompt_lookup_max``, ….
+
+    Raises:
+        InvalidRequest: an argument is unknown, out of range, or names a checkpoint that does not exist.
+        ModelNotSupported: a checkpoint cannot be run correctly, or the draft's vocabulary is not the target's.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        speculative_config: Mapping[str, Any] | str | None = None,
+        verification: str | None = None,
+        **options: Any,
+    ) -> None:
+        self._load(_deployment(model, speculative_config, verification, options))
+
+    @classmethod
+    def of(cls, deployment: Deployment) -> Self:
+        """The same from settings."""
+        made = cls.__new__(cls)
+        made._load(deployment)
+        return made
+
+    def _load(self, deployment: Deployment) -> None:
+        self.deployment = deployment
+        self._loop = BackgroundLoop("tandem-llm")
+        try:
+            self._embedded = self._loop.run(Embedded.start(self.deployment))
+        except BaseException:
+            self._loop.close()
+            raise
+        self._close = weakref.finalize(self, _close, self._loop, self._embedded)
+        at_exit(self._close)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; the results stand in the order of the prompts.
+
+        A prompt is a text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. ``sampling_params`` is
+        one for all or one per prompt. The first error ends the call and is raised.
+        """
+        listed = _list_prompts(prompt_token_ids if prompts is None else prompts)
+        params = _list_params(sampling_params, len(listed))
+        requests = [
+            GenerationRequest(prompt=prompt, params=param) for prompt, param in zip(listed, params, strict=True)
+        ]
+        return self._run(requests, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several; each is a list of ``{"role": …, "content": …}``."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        params = _list_params(sampling_params, len(conversations))
+        requests = []
+        for conversation, param in zip(conversations, params, strict=True):
+            text = self._embedded.generation.render_chat(
+                conversation,  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                **(chat_template_kwargs or {}),
+            )
+            # The template wrote the special tokens already.
+            requests.append(GenerationRequest(prompt=text, params=param, add_special_tokens=False))
+        return self._run(requests, use_tqdm=use_tqdm)
+
+    def close(self) -> None:
+        """Drop the models and end the thread. Idempotent; using the object afterwards is an error."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[GenerationChunk]:
+        """The pieces of one answer as they come; each sample's last one has ``final``."""
+        request = GenerationRequest(prompt=_read_prompt(prompt), params=sampling_params or SamplingParams())
+        return self._iterate(request)
+
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None
+    ) -> Iterator[GenerationChunk]:
+        """The same for the answer to a conversation."""
+        text = self._embedded.generation.render_chat(messages)
+        params = sampling_params or SamplingParams()
+        return self._iterate(GenerationRequest(prompt=text, params=params, add_special_tokens=False))
+
+    def _iterate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
+        self._check_open()
+        chunks = self._embedded.generation.stream(request)
+        try:
+            while (chunk := self._loop.run(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            self._loop.run(chunks.aclose())
+
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise InvalidRequest("this LLM is closed; make a new one")
+
+    def _run(self, requests: Sequence[GenerationRequest], *, use_tqdm: bool) -> list[RequestOutput]:
+        self._check_open()
+        most_samples = max((request.params.n for request in requests), default=1)
+        places = asyncio.Semaphore(max(1, self.deployment.target.scheduler.max_num_seqs // most_samples))
+        with _progress(len(requests), shown=use_tqdm) as advance:
+            return self._loop.run(self._generate_all(requests, places, advance))
+
+    async def _generate_all(
+        self,
+        requests: Sequence[GenerationRequest],
+        places: asyncio.Semaphore,
+        advance: Callable[[RequestOutput], None],
+    ) -> list[RequestOutput]:
+        async def generate(request: GenerationRequest) -> RequestOutput:
+            async with places:
+                output = await self._generate_one(request)
+            advance(output)
+            return output
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(generate(request)) for request in requests]
+        except BaseExceptionGroup as errors:
+            raise _first_of(errors) from None
+        return [task.result() for task in tasks]
+
+    async def _generate_one(self, request: GenerationRequest) -> RequestOutput:
+        arrived, first = time.time(), None
+        samples = [Sample(index) for index in range(request.params.n)]
+        report, request_id = PromptReport(()), ""
+        async with aclosing(self._embedded.generation.stream(request)) as chunks:
+            async for chunk in chunks:
+                first = first or time.time()
+                samples[chunk.index].add(chunk)
+                report, request_id = chunk.prompt or report, chunk.request_id
+        return make_output(
+            GenerationResult(request_id, report, samples),
+            request.prompt if isinstance(request.prompt, str) else None,
+            self._embedded.generation.tokenizer,
+            times=(arrived, first, time.time()),
+            with_logprobs=request.params.logprobs is not None,
+        )
+
+
+async def _next(chunks: AsyncGenerator[GenerationChunk, None]) -> GenerationChunk | None:
+    return await anext(chunks, None)
+
+
+def _close(loop: BackgroundLoop, embedded: Embedded) -> None:
+    loop.run(embedded.close())
+    loop.close()
+
+
+def _deployment(
+    model: str | None,
+    speculative_config: Mapping[str, Any] | str | None,
+    verification: str | None,
+    options: dict[str, Any],
+) -> Deployment:
+    """Settings from the arguments of :class:`LLM`."""
+    older = {name: options.pop(name) for name in OLDER_NAMES if name in options}
+    chat_template = options.pop("chat_template", None)
+    groups: dict[type, dict[str, Any]] = {ModelSettings: {}, SchedulerSettings: {}}
+    for name, value in options.items():
+        if name in _IGNORED:
+            continue
+        for settings, given in groups.items():
+            if name in {field.name for field in fields(settings)}:
+                given[name] = value
+                break
+        else:
+            raise InvalidRequest(f"LLM has no argument {name!r}{_suggest(name)}", param=name)
+    given = groups[ModelSettings]
+    if "dtype" in given:
+        given["dtype"] = _DTYPES.get(given["dtype"], given["dtype"])
+    if given.get("tokenizer") is not None:
+        given["tokenizer"] = find_checkpoint(given["tokenizer"])
+    choice = choose_models(model, read_speculation(speculative_config, older), tokenizer=given.get("tokenizer"))
+    scheduler = SchedulerSettings(**{"max_wait_s": _PATIENCE_S, "max_waiting": 2**31, **groups[SchedulerSettings]})
+    deployment = make_deployment(
+        choice,
+        ModelSettings(model=choice.target, **given),
+        scheduler=scheduler,
+        verification=verification,
+        gateway={"seed": given.get("seed"), "chat_template": chat_template},
+    )
+    return replace(deployment, gateway=replace(deployment.gateway, draft_timeout_s=_PATIENCE_S))
+
+
+def _suggest(name: str) -> str:
+    known = {field.name for settings in (ModelSettings, SchedulerSettings) for field in fields(settings)}
+    known |= {*OLDER_NAMES, "speculative_config", "verification", "chat_template"}
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; it knows {', '.join(sorted(known))}"
+
+
+def _list_prompts(prompts: Any) -> list[str | Sequence[int]]:
+    """One prompt or many, in any of vLLM's forms, as texts and token ids."""
+    if prompts is None:
+        raise InvalidRequest("no prompts are given", param="prompts")
+    one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [_read_prompt(prompt) for prompt in ([prompts] if one else prompts)]
+
+
+def _read_prompt(prompt: Any) -> str | Sequence[int]:
+    if isinstance(prompt, Mapping):
+        if "prompt_token_ids" in prompt:
+            return list(prompt["prompt_token_ids"])
+        if "prompt" in prompt:
+            return str(prompt["prompt"])
+        raise InvalidRequest(f'a prompt has "prompt" or "prompt_token_ids", not {", ".join(map(repr, prompt))}')
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Sequence):
+        return list(prompt)
+    raise InvalidRequest(f"a prompt is text, token ids or an object, not {type(prompt).__name__}", param="prompts")
+
+
+def _list_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequest(f"{count} prompts came with {len(params)} sampling_params", param="sampling_params")
+    return list(params)
+
+
+def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _progress(count: int, *, shown: bool) -> AbstractContextManager[Callable[[RequestOutput], None]]:
+    """A progress bar over the prompts, with tokens a second behind it."""
+    if not shown:
+        return nullcontext(lambda _: None)
+    from tandem.progress import PromptProgress  # noqa: PLC0415 (tqdm)
+
+    return PromptProgress(count)

@@ -1,0 +1,151 @@
+"""What :class:`tandem.LLM` returns, under vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gateway.requests import Final, GenerationResult, Sample, TokenLogprobs
+from gateway.speculation import SpeculationMetrics
+from gateway.tokenizer import TextTokenizer
+from specdec.sessions import PositionLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability (nats) of a token, its rank (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    #: Sum of the chosen tokens' log-probabilities; None unless they were asked for.
+    cumulative_logprob: float | None
+    #: Per token, the chosen and the most likely ones by id; None unless asked for.
+    logprobs: list[dict[int, Logprob]] | None
+    #: "stop" or "length".
+    finish_reason: str | None = None
+    #: The stop string or stop token that ended the text; None for end-of-sequence and limits.
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Whether the continuation has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Moments of a request (``time.time()``) and what speculation did for it, over all its continuations."""
+
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float | None
+    #: Rounds that verified at least one drafted token.
+    num_drafts: int = 0
+    #: Drafted tokens verified, and how many of them were accepted.
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    #: Entry i: rounds in which the drafted token i was accepted.
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    #: Accepted / drafted.
+    draft_acceptance_rate: float = 0.0
+    #: Mean tokens per round, the target's own included.
+    mean_acceptance_length: float = 0.0
+
+    @classmethod
+    def of(
+        cls, speculation: SpeculationMetrics, arrived: float, first: float | None, finished: float
+    ) -> RequestMetrics:
+        """From the gateway's counts."""
+        histogram = speculation.acceptance_histogram
+        return cls(
+            arrival_time=arrived,
+            first_token_time=first,
+            finished_time=finished,
+            num_drafts=speculation.num_spec_steps,
+            num_draft_tokens=speculation.num_draft_tokens,
+            num_accepted_tokens=speculation.num_accepted_draft_tokens,
+            num_accepted_tokens_per_pos=[sum(histogram[place:]) for place in range(1, len(histogram))],
+            draft_acceptance_rate=speculation.draft_acceptance_rate,
+            mean_acceptance_length=speculation.mean_acceptance_length,
+        )
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One prompt and its continuations."""
+
+    request_id: str
+    #: The prompt's text; None when it was given as token ids.
+    prompt: str | None
+    prompt_token_ids: list[int]
+    #: Per prompt token (None for the first), the token and the most likely ones by id; None unless asked for.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
+
+
+def make_output(
+    result: GenerationResult,
+    prompt: str | None,
+    tokenizer: TextTokenizer | None,
+    *,
+    times: tuple[float, float | None, float],
+    with_logprobs: bool,
+) -> RequestOutput:
+    """vLLM's shape of a finished request; ``times`` are arrival, first token and end."""
+    return RequestOutput(
+        request_id=result.request_id,
+        prompt=prompt,
+        prompt_token_ids=list(result.prompt.token_ids),
+        prompt_logprobs=_prompt_logprobs(result.prompt.logprobs, tokenizer),
+        outputs=[_completion(sample, with_logprobs=with_logprobs) for sample in result.samples],
+        finished=all(sample.final is not None for sample in result.samples),
+        metrics=RequestMetrics.of(result.speculation, *times),
+        num_cached_tokens=result.usage.cached_tokens,
+    )
+
+
+def _completion(sample: Sample, *, with_logprobs: bool) -> CompletionOutput:
+    final: Final | None = sample.final
+    return CompletionOutput(
+        index=sample.index,
+        text=sample.text,
+        token_ids=list(sample.token_ids),
+        cumulative_logprob=sum(entry.token.logprob for entry in sample.logprobs) if with_logprobs else None,
+        logprobs=[_logprobs(entry) for entry in sample.logprobs] if with_logprobs else None,
+        finish_reason=str(final.reason) if final else None,
+        stop_reason=final.stop_reason if final else None,
+    )
+
+
+def _logprobs(entry: TokenLogprobs) -> dict[int, Logprob]:
+    return {token.token_id: Logprob(token.logprob, token.rank, token.text) for token in (entry.token, *entry.top)}
+
+
+def _prompt_logprobs(
+    entries: Sequence[PositionLogprobs], tokenizer: TextTokenizer | None
+) -> list[dict[int, Logprob] | None] | None:
+    if not entries:
+        return None
+    shown: list[dict[int, Logprob] | None] = [None]
+    for entry in entries:
+        shown.append(
+            {
+                token.token_id: Logprob(
+                    token.logprob, token.rank, tokenizer.token_text(token.token_id) if tokenizer else None
+                )
+                for token in (entry.token, *entry.top)
+            }
+        )
+    return shown
