@@ -8,8 +8,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
 
 import uvicorn
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 #: Connections waiting to be accepted.
 BACKLOG: Final = 2048
-#: Seconds between two looks at whether targets are up, and whether the last request is done.
+#: Seconds between two looks at whether targets are up.
 LOOK_S: Final = 0.05
 
 
@@ -51,6 +51,7 @@ class Gateway:
         self._rest: _Uvicorn | None = None
         self._rest_task: asyncio.Task[None] | None = None
         self._health: asyncio.Task[None] | None = None
+        self._ready = asyncio.Event()
         self._rpc = RpcServer(
             ServerSettings(
                 host=settings.host,
@@ -104,8 +105,7 @@ class Gateway:
 
     async def wait_ready(self) -> None:
         """Return once a target can be used and both ports answer."""
-        while not (self.generation.router.ready and self._rest is not None and self._rest.started):
-            await asyncio.sleep(LOOK_S)
+        await self._ready.wait()
 
     async def drain(self) -> None:
         """Refuse new requests and let those in flight finish, for ``drain_s`` seconds at most."""
@@ -137,6 +137,8 @@ class Gateway:
             if (ready := self.generation.router.ready) is not serving and not self.generation.draining:
                 serving = ready
                 await self._rpc.set_serving(serving)
+            if serving and self._rest is not None and self._rest.started:
+                self._ready.set()
             await asyncio.sleep(LOOK_S)
 
 
@@ -220,9 +222,9 @@ async def serve(
             loop.remove_signal_handler(number)
 
 
-async def _first(work: asyncio.Future[None] | object, event: asyncio.Event) -> bool:
+async def _first(work: Coroutine[Any, Any, None], event: asyncio.Event) -> bool:
     """Run ``work`` until it ends or the event comes; whether it ended."""
-    task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+    task = asyncio.ensure_future(work)
     waiter = asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait((task, waiter), return_when=asyncio.FIRST_COMPLETED)

@@ -106,6 +106,9 @@ class FakeBackend:
     async def load(self):
         return ServerLoad(open_sessions=len(self.open_sessions))
 
+    def count_stale(self):
+        raise AssertionError("the gateway sent a stale message")
+
 
 class FakeSession:
     """Open until closed, exactly once."""
