@@ -61,7 +61,7 @@ class PagedBatch:
 
     batch: Batch
     _groups: list[Group] | None = None
-    _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
+    _masks: dict[tuple[int, int | None, int], torch.Tensor | None] = field(default_factory=dict)
     _slots: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -79,11 +79,12 @@ class PagedBatch:
             self._groups = _group(self.batch)
         return self._groups
 
-    def mask(self, index: int, window: int | None) -> torch.Tensor | None:
-        """Bool [S, 1, R, L], True where a row may look; None where it may look everywhere."""
-        key = (index, window)
+    def mask(self, index: int, window: int | None, repeats: int) -> torch.Tensor | None:
+        """Bool [S, 1, repeats * R, L], True where a row may look; None where all may look everywhere."""
+        key = (index, window, repeats)
         if key not in self._masks:
-            self._masks[key] = _mask(self.groups[index], self.batch.plan.block_size, window)
+            mask = _mask(self.groups[index], self.batch.plan.block_size, window)
+            self._masks[key] = None if mask is None else mask.repeat(1, 1, repeats, 1)
         return self._masks[key]
 
 
@@ -112,18 +113,20 @@ def paged_attention(
     query [T, Hq, D]; k_cache [N, Hkv, block, D]; v_cache [N, Hkv, block, Dv]; sinks [Hq] or None. Returns
     [T, Hq, Dv]. ``window`` counts the entries a row sees, itself included.
     """
-    out = query.new_empty(query.shape[0], query.shape[1], v_cache.shape[-1])
+    num_heads, num_kv_heads, value_dim = query.shape[1], k_cache.shape[1], v_cache.shape[-1]
+    shared = num_heads // num_kv_heads  # query heads that share a key head: as further rows, keys are not repeated
+    out = query.new_empty(query.shape[0], num_heads, value_dim)
     for index, group in enumerate(batch.groups):
         keys, values = _gather(k_cache, group), _gather(v_cache, group)  # [S, Hkv, L, D], [S, Hkv, L, Dv]
-        mask = batch.mask(index, window)
+        mask = batch.mask(index, window, shared)
         rows = query[group.rows] if group.span is None else query[None, slice(*group.span)]  # [S, R, Hq, D]
-        rows = rows.transpose(1, 2)
+        num_sequences, num_rows = rows.shape[:2]
+        rows = rows.transpose(1, 2).reshape(num_sequences, num_kv_heads, shared * num_rows, -1)
         if softcap is None and sinks is None:
-            gqa = rows.shape[1] != keys.shape[1]
-            attended = F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale, enable_gqa=gqa)
+            attended = F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
         else:
             attended = _attend_by_hand(rows, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks)
-        attended = attended.transpose(1, 2)  # [S, R, Hq, Dv]
+        attended = attended.reshape(num_sequences, num_heads, num_rows, value_dim).transpose(1, 2)  # [S, R, Hq, Dv]
         if group.span is None:
             out[group.rows] = attended  # a repeated row is written twice with one value
         else:
@@ -141,10 +144,11 @@ def _attend_by_hand(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What SDPA has no argument for: softcap * tanh(scores / softcap), and a sink that takes part of the softmax."""
-    repeats = query.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
-    scores = torch.matmul(query, keys.transpose(2, 3)).float() * scale  # [S, Hq, R, L]
+    """What SDPA has no argument for: softcap * tanh(scores / softcap), and a sink that takes part of the softmax.
+
+    query [S, Hkv, G * R, D], where G query heads share a key head; sinks [Hkv * G].
+    """
+    scores = torch.matmul(query, keys.transpose(2, 3)).float() * scale  # [S, Hkv, G * R, L]
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
@@ -152,7 +156,9 @@ def _attend_by_hand(
     if sinks is None:
         weights = scores.softmax(-1)
     else:
-        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        num_sequences, num_kv_heads, num_rows, _ = scores.shape
+        column = sinks.float().view(1, num_kv_heads, -1, 1)
+        column = column.repeat_interleave(num_rows // column.shape[2], dim=2).expand(num_sequences, -1, -1, -1)
         weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
     return torch.matmul(weights.to(values.dtype), values)
 
@@ -174,6 +180,7 @@ def _gather(cache: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _mask(group: Group, block_size: int, window: int | None) -> torch.Tensor | None:
+    """Bool [S, 1, R, L]."""
     num_entries = group.kv_lens[0] if group.span is not None else group.tables.shape[1] * block_size
     one_row = group.span is not None and group.span[1] - group.span[0] == 1
     if one_row and (window is None or num_entries <= window):
