@@ -95,6 +95,13 @@ class Admission(Generic[T]):
                     waiter.admitted.set_result(got)
             self._waiting.popleft()
 
+    def refuse(self, error: TandemError) -> None:
+        """Fail everybody in the queue with ``error``."""
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.admitted.done():
+                waiter.admitted.set_exception(error)
+
     def _try(self, reserve: Callable[[], T]) -> T | None:
         if self.num_open >= self._max_open:
             return None

@@ -27,6 +27,8 @@ from target_service.verifier import Verifier
 #: Drafted tokens a round may carry at most, whatever a session asks for.
 MAX_SPECULATIVE_TOKENS: Final = 64
 
+GOING_DOWN: Final = "the target is shutting down; use another replica"
+
 
 class TargetCore:
     """Implements :class:`specdec.sessions.TargetBackend`. Made on a running event loop, used from it alone."""
@@ -79,7 +81,7 @@ class TargetCore:
         """
         asked_ns = time.perf_counter_ns()
         if self._draining:
-            raise Unavailable("the target is shutting down; use another replica")
+            raise Unavailable(GOING_DOWN)
         ending = self._check(spec)
         params = spec.params
         state = SamplingState(
@@ -132,8 +134,9 @@ class TargetCore:
         self._draining = True
         if self._expiry is not None:
             self._expiry.cancel()
+        self._admission.refuse(Unavailable(GOING_DOWN))
         for session in list(self._sessions):
-            session.fail(Unavailable("the target is shutting down; use another replica"))
+            session.fail(Unavailable(GOING_DOWN))
             session.end()
         await self._batcher.close()
         try:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
 
 from specdec import codec
 from specdec.errors import InvalidRequest, StaleSession, Unavailable
-from specdec.sessions import TargetSession, Verdict
+from specdec.sessions import Verdict
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
 from target_service.core import TargetCore
+from target_service.session import Session
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -40,8 +42,7 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             await context.write(pb.VerifyResponse(opened=codec.encode_target_opened(session.opened)))
             await _write(context, session.first)
             if spec.decode_ahead_tokens and session.first.finish_reason is None:
-                async for verdict in session.decode_ahead(session.first.committed_len, spec.decode_ahead_tokens):
-                    await _write(context, verdict)
+                await _write_ahead(context, session, session.first.committed_len, spec.decode_ahead_tokens)
             while (request := await context.read()) is not grpc.aio.EOF:
                 await self._answer(core, session, request, context)
         finally:
@@ -56,9 +57,7 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             model=codec.encode_model_info(await core.info()), load=codec.encode_load(await core.load())
         )
 
-    async def _answer(
-        self, core: TargetCore, session: TargetSession, request: pb.VerifyRequest, context: Context
-    ) -> None:
+    async def _answer(self, core: TargetCore, session: Session, request: pb.VerifyRequest, context: Context) -> None:
         """Answer one message; a stale one is counted and dropped."""
         kind = request.WhichOneof("kind")
         if kind is None or kind == "open":
@@ -72,8 +71,7 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
                 proposal = codec.decode_proposal(request.round.proposal) if request.round.HasField("proposal") else None
                 await _write(context, await session.verify(message.committed_len, proposal))
             else:
-                async for verdict in session.decode_ahead(message.committed_len, request.decode_ahead.num_tokens):
-                    await _write(context, verdict)
+                await _write_ahead(context, session, message.committed_len, request.decode_ahead.num_tokens)
         except StaleSession:
             return  # counted where it was raised
 
@@ -85,3 +83,9 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
 
 async def _write(context: Context, verdict: Verdict) -> None:
     await context.write(pb.VerifyResponse(verdict=codec.encode_verdict(verdict)))
+
+
+async def _write_ahead(context: Context, session: Session, committed_len: int, num_tokens: int) -> None:
+    async with aclosing(session.decode_ahead(committed_len, num_tokens)) as verdicts:
+        async for verdict in verdicts:
+            await _write(context, verdict)

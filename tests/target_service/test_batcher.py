@@ -240,13 +240,15 @@ async def test_a_session_without_a_token_to_draw_fails_alone(start_core, plain):
 
 
 async def test_closing_the_core_ends_its_sessions(start_core):
-    async with start_core() as core:
+    async with start_core(max_num_seqs=1) as core:
         session = await core.open(make_spec(make_prompt(0), 200))
         waiting = asyncio.create_task(_drain(session.decode_ahead(session.first.committed_len, 150)))
+        queued = asyncio.create_task(core.open(make_spec(make_prompt(1), 4)))
         await until(lambda: core.num_ticks > 3)
         await core.close()
-        with pytest.raises(Unavailable, match="shutting down"):
-            await waiting
+        for task in (waiting, queued):
+            with pytest.raises(Unavailable, match="shutting down"):
+                await task
         with pytest.raises(Unavailable):
             await core.open(make_spec(make_prompt(0), 4))
         await session.close()

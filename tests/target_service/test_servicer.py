@@ -173,7 +173,7 @@ async def test_overload_crosses_the_wire_with_its_numbers(start_core, serve):
 # --- leaving ---
 
 
-async def test_a_client_that_goes_away_at_any_moment_leaves_nothing(start_core, serve):
+async def test_a_client_that_goes_away_at_any_moment_leaves_nothing(start_core, serve, caplog):
     async with start_core(max_num_seqs=2, max_num_batched_tokens=32) as core, serve(core) as (stub, server):
         for after_s in (0.0, 0.001, 0.003, 0.01, 0.02, 0.04):
             for spec in (
@@ -184,6 +184,7 @@ async def test_a_client_that_goes_away_at_any_moment_leaves_nothing(start_core, 
                     await asyncio.sleep(after_s)
                 await until_clean(core)
                 await until(lambda: server.num_active_calls == 0)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_a_client_that_breaks_out_without_closing_leaves_nothing(start_core, serve):
