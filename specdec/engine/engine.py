@@ -106,8 +106,9 @@ class Engine:
         reference = Reference(
             model,
             vocab_size=min(vocab_size, text.vocab_size),
-            max_tokens=min(num_blocks * settings.block_size, 2 * max_model_len),
+            num_blocks=num_blocks,
             block_size=settings.block_size,
+            max_model_len=max_model_len,
         )
         model.set_attn_implementation(PAGED)
 

@@ -31,20 +31,23 @@ _QUANTISED_TOLERANCE: Final = (0.2, 0.25)
 class Reference:
     """Random token sequences and what the stock model answers to each of their tokens."""
 
-    def __init__(self, model: PreTrainedModel, *, vocab_size: int, max_tokens: int, block_size: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, vocab_size: int, num_blocks: int, block_size: int, max_model_len: int
+    ) -> None:
         """Run the stock model (reference attention, no cache, one sequence at a time).
 
-        ``max_tokens`` bounds the two sequences together, in whole blocks of ``block_size``, and each of them.
+        The sequences are cut to fit ``num_blocks`` blocks together and ``max_model_len`` each.
 
         Raises:
             ModelNotSupported: the stock model itself answers with NaN or infinity.
         """
         generator = torch.Generator().manual_seed(20)
-        limit = max(max_tokens // (2 * block_size), 1) * block_size
+        num_sequences = min(num_blocks, len(_CHUNKS))
+        limit = min(num_blocks // num_sequences * block_size, max_model_len)
         self.sequences: list[list[int]] = []
         self.logits: list[torch.Tensor] = []
-        for chunks in _CHUNKS[: 2 if max_tokens >= 2 * block_size else 1]:
-            length = min(sum(chunks), limit, max_tokens)
+        for chunks in _CHUNKS[:num_sequences]:
+            length = min(sum(chunks), limit)
             ids = torch.randint(vocab_size, (length,), generator=generator)
             with torch.inference_mode():
                 logits = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0].float()

@@ -207,6 +207,16 @@ def test_the_cache_keeps_to_its_budget(load_engine: Callable[..., Engine]) -> No
     assert small.info.max_model_len == small.info.kv_cache_tokens == 80  # nobody asked for 128
 
 
+@pytest.mark.parametrize("options", [{"max_model_len": 3, "block_size": 32}, {"kv_cache_memory_bytes": 2048}])
+def test_the_smallest_caches_serve(
+    options: dict[str, int], load_engine: Callable[..., Engine], stock_llama: PreTrainedModel, tools: SimpleNamespace
+) -> None:
+    engine = load_engine("llama", **options)
+    ids = tools.random_ids(engine.info.max_model_len, seed=13)
+    engine.warm_up()
+    close(tools.feed(engine, engine.pool.open(len(ids)), ids), tools.stock_logits(stock_llama, ids))
+
+
 def test_the_share_of_memory_bounds_a_cache_on_a_cpu(
     load_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
