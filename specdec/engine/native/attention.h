@@ -99,7 +99,12 @@ inline void transpose_tile(const T* const* rows, int count, int dim, float* keys
     for (int d0 = 0; d0 < dim; d0 += 16) {
       int width = dim - d0 < 16 ? dim - d0 : 16;
       __m512 r[16], t[16];
-      for (int j = 0; j < 16; j++) r[j] = half + j < count ? (__m512)load_part(rows[half + j] + d0, width) : (__m512)Vec{};
+      if (width == 16 && half + 16 <= count) {
+        for (int j = 0; j < 16; j++) r[j] = (__m512)load(rows[half + j] + d0);
+      } else {
+        for (int j = 0; j < 16; j++)
+          r[j] = half + j < count ? (__m512)load_part(rows[half + j] + d0, width) : (__m512)Vec{};
+      }
       for (int j = 0; j < 8; j++) {
         t[2 * j] = _mm512_unpacklo_ps(r[2 * j], r[2 * j + 1]);
         t[2 * j + 1] = _mm512_unpackhi_ps(r[2 * j], r[2 * j + 1]);
@@ -150,6 +155,34 @@ inline void copy_tile(const T* const* rows, int count, int dim, float* out, int6
   }
 }
 
+// Where the keys and values of positions tile_begin … + count lie. Those before `first` are outside the window and their
+// blocks may be anyone's: they read as `first`, and the mask drops them.
+template <class Cache>
+inline void find_rows(const Plan& plan, const AttentionShape& shape, const int32_t* table, int kv_head, int64_t first,
+                      int64_t tile_begin, int count, const Cache* k_cache, const Cache* v_cache, const Cache** keys,
+                      const Cache** values) {
+  int64_t index = first / plan.block_size, offset = first % plan.block_size;
+  const Cache* key = nullptr;
+  const Cache* value = nullptr;
+  for (int j = 0; j < count; j++) {
+    if (!key || (tile_begin + j > first && ++offset == plan.block_size)) {
+      if (key) index++, offset = 0;
+      key = k_cache + table[index] * shape.k_block_stride + (kv_head * plan.block_size + offset) * shape.head_dim;
+      value = v_cache + table[index] * shape.v_block_stride + (kv_head * plan.block_size + offset) * shape.value_dim;
+    } else if (tile_begin + j > first) {
+      key += shape.head_dim;
+      value += shape.value_dim;
+    }
+    keys[j] = key;
+    values[j] = value;
+  }
+}
+
+template <class T>
+inline void prefetch(const T* row, int n) {
+  for (int i = 0; i < n; i += int(64 / sizeof(T))) __builtin_prefetch(row + i, 0, 2);
+}
+
 // One task. query[row * query_row + head * query_head + d]; out likewise.
 template <class Query, class Cache, class Out>
 void attend(const Plan& plan, const AttentionShape& shape, const AttentionTask& task, int kv_head, const Query* query,
@@ -197,15 +230,28 @@ void attend(const Plan& plan, const AttentionShape& shape, const AttentionTask& 
 
     const Cache *key_rows[kPanel], *value_rows[kPanel];
     const int keys = int(end - tile_begin < kPanel ? end - tile_begin : kPanel);
-    for (int j = 0; j < keys; j++) {
-      int64_t p = tile_begin + j;
-      if (p < begin) p = begin;  // before the window: its block may be anyone's; masked below
-      const int64_t block = table[p / plan.block_size], offset = p % plan.block_size;
-      key_rows[j] = k_cache + block * shape.k_block_stride + (kv_head * plan.block_size + offset) * dim;
-      value_rows[j] = v_cache + block * shape.v_block_stride + (kv_head * plan.block_size + offset) * value_dim;
+    find_rows(plan, shape, table, kv_head, tile_begin < begin ? begin : tile_begin, tile_begin, keys, k_cache, v_cache,
+              key_rows, value_rows);
+    if (tile_begin + kPanel < end) {  // fetch the next tile while this one is computed
+      const int64_t next = tile_begin + kPanel;
+      const Cache *next_keys[kPanel], *next_values[kPanel];
+      const int count = int(end - next < kPanel ? end - next : kPanel);
+      find_rows(plan, shape, table, kv_head, next, next, count, k_cache, v_cache, next_keys, next_values);
+      for (int j = 0; j < count; j++) {
+        prefetch(next_keys[j], dim);
+        prefetch(next_values[j], value_dim);
+      }
     }
     transpose_tile(key_rows, keys, dim, s.keys);
-    copy_tile(value_rows, keys, value_dim, s.values, s.out_stride);
+    const float* values = s.values;
+    int64_t value_stride = s.out_stride;
+    if (sizeof(Cache) == sizeof(float) && value_dim % kPanel == 0 && keys == kPanel &&
+        value_rows[kPanel - 1] - value_rows[0] == int64_t(kPanel - 1) * value_dim) {
+      values = reinterpret_cast<const float*>(value_rows[0]);  // they already lie as the kernel wants them
+      value_stride = value_dim;
+    } else {
+      copy_tile(value_rows, keys, value_dim, s.values, s.out_stride);
+    }
 
     float* scores = s.scores + m0 * kPanel;
     tiles<Float32>(count, s.query + m0 * s.query_stride, s.query_stride, s.keys, kPanel, dim, scores, kPanel, false);
@@ -242,7 +288,7 @@ void attend(const Plan& plan, const AttentionShape& shape, const AttentionTask& 
       }
     }
     for (int64_t column = 0; column < out_width; column += kPanel)
-      tiles<Float32>(count, scores, kPanel, s.values + column, s.out_stride, kPanel,
+      tiles<Float32>(count, scores, kPanel, values + column, value_stride, kPanel,
                      s.out + m0 * s.out_stride + column, s.out_stride, true);
   }
 

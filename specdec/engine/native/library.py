@@ -102,7 +102,8 @@ class Memory:
         self.address: int = address
         self.num_bytes = num_bytes
         self._taken = 0
-        weakref.finalize(self, library.free, address)
+        # Not at exit: a daemon thread may still be in the middle of a pass then.
+        weakref.finalize(self, library.free, address).atexit = False
 
     def take(self, num_bytes: int) -> int:
         """The address of the next ``num_bytes`` bytes, aligned to a page."""

@@ -116,20 +116,35 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 inline Vec max(Vec a, Vec b) { return (a > b) ? a : b; }
 inline Vec min(Vec a, Vec b) { return (a < b) ? a : b; }
 
-// Halves added pairwise: one fixed order for every caller.
-inline float sum(Vec v) {
+// Halves combined pairwise: one fixed order for every caller.
+template <class Combine>
+inline float fold(Vec v, Combine combine) {
+#if defined(__AVX512F__)
+  typedef float Half __attribute__((vector_size(32)));
+  typedef float Quarter __attribute__((vector_size(16)));
+  Half a, b;
+  std::memcpy(&a, &v, 32);
+  std::memcpy(&b, reinterpret_cast<const char*>(&v) + 32, 32);
+  a = combine(a, b);
+  Quarter c, d;
+  std::memcpy(&c, &a, 16);
+  std::memcpy(&d, reinterpret_cast<const char*>(&a) + 16, 16);
+  c = combine(c, d);
+  const float even = combine(c[0], c[2]), odd = combine(c[1], c[3]);
+  return combine(even, odd);
+#else
   float x[kLanes];
   store(x, v);
   for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) x[i] += x[i + half];
+    for (int i = 0; i < half; i++) x[i] = combine(x[i], x[i + half]);
   return x[0];
+#endif
+}
+inline float sum(Vec v) {
+  return fold(v, [](auto a, auto b) { return a + b; });
 }
 inline float largest(Vec v) {
-  float x[kLanes];
-  store(x, v);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
-  return x[0];
+  return fold(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // e^x to 2 ulp, clamped to the range of normal floats (Cephes' expf).
