@@ -13,6 +13,9 @@ from gateway.rest.errors import error_body
 #: A prompt of a million tokens as JSON numbers, and room to spare.
 MAX_BODY_BYTES: Final = 16 * 2**20
 
+#: Limits' worth of a refused body that are read before the answer is sent regardless.
+PATIENCE: Final = 8
+
 
 class BodyLimit:
     """ASGI middleware that answers 413 to bodies above the limit, announced or not."""
@@ -29,6 +32,7 @@ class BodyLimit:
             return
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if int(announced) > self._max_bytes:
+            await self._discard(receive, {"more_body": True})
             await self._refuse(scope, receive, send)
             return
         seen = 0
@@ -38,10 +42,18 @@ class BodyLimit:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._max_bytes:
+                await self._discard(receive, message)
                 raise HTTPException(413, self._text)
             return message
 
         await self._app(scope, counted, send)
+
+    async def _discard(self, receive: Receive, message: Message) -> None:
+        """Read on for a while and keep nothing: a client still sending sees a broken connection, not the answer."""
+        seen = 0
+        while message.get("more_body") and seen < PATIENCE * self._max_bytes:
+            message = await receive()
+            seen += len(message.get("body", b""))
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = error_body(self._text, "invalid_request_error", 413)
