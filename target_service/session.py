@@ -291,6 +291,8 @@ class Session:
             raise self._stale(proposal.base_len)
         check_draft(proposal.token_ids, proposal.q_rows, self.subject.state.num_tokens)
         room = self.subject.ending.room(committed_len) - 1
+        if len(proposal.token_ids) <= room:
+            return proposal
         return replace(proposal, token_ids=proposal.token_ids[:room], q_rows=proposal.q_rows[:room])
 
     def _check_alive(self) -> None:
