@@ -1,0 +1,164 @@
+"""The gateway as a process: no torch, a ready line, draining on SIGTERM, flags."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway.app import serve
+from gateway.main import add_arguments, main, settings_of
+from specdec.errors import InvalidRequest
+from specdec.sampling.rule import Rule
+from specdec.settings import GatewaySettings
+from tests.gateway.conftest import serve as stand_of
+from tests.gateway.fakes import FakeDraft, FakeTarget
+from tests.gateway.test_grpc import Service, all_closed, until
+
+ROOT = Path(__file__).parents[2]
+
+WITHOUT_TORCH = """
+import asyncio, sys
+import httpx
+import gateway.main, gateway.backends.fleet
+from gateway.app import Gateway
+from gateway.routing import Replica, Router
+from specdec.settings import GatewaySettings
+from tests.gateway.fakes import FakeDraft, FakeTarget, target_info
+
+async def main(folder):
+    target, draft = FakeTarget(info=target_info(vocab_size=400, tokenizer_size=400)), FakeDraft()
+    draft.model = target.model
+    gateway = Gateway(GatewaySettings(port=0, grpc_port=0, tokenizer=folder), router=await Router.local(target, draft))
+    await gateway.start()
+    await gateway.wait_ready()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}") as http:
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+        assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
+        assert (await http.post("/v1/completions", json={"prompt": "a", "stop": "x"})).status_code == 200
+        assert (await http.get("/metrics")).status_code == 200
+    await gateway.stop()
+
+asyncio.run(main(sys.argv[1]))
+loaded = {name.split(".")[0] for name in sys.modules} & {"torch", "transformers"}
+assert not loaded, loaded
+print("served without torch")
+"""
+
+
+def test_serving_never_loads_torch(tokenizer_folder):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", WITHOUT_TORCH, str(tokenizer_folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "served without torch"
+
+
+@contextlib.asynccontextmanager
+async def process_of(*flags):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "gateway", "--port", "0", "--grpc-port", "0", *flags,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=ROOT,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+async def test_a_process_serves_and_drains(tokenizer_folder):
+    target, draft = FakeTarget(latency_s=0.01), FakeDraft(quality=0.9)
+    services = [await Service(backend).start() for backend in (target, draft)]
+    addresses = ["--targets", services[0].address, "--drafts", services[1].address]
+    try:
+        async with process_of(*addresses, "--tokenizer", str(tokenizer_folder), "--drain-s", "5") as process:
+            ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 20))
+            assert (ready["event"], ready["service"], ready["pid"]) == ("ready", "gateway", process.pid)
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ready['port']}", timeout=20) as http:
+                assert (await http.get("/health")).status_code == 200
+                body = {"prompt": [5], "max_tokens": 300, "temperature": 0, "stream": True}
+                async with http.stream("POST", "/v1/completions", json=body) as response:
+                    lines = response.aiter_lines()
+                    await anext(lines)
+                    process.send_signal(signal.SIGTERM)
+                    rest = [line async for line in lines if line]
+                assert rest[-1] == "data: [DONE]"
+                assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+                with pytest.raises(httpx.ConnectError):
+                    await http.get("/health")
+            assert await asyncio.wait_for(process.wait(), 10) == 0
+            assert draft.num_proposals > 10
+        await all_closed(target, draft)
+    finally:
+        for service in services:
+            await service.stop()
+
+
+@pytest.mark.parametrize("drain_s", [0.3])
+async def test_requests_that_outlast_the_drain_are_cancelled(backends, info, script, drain_s):
+    backends[0][0].latency_s = 0.05
+    async with stand_of(backends, info, script, drain_s=drain_s) as stand:
+        body = {"prompt": [5], "max_tokens": 400, "stream": True}
+        call = asyncio.create_task(stand.http.post("/v1/completions", json=body))
+        await until(lambda: stand.targets[0].open_sessions)
+        await stand.gateway.drain()
+        await stand.gateway.stop()
+        await asyncio.wait((call,))
+        assert call.exception() is not None or "[DONE]" not in call.result().text
+        await all_closed(*stand.targets, *stand.drafts)
+
+
+async def test_stop_ends_a_gateway_in_process(backends, info):
+    from gateway.app import Gateway
+    from tests.gateway.conftest import router_of
+
+    gateway = Gateway(GatewaySettings(port=0, grpc_port=0), router=router_of(*backends, info))
+    stop, ready = asyncio.Event(), []
+    task = asyncio.create_task(serve(gateway, stop=stop, on_ready=ready.append))
+    await until(lambda: ready)
+    stop.set()
+    await asyncio.wait_for(task, 5)
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return settings_of(parser.parse_args(argv))
+
+
+def test_flags():
+    assert parse() == GatewaySettings()
+    given = parse(
+        "--targets", "a:1,b:2", "--targets", "c:3", "--drafts", "[::1]:4", "--served-model-name", "m", "--verification",
+        "coupled", "--num-speculative-tokens", "7", "--request-timeout-s", "2.5", "--seed", "1", "--chat-template", "x",
+    )  # fmt: skip
+    assert given.targets == ("a:1", "b:2", "c:3")
+    assert given.drafts == ("[::1]:4",)
+    assert given.served_model_name == ("m",)
+    assert given.verification is Rule.COUPLED
+    assert (given.num_speculative_tokens, given.request_timeout_s, given.seed) == (7, 2.5, 1)
+    with pytest.raises(InvalidRequest, match="write each as host:port"):
+        parse("--targets", "nowhere")
+
+
+def test_mistakes_in_the_call(capsys, tmp_path):
+    for argv in (["--targets", "x"], [], ["--targets", "a:1", "--tokenizer", str(tmp_path / "none")]):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        assert caught.value.code == 2
+    assert "does not exist" in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""Rendezvous hashing, health, and drafts that do not fit."""
+
+import pytest
+
+from gateway.routing import Pool, Replica, Router
+from specdec.errors import ModelNotSupported, Unavailable
+from tests.gateway.fakes import FakeDraft, FakeTarget, draft_info, target_info
+
+SESSIONS = [f"session-{i}" for i in range(600)]
+
+
+def pool_of(count):
+    return Pool([Replica(f"host{i}:1", FakeTarget()) for i in range(count)])
+
+
+async def test_sessions_spread_and_stay():
+    pool = pool_of(3)
+    before = {session: pool.pick(session).name for session in SESSIONS}
+    counts = [list(before.values()).count(replica.name) for replica in pool.replicas]
+    assert all(140 < count < 260 for count in counts)
+    pool.replicas[1].healthy = False
+    after = {session: pool.pick(session).name for session in SESSIONS}
+    assert all(before[session] in (name, "host1:1") for session, name in after.items())
+    assert "host1:1" not in after.values()
+    pool.replicas[1].healthy = True
+    assert {session: pool.pick(session).name for session in SESSIONS} == before
+
+
+async def test_replicas_that_failed_are_passed_over_while_there_are_others():
+    pool = pool_of(2)
+    first = pool.pick("s")
+    first.avoid()
+    second = pool.pick("s")
+    assert second is not first
+    second.avoid()
+    assert pool.pick("s") is first
+    assert pool.pick("s", avoid={first}) is second
+    second.healthy = False
+    assert pool.pick("s", avoid={first}) is first
+    first.healthy = False
+    assert pool.pick("s") is None
+
+
+async def test_the_first_target_decides_what_is_served(caplog):
+    targets = [Replica(f"t{i}", FakeTarget(), healthy=False) for i in range(2)]
+    draft = Replica("d", FakeDraft(), healthy=False)
+    router = Router(targets, [draft])
+    with pytest.raises(Unavailable, match="no target service has answered"):
+        router.model()
+    assert not router.ready
+    router.draft_up(draft, draft_info(tokenizer_fingerprint="other"))
+    assert router.draft_model() is not None
+    router.target_up(targets[0], target_info())
+    assert router.draft_model() is None
+    assert "different tokenizers" in draft.refusal
+    router.target_up(targets[1], target_info(name="another", tokenizer_fingerprint="other"))
+    assert [replica.usable for replica in targets] == [True, False]
+    router.draft_up(draft, draft_info())
+    assert router.pick_draft("s") is draft
+    router.down(draft, "test")
+    assert router.pick_draft("s") is None
+    assert "d is down: test" in caplog.text
+
+
+async def test_local_backends():
+    router = await Router.local(FakeTarget(), FakeDraft())
+    assert router.ready
+    assert router.pick_draft("s") is not None
+    with pytest.raises(ModelNotSupported):
+        await Router.local(FakeTarget(), FakeDraft(info=draft_info(tokenizer_fingerprint="other")))
