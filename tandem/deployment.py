@@ -65,10 +65,8 @@ class Deployment:
     def with_ports(self) -> Deployment:
         """The same with a free port for each port that is 0: a restarted gateway must come back where it was."""
         gateway = self.gateway
-        port = gateway.port or free_port(gateway.host)
-        return replace(
-            self, gateway=replace(gateway, port=port, grpc_port=gateway.grpc_port or free_port(gateway.host))
-        )
+        port, grpc_port = gateway.port or free_port(gateway.host), gateway.grpc_port or free_port(gateway.host)
+        return replace(self, gateway=replace(gateway, port=port, grpc_port=grpc_port))
 
 
 def deployment_of(args: argparse.Namespace) -> Deployment:

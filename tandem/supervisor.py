@@ -28,7 +28,7 @@ _LONGEST_PAUSE_S: Final = 30.0
 #: A service that was ready this long starts again with the first pause.
 _SETTLED_S: Final = 60.0
 #: Seconds from SIGTERM to SIGKILL for a service nobody uses any more.
-_QUIET_STOP_S: Final = 5.0
+_QUIET_STOP_S: Final = 10.0
 
 Log = Callable[[str, str], None]
 

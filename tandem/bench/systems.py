@@ -1,0 +1,139 @@
+"""What is measured: three processes over loopback, as ``tandem serve`` runs them, or everything in one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import grpc.aio
+
+from gateway.backends.fleet import Fleet
+from gateway.requests import GenerationRequest
+from gateway.routing import Router
+from specdec import codec
+from specdec.errors import TandemError, Unavailable, error_from_status
+from specdec.rpc.channel import open_channel
+from specdec.sampling.params import SamplingParams
+from specdec.sessions import Rule
+from specdec.v1 import generation_service_pb2 as pb
+from specdec.v1 import types_pb2 as types_pb
+from specdec.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tandem.deployment import Deployment, services_of
+from tandem.embedded import Embedded
+from tandem.supervisor import Supervisor
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One finished request as its client saw it."""
+
+    num_tokens: int
+    #: From the call to the last token, and from the first piece to the last.
+    wall_s: float
+    decode_s: float
+    #: Pieces after the first: one per round.
+    num_rounds: int
+    #: Entry a: rounds in which exactly a drafted tokens were accepted.
+    histogram: tuple[int, ...]
+
+
+class System(Protocol):
+    """Something that answers prompts."""
+
+    #: The backends behind it, for the probe.
+    router: Router
+
+    async def ask(self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int) -> Answer:
+        """Generate with k drafted tokens a round; 0 decodes plainly."""
+        ...
+
+
+@asynccontextmanager
+async def start_system(kind: str, deployment: Deployment) -> AsyncIterator[System]:
+    """Start the services, ``"grpc"`` or ``"embedded"``, and stop them at the end."""
+    if kind == "embedded":
+        embedded = await Embedded.start(deployment)
+        try:
+            yield EmbeddedSystem(embedded)
+        finally:
+            await embedded.close()
+        return
+    free = replace(deployment, gateway=replace(deployment.gateway, port=0, grpc_port=0)).with_ports()
+    services = services_of(free)
+    lines: list[str] = []
+    try:
+        async with Supervisor(services, drain_s=2.0, log=lambda name, line: lines.append(f"[{name}] {line}")):
+            fleet = Fleet([services[0].address], [service.address for service in services[1:-1]])
+            await fleet.start()
+            channel = open_channel(f"{free.gateway.host}:{free.gateway.grpc_port}")
+            try:
+                await fleet.wait_ready()
+                yield GrpcSystem(channel, fleet.router)
+            finally:
+                await channel.close()
+                await fleet.stop()
+    except TandemError as error:
+        raise Unavailable("\n".join([str(error), *lines[-20:]])) from error
+
+
+class GrpcSystem:
+    """The gateway's gRPC API."""
+
+    def __init__(self, channel: grpc.aio.Channel, router: Router) -> None:
+        self.router = router
+        self._stub = GenerationServiceStub(channel)
+
+    async def ask(self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int) -> Answer:
+        """One streamed call."""
+        request = pb.GenerateRequest(
+            token_ids=types_pb.TokenIds(ids=prompt),
+            sampling=types_pb.SamplingParams(temperature=params.temperature, top_p=params.top_p),
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            speculation=pb.SpeculationOptions(
+                num_speculative_tokens=k,
+                verification=codec.encode_rule(rule),
+            ),
+        )
+        started = first = last = time.perf_counter()
+        pieces, final = 0, pb.GenerateResponse()
+        try:
+            async for final in self._stub.Generate(request):  # noqa: B007 (the last one is used)
+                last = time.perf_counter()
+                first = first if pieces else last
+                pieces += 1
+        except grpc.aio.AioRpcError as error:
+            raise error_from_status(error.code().name, error.details() or "") from None
+        return Answer(
+            final.usage.completion_tokens,
+            last - started,
+            last - first,
+            pieces - 1,
+            tuple(final.speculation.acceptance_histogram),
+        )
+
+
+class EmbeddedSystem:
+    """The generation module in this process."""
+
+    def __init__(self, embedded: Embedded) -> None:
+        self._generation = embedded.generation
+        self.router = embedded.generation.router
+
+    async def ask(self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int) -> Answer:
+        """One streamed request."""
+        request = GenerationRequest(prompt=prompt, params=params, rule=rule, num_speculative_tokens=k)
+        started = first = last = time.perf_counter()
+        pieces, final = 0, None
+        async with aclosing(self._generation.stream(request)) as chunks:
+            async for chunk in chunks:
+                last = time.perf_counter()
+                first = first if pieces else last
+                pieces += 1
+                final = chunk.final
+        assert final is not None
+        histogram = tuple(final.speculation.acceptance_histogram)
+        return Answer(final.usage.completion_tokens, last - started, last - first, pieces - 1, histogram)
