@@ -1,6 +1,7 @@
 """Many sessions at once: one forward pass per tick, prompts in fair chunks, nothing left behind by those who leave."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -19,11 +20,15 @@ class Watch:
         self.batches = []
         self.delay_s = 0.0
         self.error = None
+        #: While cleared, forward passes wait.
+        self.gate = threading.Event()
+        self.gate.set()
         self._forward = core._engine.forward
         core._engine.forward = self
 
     def __call__(self, segments):
         self.batches.append([(len(segment.token_ids), segment.num_logits) for segment in segments])
+        self.gate.wait(10)
         if self.delay_s:
             time.sleep(self.delay_s)
         if self.error is not None:
@@ -77,15 +82,22 @@ async def test_a_long_prompt_is_fed_in_chunks_beside_rounds_and_short_prompts(st
     async with start_core(max_num_batched_tokens=64) as core:
         ahead = await core.open(make_spec(make_prompt(0), 100))
         watch = Watch(core)
-        verdicts = ahead.decode_ahead(ahead.first.committed_len, 90)
-        fetch = asyncio.create_task(_drain(verdicts))
-        long = asyncio.create_task(core.open(make_spec(make_prompt(1, 200), 4)))
-        await until(lambda: len(watch.batches) >= 2)
-        short = await core.open(make_spec(make_prompt(2, 5), 4))
-        assert not long.done()  # the short prompt did not wait for the long one
-        for session in (short, await long):
+        watch.gate.clear()
+        order = []
+
+        async def run(name, length):
+            session = await core.open(make_spec(make_prompt(1, length), 4))
+            order.append(name)
             await session.close()
-        await fetch
+
+        fetch = asyncio.create_task(_drain(ahead.decode_ahead(ahead.first.committed_len, 90)))
+        long = asyncio.create_task(run("long", 200))
+        await until(lambda: watch.batches)
+        short = asyncio.create_task(run("short", 5))
+        await asyncio.sleep(0)
+        watch.gate.set()
+        await asyncio.gather(fetch, long, short)
+        assert order == ["short", "long"]  # it came later and did not wait
         with_chunk = [batch for batch in watch.batches if len(batch) > 1]
         assert all(batch[0] == (1, 1) for batch in with_chunk)  # a round in every tick
         assert all(sum(rows for rows, _ in batch) <= 64 for batch in with_chunk)

@@ -18,9 +18,6 @@ def test_the_process_serves_and_stops(checkpoint):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         line = json.loads(process.stdout.readline())
         assert (line["service"], line["pid"]) == ("target", process.pid)
-        taken = subprocess.run([*command, "--port", str(line["port"])], capture_output=True, text=True, check=False)
-        assert taken.returncode == 1
-        assert f"error: cannot listen on 127.0.0.1:{line['port']}" in taken.stderr
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
         assert process.stdout.read() == ""

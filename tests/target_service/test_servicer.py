@@ -246,8 +246,8 @@ async def test_while_loading_calls_are_refused(serve):
     async with serve(None) as (stub, _):
         with pytest.raises(errors.Unavailable, match="still loading"):
             await call_unary(stub.GetModelInfo, types_pb.GetModelInfoRequest())
-        async with Client(stub, make_spec(make_prompt(0))) as client:
-            with pytest.raises(errors.Unavailable, match="still loading"):
+        with pytest.raises(errors.Unavailable, match="still loading"):
+            async with Client(stub, make_spec(make_prompt(0))) as client:
                 await client.open()
 
 

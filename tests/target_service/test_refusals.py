@@ -1,0 +1,93 @@
+"""What a target refuses: specs, proposals, stale calls, new sessions while it drains."""
+
+import asyncio
+
+import pytest
+
+from specdec.errors import InvalidRequest, StaleSession, Unavailable
+from specdec.sessions import Proposal, Rule, SparseRow
+from tests.target_service.conftest import CONTEXT, VOCAB, decode, make_prompt, make_spec
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (make_spec((1, 2), 4, session_id="x", generated=(1, 2, 3, 4)), "nothing left to generate"),
+        (make_spec(make_prompt(1, CONTEXT), 4), f"has {CONTEXT} tokens.*context of {CONTEXT}.*at most {CONTEXT - 1}"),
+        (make_spec((1, VOCAB), 4), f"token {VOCAB}; the model's tokens are 0 to {VOCAB - 1}"),
+        (make_spec((1, -3), 4), "token -3"),
+        (make_spec((1,), 4, num_speculative_tokens=65), r"num_speculative_tokens is 65, outside \[0, 64\]"),
+        (make_spec((1,), 4, logit_bias={VOCAB: 1.0}), "logit_bias"),
+        (make_spec((1,), 4, seed=None), "seed"),
+    ],
+)
+async def test_specs_that_do_not_fit_the_model(start_core, spec, text):
+    async with start_core() as core:
+        with pytest.raises(InvalidRequest, match=text):
+            await core.open(spec)
+        assert core.num_ticks == 0
+
+
+async def test_an_empty_prompt_is_refused(start_core):
+    async with start_core() as core:
+        with pytest.raises(InvalidRequest, match="prompt is empty"):
+            await core.open(make_spec((), 4))
+
+
+async def test_proposals_no_round_can_carry(start_core, plain):
+    prompt = make_prompt(27)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 8, num_speculative_tokens=2))
+        n = session.first.committed_len
+        for proposal, text in [
+            (Proposal(1, n, (1, 2, 3)), "3 tokens; the session was opened with num_speculative_tokens = 2"),
+            (Proposal(1, n, (1, VOCAB)), f"tokens are 0 to {VOCAB - 1}"),
+            (Proposal(1, n, (1, 2), parents=(-1, 0)), "tree"),
+            (Proposal(1, n, (1, 2), q_rows=(SparseRow((1,), (1,)),)), "q rows"),
+            (Proposal(1, n, (1,), q_rows=(SparseRow((2,), (1,)),)), "not in its q row"),
+        ]:
+            with pytest.raises(InvalidRequest, match=text):
+                await session.verify(n, proposal)
+        assert await decode(session) == plain(prompt, 8)  # nothing of it was taken in
+        await session.close()
+
+
+async def test_stale_calls_are_refused_and_counted(start_core, plain):
+    prompt = make_prompt(28)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 8))
+        n = session.first.committed_len
+        for committed_len, base_len in [(n - 1, n - 1), (n + 1, n + 1), (n, n - 1), (n, n + 2)]:
+            with pytest.raises(StaleSession):
+                await session.verify(committed_len, Proposal(1, base_len, (1,)))
+        running = asyncio.create_task(session.verify(n, None))
+        await asyncio.sleep(0)
+        with pytest.raises(StaleSession):
+            await session.verify(n, None)
+        await running
+        assert (await core.load()).stale_messages == 5
+        await session.close()
+        with pytest.raises(StaleSession, match="closed"):
+            await session.verify(n, None)
+        await session.close()
+
+
+async def test_a_draining_target_finishes_what_is_open(start_core, plain):
+    prompt = make_prompt(29)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 8))
+        core.drain()
+        with pytest.raises(Unavailable, match="shutting down"):
+            await core.open(make_spec(prompt, 8))
+        assert await decode(session) == plain(prompt, 8)
+        await session.close()
+
+
+async def test_info_names_rule_and_version(start_core):
+    async with start_core(verification=Rule.TOKEN) as core:
+        info = await core.info()
+        assert (info.verification, info.vocab_size, info.max_model_len) == (Rule.TOKEN, VOCAB, CONTEXT)
+        assert info.version
+        session = await core.open(make_spec((1, 2), 4))
+        assert session.opened.rule is Rule.TOKEN
+        await session.close()
