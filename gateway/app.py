@@ -137,7 +137,8 @@ class Gateway:
             if (ready := self.generation.router.ready) is not serving and not self.generation.draining:
                 serving = ready
                 await self._rpc.set_serving(serving)
-            if serving and self._rest is not None and self._rest.started:
+            if serving and not self._ready.is_set() and self._rest is not None and self._rest.started:
+                self.generation.check_tokenizer()
                 self._ready.set()
             await asyncio.sleep(LOOK_S)
 

@@ -82,6 +82,15 @@ class Generation:
             raise NotFound(f"model {name!r} does not exist here; this server has {', '.join(map(repr, names))}")
         return name or names[0]
 
+    def check_tokenizer(self) -> None:
+        """Warn when the tokenizer here is not the target's: every text would be read as other tokens."""
+        wanted = self.router.model().tokenizer_fingerprint
+        if self.tokenizer is not None and wanted and self.tokenizer.fingerprint() != wanted:
+            logger.warning(
+                "the gateway's tokenizer is not that of target %r; give --tokenizer the target's own folder",
+                self.router.model().name,
+            )
+
     @contextmanager
     def admission(self) -> Iterator[None]:
         """A place among the requests in flight; the skins take one per call.

@@ -130,22 +130,26 @@ class Router:
         return next((replica.info for replica in self.drafts.usable), None)
 
     def target_up(self, replica: Replica[TargetBackend], info: ModelInfo) -> None:
-        """A target came up. One whose tokens differ from the model served so far is refused."""
-        if self._model is None:
-            self._model = info
-            for draft in self.drafts.replicas:
-                if draft.info is not None:
-                    self._judge(draft, draft.info)
+        """A target came up. One whose tokens differ from the model served by others is refused; without others, its
+        model is the one served from now on.
+        """
         replica.info = info
-        self._judge(replica, info)
         replica.healthy = True
+        if self._model is None or not any(other.usable for other in self.targets.replicas if other is not replica):
+            self._model = info
+            for target in self.targets.replicas:
+                self._judge(target)
+            for draft in self.drafts.replicas:
+                self._judge(draft)
+        else:
+            self._judge(replica)
         if replica.refusal is None:
             logger.info("target %s is up: %s", replica.name, info.name)
 
     def draft_up(self, replica: Replica[DraftBackend], info: ModelInfo) -> None:
         """A draft came up. One whose tokens differ from the target's is refused."""
         replica.info = info
-        self._judge(replica, info)
+        self._judge(replica)
         replica.healthy = True
         if replica.refusal is None:
             logger.info("draft %s is up: %s %s", replica.name, info.method, info.name)
@@ -173,12 +177,12 @@ class Router:
         """The session's draft; None when no draft can be used now."""
         return self.drafts.pick(session_id, avoid)
 
-    def _judge(self, replica: Replica[TargetBackend] | Replica[DraftBackend], info: ModelInfo) -> None:
+    def _judge(self, replica: Replica[TargetBackend] | Replica[DraftBackend]) -> None:
         replica.refusal = None
-        if self._model is None or self._model is info:
+        if self._model is None or replica.info is None:
             return
         try:
-            compatible(self._model, info)
+            compatible(self._model, replica.info)
         except ModelNotSupported as error:
             replica.refusal = str(error)
             logger.error("%s will not be used: %s", replica.name, error)

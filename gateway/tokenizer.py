@@ -6,6 +6,7 @@ added, what the chat template may name) is done here.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +52,14 @@ class TextTokenizer:
         except Exception as error:  # tokenizers raises bare exceptions
             raise InvalidRequest(f"the tokenizer in {folder} cannot be read: {error}", param="tokenizer") from error
         return cls(tokenizer, config, chat_template=_read_chat_template(folder, config))
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the lines ``id TAB token LF`` in order of the ids; equal to the model services' prints."""
+        digest = hashlib.sha256()
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        for token, token_id in sorted(vocabulary.items(), key=lambda item: item[1]):
+            digest.update(f"{token_id}\t{token}\n".encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
 
     @property
     def size(self) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 import pytest
 
@@ -291,3 +292,14 @@ async def test_admission(make_generation):
     generation.draining = True
     with pytest.raises(Unavailable, match="shutting down"), generation.admission():
         pass
+
+
+async def test_a_tokenizer_that_is_not_the_targets_is_told(make_generation, backends, tokenizer, caplog):
+    (target,), _ = backends
+    target.model = replace(target.model, tokenizer_fingerprint=tokenizer.fingerprint())
+    backends[1].clear()
+    make_generation().check_tokenizer()
+    assert not caplog.text
+    target.model = replace(target.model, tokenizer_fingerprint="other")
+    make_generation().check_tokenizer()
+    assert "tokenizer is not that of target 'toy-model'" in caplog.text

@@ -57,6 +57,16 @@ async def test_the_first_target_decides_what_is_served(caplog):
     assert [replica.usable for replica in targets] == [True, False]
     router.draft_up(draft, draft_info())
     assert router.pick_draft("s") is draft
+    # Only when nobody serves the old model any more does another take its place.
+    router.down(targets[0], "test")
+    assert not router.ready
+    router.target_up(targets[0], target_info(name="another", tokenizer_fingerprint="other"))
+    assert [replica.usable for replica in (*targets, draft)] == [True, True, False]
+    assert router.model().name == "another"
+    for target in targets:
+        router.down(target, "test")
+    router.target_up(targets[0], target_info())
+    assert [replica.usable for replica in (*targets, draft)] == [True, False, True]
     router.down(draft, "test")
     assert router.pick_draft("s") is None
     assert "d is down: test" in caplog.text
