@@ -245,8 +245,8 @@ void attend(const Plan& plan, const AttentionShape& shape, const AttentionTask& 
     transpose_tile(key_rows, keys, dim, s.keys);
     const float* values = s.values;
     int64_t value_stride = s.out_stride;
-    if (sizeof(Cache) == sizeof(float) && value_dim % kPanel == 0 && keys == kPanel &&
-        value_rows[kPanel - 1] - value_rows[0] == int64_t(kPanel - 1) * value_dim) {
+    if (sizeof(Cache) == sizeof(float) && value_dim % kPanel == 0 && plan.block_size % kPanel == 0 &&
+        keys == kPanel && tile_begin >= begin) {
       values = reinterpret_cast<const float*>(value_rows[0]);  // they already lie as the kernel wants them
       value_stride = value_dim;
     } else {

@@ -24,12 +24,14 @@ class Case:
     block_size: int = 8
     dtype: torch.dtype = torch.float32
     lengths: Sequence[int] = (70, 33, 1, 129)
+    order: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(11)
         self.queries, self.keys, self.values, self.tables = [], [], [], []
         total = sum(-(-length // self.block_size) for length in self.lengths)
         blocks = torch.randperm(total, generator=torch.Generator().manual_seed(total)).add(1).tolist()
+        blocks = list(self.order) or blocks
         size = (total + 1, self.kv_heads, self.block_size)
         self.k_cache = torch.full((*size, self.head_dim), float("nan"), dtype=self.dtype)
         self.v_cache = torch.full((*size, self.value_dim), float("nan"), dtype=self.dtype)
@@ -83,6 +85,19 @@ CASES = {
     "odd dims": Case(heads=6, kv_heads=2, head_dim=20, value_dim=37, block_size=16),
     "tiny": Case(heads=2, kv_heads=1, head_dim=2, value_dim=1, block_size=1, lengths=(3, 40)),
     "wide": Case(heads=2, kv_heads=2, head_dim=160, value_dim=96, block_size=64),
+    # Blocks taken from the end: first and last of eight are where they would be in one run, those between are not.
+    "nearly in order": Case(
+        heads=2,
+        kv_heads=1,
+        head_dim=32,
+        value_dim=32,
+        block_size=4,
+        lengths=(64,),
+        order=[*range(16, 8, -1), 8, 6, 7, 5, 4, 2, 3, 1],
+    ),
+    "one run": Case(
+        heads=4, kv_heads=1, head_dim=32, value_dim=32, block_size=32, lengths=(64, 70), order=[5, 4, 3, 2, 1]
+    ),
     "bfloat16": Case(head_dim=40, value_dim=40, dtype=torch.bfloat16),
 }
 
