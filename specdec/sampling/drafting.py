@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,8 +20,11 @@ from specdec.sampling.rows import Rows
 from specdec.sampling.rule import Rule, SparseRow
 from specdec.sampling.state import SamplingState
 
-#: Tokens of q kept for a ratio rule.
-Q_SIZE: Final = 64
+#: Tokens of q kept for a ratio rule, at most: the fewest that hold this share of q's kept mass. A peaked q is a
+#: handful of tokens on the wire; cutting a flat one shorter costs acceptance (an early bundled pair at temperature 1:
+#: 0.51 of the tokens with 64, 0.61 with 512, 0.64 with all).
+Q_SIZE: Final = 512
+Q_SHARE: Final = 0.99
 #: Weight of the most likely one; weights are uint16.
 MAX_WEIGHT: Final = 65535
 
@@ -114,11 +119,12 @@ def collect(steps: Sequence[Drafted], counts: Sequence[int] | None = None) -> li
         ],
         dim=1,
     )  # [R, steps, 1 + 2 K]
+    host = packed.cpu().numpy()
     chains = []
-    for i, chain in enumerate(packed.tolist()):
+    for i, chain in enumerate(host):
         kept = chain if counts is None else chain[: counts[i]]
         q_rows = tuple(row for step in kept if (row := _sparse_row(step[1 : 1 + width], step[1 + width :])).weights)
-        chains.append(DraftedChain(tuple(step[0] for step in kept), q_rows))
+        chains.append(DraftedChain(tuple(kept[:, 0].tolist()), q_rows))
     return chains
 
 
@@ -168,8 +174,13 @@ def _draft_ratio(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
 
 
 def quantized(q: Distribution) -> Tensor:
-    """Integer weights that take the place of q: int64 [R, K], 0 to 65535. Any q is lossless if it is what is sent."""
+    """Integer weights that take the place of q: int64 [R, K], 0 to 65535, cut where ``Q_SHARE`` of the mass is held.
+
+    Any q is lossless if it is what is sent.
+    """
     weights = (q.weights.nan_to_num(0.0) * MAX_WEIGHT).round_().long()
+    before = weights.cumsum(-1) - weights
+    weights *= before < Q_SHARE * weights.sum(-1, keepdim=True)
     weights[:, 0] += ~q.valid  # nothing to draw: any token will do, the target refuses it
     return weights
 
@@ -189,6 +200,6 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return torch.cat([columns, columns[:, :1].expand(-1, missing)], dim=1) if missing else columns
 
 
-def _sparse_row(token_ids: list[int], weights: list[int]) -> SparseRow:
-    kept = [(token_id, weight) for token_id, weight in zip(token_ids, weights, strict=True) if weight]
-    return SparseRow(tuple(token_id for token_id, _ in kept), tuple(weight for _, weight in kept))
+def _sparse_row(token_ids: npt.NDArray[np.int64], weights: npt.NDArray[np.int64]) -> SparseRow:
+    kept = weights.nonzero()[0]
+    return SparseRow(tuple(token_ids[kept].tolist()), tuple(weights[kept].tolist()))
