@@ -42,7 +42,8 @@ class ServerProcess:
         self._process = subprocess.Popen(
             self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
         )
-        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._is_ready.wait(0.05):
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -51,11 +52,12 @@ class ServerProcess:
         return self
 
     def _read(self, stream):
-        for line in stream:
-            self.log.append(line)
-            if line.startswith("{") and '"ready"' in line:
-                self.ready = json.loads(line)
-                self._is_ready.set()
+        with stream:
+            for line in stream:
+                self.log.append(line)
+                if line.startswith("{") and '"ready"' in line:
+                    self.ready = json.loads(line)
+                    self._is_ready.set()
 
     @property
     def pid(self):
@@ -67,11 +69,13 @@ class ServerProcess:
     def kill(self):
         """SIGKILL, and wait."""
         self._process.kill()
-        self._process.wait()
+        self.wait()
 
     def wait(self, timeout_s=30):
         """The exit status."""
-        return self._process.wait(timeout_s)
+        status = self._process.wait(timeout_s)
+        self._reader.join(timeout_s)
+        return status
 
     def stop(self):
         """SIGTERM, and wait; a process that hangs is killed and fails the test."""

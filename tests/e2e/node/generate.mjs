@@ -24,11 +24,13 @@ stream.on("data", (piece) => {
     if (piece[key] !== undefined) answer[key] = piece[key];
   }
 });
+let failed = false;
 stream.on("error", (error) => {
+  failed = true;
   console.log(JSON.stringify({ code: grpc.status[error.code], message: error.details }));
   process.exitCode = 1;
 });
 stream.on("end", () => {
-  console.log(JSON.stringify(answer));
+  if (!failed) console.log(JSON.stringify(answer));
   client.close();
 });
