@@ -32,14 +32,18 @@ class ChatTemplate:
             raise InvalidRequest(f"the chat template is not valid Jinja: {error}", param="chat_template") from error
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt of a conversation. ``variables`` are the template's own switches.
 
         Raises:
             InvalidRequest: the template refuses the messages.
         """
-        values = self._special_tokens | variables
+        values = self._special_tokens | dict(variables or {})
         try:
             return self._template.render(
                 values | {"messages": list(messages), "add_generation_prompt": add_generation_prompt}

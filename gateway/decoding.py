@@ -144,8 +144,8 @@ class Decoding:
             self._draft_next()
             while True:
                 verdict = self._commit(await self._in_time())
-                if verdict.finish_reason is None:
-                    self._draft_next()
+                if verdict.finish_reason is None and self._draft_next():
+                    await asyncio.sleep(0)  # the draft gets its message before the caller's work, not after it
                 yield verdict
                 if verdict.finish_reason is not None:
                     return
@@ -206,14 +206,17 @@ class Decoding:
         size, self._chunk = self._chunk, min(2 * self._chunk, MAX_CHUNK)
         return min(size, remaining)
 
-    def _draft_next(self) -> None:
-        """Let the draft work while the caller handles the verdict. Not in the middle of decoding ahead."""
+    def _draft_next(self) -> bool:
+        """Let the draft work while the caller handles the verdict; whether it has something to do now.
+
+        Not in the middle of decoding ahead.
+        """
         if self._ahead is not None or self._decoder.crowded:
-            return
-        if not self._drafting.is_open:
-            self._drafting.start()
-        elif self._target is not None:
-            self._drafting.request(self._end - len(self.token_ids))
+            return False
+        if self._drafting.is_open and self._target is not None:
+            return self._drafting.request(self._end - len(self.token_ids))
+        self._drafting.start()
+        return False
 
     def _checked(self, verdict: Verdict) -> Verdict:
         if verdict.base_len != len(self.token_ids) or not (verdict.token_ids or verdict.finish_reason):

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 #: Seconds before a lost draft is opened again; doubled with every failure in a row.
 FIRST_BACKOFF_S: Final = 0.05
 LAST_BACKOFF_S: Final = 5.0
+#: Seconds between two looks for a draft while none can be used, at most.
+LONGEST_LOOK_S: Final = 0.5
 #: Proposals in a row after which a draft counts as well again.
 WELL_AFTER: Final = 8
 #: Seconds a draft may take to admit and prefill; the target goes on alone meanwhile.
@@ -107,16 +109,17 @@ class Drafting:
             return
         self._opening = asyncio.create_task(self._open_until_it_works())
 
-    def request(self, num_remaining: int) -> None:
-        """Start drafting after the tokens committed now; :meth:`proposal` waits for it."""
+    def request(self, num_remaining: int) -> bool:
+        """Start drafting after the tokens committed now; :meth:`proposal` waits for it. Whether any began."""
         self._collect()
         state = self._state
         if state is None or self._proposing is not None:
-            return
+            return False
         # A round commits one token more than was drafted.
         k = min(state.num_speculative_tokens, num_remaining - 1)
         if k > 0:
             self._proposing = asyncio.create_task(self._propose(state, k))
+        return k > 0
 
     async def proposal(self) -> Proposal | None:
         """The proposal asked for; None when there is none, because nothing was asked or the draft failed."""
@@ -194,12 +197,14 @@ class Drafting:
 
     async def _open_until_it_works(self) -> DraftState | None:
         """Open a session, again and again with growing pauses; None when no draft will ever take this request."""
+        pause_s = FIRST_BACKOFF_S
         while True:
             if self._failures:
                 await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (self._failures - 1), LAST_BACKOFF_S))
             replica = self._router.pick_draft(self._session_id)
             if replica is None:
-                await asyncio.sleep(FIRST_BACKOFF_S)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_LOOK_S)
                 continue
             if self._closing:  # the server knows a session by its name: the lost one goes first
                 await asyncio.wait(self._closing)

@@ -166,7 +166,11 @@ class Generation:
         return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt of a conversation; it holds its special tokens already, so encode it without adding any.
 
@@ -178,7 +182,7 @@ class Generation:
                 "this model has no chat template; start the gateway with --chat-template, or use /v1/completions",
                 param="messages",
             )
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
 
     async def _sample(
         self, request: GenerationRequest, request_id: str, index: int, sample: DecodingRequest, *, started: float

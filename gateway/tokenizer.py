@@ -67,7 +67,13 @@ class TextTokenizer:
         return len(self._bytes)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text."""
+        """The ids of a text.
+
+        Raises:
+            InvalidRequest: the text holds half a surrogate pair.
+        """
+        if not encodable(text):
+            raise InvalidRequest("the text holds half a surrogate pair, which is no character", param="prompt")
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return [*self._prefix, *ids] if add_special_tokens else ids
 
@@ -112,6 +118,15 @@ class TextTokenizer:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes((int(token[3:5], 16),))
         return str(token).replace("\u2581", " ").encode()
+
+
+def encodable(text: str) -> bool:
+    """Whether a text has a UTF-8 form; half a surrogate pair, which JSON can spell, has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -73,7 +73,7 @@ def _add_text(app: FastAPI, generation: Generation) -> None:
             text = generation.render_chat(
                 [message.as_template() for message in body.messages or []],
                 add_generation_prompt=body.add_generation_prompt is not False,
-                **(body.chat_template_kwargs or {}),
+                variables=body.chat_template_kwargs,
             )
         tokens = await generation.encode(text, add_special_tokens=special)
         tokenizer = generation.tokenizer

@@ -55,7 +55,7 @@ class Chat:
         prompt = self._generation.render_chat(
             [message.as_template() for message in body.messages],
             add_generation_prompt=body.add_generation_prompt is not False,
-            **(body.chat_template_kwargs or {}),
+            variables=body.chat_template_kwargs,
         )
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = body.sampling(max_tokens=max_tokens, logprobs=body.num_logprobs())

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from gateway.requests import GenerationRequest
+from gateway.tokenizer import encodable
 from specdec.errors import InvalidRequest
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.rule import Rule
@@ -41,6 +42,24 @@ class Body(BaseModel):
     """No unknown fields, no silent conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def check_text(cls, value: Any) -> Any:
+        """Refuse text that cannot be passed on or given back."""
+        if not _all_encodable(value):
+            raise ValueError("holds half a surrogate pair, which is no character")
+        return value
+
+
+def _all_encodable(value: Any) -> bool:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return all(_all_encodable(key) and _all_encodable(item) for key, item in value.items())
+    if isinstance(value, list) and value and not isinstance(value[0], int):
+        return all(map(_all_encodable, value))
+    return True
 
 
 class StreamOptions(Body):

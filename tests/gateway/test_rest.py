@@ -428,6 +428,21 @@ async def test_without_a_chat_template(backends, info, script, tmp_path):
         assert (await post(stand, "/v1/chat/completions", **chat_of())).status_code == 200
 
 
+async def test_strange_but_legal_bodies(stand):
+    for text in ("\\ud800", "a\\u0000b"):
+        for field in ("prompt", "stop", "request_id", "session_id", "model"):
+            raw = json.dumps(body_of(**{field: "?"})).replace("?", text)
+            headers = {"Content-Type": "application/json"}
+            response = await stand.http.post("/v1/completions", content=raw.encode(), headers=headers)
+            good = 404 if field == "model" else 200
+            assert response.status_code == (400 if "d800" in text else good), field
+    kwargs = {"add_generation_prompt": 1, "messages": 2, "self": 3, "x": 4}
+    response = await post(stand, "/v1/chat/completions", **chat_of(chat_template_kwargs=kwargs))
+    assert response.status_code == 200
+    assert (await post(stand, **body_of(prompt="a" * 6000))).status_code == 400
+    assert (await post(stand, "/tokenize", prompt="a b " * 5000)).json()["count"] > 5000
+
+
 async def test_metrics(stand):
     await post(stand, **body_of())
     await post(stand, **body_of(n=2, stop="fox", max_tokens=100))

@@ -199,5 +199,7 @@ def test_chat_template_is_the_one_transformers_renders(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
     expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, x={"k": "<"})
     ours = TextTokenizer.load(folder)
-    assert ChatTemplate(ours.chat_template, ours.special_tokens).render(messages, x={"k": "<"}) == expected
+    assert (
+        ChatTemplate(ours.chat_template, ours.special_tokens).render(messages, variables={"x": {"k": "<"}}) == expected
+    )
     assert json.dumps(expected)
