@@ -7,6 +7,7 @@ import logging
 from typing import Self
 
 import uvloop
+from transformers.utils import logging as transformers_logging
 
 from draft_service.core import DraftCore
 from gateway.app import Gateway, serve
@@ -34,6 +35,7 @@ class Embedded:
             ModelNotSupported: a checkpoint cannot be run correctly, or the draft's vocabulary is not the target's.
             InvalidRequest: a setting does not fit a model or the machine.
         """
+        transformers_logging.disable_progress_bar()
         settings = deployment.gateway
         tokenizer = _load_tokenizer(settings.tokenizer)
         target = await TargetCore.start(deployment.target)

@@ -100,7 +100,8 @@ def _median_ms(values: Sequence[int]) -> float:
 
 
 async def _decode(decoder: Decoder, prompt: tuple[int, ...], params: SamplingParams, rule: Rule | None, k: int) -> None:
-    request = DecodingRequest(prompt=prompt, params=params, rule=rule, num_speculative_tokens=k)
+    # The gateway's preparation draws seeds; what they are does not matter here.
+    request = DecodingRequest(prompt=prompt, params=params.with_seed(hash(prompt)), rule=rule, num_speculative_tokens=k)
     async with aclosing(decoder.start(request).verdicts()) as verdicts:
         async for _ in verdicts:
             pass

@@ -38,6 +38,7 @@ class Answer:
     num_rounds: int
     #: Entry a: rounds in which exactly a drafted tokens were accepted.
     histogram: tuple[int, ...]
+    text: str
 
 
 class System(Protocol):
@@ -48,6 +49,10 @@ class System(Protocol):
 
     async def ask(self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int) -> Answer:
         """Generate with k drafted tokens a round; 0 decodes plainly."""
+        ...
+
+    async def encode(self, text: str) -> Sequence[int]:
+        """Token ids of a text."""
         ...
 
 
@@ -99,9 +104,10 @@ class GrpcSystem:
             ),
         )
         started = first = last = time.perf_counter()
-        pieces, final = 0, pb.GenerateResponse()
+        pieces, text, final = 0, "", pb.GenerateResponse()
         try:
-            async for final in self._stub.Generate(request):  # noqa: B007 (the last one is used)
+            async for final in self._stub.Generate(request):
+                text += final.text
                 last = time.perf_counter()
                 first = first if pieces else last
                 pieces += 1
@@ -113,7 +119,12 @@ class GrpcSystem:
             last - first,
             pieces - 1,
             tuple(final.speculation.acceptance_histogram),
+            text,
         )
+
+    async def encode(self, text: str) -> Sequence[int]:
+        """Token ids of a text."""
+        return (await self._stub.Tokenize(pb.TokenizeRequest(text=text))).token_ids
 
 
 class EmbeddedSystem:
@@ -127,13 +138,18 @@ class EmbeddedSystem:
         """One streamed request."""
         request = GenerationRequest(prompt=prompt, params=params, rule=rule, num_speculative_tokens=k)
         started = first = last = time.perf_counter()
-        pieces, final = 0, None
+        pieces, text, final = 0, "", None
         async with aclosing(self._generation.stream(request)) as chunks:
             async for chunk in chunks:
                 last = time.perf_counter()
                 first = first if pieces else last
                 pieces += 1
+                text += chunk.text
                 final = chunk.final
         assert final is not None
         histogram = tuple(final.speculation.acceptance_histogram)
-        return Answer(final.usage.completion_tokens, last - started, last - first, pieces - 1, histogram)
+        return Answer(final.usage.completion_tokens, last - started, last - first, pieces - 1, histogram, text)
+
+    async def encode(self, text: str) -> Sequence[int]:
+        """Token ids of a text."""
+        return await self._generation.encode(text)

@@ -1,0 +1,67 @@
+"""``tandem demo``: the bundled pair generates through a gateway, a draft service and a target service over gRPC."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from typing import Final
+
+from tandem.deployment import deployment_of
+from tandem.flags import Parser
+from tandem.serve import add_arguments as add_serve_arguments
+from tandem.serve import take_model
+from tandem.threads import wait_quietly
+
+PROMPTS: Final = (
+    "def read_lines(path):\n",
+    "class Stack:\n    def __init__(self):\n",
+    "import asyncio\n\n\nasync def main():\n",
+)
+_MAX_TOKENS: Final = 64
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The demo has no flags: it shows the bundled pair."""
+
+
+def run(_: argparse.Namespace) -> int:
+    """Generate each prompt with and without drafts; the texts must be equal."""
+    wait_quietly()
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # no word about services that end as they should
+    return asyncio.run(_demo())
+
+
+async def _demo() -> int:
+    from specdec.sampling.params import SamplingParams  # noqa: PLC0415
+    from tandem.bench.systems import start_system  # noqa: PLC0415
+
+    parser = Parser()
+    add_serve_arguments(parser)
+    args = parser.parse_args(["--dtype", "float32"])
+    take_model(args)
+    deployment = deployment_of(args)
+    print(f"starting gateway, draft and target: {deployment.describe()}", flush=True)
+    k = deployment.gateway.num_speculative_tokens
+    params = SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS)
+    equal = True
+    async with start_system("grpc", deployment) as system:
+        for prompt in PROMPTS:  # the first one warms up
+            token_ids = await system.encode(prompt)
+            await system.ask(token_ids, params, None, k)
+            plain = await system.ask(token_ids, params, None, 0)
+            drafted = await system.ask(token_ids, params, None, k)
+            equal = equal and plain.text == drafted.text
+            rounds = sum(drafted.histogram)
+            accepted = sum(a * n for a, n in enumerate(drafted.histogram))
+            print(f"\n{prompt}{drafted.text}\n", flush=True)
+            print(
+                f"  plain {plain.num_tokens / plain.wall_s:.0f} tokens/s, speculative"
+                f" {drafted.num_tokens / drafted.wall_s:.0f} tokens/s, acceptance length"
+                f" {1 + accepted / max(rounds, 1):.2f}; the texts are {'equal' if equal else 'NOT EQUAL'}",
+                flush=True,
+            )
+    if not equal:
+        print("tandem: error: speculation changed a greedy text", file=sys.stderr)
+    return 0 if equal else 1
