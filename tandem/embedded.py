@@ -35,7 +35,7 @@ class Embedded:
             ModelNotSupported: a checkpoint cannot be run correctly, or the draft's vocabulary is not the target's.
             InvalidRequest: a setting does not fit a model or the machine.
         """
-        transformers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         settings = deployment.gateway
         tokenizer = _load_tokenizer(settings.tokenizer)
         target = await TargetCore.start(deployment.target)

@@ -1,0 +1,1 @@
+"""Longer measurements than `tandem bench`."""
