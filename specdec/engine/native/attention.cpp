@@ -18,9 +18,9 @@ int paged_attention(const Plan& plan, const AttentionShape& shape, const Query* 
   float* scratch = reinterpret_cast<float*>(memory + task_bytes);
   const int count = list_attention_tasks(plan, shape, tasks);
   Counter counter;
-  pool.run(threads, [&](const Team& team) {
+  pool.run(threads, [&](Team& team) {
     AttentionScratch mine(shape, scratch + team.id * floats);
-    for (int item; (item = counter.next()) < count * shape.kv_heads;)
+    for (int item; (item = team.next(counter)) < count * shape.kv_heads;)
       attend(plan, shape, tasks[item / shape.kv_heads], item % shape.kv_heads, query, query_row, query_head, k_cache,
              v_cache, out, int64_t(shape.heads) * shape.value_dim, shape.value_dim, mine);
   });

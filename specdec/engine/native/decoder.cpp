@@ -116,7 +116,7 @@ int forward(const Model& m, const Batch& batch, int threads) {
 
   // One allocation: stages' counters, attention tasks, activations, then each thread's own memory.
   Pool& pool = Pool::local();
-  const int64_t num_counters = m.num_layers * 5 + 1;
+  const int64_t num_counters = m.num_layers * 8 + 3;  // a stage each
   const int64_t attention_floats = AttentionScratch::floats(shape), sums_floats = product_scratch(rows, 2);
   const int64_t own_floats = round_up(attention_floats > sums_floats ? attention_floats : sums_floats, 16);
   char* memory = nullptr;
@@ -147,7 +147,7 @@ int forward(const Model& m, const Batch& batch, int threads) {
   for (int64_t i = 0; i < num_counters; i++) counters[i].taken.store(0, std::memory_order_relaxed);
   const int num_tasks = list_attention_tasks(plan, shape, tasks) * shape.kv_heads;
 
-  pool.run(threads, [&](const Team& team) {
+  pool.run(threads, [&](Team& team) {
     float* sums = own + team.id * own_floats;
     AttentionScratch attention_scratch(shape, sums);
     Counter* counter = counters;
@@ -156,7 +156,7 @@ int forward(const Model& m, const Batch& batch, int threads) {
     int n = rows;
 
     const Weight* embedding = static_cast<const Weight*>(m.embedding);
-    for (int r = team.id; r < n; r += team.size) {
+    for (int r; (r = team.next(*counter)) < n;) {
       float* to = x + r * hidden_stride;
       const Weight* from = embedding + batch.token_ids[r] * hidden;
       int64_t i = 0;
@@ -165,10 +165,11 @@ int forward(const Model& m, const Batch& batch, int threads) {
       for (; i < round_up(hidden, kPanel); i += kLanes) store(to + i, Vec{});
       if (m.num_layers) rms_norm(to, m.layers[0].input_norm, hidden, m.eps, normed + r * hidden_stride);
     }
+    counter++;
     team.barrier();
 
     auto project_to_stream = [&](const Activation* a, int64_t lda, const void* weight, int64_t k, const float* bias) {
-      product<Format>(*counter++, n, a, lda, static_cast<const Weight*>(weight), k, int(round_up(hidden, kPanel) / kPanel),
+      product<Format>(team, *counter++, n, a, lda, static_cast<const Weight*>(weight), k, int(round_up(hidden, kPanel) / kPanel),
                       1, panel_size<Format>(k), sums, [&](int first, int count, int panel, const float* s) {
                         for (int half = 0; half < kPanel; half += kLanes) {
                           const int64_t column = int64_t(panel) * kPanel + half;
@@ -182,8 +183,9 @@ int forward(const Model& m, const Batch& batch, int threads) {
       team.barrier();
     };
     auto norm_rows = [&](const float* weight) {
-      for (int r = team.id; r < n; r += team.size)
+      for (int r; (r = team.next(*counter)) < n;)
         rms_norm(x + r * hidden_stride, weight, hidden, m.eps, normed + r * hidden_stride);
+      counter++;
       team.barrier();
     };
 
@@ -191,7 +193,7 @@ int forward(const Model& m, const Batch& batch, int threads) {
       const Layer& layer = m.layers[l];
       const bool last = l + 1 == m.num_layers;
       if (l) norm_rows(layer.input_norm);
-      product<Format>(*counter++, n, normed, hidden_stride, static_cast<const Weight*>(layer.qkv), hidden,
+      product<Format>(team, *counter++, n, normed, hidden_stride, static_cast<const Weight*>(layer.qkv), hidden,
                       int(qkv_width / kPanel), 1, panel_size<Format>(hidden), sums, [&](int first, int count, int panel, const float* s) {
                         for (int half = 0; half < kPanel; half += kLanes) {
                           const int64_t column = int64_t(panel) * kPanel + half;
@@ -204,7 +206,7 @@ int forward(const Model& m, const Batch& batch, int threads) {
 
       Cache* k_cache = static_cast<Cache*>(batch.k_caches[l]);
       Cache* v_cache = static_cast<Cache*>(batch.v_caches[l]);
-      for (int64_t item = team.id; item < n * m.kv_heads; item += team.size) {
+      for (int64_t item; (item = team.next(*counter)) < n * m.kv_heads;) {
         const int64_t r = item / m.kv_heads, h = item % m.kv_heads;
         float* row = qkv + r * qkv_stride;
         const float* cosine = batch.cosines + plan.positions[r] * (dim / 2);
@@ -222,12 +224,13 @@ int forward(const Model& m, const Batch& batch, int threads) {
         store_row(k, dim, k_cache + at);
         store_row(row + value_at + h * dim, dim, v_cache + at);
       }
+      counter++;
       team.barrier();
       if (last && num_logits == 0) return;
 
       AttentionShape windowed = shape;
       windowed.window = layer.window;
-      for (int item; (item = counter->next()) < num_tasks;)
+      for (int item; (item = team.next(*counter)) < num_tasks;)
         attend(plan, windowed, tasks[item / shape.kv_heads], item % shape.kv_heads, qkv, qkv_stride, int64_t(dim),
                static_cast<const Cache*>(k_cache), static_cast<const Cache*>(v_cache), attended, out_stride,
                int64_t(dim), attention_scratch);
@@ -235,16 +238,17 @@ int forward(const Model& m, const Batch& batch, int threads) {
       team.barrier();
 
       if (last) {  // from here on rows no longer meet: only those whose logits are wanted go on
-        for (int r = team.id; r < num_logits; r += team.size) {
+        for (int r; (r = team.next(*counter)) < num_logits;) {
           copy_row(x + batch.logit_rows[r] * hidden_stride, round_up(hidden, kPanel), wanted_stream + r * hidden_stride);
           copy_row(attended + batch.logit_rows[r] * out_stride, query_width, wanted_attended + r * out_stride);
         }
+        counter++;
         team.barrier();
         x = wanted_stream, heads_out = wanted_attended, n = num_logits;
       }
       project_to_stream(heads_out, out_stride, layer.output, query_width, layer.output_bias);
       norm_rows(layer.post_norm);
-      product<Format>(*counter++, n, normed, hidden_stride, static_cast<const Weight*>(layer.gate_up), hidden,
+      product<Format>(team, *counter++, n, normed, hidden_stride, static_cast<const Weight*>(layer.gate_up), hidden,
                       int(round_up(m.intermediate, kPanel) / kPanel), 2, 2 * panel_size<Format>(hidden), sums,
                       [&](int first, int count, int panel, const float* s) {
                         const float* bias = layer.gate_up_bias ? layer.gate_up_bias + int64_t(panel) * 2 * kPanel : nullptr;
@@ -264,7 +268,7 @@ int forward(const Model& m, const Batch& batch, int threads) {
     }
 
     norm_rows(m.final_norm);
-    product<Format>(*counter++, n, normed, hidden_stride, static_cast<const Weight*>(m.lm_head), hidden,
+    product<Format>(team, *counter++, n, normed, hidden_stride, static_cast<const Weight*>(m.lm_head), hidden,
                     int(round_up(m.vocab, kPanel) / kPanel), 1, panel_size<Format>(hidden), sums, [&](int first, int count, int panel, const float* s) {
                       for (int half = 0; half < kPanel; half += kLanes) {
                         const int64_t column = int64_t(panel) * kPanel + half, left = m.vocab - column;

@@ -96,11 +96,11 @@ inline long product_scratch(int rows, int group) {
 // All groups of `group` neighbouring panels times all rows, shared out over the team; groups lie `stride` elements
 // apart. done(first_row, rows, index of the group, sums) sees sums[panel of the group][row][kPanel].
 template <class Format, class Done>
-inline void product(Counter& counter, int rows, const typename Format::Activation* a, long lda,
+inline void product(Team& team, Counter& counter, int rows, const typename Format::Activation* a, long lda,
                     const typename Format::Weight* weight, long k, int groups, int group, long stride, float* sums, Done&& done) {
   int blocks = (rows + kRowBlock - 1) / kRowBlock;
   int height = (rows + blocks - 1) / blocks;
-  for (int item; (item = counter.next()) < groups * blocks;) {
+  for (int item; (item = team.next(counter)) < groups * blocks;) {
     int index = item / blocks;
     int first = item % blocks * height;
     int count = rows - first < height ? rows - first : height;

@@ -27,8 +27,8 @@ void pack(const typename Format::Weight* source, long n, long k, long stride, ty
           long first_panel, long panel_step, int threads) {
   long panels = (n + kPanel - 1) / kPanel;
   Counter counter;
-  Pool::local().run(threads, [&](const Team&) {
-    for (long p; (p = counter.next()) < panels;) {
+  Pool::local().run(threads, [&](Team& team) {
+    for (long p; (p = team.next(counter)) < panels;) {
       typename Format::Weight* panel = packed + (first_panel + p * panel_step) * panel_size<Format>(k);
       long columns = n - p * kPanel < kPanel ? n - p * kPanel : kPanel;
       if (columns < kPanel || k % Format::kStep)
@@ -47,8 +47,8 @@ void pack(const typename Format::Weight* source, long n, long k, long stride, ty
 
 // Activation rows as the kernel wants them: padded, in its type.
 template <class To, class From>
-void copy_rows(const Team& team, const From* x, long ldx, int rows, long k, long padded, To* y, long ldy) {
-  for (int r = team.id; r < rows; r += team.size) {
+void copy_rows(Team& team, Counter& counter, const From* x, long ldx, int rows, long k, long padded, To* y, long ldy) {
+  for (int r; (r = team.next(counter)) < rows;) {
     const From* from = x + r * ldx;
     To* to = y + r * ldy;
     long i = 0;
@@ -73,14 +73,14 @@ int linear(const T* x, int rows, long ldx, long k, const typename Format::Weight
   Activation* copy = reinterpret_cast<Activation*>(scratch);
   float* sums = reinterpret_cast<float*>(scratch + copy_bytes);
   long panels = (n + kPanel - 1) / kPanel;
-  Counter counter;
-  pool.run(threads, [&](const Team& team) {
+  Counter copying, counter;
+  pool.run(threads, [&](Team& team) {
     const Activation* a = copied ? copy : reinterpret_cast<const Activation*>(x);
     if (copied) {
-      copy_rows(team, x, ldx, rows, k, round_up(k, Format::kStep), copy, lda);
+      copy_rows(team, copying, x, ldx, rows, k, round_up(k, Format::kStep), copy, lda);
       team.barrier();
     }
-    product<Format>(counter, rows, a, lda, weight, k, int(panels), 1, panel_step * panel_size<Format>(k),
+    product<Format>(team, counter, rows, a, lda, weight, k, int(panels), 1, panel_step * panel_size<Format>(k),
                     sums + team.id * sums_floats,
                     [&](int first, int count, int panel, const float* s) {
                       long column = long(panel) * kPanel;

@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <sched.h>
 #include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
@@ -11,6 +12,7 @@ namespace {
 constexpr int64_t kBarrierSpinNs = 40'000;
 constexpr int64_t kIdleSpinMinNs = 5'000;
 constexpr int64_t kIdleSpinMaxNs = 200'000;
+constexpr uint64_t kOpen = uint64_t(1) << 31;
 
 int64_t now_ns() {
   timespec t;
@@ -38,11 +40,11 @@ void Gate::set(uint32_t value) {
   pthread_mutex_unlock(&mutex_);
 }
 
-bool Gate::wait_change(uint32_t old, int64_t spin_ns) {
+void Gate::wait_beyond(uint32_t old, int64_t spin_ns) {
   int64_t deadline = 0;
   for (;;) {
     for (int i = 0; i < 64; i++) {
-      if (value() != old) return true;
+      if (int32_t(value() - old) > 0) return;
       relax();
     }
     int64_t now = now_ns();
@@ -51,10 +53,9 @@ bool Gate::wait_change(uint32_t old, int64_t spin_ns) {
   }
   pthread_mutex_lock(&mutex_);
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
-  while (value_.load(std::memory_order_seq_cst) == old) pthread_cond_wait(&changed_, &mutex_);
+  while (int32_t(value_.load(std::memory_order_seq_cst) - old) <= 0) pthread_cond_wait(&changed_, &mutex_);
   sleepers_.fetch_sub(1, std::memory_order_seq_cst);
   pthread_mutex_unlock(&mutex_);
-  return false;
 }
 
 Pool& Pool::local() {
@@ -66,13 +67,31 @@ Pool& Pool::local() {
   return *local.pool;
 }
 
-void Pool::barrier(int size) {
-  uint32_t phase = phase_.value();
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-    arrived_.store(0, std::memory_order_relaxed);
-    phase_.set(phase + 1);
+// Becomes a member if this stage is still running, or false: it is over.
+bool Team::join() {
+  uint64_t now = pool_->meeting_.load(std::memory_order_acquire);
+  for (;;) {
+    const uint32_t members = uint32_t(now >> 16) & 0xffff, ended = uint32_t(now) & 0xffff;
+    if (uint32_t(now >> 32) != stage_ || ended == members) return false;
+    if (pool_->meeting_.compare_exchange_weak(now, now + (1 << 16), std::memory_order_acq_rel)) return member_ = true;
+  }
+}
+
+void Team::barrier() {
+  if (size == 1) return;
+  const uint32_t stage = stage_++;
+  if (!member_) {  // the stage was over when we came: wait until the last of its members has said so
+    if (uint32_t(pool_->meeting_.load(std::memory_order_acquire) >> 32) == stage)
+      pool_->stage_.wait_beyond(stage, kBarrierSpinNs);
+    return;
+  }
+  const uint64_t now = pool_->meeting_.fetch_add(1, std::memory_order_acq_rel) + 1;
+  const uint64_t members = (now >> 16) & 0xffff;
+  if ((now & 0xffff) == members) {
+    pool_->meeting_.store(uint64_t(stage + 1) << 32 | members << 16, std::memory_order_release);
+    pool_->stage_.set(stage + 1);
   } else {
-    phase_.wait_change(phase, kBarrierSpinNs);
+    pool_->stage_.wait_beyond(stage, kBarrierSpinNs);
   }
 }
 
@@ -105,7 +124,7 @@ void Pool::work(int id, uint32_t seen) {
   for (;;) {
     if (started_.value() == seen) {
       int64_t since = now_ns();
-      started_.wait_change(seen, spin_ns);
+      started_.wait_beyond(seen, spin_ns);
       // Spin about as long as the pause that just ended, if it was short enough to be worth a core.
       int64_t paused = now_ns() - since;
       spin_ns = paused < kIdleSpinMaxNs ? 2 * paused : spin_ns / 2;
@@ -113,22 +132,40 @@ void Pool::work(int id, uint32_t seen) {
       if (spin_ns > kIdleSpinMaxNs) spin_ns = kIdleSpinMaxNs;
     }
     seen = started_.value();
-    int size = int(seen & ((1u << kSizeBits) - 1));
+    const int size = int(seen & ((1u << kSizeBits) - 1));
     if (size == 0) return;
     if (id >= size) continue;
-    invoke_(body_, Team{this, id, size});
-    barrier(size);
+    uint64_t now = inside_.load(std::memory_order_acquire);
+    const uint64_t open = uint64_t(seen) << 32 | kOpen;
+    bool entered = false;
+    while ((now & ~uint64_t(kOpen - 1)) == open && !entered)
+      entered = inside_.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel);
+    if (!entered) continue;  // that pass is over
+    Team team(this, id, size, false);
+    invoke_(body_, team);
+    team.barrier();
+    inside_.fetch_sub(1, std::memory_order_release);
   }
 }
 
 void Pool::start(int threads, Invoke invoke, void* body) {
-  int size = threads > 1 ? grow(threads) : 1;
-  if (size == 1) return invoke(body, Team{this, 0, 1});
+  const int size = threads > 1 ? grow(threads) : 1;
+  Team team(this, 0, size, true);
+  if (size == 1) return invoke(body, team);
   invoke_ = invoke;
   body_ = body;
-  started_.set((((started_.value() >> kSizeBits) + 1) << kSizeBits) | uint32_t(size));
-  invoke(body, Team{this, 0, size});
-  barrier(size);
+  meeting_.store(1 << 16, std::memory_order_relaxed);
+  stage_.set(0);
+  const uint32_t number = (((started_.value() >> kSizeBits) + 1) << kSizeBits) | uint32_t(size);
+  inside_.store(uint64_t(number) << 32 | kOpen, std::memory_order_release);
+  started_.set(number);
+  invoke(body, team);
+  team.barrier();
+  inside_.fetch_and(~uint64_t(kOpen), std::memory_order_acq_rel);
+  for (int i = 0; inside_.load(std::memory_order_acquire) & (kOpen - 1); i++) {
+    relax();
+    if (i > 1000) sched_yield();
+  }
 }
 
 void* Pool::scratch(size_t bytes) {

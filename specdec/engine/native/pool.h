@@ -1,12 +1,17 @@
-// Threads for one forward pass. Every thread that calls in has its own team, so two engines never wait for each other.
+// Threads for one forward pass. Every thread that calls in has its own pool, so two engines never wait for each other.
 //
 // OpenMP is not used: its idle workers spin for milliseconds, and here several processes share the cores. A worker of
 // ours spins for some tens of microseconds (longer only while that keeps paying off) and then sleeps.
+//
+// A pass is a row of stages with a barrier after each; all work of a stage is handed out by a counter. Nobody waits for
+// a worker that has not woken up yet (on a busy machine that takes milliseconds): it joins at the stage that is running
+// when it arrives, and runs through the earlier ones without finding work.
 #pragma once
 
 #include <pthread.h>
 
 #include <atomic>
+#include <climits>
 #include <cstddef>
 #include <cstdint>
 
@@ -20,13 +25,12 @@ inline void relax() {
 #endif
 }
 
-// A number that grows, and threads that wait for it to change: spin first, then sleep.
+// A number that grows, and threads that wait until it has: spin first, then sleep.
 class Gate {
  public:
   uint32_t value() const { return value_.load(std::memory_order_acquire); }
   void set(uint32_t value);
-  // Returns true if the change came while spinning.
-  bool wait_change(uint32_t old, int64_t spin_ns);
+  void wait_beyond(uint32_t old, int64_t spin_ns);
 
  private:
   alignas(64) std::atomic<uint32_t> value_{0};
@@ -35,20 +39,35 @@ class Gate {
   pthread_cond_t changed_ = PTHREAD_COND_INITIALIZER;
 };
 
-class Pool;
-
-// What a parallel body sees: who it is, how many there are, and a barrier.
-struct Team {
-  Pool* pool;
-  int id;
-  int size;
-  void barrier() const;
-};
-
-// A shared work list: next() hands out 0, 1, 2, … once each. One per cache line.
+// A work list: 0, 1, 2, … are handed out once each. One per cache line.
 struct alignas(64) Counter {
   std::atomic<int> taken{0};
-  int next() { return taken.fetch_add(1, std::memory_order_relaxed); }
+};
+
+class Pool;
+
+// What a parallel body sees: its number (below `size`), the work, and a barrier. Every member runs the same stages.
+class Team {
+ public:
+  const int id;
+  const int size;
+
+  // The next item of this stage's counter, or INT_MAX if the stage is over.
+  int next(Counter& counter) {
+    if (!member_ && !join()) return INT_MAX;
+    return counter.taken.fetch_add(1, std::memory_order_relaxed);
+  }
+  // Ends the stage: returns when all its items are done.
+  void barrier();
+
+ private:
+  friend class Pool;
+  Team(Pool* pool, int id, int size, bool member) : id(id), size(size), pool_(pool), member_(member) {}
+  bool join();
+
+  Pool* pool_;
+  uint32_t stage_ = 0;
+  bool member_;
 };
 
 class Pool {
@@ -56,23 +75,23 @@ class Pool {
   // The calling thread's own pool, made on first use and joined when the thread ends.
   static Pool& local();
 
-  // Calls body(Team) on `threads` threads (the caller is number 0) and returns when all are done.
+  // Calls body(Team&) on up to `threads` threads (the caller is number 0) and returns when all stages are done.
   template <class Body>
   void run(int threads, Body&& body) {
     struct Call {
-      static void invoke(void* object, const Team& team) { (*static_cast<Body*>(object))(team); }
+      static void invoke(void* object, Team& team) { (*static_cast<Body*>(object))(team); }
     };
     start(threads, &Call::invoke, const_cast<void*>(static_cast<const void*>(&body)));
   }
 
-  // Grow-only memory of the calling thread for one pass, 64-byte aligned; null when there is none.
+  // Grow-only memory of the calling thread for one pass, page-aligned; null when there is none.
   void* scratch(size_t bytes);
 
-  void barrier(int size);
   ~Pool();
 
  private:
-  using Invoke = void (*)(void*, const Team&);
+  friend class Team;
+  using Invoke = void (*)(void*, Team&);
   struct Worker {
     Pool* pool;
     int id;
@@ -84,12 +103,15 @@ class Pool {
   int grow(int threads);
   void work(int id, uint32_t seen);
 
-  // One number says "start number n, for this many threads", so that a worker left out of a start can never mistake
-  // the next one's size for its own: only workers that take part read invoke_ and body_, and start() waits for those.
+  // "Start number n, for this many threads"; size 0 sends the workers home.
   static constexpr uint32_t kSizeBits = 12;
   Gate started_;
-  Gate phase_;
-  alignas(64) std::atomic<int> arrived_{0};
+  // start << 32 | open << 31 | workers inside its body: the body lives on the caller's stack, so a worker enters it
+  // only while the pass is open, and the caller leaves only when none is inside.
+  alignas(64) std::atomic<uint64_t> inside_{0};
+  // stage << 32 | members << 16 | members that have ended the stage.
+  alignas(64) std::atomic<uint64_t> meeting_{0};
+  Gate stage_;  // the same stage, for those who wait
   alignas(64) Invoke invoke_ = nullptr;
   void* body_ = nullptr;
   Worker** workers_ = nullptr;
@@ -97,9 +119,5 @@ class Pool {
   void* scratch_ = nullptr;
   size_t scratch_bytes_ = 0;
 };
-
-inline void Team::barrier() const {
-  if (size > 1) pool->barrier(size);
-}
 
 }  // namespace tandem
