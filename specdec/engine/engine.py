@@ -228,6 +228,10 @@ class Engine:
         difference: str | None = None
         for path in self._paths(settings, shapes, num_threads):
             self._decoder, self.path = path.decoder, path.name
+            if self.device.type == "cpu":
+                # The native decoder brings its own threads; torch's would spin beside them for milliseconds after every
+                # large operation of a sampler.
+                torch.set_num_threads(num_threads if path.decoder is None else 1)
             self._state.kernels = acceleration.native_attention() if path.native_attention else None
             try:
                 difference = reference.difference(self.forward, self.pool)
