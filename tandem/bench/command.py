@@ -145,12 +145,11 @@ async def _bench(args: argparse.Namespace, deployment: Deployment, notes: Any) -
                     )
                 status.update("warming up")
                 result = await measure(system, plan, rival=rival, tell=status.update)
-                info = system.router.model()
-                draft = system.router.draft_model()
         finally:
             if rival is not None:
                 await rival.close()
-    num_draft = draft.num_parameters if draft is not None else 0
+    info, num_draft = result.target, result.draft.num_parameters if result.draft is not None else 0
+    assert info is not None
     title = (
         f"{', '.join(deployment.gateway.served_model_name)}: target {info.num_parameters / 1e6:.1f} M, "
         + (f"draft {num_draft / 1e6:.1f} M" if num_draft else f"drafts by {speculative.method}")

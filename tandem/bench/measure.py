@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from specdec.sampling.params import SamplingParams
-from specdec.sessions import Rule
+from specdec.sessions import ModelInfo, Rule
 from tandem.bench.huggingface import MODES, HuggingFace
 from tandem.bench.limits import (
     Spread,
@@ -52,6 +52,8 @@ class Measurement:
     #: Rounds by accepted tokens, summed.
     histogram: list[int] = field(default_factory=list)
     costs: Costs | None = None
+    target: ModelInfo | None = None
+    draft: ModelInfo | None = None
 
     @property
     def alpha(self) -> float:
@@ -151,7 +153,9 @@ async def measure(
         for name in names[start:] + names[:start]:
             result.rates[name].append(await ways[name](batch, True))
         tell(f"{number + 1} of {len(plan.batches)} batches measured")
-    result.costs = await probe(system.router, plan.probes, plan.params, plan.rule, plan.k)
+    async with system.backends() as router:
+        result.target, result.draft = router.model(), router.draft_model()
+        result.costs = await probe(router, plan.probes, plan.params, plan.rule, plan.k)
     return result
 
 

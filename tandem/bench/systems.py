@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 import grpc.aio
 
@@ -24,6 +25,9 @@ from specdec.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tandem.deployment import Deployment, services_of
 from tandem.embedded import Embedded
 from tandem.supervisor import Supervisor
+
+#: Seconds to connect to services that are ready.
+_CONNECT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +48,16 @@ class Answer:
 class System(Protocol):
     """Something that answers prompts."""
 
-    #: The backends behind it, for the probe.
-    router: Router
-
     async def ask(self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int) -> Answer:
         """Generate with k drafted tokens a round; 0 decodes plainly."""
         ...
 
     async def encode(self, text: str) -> Sequence[int]:
         """Token ids of a text."""
+        ...
+
+    def backends(self) -> AbstractAsyncContextManager[Router]:
+        """A router of the caller's own over the target and the draft, for the probe."""
         ...
 
 
@@ -71,15 +76,11 @@ async def start_system(kind: str, deployment: Deployment) -> AsyncIterator[Syste
     lines: list[str] = []
     try:
         async with Supervisor(services, drain_s=2.0, log=lambda name, line: lines.append(f"[{name}] {line}")):
-            fleet = Fleet([services[0].address], [service.address for service in services[1:-1]])
-            await fleet.start()
             channel = open_channel(f"{free.gateway.host}:{free.gateway.grpc_port}")
             try:
-                await fleet.wait_ready()
-                yield GrpcSystem(channel, fleet.router)
+                yield GrpcSystem(channel, services[0].address, [service.address for service in services[1:-1]])
             finally:
                 await channel.close()
-                await fleet.stop()
     except TandemError as error:
         raise Unavailable("\n".join([str(error), *lines[-20:]])) from error
 
@@ -87,9 +88,23 @@ async def start_system(kind: str, deployment: Deployment) -> AsyncIterator[Syste
 class GrpcSystem:
     """The gateway's gRPC API."""
 
-    def __init__(self, channel: grpc.aio.Channel, router: Router) -> None:
-        self.router = router
+    def __init__(self, channel: grpc.aio.Channel, target: str, drafts: Sequence[str]) -> None:
         self._stub = GenerationServiceStub(channel)
+        self._target, self._drafts = target, drafts
+
+    @asynccontextmanager
+    async def backends(self) -> AsyncIterator[Router]:
+        """Connect to the services behind the gateway."""
+        fleet = Fleet([self._target], self._drafts)
+        await fleet.start()
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                router = fleet.router
+                while not (router.ready and len(router.drafts.usable) == len(self._drafts)):
+                    await asyncio.sleep(0.02)
+            yield router
+        finally:
+            await fleet.stop()
 
     async def ask(self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int) -> Answer:
         """One streamed call."""
@@ -132,7 +147,11 @@ class EmbeddedSystem:
 
     def __init__(self, embedded: Embedded) -> None:
         self._generation = embedded.generation
-        self.router = embedded.generation.router
+
+    @asynccontextmanager
+    async def backends(self) -> AsyncIterator[Router]:
+        """The cores themselves."""
+        yield self._generation.router
 
     async def ask(self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int) -> Answer:
         """One streamed request."""

@@ -23,9 +23,8 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("services", ["grpc", "embedded"])
-def test_a_small_run(tmp_path: Path, services: str) -> None:
-    done = bench("--services", services, "--k", "3", "--json", str(tmp_path / "out.json"))
+def test_a_small_run_over_grpc(tmp_path: Path) -> None:
+    done = bench("--k", "3", "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
     for text in ("plain", "speculative, k = 3", "acceptance per token", "limit, overlapped", "round overhead", "torch"):
         assert text in done.stdout
@@ -34,11 +33,11 @@ def test_a_small_run(tmp_path: Path, services: str) -> None:
     assert 0 <= result["alpha"] <= 1
     assert 1 <= result["acceptance_length"] <= 4
     assert min(result[name] for name in ("decode_ms", "verify_ms", "draft_ms", "c")) > 0
-    assert result["serial_limit"] <= result["overlapped_limit"] <= 4
+    assert result["serial_limit"] <= result["overlapped_limit"]
 
 
 @pytest.mark.e2e
-def test_two_sessions_and_temperature() -> None:
+def test_two_embedded_sessions_at_a_temperature() -> None:
     done = bench("--services", "embedded", "--batch-size", "2", "--temperature", "1", "--verification", "token")
     assert done.returncode == 0, done.stderr
     assert "2 sessions" in done.stdout
