@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
-from typing import Any
 
 from draft_service.core import DraftCore
 from draft_service.servicer import DraftServicer
 from specdec.errors import InvalidRequest
+from specdec.flags import Parser, add_flags, settings_from
 from specdec.rpc.runner import run
 from specdec.rpc.server import RpcServer
 from specdec.settings import (
-    DTYPES,
     METHODS,
     DraftSettings,
     ModelSettings,
@@ -54,78 +52,19 @@ class DraftService:
             await self._servicer.core.close()
 
 
-#: Flags by the settings class that holds their default: (field, type, help).
-_FLAGS: tuple[tuple[str, type[Any], tuple[tuple[str, type, str], ...]], ...] = (
-    (
-        "speculation",
-        SpeculativeSettings,
-        (
-            ("num_speculative_tokens", int, "drafted tokens a round at most"),
-            ("prompt_lookup_max", int, "ngram: longest n-gram looked up"),
-            ("prompt_lookup_min", int, "ngram: shortest n-gram looked up"),
-        ),
-    ),
-    (
-        "model",
-        ModelSettings,
-        (
-            ("tokenizer", str, "folder of the tokenizer; the model's own where not given"),
-            ("dtype", str, "type of weights and activations: " + ", ".join(DTYPES)),
-            ("device", str, '"auto", "cpu" or "cuda:N"'),
-            ("max_model_len", int, "longest sequence in tokens; the checkpoint's where not given"),
-            ("gpu_memory_utilization", float, "share of a GPU's memory for weights and KV cache"),
-            ("cpu_kv_cache_share", float, "share of the machine's memory for the KV cache on a CPU"),
-            ("kv_cache_memory_bytes", int, "bytes of KV cache; overrides the shares"),
-            ("block_size", int, "tokens per KV block"),
-            ("num_threads", int, "threads of the forward pass on a CPU; all cores where not given"),
-            ("trust_remote_code", bool, "run model code that comes with the checkpoint"),
-            ("enforce_eager", bool, "run the model's own modules even where a faster path exists"),
-        ),
-    ),
-    (
-        "scheduling",
-        SchedulerSettings,
-        (
-            ("max_num_seqs", int, "sessions open at once"),
-            ("max_num_batched_tokens", int, "tokens taken in per step"),
-            ("max_waiting", int, "sessions waiting to be admitted"),
-            ("park_ttl_s", float, "seconds a parked session is kept"),
-        ),
-    ),
-    (
-        "server",
-        ServerSettings,
-        (
-            ("host", str, "address to listen on"),
-            ("port", int, "port to listen on; 0 takes a free one"),
-            ("drain_s", float, "seconds open streams get to finish after SIGTERM"),
-            ("max_concurrent_rpcs", int, "streams and calls at once"),
-        ),
-    ),
-)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the service's flags; their defaults are those of the settings classes."""
     parser.add_argument("--model", help="folder of the draft model's checkpoint")
     parser.add_argument("--method", choices=METHODS, help="how to draft (default: draft_model with --model, else none)")
-    for title, settings, flags in _FLAGS:
-        group = parser.add_argument_group(title)
-        defaults = {field.name: field.default for field in fields(settings)}
-        for name, kind, text in flags:
-            default = defaults[name]
-            assert default is not MISSING
-            flag = "--" + name.replace("_", "-")
-            if kind is bool:
-                group.add_argument(flag, action="store_true", default=default, help=text)
-            else:
-                shown = "" if default is None else f" (default: {default})"
-                group.add_argument(flag, type=kind, default=default, help=text + shown)
+    add_flags(parser.add_argument_group("speculation"), SpeculativeSettings)
+    add_flags(parser.add_argument_group("model"), ModelSettings)
+    add_flags(parser.add_argument_group("scheduling"), SchedulerSettings)
+    add_flags(parser.add_argument_group("server"), ServerSettings)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of ``python -m draft_service``."""
-    parser = argparse.ArgumentParser("draft_service", description="Propose tokens for a target service.")
+    parser = Parser("draft_service", description="Propose tokens for a target service.")
     add_arguments(parser)
     return parser
 
@@ -136,15 +75,14 @@ def settings_of(args: argparse.Namespace) -> tuple[DraftSettings, ServerSettings
     Raises:
         InvalidRequest: a value is out of range; ``param`` names the field.
     """
-    values = {settings: {name: getattr(args, name) for name, _, _ in flags} for _, settings, flags in _FLAGS}
-    speculative = SpeculativeSettings(model=args.model, method=args.method, **values[SpeculativeSettings])
+    speculative = settings_from(SpeculativeSettings, args, model=args.model, method=args.method)
     needs_model = speculative.method == "draft_model"
     draft = DraftSettings(
         speculative=speculative,
-        model=ModelSettings(model=args.model, **values[ModelSettings]) if needs_model else None,
-        scheduler=SchedulerSettings(**values[SchedulerSettings]),
+        model=settings_from(ModelSettings, args, model=args.model) if needs_model else None,
+        scheduler=settings_from(SchedulerSettings, args),
     )
-    return draft, ServerSettings(**values[ServerSettings])
+    return draft, settings_from(ServerSettings, args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,32 +7,15 @@ import asyncio
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any, Final
+from typing import Any
 
 import uvloop
 
 from gateway.app import Gateway, serve
 from specdec.errors import InvalidRequest, TandemError
+from specdec.flags import Parser, add_flags, settings_from
 from specdec.sampling.rule import Rule
 from specdec.settings import GatewaySettings
-
-#: Flags: (field of the settings, type, help).
-FLAGS: Final[tuple[tuple[str, type, str], ...]] = (
-    ("host", str, "address to listen on"),
-    ("port", int, "port of the REST API; 0 takes a free one"),
-    ("grpc_port", int, "port of the gRPC API; 0 takes a free one"),
-    ("tokenizer", str, "folder of the tokenizer; without it only token ids are served"),
-    ("chat_template", str, "Jinja text, or a file with it, instead of the tokenizer's own chat template"),
-    ("num_speculative_tokens", int, "drafted tokens a round at most; 0 switches speculation off"),
-    ("disable_by_batch_size", int, "no drafting while more sequences than this are open"),
-    ("request_timeout_s", float, "seconds a request may take when it names no deadline; unlimited where not given"),
-    ("draft_timeout_s", float, "seconds a draft may take before the round goes on without it"),
-    ("max_target_retries", int, "times a session is opened anew on a target before its request fails"),
-    ("max_concurrent_requests", int, "requests in flight; one more gets 429"),
-    ("seed", int, "makes the seeds of requests that give none reproducible"),
-    ("drain_s", float, "seconds open requests get to finish after SIGTERM"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,11 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[str(rule) for rule in Rule],
         help="rule for requests without a seed that name none (default: the target's own)",
     )
-    defaults = {field.name: field.default for field in fields(GatewaySettings)}
-    for name, kind, text in FLAGS:
-        default = defaults[name]
-        shown = "" if default is None else f" (default: {default})"
-        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
+    add_flags(parser, GatewaySettings)
 
 
 def settings_of(args: argparse.Namespace) -> GatewaySettings:
@@ -63,12 +42,13 @@ def settings_of(args: argparse.Namespace) -> GatewaySettings:
     Raises:
         InvalidRequest: an address is not ``host:port``.
     """
-    return GatewaySettings(
+    return settings_from(
+        GatewaySettings,
+        args,
         targets=_addresses("targets", args.targets),
         drafts=_addresses("drafts", args.drafts),
         served_model_name=tuple(args.served_model_name),
         verification=None if args.verification is None else Rule(args.verification),
-        **{name: getattr(args, name) for name, _, _ in FLAGS},
     )
 
 
@@ -83,7 +63,7 @@ def _addresses(param: str, given: Sequence[str]) -> tuple[str, ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM; returns the exit status."""
-    parser = argparse.ArgumentParser("gateway", description="Serve text from target and draft services.")
+    parser = Parser("gateway", description="Serve text from target and draft services.")
     add_arguments(parser)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

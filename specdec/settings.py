@@ -50,8 +50,6 @@ class ModelSettings:
     trust_remote_code: bool = False
     #: Run the model's own modules even where a faster path exists.
     enforce_eager: bool = False
-    #: Key for noise that no request seeds.
-    seed: int = 0
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model", "model is empty; give the folder of a Hugging Face checkpoint")

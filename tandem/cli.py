@@ -10,7 +10,7 @@ from typing import Final
 
 from specdec import __version__
 from specdec.errors import InvalidRequest, TandemError, text_of
-from tandem.flags import Parser, hyphenate
+from specdec.flags import Parser, hyphenate
 
 #: Subcommand → its module and what it does.
 COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
@@ -27,6 +27,8 @@ SERVICES: Final[Mapping[str, tuple[str, str]]] = {
     "draft": ("draft_service.main", "run one draft service"),
     "gateway": ("gateway.main", "run one gateway"),
 }
+#: Their flags that take a checkpoint.
+_CHECKPOINT_FLAGS: Final = ("--model", "--tokenizer")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,8 +69,24 @@ def _run_command(argv: Sequence[str]) -> int:
 
 def _run_service(name: str, argv: Sequence[str]) -> int:
     service = importlib.import_module(SERVICES[name][0])
-    status: int = service.main(hyphenate(argv))
+    status: int = service.main(_with_folders(hyphenate(argv)))
     return status
+
+
+def _with_folders(argv: Sequence[str]) -> list[str]:
+    """The same flags with the folder in place of each checkpoint's name: services know folders only."""
+    from tandem.checkpoints import find_checkpoint  # noqa: PLC0415 (`tandem --help` needs none)
+
+    result: list[str] = []
+    for arg in argv:
+        flag, equals, value = arg.partition("=")
+        if equals and flag in _CHECKPOINT_FLAGS:
+            result.append(f"{flag}={find_checkpoint(value)}")
+        elif result and result[-1] in _CHECKPOINT_FLAGS:
+            result.append(find_checkpoint(arg))
+        else:
+            result.append(arg)
+    return result
 
 
 if __name__ == "__main__":

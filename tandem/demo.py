@@ -8,8 +8,8 @@ import os
 import sys
 from typing import Final
 
+from specdec.flags import Parser
 from tandem.deployment import deployment_of
-from tandem.flags import Parser
 from tandem.serve import add_arguments as add_serve_arguments
 from tandem.serve import take_model
 from tandem.threads import wait_quietly

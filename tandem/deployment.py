@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
+from specdec.flags import settings_from
 from specdec.settings import (
     DraftSettings,
     GatewaySettings,
@@ -23,7 +24,7 @@ from specdec.settings import (
     SpeculativeSettings,
     TargetSettings,
 )
-from tandem.flags import model_settings_of, rule_of, scheduler_settings_of
+from tandem.flags import rule_of
 from tandem.speculation import OLDER_NAMES, Choice, choose_models, read_speculation
 from tandem.supervisor import Service
 from tandem.threads import quiet_environment
@@ -78,8 +79,8 @@ def deployment_of(args: argparse.Namespace) -> Deployment:
     gateway = {name: value for name, value in vars(args).items() if name in names and value is not None}
     return make_deployment(
         choice,
-        model_settings_of(args, choice.target),
-        scheduler=scheduler_settings_of(args),
+        settings_from(ModelSettings, args, model=choice.target),
+        scheduler=settings_from(SchedulerSettings, args),
         verification=args.verification,
         gateway=gateway,
     )
@@ -148,7 +149,7 @@ def services_of(deployment: Deployment) -> list[Service]:
     ]  # fmt: skip
     if deployment.draft is not None:
         draft, port = deployment.draft, free_port()
-        model = flags_of(draft.model, skip={"model", "tensor_parallel_size", "seed"}) if draft.model else ()
+        model = flags_of(draft.model, skip={"model", "tensor_parallel_size"}) if draft.model else ()
         services.append(
             Service(
                 name="draft",

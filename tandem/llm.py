@@ -45,8 +45,8 @@ class LLM:
             ``{"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5}``.
         verification: "token", "block" or "coupled"; None is "block", and "coupled" for requests with a seed.
         options: Fields of :class:`~specdec.settings.ModelSettings` and
-            :class:`~specdec.settings.SchedulerSettings` (``dtype``, ``max_model_len``, ``seed``, ``tokenizer``,
-            ``gpu_memory_utilization``, …), ``chat_template``, and vLLM's older ``speculative_model``,
+            :class:`~specdec.settings.SchedulerSettings` (``dtype``, ``max_model_len``, ``tokenizer``,
+            ``gpu_memory_utilization``, …), ``seed``, ``chat_template``, and vLLM's older ``speculative_model``,
             ``num_speculative_tokens``, ``ngram_prompt_lookup_max``, ….
 
     Raises:
@@ -224,7 +224,7 @@ def _deployment(
 ) -> Deployment:
     """Settings from the arguments of :class:`LLM`."""
     older = {name: options.pop(name) for name in OLDER_NAMES if name in options}
-    chat_template = options.pop("chat_template", None)
+    gateway = {name: options.pop(name, None) for name in ("seed", "chat_template")}
     groups: dict[type, dict[str, Any]] = {ModelSettings: {}, SchedulerSettings: {}}
     for name, value in options.items():
         if name in _IGNORED:
@@ -247,14 +247,14 @@ def _deployment(
         ModelSettings(model=choice.target, **given),
         scheduler=scheduler,
         verification=verification,
-        gateway={"seed": given.get("seed"), "chat_template": chat_template},
+        gateway=gateway,
     )
     return replace(deployment, gateway=replace(deployment.gateway, draft_timeout_s=_PATIENCE_S))
 
 
 def _suggest(name: str) -> str:
     known = {field.name for settings in (ModelSettings, SchedulerSettings) for field in fields(settings)}
-    known |= {*OLDER_NAMES, "speculative_config", "verification", "chat_template"}
+    known |= {*OLDER_NAMES, "speculative_config", "verification", "seed", "chat_template"}
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; it knows {', '.join(sorted(known))}"
 

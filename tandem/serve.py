@@ -9,6 +9,7 @@ import signal
 from typing import Any
 
 from specdec.errors import InvalidRequest, TandemError
+from specdec.flags import add_flags
 from specdec.settings import GatewaySettings
 from tandem import deployment as deployments
 from tandem.deployment import Deployment
@@ -17,7 +18,6 @@ from tandem.flags import (
     add_model_flags,
     add_scheduler_flags,
     add_speculation_flags,
-    default_of,
 )
 from tandem.supervisor import Supervisor
 from tandem.threads import wait_quietly
@@ -27,18 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``tandem serve``."""
     add_model_argument(parser)
     group = parser.add_argument_group("server")
-    for flag, kind, text in (
-        ("--host", str, "address to listen on"),
-        ("--port", int, "port of the REST API"),
-        ("--grpc-port", int, "port of the gRPC API"),
-        ("--max-concurrent-requests", int, "requests in flight; one more gets 429"),
-        ("--request-timeout-s", float, "seconds a request may take when it names no deadline"),
-        ("--drain-s", float, "seconds open requests get to finish after SIGTERM"),
-        ("--chat-template", str, "Jinja text or file that replaces the tokenizer's chat template"),
-    ):
-        default = default_of(GatewaySettings, flag.removeprefix("--").replace("-", "_"))
-        shown = "" if default is None else f" (default: {default})"
-        group.add_argument(flag, type=kind, default=default, help=text + shown)
+    add_flags(
+        group,
+        GatewaySettings,
+        *("host", "port", "grpc_port", "max_concurrent_requests", "request_timeout_s", "drain_s", "chat_template"),
+    )
     group.add_argument("--served-model-name", nargs="+", help="names the model answers to")
     group.add_argument("--startup-timeout-s", type=float, default=600.0, help="seconds to load (default: 600)")
     group.add_argument("--embedded", action="store_true", help="run everything in one process, no gRPC in between")

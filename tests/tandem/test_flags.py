@@ -8,11 +8,11 @@ import time
 
 import pytest
 
+from specdec.flags import Parser
 from specdec.sessions import Rule
 from tandem import cli, serve
 from tandem.checkpoints import MODELS
 from tandem.deployment import Deployment, deployment_of, flags_of, services_of
-from tandem.flags import Parser
 
 TARGET, DRAFT = str(MODELS / "python-12m"), str(MODELS / "python-1m")
 PAIR = json.dumps({"model": "python-1m", "num_speculative_tokens": 5})
@@ -103,7 +103,7 @@ def test_the_other_flags_reach_their_settings() -> None:
     assert (gateway.host, gateway.port, gateway.grpc_port, gateway.seed) == ("0.0.0.0", 81, 82, 42)
     assert (gateway.served_model_name, gateway.chat_template, gateway.drain_s) == (("a", "b"), "x", 3.0)
     assert (gateway.disable_by_batch_size, gateway.verification) == (6, Rule.TOKEN)
-    assert (model.dtype, model.seed, model.max_model_len, model.kv_cache_memory_bytes) == ("bfloat16", 42, 512, 10**6)
+    assert (model.dtype, model.max_model_len, model.kv_cache_memory_bytes) == ("bfloat16", 512, 10**6)
     assert (model.trust_remote_code, model.enforce_eager, model.num_threads) == (True, True, 1)
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (8, 64)
     assert deployment.target.verification is Rule.TOKEN
