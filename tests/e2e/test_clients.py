@@ -10,6 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2
+from tandem import cli
 from tests.e2e.servers import health_of
 
 pytestmark = pytest.mark.e2e
@@ -198,6 +199,7 @@ def test_health_and_reflection_of_all_three(stack):
             request = reflection_pb2.ServerReflectionRequest(list_services="")
             answer = next(iter(stub.ServerReflectionInfo(iter([request]), timeout=10)))
             names = [entry.name for entry in answer.list_services_response.service]
+        assert cli.main(["health", "--grpc", address]) == 0
         assert service in names
         assert "grpc.health.v1.Health" in names
 
