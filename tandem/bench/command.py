@@ -62,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
     deployment = _deployment(args)
     from rich.console import Console  # noqa: PLC0415
 
-    console, notes = Console(), Console(stderr=True)
+    # Where there is no terminal to ask, the tables get the width they need.
+    console = Console() if sys.stdout.isatty() else Console(width=110)
+    notes = Console(stderr=True)
     title, result, remarks = asyncio.run(_bench(args, deployment, notes))
     from tandem.bench.report import print_report  # noqa: PLC0415
 

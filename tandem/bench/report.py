@@ -40,6 +40,8 @@ def _explanation(result: Measurement) -> Table:
     speedup = result.ratio(SPECULATIVE).median
     serial, overlapped = result.limits()
     table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
     rows: Mapping[str, str] = {
         "α, acceptance per token": f"{result.alpha:.3f}",
         "acceptance length, tokens per round": f"{result.acceptance_length:.2f}",

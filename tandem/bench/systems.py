@@ -100,7 +100,7 @@ class GrpcSystem:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 router = fleet.router
-                while not (router.ready and len(router.drafts.usable) == len(self._drafts)):
+                while not (router.ready and len(router.drafts.usable) == len(self._drafts)):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             yield router
         finally:

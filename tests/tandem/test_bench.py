@@ -36,12 +36,12 @@ def test_a_small_run_over_grpc(tmp_path: Path) -> None:
     assert result["serial_limit"] <= result["overlapped_limit"]
 
 
-@pytest.mark.e2e
-def test_two_embedded_sessions_at_a_temperature() -> None:
-    done = bench("--services", "embedded", "--batch-size", "2", "--temperature", "1", "--verification", "token")
-    assert done.returncode == 0, done.stderr
-    assert "2 sessions" in done.stdout
-    assert "temperature 1, rule token" in done.stdout
+def test_two_embedded_sessions_at_a_temperature(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--services", "embedded", "--batch-size", "2", "--temperature", "1", "--verification", "token"]
+    assert cli.main(["bench", *TINY, *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "2 sessions" in printed
+    assert "temperature 1, rule token" in printed
 
 
 @pytest.mark.parametrize(
