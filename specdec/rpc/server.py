@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 SERVER_OPTIONS: Final = (
     *MESSAGE_OPTIONS,
     *KEEPALIVE_OPTIONS,
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+    # The name that grpcio reads; the documented "min_recv_…" is ignored and idle watches end in GOAWAY.
+    ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
     # With port sharing two servers on one port would both start and split the calls between them.
     ("grpc.so_reuseport", 0),
 )

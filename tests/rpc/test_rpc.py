@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from specdec import errors
+from specdec.rpc import server as server_module
 from specdec.rpc.channel import (
     CHANNEL_OPTIONS,
     KEEPALIVE_TIME_MS,
@@ -322,6 +323,23 @@ async def test_too_many_calls_are_refused():
             async with SessionStream(stub.Verify) as three:
                 with pytest.raises(errors.Overloaded):
                     await three.turn(open_message())
+
+
+async def test_an_idle_watch_outlives_its_pings(monkeypatch):
+    """The limit on pings is really read: without it, gRPC's five minutes would cut this watch after three pings."""
+    options = dict(server_module.SERVER_OPTIONS)
+    [limit] = [name for name in options if "ping_interval" in name]
+    options[limit] = 100
+    monkeypatch.setattr(server_module, "SERVER_OPTIONS", tuple(options.items()))
+    server = RpcServer(ServerSettings())
+    await server.start()
+    async with open_channel(server.address, [("grpc.keepalive_time_ms", 200)]) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(3):
+                await watch.read()
+    await server.stop()
 
 
 def test_keepalive_is_slower_than_servers_tolerate():
