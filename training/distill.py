@@ -24,7 +24,7 @@ class DistillSettings:
 
     schedule: ScheduleSettings
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    batch_tokens: int = 8192
+    batch_tokens: int = 4096
     greedy_weight: float = 0.3
     variation_weight: float = 0.5
     seed: int = 20241
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--corpus-rows", type=int, default=700, help=f"of {MAX_LENGTH} tokens")
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--max-minutes", type=float, default=0.0)
+    parser.add_argument("--batch-tokens", type=int, default=DistillSettings.batch_tokens)
     parser.add_argument("--rate", type=float, default=OptimizerSettings.matrix_rate)
     parser.add_argument("--decay-share", type=float, default=ScheduleSettings.decay_share)
     parser.add_argument("--greedy-weight", type=float, default=DistillSettings.greedy_weight)
@@ -128,6 +129,7 @@ def main() -> None:
             max_minutes=arguments.max_minutes and max(1.0, arguments.max_minutes - spent_minutes),
         ),
         optimizer=OptimizerSettings(matrix_rate=arguments.rate, other_rate=arguments.rate),
+        batch_tokens=arguments.batch_tokens,
         greedy_weight=arguments.greedy_weight,
         variation_weight=arguments.variation_weight,
         seed=arguments.seed,
