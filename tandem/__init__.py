@@ -32,9 +32,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module  # noqa: PLC0415
 
-    from tandem.threads import wait_quietly  # noqa: PLC0415
+    from tandem.environment import tune_environment  # noqa: PLC0415
 
-    wait_quietly()
+    tune_environment()
     return getattr(import_module(_HOMES[name]), name)
 
 

@@ -11,6 +11,7 @@ from typing import Final
 from specdec import __version__
 from specdec.errors import InvalidRequest, TandemError, text_of
 from specdec.flags import Parser, hyphenate
+from tandem.environment import tune_environment
 
 #: Subcommand → its module and what it does.
 COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
@@ -68,6 +69,7 @@ def _run_command(argv: Sequence[str]) -> int:
 
 
 def _run_service(name: str, argv: Sequence[str]) -> int:
+    tune_environment()
     service = importlib.import_module(SERVICES[name][0])
     status: int = service.main(_with_folders(hyphenate(argv)))
     return status

@@ -10,9 +10,9 @@ from typing import Final
 
 from specdec.flags import Parser
 from tandem.deployment import deployment_of
+from tandem.environment import tune_environment
 from tandem.serve import add_arguments as add_serve_arguments
 from tandem.serve import take_model
-from tandem.threads import wait_quietly
 
 PROMPTS: Final = (
     "def read_lines(path):\n",
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(_: argparse.Namespace) -> int:
     """Generate each prompt with and without drafts; the texts must be equal."""
-    wait_quietly()
+    tune_environment()
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # no word about services that end as they should
     return asyncio.run(_demo())
 

@@ -24,10 +24,10 @@ from specdec.settings import (
     SpeculativeSettings,
     TargetSettings,
 )
+from tandem.environment import tuned_environment
 from tandem.flags import rule_of
 from tandem.speculation import OLDER_NAMES, Choice, choose_models, read_speculation
 from tandem.supervisor import Service
-from tandem.threads import quiet_environment
 
 _DRAFT_THREADS: Final = 1
 #: Share of a GPU's memory the draft gets where it lives on the target's GPU.
@@ -135,7 +135,7 @@ def services_of(deployment: Deployment) -> list[Service]:
     """The processes of a deployment, in the order they start; free ports are chosen for target and draft."""
     drain = ("--drain-s", f"{deployment.gateway.drain_s:g}")
     # Progress bars of the loaders would fill the log.
-    environment = {**quiet_environment(os.environ), "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    environment = {**tuned_environment(os.environ), "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     target_port = free_port()
     services = [
         Service(

@@ -14,12 +14,12 @@ from specdec.errors import InvalidRequest
 from specdec.sampling.params import SamplingParams
 from tandem.client import Server
 from tandem.deployment import deployment_of
+from tandem.environment import tune_environment
 from tandem.flags import (
     add_model_flags,
     add_scheduler_flags,
     add_speculation_flags,
 )
-from tandem.threads import wait_quietly
 
 Messages = list[dict[str, str]]
 
@@ -171,7 +171,7 @@ def open_model(args: argparse.Namespace) -> Iterator[Remote | Local]:
         yield Remote(server, args.model or server.model(), params)
         return
     deployment = deployment_of(args)
-    wait_quietly()
+    tune_environment()
     from tandem.llm import LLM  # noqa: PLC0415 (torch)
 
     with LLM.of(deployment) as llm:

@@ -13,6 +13,7 @@ from specdec.flags import add_flags
 from specdec.settings import GatewaySettings
 from tandem import deployment as deployments
 from tandem.deployment import Deployment
+from tandem.environment import tune_environment
 from tandem.flags import (
     add_ignored_flags,
     add_model_flags,
@@ -20,7 +21,6 @@ from tandem.flags import (
     add_speculation_flags,
 )
 from tandem.supervisor import Supervisor
-from tandem.threads import wait_quietly
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         args.served_model_name = tuple(args.served_model_name)
     deployment = deployments.deployment_of(args).with_ports()
     if args.embedded:
-        wait_quietly()
+        tune_environment()
         from tandem.embedded import serve_embedded  # noqa: PLC0415 (torch)
 
         return serve_embedded(deployment)

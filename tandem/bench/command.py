@@ -14,13 +14,13 @@ from typing import Any
 from specdec.errors import InvalidRequest
 from specdec.sampling.params import SamplingParams
 from tandem.deployment import Deployment, deployment_of
+from tandem.environment import tune_environment
 from tandem.flags import (
     add_model_flags,
     add_scheduler_flags,
     add_speculation_flags,
     rule_of,
 )
-from tandem.threads import wait_quietly
 
 #: Prompts, beyond those measured, that warm everything up and that are timed in parts.
 _NUM_WARM_UP = 2
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("batch_size", "num_prompts", "prompt_tokens", "max_tokens"):
         if getattr(args, name) < 1:
             raise InvalidRequest(f"{name} is {getattr(args, name)}; it must be at least 1", param=name)
-    wait_quietly()
+    tune_environment()
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # no word about services that end as they should
     deployment = _deployment(args)
     from rich.console import Console  # noqa: PLC0415

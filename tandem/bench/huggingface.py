@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
 from specdec.errors import Unavailable
-from tandem.threads import SHORT_SPIN
+from tandem.environment import SHORT_SPIN
 
 #: Mode → the arguments of ``generate`` it adds (the assistant model is put in where it is named).
 MODES: Final[Mapping[str, str]] = {
