@@ -15,9 +15,9 @@ from tandem.serve import add_arguments as add_serve_arguments
 from tandem.serve import take_model
 
 PROMPTS: Final = (
-    "def read_lines(path):\n",
-    "class Stack:\n    def __init__(self):\n",
-    "import asyncio\n\n\nasync def main():\n",
+    "    def close(self):\n",
+    "try:\n    from _json import",
+    "def main():\n    parser = argparse.ArgumentParser(",
 )
 _MAX_TOKENS: Final = 64
 

@@ -113,6 +113,7 @@ class GrpcSystem:
             sampling=types_pb.SamplingParams(temperature=params.temperature, top_p=params.top_p),
             max_tokens=params.max_tokens,
             ignore_eos=params.ignore_eos,
+            seed=params.seed,
             speculation=pb.SpeculationOptions(
                 num_speculative_tokens=k,
                 verification=codec.encode_rule(rule),
