@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Final
 
 import grpc.aio
@@ -85,26 +86,17 @@ def read_request(message: pb.GenerateRequest, *, timeout_s: float | None) -> Gen
 
 
 def _read_params(message: pb.GenerateRequest) -> SamplingParams:
-    sampling = message.sampling
-    return SamplingParams(
+    transforms = codec.decode_sampling(
+        message.sampling,
         max_tokens=message.max_tokens if message.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
-        logit_bias=dict(sampling.logit_bias),
-        allowed_token_ids=tuple(sampling.allowed_token_ids),
-        bad_token_ids=tuple(tuple(run.ids) for run in sampling.bad_token_ids),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+    )
+    return replace(
+        transforms,
         stop=tuple(message.stop),
-        stop_token_ids=tuple(sampling.stop_token_ids),
         include_stop_str_in_output=message.include_stop_str_in_output,
         ignore_eos=message.ignore_eos,
         seed=message.seed if message.HasField("seed") else None,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
         skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
     )
 
