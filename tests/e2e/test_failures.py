@@ -85,14 +85,18 @@ def test_a_draft_that_returns_helps_the_running_request(prompts):
     stack = Stack.start(gateway_arguments=("--draft-timeout-s", "0.5"))
     try:
         request = request_of(prompts[1], max_tokens=1500)
-        drafted_late = {"pieces": []}
 
         def freeze_then_thaw():
             stack.drafts[0].signal(signal.SIGSTOP)
             threading.Timer(1.0, stack.drafts[0].signal, (signal.SIGCONT,)).start()
 
-        drafted_late["pieces"] = collect(stack, request, at_token=50, act=freeze_then_thaw)
-        assert ids_of(drafted_late["pieces"]) == ids_of(collect(stack, request))
+        pieces = collect(stack, request, at_token=50, act=freeze_then_thaw)
+        undisturbed = collect(stack, request)
+        assert ids_of(pieces) == ids_of(undisturbed)
+        frozen = pieces[-1].speculation
+        assert frozen.num_draft_failures >= 1
+        # Before the freeze at most 50 + 5 tokens had come, each round drafting four; the rest is after the thaw.
+        assert 4 * 55 < frozen.num_draft_tokens < undisturbed[-1].speculation.num_draft_tokens
     finally:
         stack.close()
 

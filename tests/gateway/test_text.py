@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -129,7 +130,6 @@ def test_no_more_is_held_back_than_needed():
 
 @pytest.mark.parametrize("layout", ["tokenizer.json", "gpt2", "opt", "plain"])
 def test_files_give_the_ids_that_transformers_gives(tmp_path, layout):
-    transformers = pytest.importorskip("transformers")
     if layout == "tokenizer.json":
         vocabularies.save(vocabularies.byte_level(), tmp_path)
     elif layout == "opt":
@@ -190,7 +190,6 @@ def test_chat_templates_render_in_a_sandbox(tmp_path):
 
 
 def test_chat_template_is_the_one_transformers_renders(tmp_path):
-    transformers = pytest.importorskip("transformers")
     source = (
         vocabularies.CHAT_TEMPLATE + "{% if x is defined %}{{ x | tojson }}{% endif %}\n  {% if true %}\n!{% endif %}"
     )

@@ -53,8 +53,7 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
 @pytest.fixture(scope="session")
 def native() -> library.NativeLibrary:
     loaded = library.load()
-    if loaded is None:
-        pytest.skip("no C++ compiler here")
+    assert loaded is not None, "the kernels did not compile: the tests need a C++ compiler"
     return loaded
 
 
