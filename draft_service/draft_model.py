@@ -15,16 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
-from torch.nn.functional import pad
 
 from draft_service.drafter import Draft, DraftJob
+from specdec.engine.chains import ChainJob, draft_chains
 from specdec.engine.device_thread import DeviceThread
-from specdec.engine.engine import Engine, Segment
+from specdec.engine.engine import Engine
 from specdec.engine.kv_pool import KVSequence
 from specdec.errors import InvalidRequest
-from specdec.sampling.drafting import Drafted, DraftedChain, collect, draft
+from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.rows import Rows
 from specdec.sampling.state import SamplingState
 from specdec.sessions import ModelInfo, Rule, SessionSpec
 from specdec.settings import DraftSettings
@@ -144,21 +143,17 @@ class ModelDrafter:
 
     async def draft(self, batch: Sequence[Job]) -> list[Draft]:
         """One call on the device thread: a ragged pass that takes in what is pending, then a step per drafted token."""
-        order = sorted(range(len(batch)), key=lambda i: -batch[i].num_tokens)
-        jobs = [batch[i] for i in order]
-        before = [self._prepare(job) for job in jobs]
+        before = [self._prepare(job) for job in batch]
         try:
-            chains = await self._thread.run(self._compute, jobs)
+            chains = await self._thread.run(self._compute, batch)
         except Exception:
-            for job, length in zip(jobs, before, strict=True):
+            for job, length in zip(batch, before, strict=True):
                 if job.state.sequence is not None:
                     self._pool.rollback(job.state.sequence, min(length, job.state.sequence.length))
             raise
-        drafts = [Draft()] * len(batch)
-        for i, job, chain in zip(order, jobs, chains, strict=False):
+        for job, chain in zip(batch, chains, strict=True):
             job.state.drafted = chain.token_ids
-            drafts[i] = Draft(chain.token_ids, chain.q_rows)
-        return drafts
+        return [Draft(chain.token_ids, chain.q_rows) for chain in chains]
 
     def close(self, state: ModelState, park_as: str | None = None) -> None:
         """Release or park the cache."""
@@ -211,61 +206,12 @@ class ModelDrafter:
         return state.sequence.length
 
     def _compute(self, jobs: Sequence[Job]) -> list[DraftedChain]:
-        """Feed and draft, on the device thread; jobs come with the largest ``num_tokens`` first.
-
-        Returns one chain per job that drafts.
-        """
-        with torch.inference_mode():
-            segments = []
-            for job in jobs:
-                sequence = job.state.sequence
-                assert sequence is not None
-                start = sequence.length
-                end = len(job.state.sampling) if job.num_tokens else start + job.num_rows
-                tokens = job.state.token_ids[start:end]
-                segments.append(Segment(sequence, tokens, 1 if job.num_tokens else 0))
-            logits = self._engine.forward(segments)  # [B, V]
-            counts = [job.num_tokens for job in jobs if job.num_tokens]
-            if not counts:
-                return []
-            return collect(self._steps(logits, [job.state for job in jobs[: len(counts)]], counts), counts)
-
-    def _steps(self, logits: torch.Tensor, states: Sequence[ModelState], counts: Sequence[int]) -> list[Drafted]:
-        """Draw, feed the drawn tokens, and so on; sessions with fewer tokens to draft leave the batch first.
-
-        Tokens stay on the device. Every step's result has all rows: those of sessions that left are filler.
-        """
-        rows = Rows.after([state.sampling for state in states])
-        rules = [state.rule for state in states]
-        sequences = [state.sequence for state in states]
-        steps: list[Drafted] = []
-        for step in range(counts[0]):
-            drafted = draft(logits, rows, rules)
-            steps.append(_widened(drafted, len(states)))
-            remaining = sum(count > step + 1 for count in counts)
-            if not remaining:
-                break
-            tokens, rows = drafted.token_ids, rows.extended(drafted.token_ids)
-            if remaining < len(rules):
-                rows, rules = rows.select(range(remaining)), rules[:remaining]
-            logits = self._engine.forward(
-                [
-                    Segment(sequence, tokens[i : i + 1], 1)
-                    for i, sequence in enumerate(sequences[:remaining])
-                    if sequence is not None
-                ]
-            )
-        return steps
-
-
-def _widened(drafted: Drafted, num_rows: int) -> Drafted:
-    """The same result with filler rows at the end, ``num_rows`` in all."""
-    missing = num_rows - drafted.token_ids.shape[0]
-    if not missing:
-        return drafted
-    q_ids, q_weights = drafted.q_token_ids, drafted.q_weights
-    return Drafted(
-        pad(drafted.token_ids, (0, missing)),
-        None if q_ids is None else pad(q_ids, (0, 0, 0, missing)),
-        None if q_weights is None else pad(q_weights, (0, 0, 0, missing)),
-    )
+        """Feed and draft, on the device thread."""
+        chains = []
+        for job in jobs:
+            state, sequence = job.state, job.state.sequence
+            assert sequence is not None
+            start = sequence.length
+            end = len(state.sampling) if job.num_tokens else start + job.num_rows
+            chains.append(ChainJob(sequence, state.token_ids[start:end], job.num_tokens, state.sampling, state.rule))
+        return draft_chains(self._engine, chains)

@@ -230,6 +230,7 @@ def encode_proposal(proposal: Proposal) -> pb.Proposal:
         q_rows=[encode_sparse_row(row) for row in proposal.q_rows],
         draft_ns=proposal.draft_ns,
         queue_ns=proposal.queue_ns,
+        likelihood=proposal.likelihood,
     )
 
 
@@ -252,6 +253,7 @@ def decode_proposal(message: pb.Proposal) -> Proposal:
         assumed_token_ids=tuple(message.assumed_token_ids),
         draft_ns=message.draft_ns,
         queue_ns=message.queue_ns,
+        likelihood=message.likelihood,
     )
 
 

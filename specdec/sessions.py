@@ -38,6 +38,13 @@ class Proposal:
     assumed_token_ids: tuple[int, ...] = ()
     draft_ns: int = 0
     queue_ns: int = 0
+    #: The draft's estimate of the probability that the assumed tokens are what will be committed; 0 without any.
+    likelihood: float = 0.0
+
+    @property
+    def committed_len(self) -> int:
+        """Committed length its round starts from."""
+        return self.base_len + len(self.assumed_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,8 @@ class RoundTimings:
     verify_ns: int = 0
     batch_sessions: int = 0
     batch_rows: int = 0
+    #: Entries of the KV cache that the sessions of the tick hold together.
+    batch_context: int = 0
 
 
 @dataclass(frozen=True, slots=True)

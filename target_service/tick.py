@@ -109,6 +109,7 @@ def run_tick(model: Model, verifier: Verifier, parts: Sequence[Part]) -> TickRes
         verify_ns=time.perf_counter_ns() - forward_done_ns,
         batch_sessions=len(parts),
         batch_rows=sum(len(part.token_ids) for part in parts),
+        batch_context=sum(part.subject.sequence.length for part in parts),
     )
     return TickResult(results, started_ns, timings)
 

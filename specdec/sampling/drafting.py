@@ -45,10 +45,13 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class DraftedChain:
-    """The drafted tokens of one session, in Python; ``q_rows`` is empty or holds one row per token."""
+    """The drafted tokens of one session, in Python."""
 
     token_ids: tuple[int, ...]
+    #: Empty, or one per token.
     q_rows: tuple[SparseRow, ...] = ()
+    #: Where asked for, at each drafted position the guesses of the token the target will put there, best first.
+    candidates: tuple[tuple[int, ...], ...] = ()
 
 
 class _Kind(Enum):
@@ -102,29 +105,35 @@ def collect(steps: Sequence[Drafted], counts: Sequence[int] | None = None) -> li
     """
     if not steps:
         return [] if counts is None else [DraftedChain(())] * len(counts)
-    width = max(0 if step.q_weights is None else step.q_weights.shape[1] for step in steps)
+    q_width = max(0 if step.q_weights is None else step.q_weights.shape[1] for step in steps)
+    num_candidates = max(0 if step.candidates is None else step.candidates.shape[1] for step in steps)
     num_rows = steps[0].token_ids.shape[0]
-    nothing = steps[0].token_ids.new_zeros(num_rows, width)
+    nothing = steps[0].token_ids.new_zeros(num_rows, max(q_width, num_candidates))
     packed = torch.stack(
         [
             torch.cat(
                 [
                     step.token_ids[:, None],
-                    nothing if step.q_token_ids is None else step.q_token_ids,
-                    nothing if step.q_weights is None else step.q_weights,
+                    nothing[:, :num_candidates] if step.candidates is None else step.candidates,
+                    nothing[:, :q_width] if step.q_token_ids is None else step.q_token_ids,
+                    nothing[:, :q_width] if step.q_weights is None else step.q_weights,
                 ],
                 dim=1,
             )
             for step in steps
         ],
         dim=1,
-    )  # [R, steps, 1 + 2 K]
+    )  # [R, steps, 1 + candidates + 2 q_width]
     host = packed.cpu().numpy()
+    q_at = 1 + num_candidates
     chains = []
     for i, chain in enumerate(host):
         kept = chain if counts is None else chain[: counts[i]]
-        q_rows = tuple(row for step in kept if (row := _sparse_row(step[1 : 1 + width], step[1 + width :])).weights)
-        chains.append(DraftedChain(tuple(kept[:, 0].tolist()), q_rows))
+        q_rows = tuple(
+            row for step in kept if (row := _sparse_row(step[q_at:][:q_width], step[q_at + q_width :])).weights
+        )
+        candidates = tuple(map(tuple, kept[:, 1:q_at].tolist())) if num_candidates else ()
+        chains.append(DraftedChain(tuple(kept[:, 0].tolist()), q_rows, candidates))
     return chains
 
 

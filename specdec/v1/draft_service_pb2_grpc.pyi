@@ -35,7 +35,9 @@ class DraftServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DraftServiceAsyncStub: ...
     Draft: _grpc.StreamStreamMultiCallable[_draft_service_pb2.DraftRequest, _draft_service_pb2.DraftResponse]
-    """One stream is one session. The first message opens it; then one Advance per verdict, each answered by a proposal.
+    """One stream is one session. The first message opens it; then one Advance per verdict. The answer to an Advance is a
+    proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
+    verdict on the assumption that it would turn out this way, and sent already.
     The end of the stream releases the session's cache, or parks it when the session asked for that.
     """
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetModelInfoRequest, _types_pb2.GetModelInfoResponse]
@@ -47,7 +49,9 @@ class DraftServiceAsyncStub(DraftServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Draft: _aio.StreamStreamMultiCallable[_draft_service_pb2.DraftRequest, _draft_service_pb2.DraftResponse]  # type: ignore[assignment]
-    """One stream is one session. The first message opens it; then one Advance per verdict, each answered by a proposal.
+    """One stream is one session. The first message opens it; then one Advance per verdict. The answer to an Advance is a
+    proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
+    verdict on the assumption that it would turn out this way, and sent already.
     The end of the stream releases the session's cache, or parks it when the session asked for that.
     """
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_types_pb2.GetModelInfoRequest, _types_pb2.GetModelInfoResponse]  # type: ignore[assignment]
@@ -62,7 +66,9 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_draft_service_pb2.DraftRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_draft_service_pb2.DraftResponse], _abc.AsyncIterator[_draft_service_pb2.DraftResponse]]:
-        """One stream is one session. The first message opens it; then one Advance per verdict, each answered by a proposal.
+        """One stream is one session. The first message opens it; then one Advance per verdict. The answer to an Advance is a
+        proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
+        verdict on the assumption that it would turn out this way, and sent already.
         The end of the stream releases the session's cache, or parks it when the session asked for that.
         """
 

@@ -140,7 +140,12 @@ Global___OpenTargetSession: _TypeAlias = OpenTargetSession  # noqa: Y015
 
 @_typing.final
 class Round(_message.Message):
-    """One proposal to verify."""
+    """One proposal to verify.
+
+    A proposal with assumed tokens may be sent before the verdict it was drafted ahead of. It is kept until the session
+    reaches committed_len: where the tokens committed by then are the assumed ones its round starts at once, else it is
+    dropped. The sender can tell which from the verdict alone, so every verdict is followed by at most one round.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -150,7 +155,7 @@ class Round(_message.Message):
     epoch: _builtins.int
     """Epoch of the session."""
     committed_len: _builtins.int
-    """Committed length the gateway stands at; another length is stale and the message is dropped and counted."""
+    """Committed length the round starts from. One the session has passed is stale: the message is dropped and counted."""
     @_builtins.property
     def proposal(self) -> _types_pb2.Proposal:
         """Drafted tokens; absent or empty is one plain decoding step."""
@@ -355,6 +360,7 @@ class RoundTimings(_message.Message):
     VERIFY_NS_FIELD_NUMBER: _builtins.int
     BATCH_SESSIONS_FIELD_NUMBER: _builtins.int
     BATCH_ROWS_FIELD_NUMBER: _builtins.int
+    BATCH_CONTEXT_FIELD_NUMBER: _builtins.int
     queue_ns: _builtins.int
     """Nanoseconds from receipt to the start of the tick."""
     forward_ns: _builtins.int
@@ -365,6 +371,8 @@ class RoundTimings(_message.Message):
     """Sessions in the tick."""
     batch_rows: _builtins.int
     """Rows (tokens fed) in the tick, prefill included."""
+    batch_context: _builtins.int
+    """Entries of the KV cache that the sessions of the tick hold together."""
     def __init__(
         self,
         *,
@@ -373,10 +381,11 @@ class RoundTimings(_message.Message):
         verify_ns: _builtins.int = ...,
         batch_sessions: _builtins.int = ...,
         batch_rows: _builtins.int = ...,
+        batch_context: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_rows", b"batch_rows", "batch_sessions", b"batch_sessions", "forward_ns", b"forward_ns", "queue_ns", b"queue_ns", "verify_ns", b"verify_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_context", b"batch_context", "batch_rows", b"batch_rows", "batch_sessions", b"batch_sessions", "forward_ns", b"forward_ns", "queue_ns", b"queue_ns", "verify_ns", b"verify_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -246,6 +246,7 @@ class Proposal(_message.Message):
     Q_ROWS_FIELD_NUMBER: _builtins.int
     DRAFT_NS_FIELD_NUMBER: _builtins.int
     QUEUE_NS_FIELD_NUMBER: _builtins.int
+    LIKELIHOOD_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session they belong to."""
     base_len: _builtins.int
@@ -254,6 +255,8 @@ class Proposal(_message.Message):
     """Nanoseconds the draft spent computing these tokens."""
     queue_ns: _builtins.int
     """Nanoseconds the request waited in the draft's queue."""
+    likelihood: _builtins.float
+    """The draft's estimate of the probability that the assumed tokens are what will be committed; 0 where none are."""
     @_builtins.property
     def assumed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens assumed to be committed after base_len before the drafted ones; empty for a plain proposal."""
@@ -281,10 +284,11 @@ class Proposal(_message.Message):
         q_rows: _abc.Iterable[Global___SparseRow] | None = ...,
         draft_ns: _builtins.int = ...,
         queue_ns: _builtins.int = ...,
+        likelihood: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assumed_token_ids", b"assumed_token_ids", "base_len", b"base_len", "draft_ns", b"draft_ns", "epoch", b"epoch", "parents", b"parents", "q_rows", b"q_rows", "queue_ns", b"queue_ns", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assumed_token_ids", b"assumed_token_ids", "base_len", b"base_len", "draft_ns", b"draft_ns", "epoch", b"epoch", "likelihood", b"likelihood", "parents", b"parents", "q_rows", b"q_rows", "queue_ns", b"queue_ns", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

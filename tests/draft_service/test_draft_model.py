@@ -238,12 +238,12 @@ async def test_q_rows_are_what_tokens_were_drawn_from(start_core, spec):
 async def test_q_rows_that_lie_are_noticed(start_core, spec, monkeypatch):
     """Planted bug: tokens drawn at temperature 1, rows sent for temperature 0.6."""
 
-    def lying(logits, rows, rules):
+    def lying(logits, rows, rules, num_candidates):
         drawn = draft(logits, rows, rules)
         sharper = draft(logits / 0.6, rows, rules)
         return type(drawn)(drawn.token_ids, sharper.q_token_ids, sharper.q_weights)
 
-    monkeypatch.setattr("draft_service.draft_model.draft", lying)
+    monkeypatch.setattr("specdec.engine.chains.draft", lying)
     async with start_core(k=2) as core:
         counts, rows = await draws_and_row(core, spec, 3000, 0)
     assert chi_square(counts, next(iter(rows)), 3000) < 1e-6
