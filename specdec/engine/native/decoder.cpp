@@ -2,49 +2,9 @@
 //
 // The residual stream, attention and every sum are float32. What enters a linear layer has the type its kernel wants
 // (Format::Activation): float32, or bfloat16 where weights are bfloat16 and the machine multiplies those directly.
-#include "attention.h"
+#include "decoder.h"
 
 namespace tandem {
-
-// Everything below mirrors the ctypes structures of decoder.py.
-struct Layer {
-  const float* input_norm;  // [H]
-  const void* qkv;          // packed: query, key and value columns, each in whole panels
-  const float* qkv_bias;    // one number per packed column, or null; so are the other biases
-  const float* query_norm;  // [D] or null
-  const float* key_norm;
-  const void* output;
-  const float* output_bias;
-  const float* post_norm;  // [H]
-  const void* gate_up;     // packed: panels of gate and up in turn
-  const float* gate_up_bias;
-  const void* down;
-  const float* down_bias;
-  int64_t window;  // 0: none
-};
-
-struct Model {
-  const Layer* layers;
-  const void* embedding;  // [V, H] row-major, in the weights' dtype
-  const float* final_norm;
-  const void* lm_head;
-  const float* lm_head_bias;
-  int64_t num_layers, hidden, intermediate, vocab, heads, kv_heads, head_dim;
-  float eps, scale;
-  int32_t weight_dtype, cache_dtype;  // 0 float32, 1 bfloat16
-};
-
-struct Batch {
-  const int64_t* token_ids;   // [T]
-  const int64_t* logit_rows;  // [N]
-  int64_t num_logits;
-  Plan plan;
-  void* const* k_caches;  // one per layer
-  void* const* v_caches;
-  const float* cosines;  // [positions, D / 2]
-  const float* sines;
-  float* logits;  // [N, V]
-};
 
 namespace {
 
@@ -97,7 +57,7 @@ inline void copy_row(const T* from, int64_t n, T* to) {
 }
 
 template <class Format, class Cache>
-int forward(const Model& m, const Batch& batch, int threads) {
+int run(const Model& m, const Batch& batch, int threads) {
   using Weight = typename Format::Weight;
   using Activation = typename Format::Activation;
   const Plan& plan = batch.plan;
@@ -284,16 +244,18 @@ int forward(const Model& m, const Batch& batch, int threads) {
 }
 
 }  // namespace
+
+int forward(const Model& model, const Batch& batch, int threads) {
+  if (model.weight_dtype == 0)
+    return model.cache_dtype == 0 ? run<Float32, float>(model, batch, threads)
+                                  : run<Float32, bf16>(model, batch, threads);
+  return model.cache_dtype == 0 ? run<BFloat16, float>(model, batch, threads)
+                                : run<BFloat16, bf16>(model, batch, threads);
+}
+
 }  // namespace tandem
 
-using namespace tandem;
-
-// Writes the cache and batch->logits. Returns 0, -1 without memory, -2 for a token id outside the vocabulary.
-extern "C" __attribute__((visibility("default"))) int tandem_decoder_forward(const Model* model, const Batch* batch,
-                                                                              int threads) {
-  if (model->weight_dtype == 0)
-    return model->cache_dtype == 0 ? forward<Float32, float>(*model, *batch, threads)
-                                   : forward<Float32, bf16>(*model, *batch, threads);
-  return model->cache_dtype == 0 ? forward<BFloat16, float>(*model, *batch, threads)
-                                 : forward<BFloat16, bf16>(*model, *batch, threads);
+extern "C" __attribute__((visibility("default"))) int tandem_decoder_forward(const tandem::Model* model,
+                                                                              const tandem::Batch* batch, int threads) {
+  return tandem::forward(*model, *batch, threads);
 }

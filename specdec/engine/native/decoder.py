@@ -36,8 +36,8 @@ _Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64
 
 
-class _CLayer(ctypes.Structure):
-    """``Layer`` of decoder.cpp."""
+class CLayer(ctypes.Structure):
+    """``Layer`` of decoder.h."""
 
     _fields_ = (
         ("input_norm", _Pointer),
@@ -56,8 +56,8 @@ class _CLayer(ctypes.Structure):
     )
 
 
-class _CModel(ctypes.Structure):
-    """``Model`` of decoder.cpp."""
+class CModel(ctypes.Structure):
+    """``Model`` of decoder.h."""
 
     _fields_ = (
         ("layers", _Pointer),
@@ -79,8 +79,8 @@ class _CModel(ctypes.Structure):
     )
 
 
-class _CBatch(ctypes.Structure):
-    """``Batch`` of decoder.cpp."""
+class CBatch(ctypes.Structure):
+    """``Batch`` of decoder.h."""
 
     _fields_ = (
         ("token_ids", _Pointer),
@@ -112,13 +112,13 @@ class NativeDecoder:
         self._half = head_dim // 2
         self._tables: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0, self._half), torch.empty(0, self._half))
         memory = Memory(library, sum(group_bytes(library, weights) for weights in _weight_groups(model)))
-        layers = (_CLayer * len(decoder.layers))(
+        layers = (CLayer * len(decoder.layers))(
             *(self._pack_layer(layer, window, memory) for layer, window in zip(decoder.layers, windows, strict=True))
         )
         embedding = decoder.embed_tokens.weight.detach()
         lm_head, lm_head_bias = self._pack(model, ["lm_head"], memory)
         self._kept += [embedding, layers]
-        self._model = _CModel(
+        self._model = CModel(
             layers=ctypes.addressof(layers),
             embedding=embedding.data_ptr(),
             final_norm=self._floats(decoder.norm.weight),
@@ -167,11 +167,30 @@ class NativeDecoder:
         Raises:
             InvalidRequest: a token id is outside the vocabulary.
         """
+        logits = torch.empty(logit_rows.shape[0], self._vocab_size)
+        batch = self.batch_of(input_ids, plan, logit_rows, logits)
+        status = self._library.decoder_forward(self.address, ctypes.addressof(batch), self._num_threads)
+        if status == -2:
+            raise InvalidRequest(
+                f"a token id is outside the vocabulary of {self._vocab_size} tokens", param="token_ids"
+            )
+        if status:
+            raise MemoryError(f"working memory for a pass of {plan.num_rows} rows")
+        return logits
+
+    @property
+    def address(self) -> int:
+        """Where the native ``Model`` lies (decoder.h); valid as long as the decoder lives."""
+        return ctypes.addressof(self._model)
+
+    def batch_of(
+        self, input_ids: torch.Tensor, plan: BatchPlan, logit_rows: torch.Tensor, logits: torch.Tensor
+    ) -> CBatch:
+        """The native ``Batch`` (decoder.h) of a pass; the tensors must outlive it. ``logits`` float32 [N, V]."""
         if plan.max_kv_len > self._tables[0].shape[0]:
             self._extend_tables(plan.max_kv_len)
         cosines, sines = self._tables
-        logits = torch.empty(logit_rows.shape[0], self._vocab_size)
-        batch = _CBatch(
+        return CBatch(
             input_ids.data_ptr(),
             logit_rows.data_ptr(),
             logit_rows.shape[0],
@@ -182,16 +201,6 @@ class NativeDecoder:
             sines.data_ptr(),
             logits.data_ptr(),
         )
-        status = self._library.decoder_forward(
-            ctypes.addressof(self._model), ctypes.addressof(batch), self._num_threads
-        )
-        if status == -2:
-            raise InvalidRequest(
-                f"a token id is outside the vocabulary of {self._vocab_size} tokens", param="token_ids"
-            )
-        if status:
-            raise MemoryError(f"working memory for a pass of {plan.num_rows} rows")
-        return logits
 
     def _extend_tables(self, length: int) -> None:
         """Tabulate at least ``length`` positions, float32 [positions, D / 2], by the model's own module."""
@@ -199,14 +208,14 @@ class NativeDecoder:
         with torch.inference_mode(False):
             self._tables = _rotary_tables(self._rotary, length)
 
-    def _pack_layer(self, layer: Any, window: int | None, memory: Memory) -> _CLayer:
+    def _pack_layer(self, layer: Any, window: int | None, memory: Memory) -> CLayer:
         attention, mlp = layer.self_attn, layer.mlp
         qkv, qkv_bias = self._pack(attention, ["q_proj", "k_proj", "v_proj"], memory)
         output, output_bias = self._pack(attention, ["o_proj"], memory)
         gate_up, gate_up_bias = self._pack(mlp, ["gate_proj", "up_proj"], memory, interleave=True)
         down, down_bias = self._pack(mlp, ["down_proj"], memory)
         has_head_norms = hasattr(attention, "q_norm")
-        return _CLayer(
+        return CLayer(
             input_norm=self._floats(layer.input_layernorm.weight),
             qkv=qkv,
             qkv_bias=qkv_bias,
