@@ -35,6 +35,7 @@ def run(_: argparse.Namespace) -> int:
 
 async def _demo() -> int:
     from specdec.sampling.params import SamplingParams  # noqa: PLC0415
+    from tandem.bench.answers import collect  # noqa: PLC0415
     from tandem.bench.systems import start_system  # noqa: PLC0415
 
     parser = Parser()
@@ -49,9 +50,9 @@ async def _demo() -> int:
     async with start_system("grpc", deployment) as system:
         for prompt in PROMPTS:  # the first one warms up
             token_ids = await system.encode(prompt)
-            await system.ask(token_ids, params, None, k)
-            plain = await system.ask(token_ids, params, None, 0)
-            drafted = await system.ask(token_ids, params, None, k)
+            await collect(system.stream(token_ids, params, None, k))
+            plain = await collect(system.stream(token_ids, params, None, 0))
+            drafted = await collect(system.stream(token_ids, params, None, k))
             equal = equal and plain.text == drafted.text
             rounds = sum(drafted.histogram)
             accepted = sum(a * n for a, n in enumerate(drafted.histogram))

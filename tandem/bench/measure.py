@@ -10,6 +10,7 @@ from functools import partial
 
 from specdec.sampling.params import SamplingParams
 from specdec.sessions import ModelInfo, Rule
+from tandem.bench.answers import Answer, collect
 from tandem.bench.huggingface import MODES, HuggingFace
 from tandem.bench.limits import (
     Spread,
@@ -20,7 +21,7 @@ from tandem.bench.limits import (
     tokens_per_round,
 )
 from tandem.bench.probe import Costs, probe
-from tandem.bench.systems import Answer, System
+from tandem.bench.systems import System
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 
@@ -126,7 +127,7 @@ async def measure(
 
     async def tandem(batch: Sequence[Prompt], k: int, *, keep: bool) -> float:
         started = time.perf_counter()
-        answers = await asyncio.gather(*(system.ask(prompt, plan.params, plan.rule, k) for prompt in batch))
+        answers = await asyncio.gather(*(collect(system.stream(prompt, plan.params, plan.rule, k)) for prompt in batch))
         seconds = time.perf_counter() - started
         if k and keep:
             _take(result, answers)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from dataclasses import asdict, replace
+from typing import Any, Final, Protocol
 
 import grpc.aio
 
@@ -22,6 +22,7 @@ from specdec.sessions import Rule
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 from specdec.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tandem.bench.answers import Piece
 from tandem.deployment import Deployment, services_of
 from tandem.embedded import Embedded
 from tandem.supervisor import Supervisor
@@ -30,26 +31,13 @@ from tandem.supervisor import Supervisor
 _CONNECT_S: Final = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One finished request as its client saw it."""
-
-    num_tokens: int
-    #: From the call to the last token, and from the first piece to the last.
-    wall_s: float
-    decode_s: float
-    #: Pieces after the first: one per round.
-    num_rounds: int
-    #: Entry a: rounds in which exactly a drafted tokens were accepted.
-    histogram: tuple[int, ...]
-    text: str
-
-
 class System(Protocol):
     """Something that answers prompts."""
 
-    async def ask(self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int) -> Answer:
-        """Generate with k drafted tokens a round; 0 decodes plainly."""
+    def stream(
+        self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int
+    ) -> AsyncGenerator[Piece, None]:
+        """Generate with k drafted tokens a round at most; 0 decodes plainly. Use it within ``aclosing``."""
         ...
 
     async def encode(self, text: str) -> Sequence[int]:
@@ -106,8 +94,10 @@ class GrpcSystem:
         finally:
             await fleet.stop()
 
-    async def ask(self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int) -> Answer:
-        """One streamed call."""
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int
+    ) -> AsyncGenerator[Piece, None]:
+        """One streamed call; leaving it early cancels it."""
         request = pb.GenerateRequest(
             token_ids=types_pb.TokenIds(ids=prompt),
             sampling=types_pb.SamplingParams(temperature=params.temperature, top_p=params.top_p),
@@ -119,24 +109,16 @@ class GrpcSystem:
                 verification=codec.encode_rule(rule),
             ),
         )
-        started = first = last = time.perf_counter()
-        pieces, text, final = 0, "", pb.GenerateResponse()
+        call = self._stub.Generate(request)
         try:
-            async for final in self._stub.Generate(request):
-                text += final.text
-                last = time.perf_counter()
-                first = first if pieces else last
-                pieces += 1
+            async for response in call:
+                ended = response.HasField("usage")
+                metrics = metrics_of(response.speculation) if ended else None
+                yield Piece(time.perf_counter(), len(response.token_ids), response.text, metrics)
         except grpc.aio.AioRpcError as error:
             raise error_from_status(error.code().name, error.details() or "") from None
-        return Answer(
-            final.usage.completion_tokens,
-            last - started,
-            last - first,
-            pieces - 1,
-            tuple(final.speculation.acceptance_histogram),
-            text,
-        )
+        finally:
+            call.cancel()
 
     async def encode(self, text: str) -> Sequence[int]:
         """Token ids of a text."""
@@ -154,22 +136,22 @@ class EmbeddedSystem:
         """The cores themselves."""
         yield self._generation.router
 
-    async def ask(self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int) -> Answer:
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int
+    ) -> AsyncGenerator[Piece, None]:
         """One streamed request."""
         request = GenerationRequest(prompt=prompt, params=params, rule=rule, num_speculative_tokens=k)
-        started = first = last = time.perf_counter()
-        pieces, text, final = 0, "", None
         async with aclosing(self._generation.stream(request)) as chunks:
             async for chunk in chunks:
-                last = time.perf_counter()
-                first = first if pieces else last
-                pieces += 1
-                text += chunk.text
-                final = chunk.final
-        assert final is not None
-        histogram = tuple(final.speculation.acceptance_histogram)
-        return Answer(final.usage.completion_tokens, last - started, last - first, pieces - 1, histogram, text)
+                metrics = None if chunk.final is None else asdict(chunk.final.speculation)
+                yield Piece(time.perf_counter(), len(chunk.token_ids), chunk.text, metrics)
 
     async def encode(self, text: str) -> Sequence[int]:
         """Token ids of a text."""
         return await self._generation.encode(text)
+
+
+def metrics_of(message: pb.SpeculationMetrics) -> dict[str, Any]:
+    """The metrics by name; repeated fields as lists."""
+    values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    return {name: value if isinstance(value, int | float) else list(value) for name, value in values.items()}

@@ -1,0 +1,85 @@
+"""What a client sees of an answer: pieces as they arrive, and what follows from their times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One piece of an answer: what one verdict of the target committed."""
+
+    #: ``time.perf_counter`` when it arrived.
+    at: float
+    num_tokens: int
+    text: str
+    #: Set in the last piece: the request's speculation metrics by name; empty where the server tells none.
+    speculation: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One finished request. Times are seconds."""
+
+    #: ``time.perf_counter`` of the call.
+    started: float
+    pieces: tuple[Piece, ...]
+    speculation: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """All pieces together."""
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated."""
+        return sum(piece.num_tokens for piece in self.pieces)
+
+    @property
+    def wall_s(self) -> float:
+        """From the call to the last piece."""
+        return self.pieces[-1].at - self.started
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.pieces[0].at - self.started
+
+    @property
+    def decode_s(self) -> float:
+        """From the first piece to the last."""
+        return self.pieces[-1].at - self.pieces[0].at
+
+    @property
+    def num_rounds(self) -> int:
+        """Pieces after the first: one per round."""
+        return len(self.pieces) - 1
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between one piece and the next: what a reader waits."""
+        return [after.at - before.at for before, after in zip(self.pieces, self.pieces[1:], strict=False)]
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Inter-token latency, one per token after the first piece: the wait for its piece, shared out."""
+        gaps = zip(self.gaps_s, self.pieces[1:], strict=True)
+        return [gap / piece.num_tokens for gap, piece in gaps for _ in range(piece.num_tokens)]
+
+    @property
+    def histogram(self) -> tuple[int, ...]:
+        """Entry a: rounds in which exactly a drafted tokens were accepted."""
+        return tuple(self.speculation.get("acceptance_histogram", ()))
+
+
+async def collect(pieces: AsyncGenerator[Piece, None]) -> Answer:
+    """The answer that a stream of pieces adds up to; the call begins now."""
+    started = time.perf_counter()
+    async with aclosing(pieces) as stream:
+        listed = tuple([piece async for piece in stream])
+    return Answer(started, listed, listed[-1].speculation or {})
