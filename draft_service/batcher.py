@@ -54,6 +54,9 @@ class Batcher(Generic[S]):
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self._last_draft_ns = -_BUSY_NS
+        #: Batches run since the start, and the nanoseconds they took.
+        self.num_batches = 0
+        self.busy_ns = 0
 
     def submit(self, state: S, num_tokens: int) -> Wish[S]:
         """Queue a wish; await its ``done``.
@@ -129,6 +132,8 @@ class Batcher(Generic[S]):
         except Exception as error:
             outcome = error
         spent_ns = time.perf_counter_ns() - started_ns
+        self.num_batches += 1
+        self.busy_ns += spent_ns
         for index, (wish, job) in enumerate(batch):
             wish.running = False
             wish.draft_ns += spent_ns

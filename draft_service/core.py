@@ -88,6 +88,8 @@ class DraftCore:
             used_blocks=used,
             total_blocks=total,
             stale_messages=self._num_stale,
+            num_batches=self._batcher.num_batches,
+            busy_ns=self._batcher.busy_ns,
         )
 
     def drain(self) -> None:

@@ -175,6 +175,9 @@ class ServerLoad:
     used_blocks: int = 0
     total_blocks: int = 0
     stale_messages: int = 0
+    #: Batches computed since the start, and the nanoseconds they took: forward passes, sampling and verification.
+    num_batches: int = 0
+    busy_ns: int = 0
 
 
 class TargetSession(Protocol):

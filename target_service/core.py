@@ -52,6 +52,7 @@ class TargetCore:
         self._sessions: set[Session] = set()
         self._draining = False
         self._num_stale = 0
+        self._busy_ns = 0
         self._expiry: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -118,6 +119,8 @@ class TargetCore:
             used_blocks=pool.used_blocks + pool.parked_blocks,
             total_blocks=pool.total_blocks,
             stale_messages=self._num_stale,
+            num_batches=self._batcher.num_ticks,
+            busy_ns=self._busy_ns,
         )
 
     @property
@@ -174,7 +177,9 @@ class TargetCore:
     # --- inside ---
 
     async def _run_tick(self, parts: Sequence[Part]) -> TickResult:
-        return await self._device.run(run_tick, self._engine, self._verifier, parts)
+        result = await self._device.run(run_tick, self._engine, self._verifier, parts)
+        self._busy_ns += result.timings.forward_ns + result.timings.verify_ns
+        return result
 
     def _reserve(self, spec: SessionSpec, num_entries: int) -> KVSequence:
         """Blocks for all the entries the session may ever need, with what is parked for it where there is some."""

@@ -140,7 +140,7 @@ model_infos = st.builds(
     verification=some_rules,
     version=text,
 )
-loads = st.builds(ServerLoad, uint32, uint32, uint32, uint64, uint64, uint64)
+loads = st.builds(ServerLoad, uint32, uint32, uint32, uint64, uint64, uint64, uint64, uint64)
 
 CASES = {
     "open_target": specs(target=True),

@@ -525,6 +525,8 @@ class ServerLoad(_message.Message):
     USED_BLOCKS_FIELD_NUMBER: _builtins.int
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     STALE_MESSAGES_FIELD_NUMBER: _builtins.int
+    NUM_BATCHES_FIELD_NUMBER: _builtins.int
+    BUSY_NS_FIELD_NUMBER: _builtins.int
     open_sessions: _builtins.int
     """Open sessions."""
     parked_sessions: _builtins.int
@@ -537,6 +539,10 @@ class ServerLoad(_message.Message):
     """KV blocks in all."""
     stale_messages: _builtins.int
     """Stale messages dropped since the start."""
+    num_batches: _builtins.int
+    """Batches computed since the start."""
+    busy_ns: _builtins.int
+    """Nanoseconds they took: forward passes, sampling and verification."""
     def __init__(
         self,
         *,
@@ -546,10 +552,12 @@ class ServerLoad(_message.Message):
         used_blocks: _builtins.int = ...,
         total_blocks: _builtins.int = ...,
         stale_messages: _builtins.int = ...,
+        num_batches: _builtins.int = ...,
+        busy_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["open_sessions", b"open_sessions", "parked_sessions", b"parked_sessions", "stale_messages", b"stale_messages", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_sessions", b"waiting_sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ns", b"busy_ns", "num_batches", b"num_batches", "open_sessions", b"open_sessions", "parked_sessions", b"parked_sessions", "stale_messages", b"stale_messages", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_sessions", b"waiting_sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -357,3 +357,14 @@ def test_vocabularies():
             compatible(target, draft)
     with pytest.raises(ModelNotSupported, match=r"b.*a"):
         compatible(ModelInfo(name="a", vocab_size=50), ModelInfo(name="b", vocab_size=51))
+
+
+async def test_the_load_says_how_long_batches_took(start_core, spec):
+    async with start_core() as core:
+        session = await core.open(spec(PROMPT))
+        before = await core.load()
+        proposal = await session.propose(6, [1], 4)
+        after = await core.load()
+        assert after.num_batches - before.num_batches == 1
+        assert after.busy_ns - before.busy_ns == proposal.draft_ns > 0
+        await session.close()

@@ -292,3 +292,15 @@ async def test_log_probabilities(start_core, llama, budget):
             assert len(entry.top) == (2 if position < 99 else 3)
             assert entry.top[0].token_id == int(wanted[position].argmax())
         await session.close()
+
+
+async def test_the_load_says_how_long_batches_took(start_core):
+    async with start_core() as core:
+        before = await core.load()
+        session = await core.open(make_spec(make_prompt(4), 4))
+        verdict = await session.verify(session.first.committed_len, None)
+        after = await core.load()
+        assert after.num_batches - before.num_batches == 2 == core.num_ticks
+        spent_ns = sum(v.timings.forward_ns + v.timings.verify_ns for v in (session.first, verdict))
+        assert after.busy_ns - before.busy_ns == spent_ns
+        await session.close()
