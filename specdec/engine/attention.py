@@ -50,6 +50,8 @@ class Group:
     tables: torch.Tensor
     #: int64 [S, R]: positions of the rows.
     positions: torch.Tensor
+    #: int64 [S, 1]: the last entry of each sequence.
+    last_entries: torch.Tensor
     kv_lens: list[int]
     #: First and last + 1 row of a group of one sequence, else None.
     span: tuple[int, int] | None
@@ -83,7 +85,7 @@ class PagedBatch:
         """Bool [S, 1, repeats * R, L], True where a row may look; None where all may look everywhere."""
         key = (index, window, repeats)
         if key not in self._masks:
-            mask = _mask(self.groups[index], self.batch.plan.block_size, window)
+            mask = _mask(self.groups[index], self.batch.plan, window)
             self._masks[key] = None if mask is None else mask.repeat(1, 1, repeats, 1)
         return self._masks[key]
 
@@ -108,7 +110,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend every row to the entries of its own sequence up to itself.
+    """Attend every row to the cached entries of its sequence and to its ancestors (in a chain: the rows before it).
 
     query [T, Hq, D]; k_cache [N, Hkv, block, D]; v_cache [N, Hkv, block, Dv]; sinks [Hq] or None. Returns
     [T, Hq, Dv]. ``window`` counts the entries a row sees, itself included.
@@ -174,21 +176,36 @@ def _gather(cache: torch.Tensor, group: Group) -> torch.Tensor:
         entries = cache[group.tables[0]].transpose(0, 1).reshape(1, num_heads, num_blocks * block_size, dim)
         return entries[:, :, : group.kv_lens[0]]
     entries = cache[group.tables].transpose(1, 2).reshape(num_sequences, num_heads, num_blocks * block_size, dim)
-    limit = group.positions[:, -1:]  # [S, 1]: the last row sees every entry
-    unwritten = torch.arange(entries.shape[2], device=cache.device) > limit  # [S, L]
+    unwritten = torch.arange(entries.shape[2], device=cache.device) > group.last_entries  # [S, L]
     return entries.masked_fill_(unwritten[:, None, :, None], 0)
 
 
-def _mask(group: Group, block_size: int, window: int | None) -> torch.Tensor | None:
+def _mask(group: Group, plan: BatchPlan, window: int | None) -> torch.Tensor | None:
     """Bool [S, 1, R, L]."""
-    num_entries = group.kv_lens[0] if group.span is not None else group.tables.shape[1] * block_size
+    num_entries = group.kv_lens[0] if group.span is not None else group.tables.shape[1] * plan.block_size
     one_row = group.span is not None and group.span[1] - group.span[0] == 1
     if one_row and (window is None or num_entries <= window):
         return None
     entry = torch.arange(num_entries, device=group.positions.device)
+    if plan.ancestors is not None:
+        return _tree_mask(group, plan, entry, window)
     position = group.positions[:, None, :, None]  # [S, 1, R, 1]
     mask = entry <= position
     return mask if window is None else mask & (entry > position - window)
+
+
+def _tree_mask(group: Group, plan: BatchPlan, entry: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Bool [S, 1, R, L]: the cached entries, and those of the rows that are ancestors. entry int64 [L]."""
+    assert plan.ancestors is not None
+    rows = group.rows if group.span is None else torch.arange(*group.span, device=entry.device)[None]  # [S, R]
+    own = group.last_entries - rows[:, -1:] + rows  # [S, R]: each row's own entry
+    row = entry - own[:, :1]  # [S, L]: the entry's row among those of the sequence, negative where it was cached
+    bits = plan.ancestors[rows][:, :, None] >> row.clamp(0, 63)[:, None]  # [S, R, L]
+    mask = (row < 0)[:, None] | (entry <= own[:, :, None]) & ((bits & 1 == 1) | (row > 63)[:, None])
+    if window is not None:
+        written = plan.positions[(rows[:, :1] + row).clamp(0, plan.num_rows - 1)]
+        mask &= torch.where(row < 0, entry, written)[:, None] > group.positions[:, :, None] - window
+    return mask[:, None]
 
 
 def _group(batch: Batch) -> list[Group]:
@@ -207,7 +224,9 @@ def _group(batch: Batch) -> list[Group]:
             first, last = starts[index], starts[index + 1]
             tables = plan.block_tables[index : index + 1, :num_blocks].long()
             rows = torch.empty(0, dtype=torch.int64)
-            groups.append(Group(rows, tables, plan.positions[None, first:last], [lens[index]], (first, last)))
+            last_entry = plan.kv_lens[index : index + 1, None].long() - 1
+            positions = plan.positions[None, first:last]
+            groups.append(Group(rows, tables, positions, last_entry, [lens[index]], (first, last)))
             continue
         num_rows = max(starts[index + 1] - starts[index] for index in members)
         host = [[min(starts[i] + row, starts[i + 1] - 1) for row in range(num_rows)] + [i] for i in members]
@@ -216,5 +235,7 @@ def _group(batch: Batch) -> list[Group]:
         )
         rows, owners = moved[:, :-1], moved[:, -1]
         tables = plan.block_tables[owners, :num_blocks].long()
-        groups.append(Group(rows, tables, plan.positions[rows], [lens[index] for index in members], None))
+        last_entries = plan.kv_lens[owners, None].long() - 1
+        kv_lens = [lens[index] for index in members]
+        groups.append(Group(rows, tables, plan.positions[rows], last_entries, kv_lens, None))
     return groups

@@ -97,8 +97,8 @@ def _attend(
     assert batch is not None, "the model was called outside Engine.forward"
     rows, keys, values = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, H, D]
     scale = rows.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    if state.kernels is not None and s_aux is None:
-        plan = batch.batch.plan
+    plan = batch.batch.plan
+    if state.kernels is not None and s_aux is None and plan.ancestors is None:
         state.kernels.write_kv(layer.k_cache, layer.v_cache, keys, values, plan)
         out = state.kernels.paged_attention(rows, layer.k_cache, layer.v_cache, plan, scale, layer.window, softcap)
     else:

@@ -16,6 +16,10 @@ class BatchPlan:
     A row at position ``p`` attends to positions 0…p of its own sequence (less where a sliding window says so); its
     own key and value are written before anything is read.
 
+    The rows of a sequence may form a tree of drafted tokens (``ancestors``). Their entries then lie behind the cached
+    ones in the order of the rows, row ``i`` of ``n`` at entry ``kv_len - n + i``, while ``positions`` holds depths:
+    siblings share a position.
+
     All tensors are contiguous and on the device of the cache.
     """
 
@@ -34,6 +38,10 @@ class BatchPlan:
     #: Most rows of one sequence.
     max_rows: int
     block_size: int
+    #: int64 [T], or None where the rows of every sequence form a chain. Bit ``j`` of a row says whether it sees row
+    #: ``j`` of its own sequence's rows, itself included; ancestors stand before their descendants. Cached entries are
+    #: seen by all rows, and rows from the 65th on by all that follow them, so -1 is a chain of any length.
+    ancestors: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
