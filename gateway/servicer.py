@@ -141,6 +141,7 @@ def _write_metrics(metrics: SpeculationMetrics) -> pb.SpeculationMetrics:
         acceptance_histogram=metrics.acceptance_histogram,
         num_draft_failures=metrics.num_draft_failures,
         num_target_failures=metrics.num_target_failures,
+        num_rejections=metrics.num_rejections,
     )
 
 

@@ -17,6 +17,8 @@ class SpeculationMetrics:
     #: Drafted tokens verified.
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    #: Rounds in which a drafted token was rejected; the others ended with the draft.
+    num_rejections: int = 0
     #: Entry a: rounds in which exactly a drafted tokens were accepted.
     acceptance_histogram: list[int] = field(default_factory=list)
     #: Times the draft was lost, slow or refused.
@@ -33,6 +35,7 @@ class SpeculationMetrics:
         self.num_spec_steps += 1
         self.num_draft_tokens += verdict.num_draft_tokens
         self.num_accepted_draft_tokens += verdict.num_accepted
+        self.num_rejections += verdict.num_accepted < verdict.num_draft_tokens
         missing = verdict.num_accepted + 1 - len(self.acceptance_histogram)
         if missing > 0:
             self.acceptance_histogram.extend([0] * missing)
@@ -43,6 +46,7 @@ class SpeculationMetrics:
         self.num_spec_steps += other.num_spec_steps
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_draft_tokens += other.num_accepted_draft_tokens
+        self.num_rejections += other.num_rejections
         self.num_draft_failures += other.num_draft_failures
         self.num_target_failures += other.num_target_failures
         self.num_stale += other.num_stale

@@ -118,6 +118,7 @@ def speculation_object(metrics: SpeculationMetrics) -> dict[str, Any]:
         "num_spec_steps": metrics.num_spec_steps,
         "num_draft_tokens": metrics.num_draft_tokens,
         "num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
+        "num_rejections": metrics.num_rejections,
         "acceptance_histogram": metrics.acceptance_histogram,
         "num_draft_failures": metrics.num_draft_failures,
         "num_target_failures": metrics.num_target_failures,

@@ -252,6 +252,7 @@ class SpeculationMetrics(_message.Message):
     ACCEPTANCE_HISTOGRAM_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_FAILURES_FIELD_NUMBER: _builtins.int
     NUM_TARGET_FAILURES_FIELD_NUMBER: _builtins.int
+    NUM_REJECTIONS_FIELD_NUMBER: _builtins.int
     num_spec_steps: _builtins.int
     """Rounds that verified at least one drafted token."""
     num_draft_tokens: _builtins.int
@@ -266,6 +267,8 @@ class SpeculationMetrics(_message.Message):
     """Times the draft was lost while the request ran."""
     num_target_failures: _builtins.int
     """Times the session was reopened on another target."""
+    num_rejections: _builtins.int
+    """Rounds in which a drafted token was rejected. Acceptance per token: accepted / (accepted + rejections)."""
     @_builtins.property
     def acceptance_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """acceptance_histogram[a] = rounds in which exactly a drafted tokens were accepted."""
@@ -281,10 +284,11 @@ class SpeculationMetrics(_message.Message):
         acceptance_histogram: _abc.Iterable[_builtins.int] | None = ...,
         num_draft_failures: _builtins.int = ...,
         num_target_failures: _builtins.int = ...,
+        num_rejections: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "draft_acceptance_rate", b"draft_acceptance_rate", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_draft_failures", b"num_draft_failures", "num_draft_tokens", b"num_draft_tokens", "num_spec_steps", b"num_spec_steps", "num_target_failures", b"num_target_failures"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "draft_acceptance_rate", b"draft_acceptance_rate", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_draft_failures", b"num_draft_failures", "num_draft_tokens", b"num_draft_tokens", "num_rejections", b"num_rejections", "num_spec_steps", b"num_spec_steps", "num_target_failures", b"num_target_failures"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

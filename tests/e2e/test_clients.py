@@ -36,6 +36,7 @@ def test_completion_reports_speculation(client, model, prompts):
     assert report["num_spec_steps"] > 0
     assert 1.0 < report["mean_acceptance_length"] <= 5.0
     assert report["num_accepted_draft_tokens"] == sum(a * n for a, n in enumerate(report["acceptance_histogram"]))
+    assert report["num_rejections"] <= report["num_spec_steps"]
     # Prefill gives the first token, a round with drafts the accepted ones and one more, plain steps what is left.
     assert 40 <= report["num_accepted_draft_tokens"] + report["num_spec_steps"] <= 47
 

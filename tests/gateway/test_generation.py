@@ -9,9 +9,10 @@ import pytest
 from gateway.generation import Generation
 from gateway.preparation import mix_seed
 from gateway.requests import GenerationRequest
+from gateway.speculation import SpeculationMetrics
 from specdec.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, Unavailable
 from specdec.sampling.params import SamplingParams
-from specdec.sessions import FinishReason, Rule
+from specdec.sessions import FinishReason, Rule, Verdict
 from specdec.settings import GatewaySettings
 from tests.gateway.conftest import router_of
 
@@ -34,6 +35,7 @@ async def test_text_and_counts(make_generation, tokenizer, script):
     assert metrics.num_draft_tokens > 20
     assert 0 < metrics.draft_acceptance_rate < 1
     assert metrics.mean_acceptance_length == 1 + metrics.num_accepted_draft_tokens / metrics.num_spec_steps
+    assert 0 < metrics.num_rejections <= metrics.num_spec_steps
 
 
 async def test_chunks_never_break_characters(make_generation, tokenizer):
@@ -303,3 +305,11 @@ async def test_a_tokenizer_that_is_not_the_targets_is_told(make_generation, back
     target.model = replace(target.model, tokenizer_fingerprint="other")
     make_generation().check_tokenizer()
     assert "tokenizer is not that of target 'toy-model'" in caplog.text
+
+
+def test_a_round_is_rejected_when_a_draft_token_is():
+    metrics = SpeculationMetrics()
+    for accepted, drafted in ((4, 4), (2, 4), (0, 1), (1, 1), (0, 0)):
+        metrics.record(Verdict(1, 10, (7,) * (accepted + 1), num_accepted=accepted, num_draft_tokens=drafted))
+    assert (metrics.num_spec_steps, metrics.num_rejections) == (4, 2)
+    assert SpeculationMetrics.total([metrics, metrics]).num_rejections == 4
