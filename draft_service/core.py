@@ -1,4 +1,4 @@
-"""Draft sessions in one process: admission, the committed prefix, proposals. The servicer puts gRPC around it."""
+"""The draft service in one process: its drafter, its sessions and their admission. The servicer puts gRPC around it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, Self
 
-from draft_service.batcher import Batcher, Wish
-from draft_service.drafter import Draft, Drafter, DraftState
+from draft_service.batcher import Batcher
+from draft_service.drafter import Drafter, DraftState
 from draft_service.ngram import NgramDrafter
 from draft_service.none import NoDrafter
-from specdec.errors import Cancelled, InvalidRequest, Overloaded, StaleSession, Unavailable
-from specdec.sessions import DraftOpened, ModelInfo, Proposal, ServerLoad, SessionSpec
+from draft_service.session import CoreSession
+from specdec.errors import InvalidRequest, Overloaded, Unavailable
+from specdec.sessions import ModelInfo, ServerLoad, SessionSpec
 from specdec.settings import DraftSettings, SchedulerSettings
 
 #: Seconds a session may wait for others to end. Just long enough for streams that are closing at this moment: a
@@ -194,128 +195,3 @@ class DraftCore:
     def _wake_next(self) -> None:
         if self._waiting:
             self._waiting[0].set()
-
-
-class CoreSession:
-    """One open session. Calls are made one at a time; a cancelled call leaves the session as good as before."""
-
-    def __init__(self, core: DraftCore, spec: SessionSpec, state: DraftState) -> None:
-        self._core = core
-        self._state = state
-        self._park_as = spec.session_id if spec.park else None
-        #: Committed length at which the output is complete.
-        self._max_len = 2**62 if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
-        self._wish: Wish[Any] | None = None
-        self._closed = False
-        self._released = asyncio.Event()
-        self._opened = DraftOpened(
-            epoch=spec.epoch,
-            num_speculative_tokens=min(spec.num_speculative_tokens, core.drafter.info.num_speculative_tokens),
-            num_cached_tokens=state.num_cached_tokens,
-        )
-
-    @property
-    def opened(self) -> DraftOpened:
-        """What admission found."""
-        return self._opened
-
-    @property
-    def committed_len(self) -> int:
-        """Committed tokens known here."""
-        return len(self._state.token_ids)
-
-    async def prefill(self) -> None:
-        """Take in the tokens of the opening."""
-        if self._state.num_pending:
-            await self._submit(0).done
-
-    async def propose(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int) -> Proposal:
-        """Commit ``token_ids`` after ``base_len`` and draft after them; see :meth:`advance` for the rules.
-
-        The proposal is shorter, even empty, at the limits of the request and of the draft's context, and empty for a
-        message that is older than what is committed here.
-        """
-        current = await self.advance(base_len, token_ids)
-        length = base_len + len(token_ids)
-        # The target adds a token of its own to what it accepts: the last one need not be drafted.
-        useful = min(num_draft_tokens, self._opened.num_speculative_tokens, self._max_len - length - 1)
-        num_tokens = min(useful, self._core.drafter.room(self._state)) if current else 0
-        if num_tokens <= 0:
-            return Proposal(self._opened.epoch, length, ())
-        wish = self._submit(num_tokens)
-        draft = await wish.done
-        return Proposal(
-            epoch=self._opened.epoch,
-            base_len=length,
-            token_ids=draft.token_ids,
-            q_rows=draft.q_rows,
-            draft_ns=wish.draft_ns,
-            queue_ns=wish.queue_ns,
-        )
-
-    async def advance(self, base_len: int, token_ids: Sequence[int]) -> bool:
-        """Commit ``token_ids`` after ``base_len``; sending it twice changes nothing.
-
-        Tokens known here already are compared: where they disagree, the new ones win and what followed is dropped.
-        False where all of them are known and more: the message is old, it is counted and changes nothing.
-
-        Raises:
-            StaleSession: there is a gap, or the session is closed.
-            InvalidRequest: a token is unknown.
-        """
-        await self._settled()
-        known = self._state.token_ids
-        length = len(known)
-        if base_len > length or base_len < 0:
-            self._core.count_stale()
-            raise StaleSession(
-                f"the message starts at committed length {base_len}, but this draft knows {length} tokens: open the"
-                " session anew"
-            )
-        self._core.check_tokens(token_ids)
-        overlap = min(len(token_ids), length - base_len)
-        agreeing = 0
-        while agreeing < overlap and known[base_len + agreeing] == token_ids[agreeing]:
-            agreeing += 1
-        if agreeing < len(token_ids):
-            self._core.drafter.advance(self._state, base_len + agreeing, token_ids[agreeing:])
-        elif base_len + agreeing < length:
-            self._core.count_stale()
-            return False
-        return True
-
-    async def close(self) -> None:
-        """Release or park the cache, once it is not in use any more. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            wish = self._wish
-            if wish is not None and not wish.done.done():
-                wish.done.set_exception(Cancelled("the session was closed"))
-                wish.done.exception()  # it need not have a listener
-            if wish is not None and wish.running:
-                wish.on_idle.append(self._release)
-            else:
-                self._release()
-        await self._released.wait()
-
-    def _release(self) -> None:
-        self._released.set()
-        self._core.release(self, self._state, self._park_as)
-
-    def _submit(self, num_tokens: int) -> Wish[Any]:
-        self._wish = wish = self._core.batcher.submit(self._state, num_tokens)
-        return wish
-
-    async def _settled(self) -> None:
-        """Wait until nothing of an earlier call, cancelled or overtaken, is under way."""
-        wish = self._wish
-        if wish is not None:
-            if wish.running:
-                idle = asyncio.Event()
-                wish.on_idle.append(idle.set)
-                await idle.wait()
-            if not wish.done.done():
-                wish.done.set_result(Draft())
-            self._wish = None
-        if self._closed:
-            raise StaleSession("the session is closed; open it anew")

@@ -223,15 +223,37 @@ class TargetBackend(Protocol):
 
 
 class DraftSession(Protocol):
-    """An open session on a draft."""
+    """An open session on a draft: one side commits tokens, the other receives proposals, each in order.
+
+    Every :meth:`advance` that asks for tokens is answered by a proposal that continues the tokens committed by it,
+    unless a newer one overtook it. With ``num_ahead`` the draft goes on: it guesses the coming verdict and sends
+    proposals for the likeliest ones before they are asked for. Where one of them was sent for exactly the tokens that
+    an advance commits, it *is* the answer and no other comes. So who asked takes the first proposal that fits the
+    committed tokens, and drops those that cannot fit any more.
+    """
 
     @property
     def opened(self) -> DraftOpened:
         """What admission found."""
         ...
 
+    async def advance(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int, num_ahead: int = 0) -> None:
+        """Commit ``token_ids`` after ``base_len`` and ask for ``num_draft_tokens`` after them.
+
+        Up to ``num_ahead`` proposals may be drafted ahead of the next verdict. With ``num_draft_tokens`` 0 there is no
+        answer and drafting ahead ends. Does not wait for the answer.
+        """
+        ...
+
+    async def receive(self) -> Proposal:
+        """The next proposal: an answer, which may be shorter than asked for, even empty, or one drafted ahead.
+
+        Raises a :class:`~specdec.errors.TandemError` when the session is lost.
+        """
+        ...
+
     async def propose(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int) -> Proposal:
-        """Commit ``token_ids`` after ``base_len`` and draft after them. The proposal may be shorter, even empty."""
+        """:meth:`advance` without drafting ahead, then its answer."""
         ...
 
     async def close(self) -> None:

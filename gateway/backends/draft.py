@@ -45,17 +45,31 @@ class GrpcDraftSession:
         self._epoch = epoch
         self.opened = opened
 
-    async def propose(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int) -> Proposal:
-        """Commit ``token_ids`` after ``base_len`` and draft after them. Proposals for other lengths are stale."""
+    async def advance(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int, num_ahead: int = 0) -> None:
+        """Send the committed tokens and ask for a proposal; returns when the message is on its way."""
         message = pb.Advance(
-            epoch=self._epoch, base_len=base_len, token_ids=token_ids, num_draft_tokens=num_draft_tokens
+            epoch=self._epoch,
+            base_len=base_len,
+            token_ids=token_ids,
+            num_draft_tokens=num_draft_tokens,
+            num_ahead=num_ahead,
         )
         await self._stream.send(pb.DraftRequest(advance=message))
-        committed_len = base_len + len(token_ids)
+
+    async def receive(self) -> Proposal:
+        """The next proposal of this opening; cancelling the caller ends the stream."""
         while True:
             answer = (await self._stream.receive()).proposal
-            if answer.epoch == self._epoch and answer.base_len == committed_len and not answer.assumed_token_ids:
+            if answer.epoch == self._epoch:
                 return codec.decode_proposal(answer)
+
+    async def propose(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int) -> Proposal:
+        """Commit ``token_ids`` after ``base_len`` and draft after them. Proposals for other lengths are stale."""
+        await self.advance(base_len, token_ids, num_draft_tokens)
+        while True:
+            proposal = await self.receive()
+            if proposal.committed_len == base_len + len(token_ids):
+                return proposal
 
     async def close(self) -> None:
         """Release (or park) the cache. Idempotent."""

@@ -198,6 +198,12 @@ class _TimedDraftSession:
     def opened(self) -> DraftOpened:
         return self._session.opened
 
+    async def advance(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int, num_ahead: int = 0) -> None:
+        await self._session.advance(base_len, token_ids, num_draft_tokens, num_ahead)
+
+    async def receive(self) -> Proposal:
+        return await self._session.receive()
+
     async def propose(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int) -> Proposal:
         started = time.perf_counter_ns()
         proposal = await self._session.propose(base_len, token_ids, num_draft_tokens)

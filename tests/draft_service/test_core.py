@@ -81,7 +81,8 @@ async def test_moving_only_drafts_nothing(start_core, spec, greedy):
     async with start_core() as core:
         session = await core.open(spec(PROMPT))
         for i in range(10):
-            assert await session.advance(6 + i, [i])
+            await session.advance(6 + i, [i], 0)
+        assert session.committed_len == 16
         assert (await session.propose(16, [], 4)).token_ids == greedy([*PROMPT, *range(10)], 4)
         assert (await session.propose(16, [5], 0)).token_ids == ()
         await session.close()
@@ -193,10 +194,26 @@ async def test_a_cancelled_close_still_frees(start_core, spec):
 async def test_a_newer_call_overtakes_a_queued_one(start_core, spec, greedy):
     async with start_core() as core:
         session = await core.open(spec(PROMPT))
-        calls = [asyncio.create_task(session.propose(6, list(range(i + 1)), 4)) for i in range(4)]
-        proposals = await asyncio.gather(*calls)
-        assert [p.base_len for p in proposals] == [7, 8, 9, 10]
-        assert proposals[-1].token_ids == greedy([*PROMPT, 0, 1, 2, 3], 4)
+        for i in range(4):  # the first begins at once, the others wait for it to end
+            await session.advance(6, list(range(i + 1)), 4)
+            await asyncio.sleep(0)
+        received = [(await session.receive()).base_len]
+        while received[-1] < 10:
+            proposal = await session.receive()
+            received.append(proposal.base_len)
+        assert received in ([7, 10], [10])
+        assert proposal.token_ids == greedy([*PROMPT, 0, 1, 2, 3], 4)
+        await session.close()
+
+
+async def test_a_wrong_message_leaves_the_session_as_it_was(start_core, spec, greedy):
+    async with start_core() as core:
+        session = await core.open(spec(PROMPT))
+        for base_len, tokens, error in ((9, [1], StaleSession), (6, [48], InvalidRequest)):
+            await session.advance(base_len, tokens, 4)
+            with pytest.raises(error):
+                await session.receive()
+        assert (await session.propose(6, [1], 4)).token_ids == greedy([*PROMPT, 1], 4)
         await session.close()
 
 

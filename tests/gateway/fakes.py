@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import random
 
-from specdec.errors import StaleSession, Unavailable
+from specdec.errors import Cancelled, StaleSession, Unavailable
 from specdec.sampling.params import SamplingParams
 from specdec.sessions import (
     DraftOpened,
@@ -230,14 +230,33 @@ class FakeDraftSession(FakeSession):
         super().__init__(backend, spec)
         self.opened = DraftOpened(spec.epoch, min(backend.limit, spec.num_speculative_tokens))
 
-    async def propose(self, base_len, token_ids, num_draft_tokens):
-        assert not self.busy
+        self.asked = asyncio.Queue()
+
+    async def advance(self, base_len, token_ids, num_draft_tokens, num_ahead=0):
         assert not self.closed
+        self.asked.put_nowait((base_len, token_ids, num_draft_tokens))
+
+    async def receive(self):
+        assert not self.busy
         self.busy = True
         try:
-            await self.backend.work("propose")
+            asked = await self.asked.get()
+            if asked is None:
+                raise Cancelled("the session was closed")
+            return await self.answer(*asked)
         finally:
             self.busy = False
+
+    async def propose(self, base_len, token_ids, num_draft_tokens):
+        await self.advance(base_len, token_ids, num_draft_tokens)
+        return await self.receive()
+
+    async def close(self):
+        await super().close()
+        self.asked.put_nowait(None)
+
+    async def answer(self, base_len, token_ids, num_draft_tokens):
+        await self.backend.work("propose")
         if base_len != len(self.token_ids):
             raise StaleSession("stale")
         self.token_ids += token_ids
