@@ -40,6 +40,8 @@ class KVSequence:
     num_shared_blocks: int = 0
     #: The blocks belong to somebody else now; rows still fed to this sequence go to block 0.
     released: bool = False
+    #: A guess at how another sequence goes on; see :meth:`KVPool.branch`.
+    is_branch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class KVPool:
     Block 0 is never handed out: it pads block tables and takes the rows of a sequence released under a queued batch.
     Blocks 1…total_blocks are reused last-freed-first, so memory the system has not backed yet stays untouched.
 
-    A block is *used* while an open sequence has it, *parked* while only parked sessions have it, else *free*.
+    A block is *used* while an open sequence or a branch has it, *parked* while only parked sessions have it, else
+    *free*.
     """
 
     def __init__(self, total_blocks: int, block_size: int) -> None:
@@ -95,18 +98,47 @@ class KVPool:
 
         Full blocks are shared; a partial one is copied by the engine before the next forward pass.
         """
-        self._check_open(sequence)
-        if not 0 <= length <= min(sequence.length, max_tokens):
-            raise ValueError(f"cannot fork {length} of {sequence.length} entries into room for {max_tokens}")
-        num_full, partial = divmod(length, self.block_size)
-        own = self._allocate(self._blocks_for(max_tokens) - num_full, max_tokens)
-        shared = sequence.blocks[:num_full]
-        self._add_open(shared)
-        if partial:
-            self._copies.append((int(sequence.blocks[num_full]), int(own[0])))
-        sequence.num_shared_blocks = max(sequence.num_shared_blocks, num_full)
+        own = self._allocate(self._own_blocks(sequence, length, max_tokens), max_tokens)
         self._num_open += 1
-        return KVSequence(np.concatenate((shared, own)), max_tokens, length, num_full)
+        return self._share(sequence, length, own, max_tokens)
+
+    def branch(self, sequence: KVSequence, length: int, max_tokens: int) -> KVSequence | None:
+        """A fork for a guess at how a sequence goes on, to be adopted or released soon.
+
+        It takes free blocks only, as few as ``max_tokens`` needs, so it never drives out a parked session; None where
+        they do not suffice. It has room to the end of its last block, and does not count as an open sequence.
+        """
+        num_own = self._own_blocks(sequence, length, max_tokens)
+        if num_own > self._num_free:
+            return None
+        branch = self._share(sequence, length, self._allocate(num_own, max_tokens), max_tokens)
+        branch.max_tokens = len(branch.blocks) * self.block_size
+        branch.is_branch = True
+        return branch
+
+    def adopt(self, sequence: KVSequence, branch: KVSequence) -> None:
+        """The guess came true: ``sequence`` gets the branch's entries in place of its own, and keeps its reservation.
+
+        The branch counts as released. No entry is copied, and no block is needed but where another fork still has
+        some of the sequence's later blocks; then it raises as :meth:`rollback` does.
+        """
+        self._check_open(sequence)
+        self._check_open(branch)
+        count = len(branch.blocks)
+        if not branch.is_branch or count > len(sequence.blocks) or branch.length > sequence.max_tokens:
+            raise ValueError(
+                f"a sequence with room for {sequence.max_tokens} entries cannot take over {branch.length} entries in"
+                f" {count} blocks"
+            )
+        if count < sequence.num_shared_blocks:
+            self._unshare(sequence, count * self.block_size)
+        replaced = sequence.blocks[:count]
+        sequence.blocks = np.concatenate((branch.blocks, sequence.blocks[count:]))
+        sequence.length = branch.length
+        sequence.num_shared_blocks = branch.num_shared_blocks
+        branch.released = True
+        self._drop_open(replaced)
+        self._drop(replaced)
 
     def rollback(self, sequence: KVSequence, length: int) -> None:
         """Drop the entries after the first ``length``. O(1), except into blocks shared with a fork.
@@ -129,7 +161,7 @@ class KVPool:
         if sequence.released:
             return
         sequence.released = True
-        self._num_open -= 1
+        self._num_open -= not sequence.is_branch
         self._drop_open(sequence.blocks)
         self._drop(sequence.blocks)
 
@@ -268,6 +300,23 @@ class KVPool:
         blocks = self._free[self._num_free : self._num_free + count][::-1].copy()
         self._add_open(blocks)
         return blocks
+
+    def _own_blocks(self, sequence: KVSequence, length: int, max_tokens: int) -> int:
+        """Blocks that a fork of the first ``length`` entries needs for itself."""
+        self._check_open(sequence)
+        if not 0 <= length <= min(sequence.length, max_tokens):
+            raise ValueError(f"cannot fork {length} of {sequence.length} entries into room for {max_tokens}")
+        return self._blocks_for(max_tokens) - length // self.block_size
+
+    def _share(self, sequence: KVSequence, length: int, own: BlockIds, max_tokens: int) -> KVSequence:
+        """The first ``length`` entries of a sequence, continued in blocks ``own``."""
+        num_full, partial = divmod(length, self.block_size)
+        shared = sequence.blocks[:num_full]
+        self._add_open(shared)
+        if partial:
+            self._copies.append((int(sequence.blocks[num_full]), int(own[0])))
+        sequence.num_shared_blocks = max(sequence.num_shared_blocks, num_full)
+        return KVSequence(np.concatenate((shared, own)), max_tokens, length, num_full)
 
     def _add_open(self, blocks: BlockIds) -> None:
         self._num_used += int(np.count_nonzero(self._open_refs[blocks] == 0))

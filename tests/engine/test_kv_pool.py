@@ -67,6 +67,62 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     assert pool.num_free_blocks == 8
 
 
+def test_a_branch_takes_few_free_blocks_and_drives_nobody_out() -> None:
+    pool = KVPool(8, BLOCK)
+    parent = grow(pool.open(24), 10)
+    pool.park(grow(pool.open(4), 4), "chat", range(4))
+    branch = pool.branch(parent, 9, 12)
+    assert branch is not None
+    assert branch.blocks[:2].tolist() == parent.blocks[:2].tolist()
+    assert (len(branch.blocks), branch.length, branch.max_tokens) == (3, 9, 12)
+    assert pool.take_copies() == [(parent.blocks[2], branch.blocks[2])]
+    assert (pool.used_blocks, pool.num_open, pool.num_free_blocks) == (7, 1, 0)
+    assert pool.branch(parent, 9, 12) is None  # the last block is parked
+    assert pool.num_parked == 1
+    pool.release(branch)
+    pool.release(branch)
+    assert (pool.used_blocks, pool.num_open, pool.num_free_blocks) == (6, 1, 1)
+
+
+def test_an_adopted_branch_is_the_sequence_and_keeps_its_reservation() -> None:
+    pool = KVPool(9, BLOCK)
+    parent = grow(pool.open(24), 10)
+    branch = pool.branch(parent, 5, 11)
+    assert branch is not None
+    grow(branch, 6)
+    assert branch.max_tokens == 12
+    deeper = pool.branch(branch, 9, 12)
+    assert deeper is not None
+    grow(deeper, 2)
+    before = parent.blocks.copy()
+    pool.adopt(parent, deeper)
+    assert (parent.length, parent.max_tokens, len(parent.blocks)) == (11, 24, 6)
+    assert parent.blocks[:3].tolist() == deeper.blocks.tolist()
+    assert parent.blocks[3:].tolist() == before[3:].tolist()
+    assert (deeper.released, pool.num_open, pool.used_blocks) == (True, 1, 7)  # one block of `branch` is its own
+    pool.release(branch)
+    assert pool.used_blocks == 6
+    pool.rollback(parent, 2)
+    pool.release(parent)
+    assert pool.num_free_blocks == 9
+
+
+def test_only_a_branch_that_fits_is_adopted() -> None:
+    pool = KVPool(9, BLOCK)
+    parent = grow(pool.open(8), 6)
+    with pytest.raises(ValueError, match="cannot take over"):
+        pool.adopt(parent, pool.fork(parent, 6, 8))
+    branch = pool.branch(parent, 6, 12)
+    assert branch is not None
+    with pytest.raises(ValueError, match="room for 8 entries cannot take over 6 entries in 3 blocks"):
+        pool.adopt(parent, branch)
+    pool.release(branch)
+    with pytest.raises(ValueError, match="was released"):
+        pool.adopt(parent, branch)
+    with pytest.raises(ValueError, match="cannot fork"):
+        pool.branch(parent, 7, 8)
+
+
 @pytest.mark.parametrize("length", [-1, 12])
 def test_a_fork_or_rollback_outside_the_entries_is_an_error(length: int) -> None:
     pool = KVPool(8, BLOCK)
@@ -223,7 +279,7 @@ class Shadow:
         assert pool.num_free_blocks + pool.used_blocks + pool.parked_blocks == pool.total_blocks
         assert pool.num_free_blocks >= 0
         assert pool.parked_blocks >= 0
-        assert pool.num_open == len(self.expected)
+        assert pool.num_open == sum(not sequence.is_branch for sequence in self.expected)
 
 
 def run_random_operations(pool: KVPool, seed: int, steps: int = 120) -> None:
@@ -276,6 +332,54 @@ def run_random_operations(pool: KVPool, seed: int, steps: int = 120) -> None:
     assert sorted(pool.open(pool.total_blocks * BLOCK).blocks) == list(range(1, pool.total_blocks + 1))
 
 
+def run_random_branches(pool: KVPool, seed: int, steps: int = 160) -> None:
+    """Sessions, branches of them and of each other; some are adopted, also while others share blocks with them."""
+    rng = random.Random(seed)
+    shadow = Shadow(pool, np.zeros((pool.total_blocks + 1, BLOCK), dtype=np.int64))
+    for _ in range(steps):
+        live = list(shadow.expected)
+        sequence = rng.choice(live) if live else None
+        action = rng.choice(["open", "feed", "feed", "branch", "branch", "rollback", "release", "adopt", "adopt"])
+        try:
+            if action == "open" or sequence is None:
+                shadow.expected[pool.open(rng.randint(1, 20))] = []
+            elif action == "feed":
+                room = sequence.max_tokens - sequence.length
+                shadow.feed(sequence, [rng.randint(0, 2) for _ in range(rng.randint(0, room))])
+            elif action == "branch":
+                length = rng.randint(0, sequence.length)
+                branch = pool.branch(sequence, length, length + rng.randint(1, 6))
+                if branch is not None:
+                    shadow.expected[branch] = shadow.expected[sequence][:length]
+            elif action == "adopt":
+                branches = [
+                    other for other in live if other is not sequence and other.is_branch and fits(other, sequence)
+                ]
+                if branches:
+                    branch = rng.choice(branches)
+                    pool.adopt(sequence, branch)
+                    shadow.expected[sequence] = shadow.expected.pop(branch)
+            elif action == "rollback":
+                length = rng.randint(0, sequence.length)
+                pool.rollback(sequence, length)
+                del shadow.expected[sequence][length:]
+            else:
+                pool.release(sequence)
+                del shadow.expected[sequence]
+        except CacheFull:
+            assert pool.used_blocks > 0
+        shadow.check()
+    for sequence in list(shadow.expected):
+        pool.release(sequence)
+        del shadow.expected[sequence]
+        shadow.check()
+    assert pool.num_free_blocks == pool.total_blocks, "blocks leaked"
+
+
+def fits(branch: KVSequence, sequence: KVSequence) -> bool:
+    return len(branch.blocks) <= len(sequence.blocks) and branch.length <= sequence.max_tokens
+
+
 SEEDS = range(60)
 
 
@@ -283,6 +387,7 @@ SEEDS = range(60)
 def test_random_operations_never_mix_sequences_nor_exceed_the_budget(total_blocks: int) -> None:
     for seed in SEEDS:
         run_random_operations(KVPool(total_blocks, BLOCK), seed)
+        run_random_branches(KVPool(total_blocks, BLOCK), seed)
 
 
 class ForgetsTheCopy(KVPool):
@@ -309,6 +414,27 @@ class FreesSharedBlocks(KVPool):
         super()._drop(blocks)
 
 
+class AdoptsWithoutGivingBack(KVPool):
+    def adopt(self, sequence: KVSequence, branch: KVSequence) -> None:
+        replaced = sequence.blocks[: len(branch.blocks)]
+        self._add_open(replaced)
+        super().adopt(sequence, branch)
+
+
+class AdoptsAsUnshared(KVPool):
+    def adopt(self, sequence: KVSequence, branch: KVSequence) -> None:
+        super().adopt(sequence, branch)
+        sequence.num_shared_blocks = 0
+
+
+class BranchesWithoutACopy(KVPool):
+    def branch(self, sequence: KVSequence, length: int, max_tokens: int) -> KVSequence | None:
+        branch = super().branch(sequence, length, max_tokens)
+        if branch is not None and length % self.block_size:
+            self._copies.pop()
+        return branch
+
+
 class LeaksWhatItParks(KVPool):
     def drop_parked(self, key: str) -> bool:
         return self._parked.pop(key, None) is not None
@@ -326,6 +452,9 @@ class ResumesOneTokenTooMuch(KVPool):
         WritesIntoSharedBlocks,
         ReleasesTwice,
         FreesSharedBlocks,
+        AdoptsWithoutGivingBack,
+        AdoptsAsUnshared,
+        BranchesWithoutACopy,
         LeaksWhatItParks,
         ResumesOneTokenTooMuch,
     ],
@@ -334,6 +463,7 @@ def test_the_random_operations_find_a_planted_bug(twin: type[KVPool]) -> None:
     def survives(seed: int) -> bool:
         try:
             run_random_operations(twin(24, BLOCK), seed)
+            run_random_branches(twin(24, BLOCK), seed)
         except (AssertionError, ValueError, IndexError, StopIteration):
             return False
         return True
