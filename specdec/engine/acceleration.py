@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -14,6 +16,8 @@ from specdec.engine.layers import LayerShape
 from specdec.engine.native import attention, library
 from specdec.engine.native.decoder import NativeDecoder
 from specdec.engine.plan import BatchPlan
+
+logger = logging.getLogger(__name__)
 
 Caches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -29,6 +33,16 @@ class Decoder(Protocol):
 def native_attention() -> AttentionKernels | None:
     """The native kernels for attention, where they can be compiled and loaded; else the log says why not."""
     return attention if library.load() is not None else None
+
+
+def triton_attention() -> AttentionKernels | None:
+    """The kernels for a GPU, where Triton is installed (it comes with torch's CUDA builds for Linux)."""
+    if find_spec("triton") is None:
+        logger.warning("attention on this GPU is slow: install triton")
+        return None
+    from specdec.engine.cuda import attention as kernels  # noqa: PLC0415 - there is no Triton without a GPU
+
+    return kernels
 
 
 def native_decoder(

@@ -1,8 +1,8 @@
-"""Attention over the paged cache, written in torch: the reference, the path without a compiler, and the CUDA path.
+"""Attention over the paged cache, written in torch: the reference, and the path where no kernels can be had.
 
 Every sequence's keys and values are gathered through its block table into padded batches of sequences of similar
 size, then go through scaled dot product attention with a mask. Kernels that work on the cache in place (the native ones
-on a CPU) replace it where they can be had.
+on a CPU, Triton's on a GPU) replace it where they can be had.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from specdec.engine.plan import BatchPlan
 
 
 class AttentionKernels(Protocol):
-    """Kernels that write and read the cache in place; the module :mod:`specdec.engine.native.attention` is one."""
+    """Kernels that write and read the cache in place.
+
+    The modules :mod:`specdec.engine.native.attention` and :mod:`specdec.engine.cuda.attention` are such.
+    """
+
+    @property
+    def KNOWS_TREES_AND_SINKS(self) -> bool:
+        """Whether the rows of a sequence may form a tree, and ``sinks`` be given."""
+        ...
 
     def paged_attention(  # noqa: PLR0917 - an operator's signature
         self,
@@ -29,6 +37,8 @@ class AttentionKernels(Protocol):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As :func:`paged_attention` below."""
         ...

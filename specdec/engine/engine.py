@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import specdec
 from specdec.engine import acceleration, checkpoint, memory, support
 from specdec.engine.acceleration import Decoder
-from specdec.engine.attention import PagedBatch
+from specdec.engine.attention import AttentionKernels, PagedBatch
 from specdec.engine.batch import Batch, Segment, build_batch
 from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, bind, record_layers
@@ -36,8 +36,9 @@ class _Path:
     """One way to run the model."""
 
     name: str
-    decoder: Decoder | None
-    native_attention: bool
+    decoder: Decoder | None = None
+    #: None means torch.
+    kernels: AttentionKernels | None = None
 
 
 class Engine:
@@ -61,7 +62,7 @@ class Engine:
         self.info = ModelInfo(name="", vocab_size=vocab_size, max_model_len=max_model_len)
         self.pool = KVPool(num_blocks, block_size)
         self.device = device
-        #: How the model is run: "native decoder", "native attention" or "torch attention".
+        #: How the model is run: "native decoder", "native attention", "triton attention" or "torch attention".
         self.path = "torch attention"
         self._model: PreTrainedModel | None = model
         self._decoder: Decoder | None = None
@@ -84,6 +85,8 @@ class Engine:
         num_threads = settings.num_threads or _usable_cores()
         if device.type == "cpu":
             torch.set_num_threads(num_threads)
+        else:
+            torch.cuda.set_device(device)  # of this thread: Triton launches on the current device
         config = checkpoint.load_config(settings)
         support.check_config(config)
         model = checkpoint.load_model(settings, config, device)
@@ -97,7 +100,14 @@ class Engine:
         activation_bytes = 0
         model.set_attn_implementation(PAGED)
         if device.type == "cuda" and settings.kv_cache_memory_bytes is None:
-            activation_bytes = _measure_activation(model, shapes, settings.block_size, vocab_size, device)
+            activation_bytes = _measure_activation(
+                model,
+                shapes,
+                block_size=settings.block_size,
+                vocab_size=vocab_size,
+                num_rows=min(_LARGE_PASS_ROWS, max_model_len),
+                device=device,
+            )
         num_blocks = memory.count_blocks(
             settings, shapes, device=device, max_model_len=max_model_len, activation_bytes=activation_bytes
         )
@@ -232,7 +242,7 @@ class Engine:
                 # The native decoder brings its own threads; torch's would spin beside them for milliseconds after every
                 # large operation of a sampler.
                 torch.set_num_threads(num_threads if path.decoder is None else 1)
-            self._state.kernels = acceleration.native_attention() if path.native_attention else None
+            self._state.kernels = path.kernels
             try:
                 difference = reference.difference(self.forward, self.pool)
             except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -251,11 +261,13 @@ class Engine:
             if not settings.enforce_eager:
                 decoder = acceleration.native_decoder(self._model, self._caches, shapes, num_threads)
                 if decoder is not None:
-                    yield _Path("native decoder", decoder, native_attention=False)
+                    yield _Path("native decoder", decoder)
                 acceleration.pack_linears(self._model, num_threads)
-            if acceleration.native_attention() is not None:
-                yield _Path("native attention", None, native_attention=True)
-        yield _Path("torch attention", None, native_attention=False)
+            if (kernels := acceleration.native_attention()) is not None:
+                yield _Path("native attention", kernels=kernels)
+        elif (kernels := acceleration.triton_attention()) is not None:
+            yield _Path("triton attention", kernels=kernels)
+        yield _Path("torch attention")
 
 
 def _usable_cores() -> int:
@@ -282,21 +294,26 @@ def _resolve_device(name: str) -> torch.device:
 
 
 def _measure_activation(
-    model: PreTrainedModel, shapes: Sequence[LayerShape], block_size: int, vocab_size: int, device: torch.device
+    model: PreTrainedModel,
+    shapes: Sequence[LayerShape],
+    *,
+    block_size: int,
+    vocab_size: int,
+    num_rows: int,
+    device: torch.device,
 ) -> int:
     """Bytes a large pass needs on a GPU beyond weights and cache."""
-    num_blocks = -(-_LARGE_PASS_ROWS // block_size)
     engine = Engine(
         model,
         shapes,
         vocab_size=vocab_size,
-        max_model_len=_LARGE_PASS_ROWS,
-        num_blocks=num_blocks,
+        max_model_len=num_rows,
+        num_blocks=-(-num_rows // block_size),
         block_size=block_size,
         device=device,
     )
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    engine.forward([Segment(engine.pool.open(_LARGE_PASS_ROWS), [0] * _LARGE_PASS_ROWS, _LARGE_PASS_ROWS)])
+    engine.forward([Segment(engine.pool.open(num_rows), [0] * num_rows, num_rows)])
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before

@@ -98,9 +98,12 @@ def _attend(
     rows, keys, values = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, H, D]
     scale = rows.shape[-1] ** -0.5 if scaling is None else float(scaling)
     plan = batch.batch.plan
-    if state.kernels is not None and s_aux is None and plan.ancestors is None:
+    is_plain = s_aux is None and plan.ancestors is None
+    if state.kernels is not None and (is_plain or state.kernels.KNOWS_TREES_AND_SINKS):
         state.kernels.write_kv(layer.k_cache, layer.v_cache, keys, values, plan)
-        out = state.kernels.paged_attention(rows, layer.k_cache, layer.v_cache, plan, scale, layer.window, softcap)
+        out = state.kernels.paged_attention(
+            rows, layer.k_cache, layer.v_cache, plan, scale, layer.window, softcap, sinks=s_aux
+        )
     else:
         write_kv(layer.k_cache, layer.v_cache, keys, values, batch)
         out = paged_attention(

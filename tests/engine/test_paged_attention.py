@@ -28,6 +28,17 @@ TREES: list[list[Shape]] = [
 ]
 
 
+def attend(
+    case: Case, *, window: int | None = None, softcap: float | None = None, has_sinks: bool = False
+) -> torch.Tensor:
+    write_kv(case.k_cache, case.v_cache, case.new_keys, case.new_values, case.batch)
+    sinks = case.sinks if has_sinks else None
+    out = paged_attention(
+        case.query, case.k_cache, case.v_cache, case.batch, scale=0.4, window=window, softcap=softcap, sinks=sinks
+    )
+    return out.cpu().double()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -37,29 +48,17 @@ def test_paged_attention_equals_attention_by_hand(
     device: str, window: int | None, softcap: float | None, has_sinks: bool, shapes: list[Shape]
 ) -> None:
     case = Case(shapes, device=device)
-    write_kv(case.k_cache, case.v_cache, case.new_keys, case.new_values, case.batch)
-    out = paged_attention(
-        case.query,
-        case.k_cache,
-        case.v_cache,
-        case.batch,
-        scale=0.4,
-        window=window,
-        softcap=softcap,
-        sinks=case.sinks if has_sinks else None,
-    )
+    out = attend(case, window=window, softcap=softcap, has_sinks=has_sinks)
     expected = case.expected(scale=0.4, window=window, softcap=softcap, has_sinks=has_sinks)
-    torch.testing.assert_close(out.cpu().double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_chain_may_be_written_as_a_tree() -> None:
-    chain, tree = Case([(6, 5), (0, 9)]), Case([(6, [-1, 0, 1, 2, 3]), (0, 9)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_chain_may_be_written_as_a_tree(device: str) -> None:
+    chain, tree = Case([(6, 5), (0, 9)], device=device), Case([(6, [-1, 0, 1, 2, 3]), (0, 9)], device=device)
     assert tree.plan.ancestors is not None
     assert tree.plan.ancestors.tolist() == [1, 3, 7, 15, 31, *[-1] * 9]
-    for case in (chain, tree):
-        write_kv(case.k_cache, case.v_cache, case.new_keys, case.new_values, case.batch)
-    one, other = (paged_attention(c.query, c.k_cache, c.v_cache, c.batch, scale=0.4) for c in (chain, tree))
-    torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(attend(tree), attend(chain), atol=1e-6, rtol=1e-6)
 
 
 def test_groups_bound_the_padding() -> None:

@@ -148,7 +148,7 @@ def test_the_self_check_refuses_a_wrong_window(
 def test_a_kernel_that_fails_the_self_check_is_not_used(
     fault: str, load_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def paged_attention(query: torch.Tensor, k_cache: Any, v_cache: torch.Tensor, *_: Any) -> torch.Tensor:
+    def paged_attention(query: torch.Tensor, k_cache: Any, v_cache: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         if fault == "raises":
             raise RuntimeError("no such instruction")
         return query.new_ones(*query.shape[:2], v_cache.shape[-1])

@@ -7,11 +7,14 @@ large a cache block is (see attention.h).
 from __future__ import annotations
 
 import ctypes
+from typing import Final
 
 import torch
 
 from specdec.engine.native.library import DTYPES, CAttentionShape, CPlan, NativeLibrary, load
 from specdec.engine.plan import BatchPlan
+
+KNOWS_TREES_AND_SINKS: Final = False
 
 
 def _library() -> NativeLibrary:
@@ -30,6 +33,8 @@ def paged_attention(  # noqa: PLR0917
     window: int | None = None,
     softcap: float | None = None,
     num_threads: int | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend every row to the entries of its own sequence up to itself.
 
@@ -39,8 +44,10 @@ def paged_attention(  # noqa: PLR0917
     ``num_threads`` None takes torch's. Returns [T, Hq, Dv] in the query's dtype.
 
     Raises:
-        NotImplementedError: a dtype or layout the kernel does not know, or there are no kernels here.
+        NotImplementedError: a dtype or layout the kernel does not know, trees or sinks, or there are no kernels here.
     """
+    if plan.ancestors is not None or sinks is not None:
+        raise NotImplementedError("attention over trees or with sinks")
     if query.dtype not in DTYPES or k_cache.dtype not in DTYPES or v_cache.dtype != k_cache.dtype:
         raise NotImplementedError(f"attention of {query.dtype} rows over {k_cache.dtype} and {v_cache.dtype} caches")
     _check_cache(k_cache)

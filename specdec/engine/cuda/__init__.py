@@ -1,0 +1,1 @@
+"""Running a model on a GPU: attention over the paged cache in Triton, and CUDA graphs."""
