@@ -36,8 +36,8 @@ protos: $(STAMP)
 
 # Plain against speculative decoding, on the bundled target and on the same padded to 200 M parameters.
 bench: $(STAMP)
-	$(BIN)/tandem bench --hf
-	$(BIN)/tandem bench --hf --pad-target 200M
+	$(BIN)/tandem bench --compare hf
+	$(BIN)/tandem bench --compare hf --pad-target 200M
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -49,10 +49,9 @@ async def _demo() -> int:
     equal = True
     async with start_system("grpc", deployment) as system:
         for prompt in PROMPTS:  # the first one warms up
-            token_ids = await system.encode(prompt)
-            await collect(system.stream(token_ids, params, None, k))
-            plain = await collect(system.stream(token_ids, params, None, 0))
-            drafted = await collect(system.stream(token_ids, params, None, k))
+            await collect(system.stream(prompt, params, None, k))
+            plain = await collect(system.stream(prompt, params, None, 0))
+            drafted = await collect(system.stream(prompt, params, None, k))
             equal = equal and plain.text == drafted.text
             rounds = sum(drafted.histogram)
             accepted = sum(a * n for a, n in enumerate(drafted.histogram))

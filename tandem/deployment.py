@@ -131,8 +131,11 @@ def _share_device(model: ModelSettings, speculative: SpeculativeSettings) -> tup
     return draft, model
 
 
-def services_of(deployment: Deployment) -> list[Service]:
-    """The processes of a deployment, in the order they start; free ports are chosen for target and draft."""
+def services_of(deployment: Deployment, *, target: str | None = None) -> list[Service]:
+    """The processes of a deployment, in the order they start; free ports are chosen for target and draft.
+
+    ``target`` is the address of one that runs already: then there is no target among them.
+    """
     drain = ("--drain-s", f"{deployment.gateway.drain_s:g}")
     # Progress bars of the loaders would fill the log.
     environment = {**tuned_environment(os.environ), "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -163,7 +166,7 @@ def services_of(deployment: Deployment) -> list[Service]:
         )  # fmt: skip
     gateway = replace(
         deployment.gateway,
-        targets=(services[0].address,),
+        targets=(target or services[0].address,),
         drafts=tuple(service.address for service in services[1:]),
     )
     services.append(
@@ -174,7 +177,7 @@ def services_of(deployment: Deployment) -> list[Service]:
             address=f"{gateway.host}:{gateway.port}",
         )
     )
-    return services
+    return services[1:] if target else services
 
 
 def flags_of(settings: Any, *, skip: set[str] = frozenset()) -> tuple[str, ...]:  # type: ignore[assignment]

@@ -8,6 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from specdec.errors import Unavailable
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -19,6 +21,8 @@ class Piece:
     text: str
     #: Set in the last piece: the request's speculation metrics by name; empty where the server tells none.
     speculation: Mapping[str, Any] | None = None
+    #: Set where the server counts the tokens itself and pieces do not tell: all of the answer's, in its last piece.
+    num_tokens_in_all: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +31,16 @@ class Answer:
 
     #: ``time.perf_counter`` of the call.
     started: float
+    #: Those that brought tokens.
     pieces: tuple[Piece, ...]
+    #: Tokens generated.
+    num_tokens: int
     speculation: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
         """All pieces together."""
         return "".join(piece.text for piece in self.pieces)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens generated."""
-        return sum(piece.num_tokens for piece in self.pieces)
 
     @property
     def wall_s(self) -> float:
@@ -78,8 +80,16 @@ class Answer:
 
 
 async def collect(pieces: AsyncGenerator[Piece, None]) -> Answer:
-    """The answer that a stream of pieces adds up to; the call begins now."""
+    """The answer that a stream of pieces adds up to; the call begins now.
+
+    Raises :class:`Unavailable` where no token came.
+    """
     started = time.perf_counter()
     async with aclosing(pieces) as stream:
-        listed = tuple([piece async for piece in stream])
-    return Answer(started, listed, listed[-1].speculation or {})
+        listed = [piece async for piece in stream]
+    full = tuple(piece for piece in listed if piece.num_tokens)
+    if not full:
+        raise Unavailable("the server gave an answer without a token")
+    counted = listed[-1].num_tokens_in_all
+    num_tokens = sum(piece.num_tokens for piece in full) if counted is None else counted
+    return Answer(started, full, num_tokens, listed[-1].speculation or {})

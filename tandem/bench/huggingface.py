@@ -28,8 +28,9 @@ MODES: Final[Mapping[str, str]] = {
 class HuggingFace:
     """The other process."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, *, assists: bool) -> None:
         self._process = process
+        self._assists = assists
 
     @classmethod
     async def start(cls, models: Mapping[str, Any]) -> Self:
@@ -43,9 +44,18 @@ class HuggingFace:
             stderr=asyncio.subprocess.DEVNULL,
             env={**environment, "TQDM_DISABLE": "1"},
         )
-        self = cls(process)
-        await self._ask(models)
+        self = cls(process, assists=models["draft"] is not None)
+        try:
+            await self._ask(models)
+        except BaseException:
+            await self.close()
+            raise
         return self
+
+    def modes(self, num_sessions: int) -> list[str]:
+        """The modes that can be run: it speculates for one sequence at a time only, and assists with a model only."""
+        chosen = [mode for mode, extra in MODES.items() if num_sessions == 1 or not extra]
+        return [mode for mode in chosen if self._assists or MODES[mode] != "assistant_model"]
 
     async def run(self, mode: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> float:
         """Seconds to continue all prompts, as one batch, by exactly ``max_tokens`` tokens each."""
@@ -97,12 +107,14 @@ class _Worker:
         """Seconds of one ``generate``."""
         name = MODES[mode]
         extra = {name: self._extras[name]} if name else {}
-        ids = self._torch.tensor(prompts)  # [B, prompt length]
+        width = max(map(len, prompts))
+        ids = self._torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts])  # [B, W], padded left
+        mask = self._torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
         started = time.perf_counter()
         with self._torch.inference_mode():
             out = self._target.generate(
                 ids,
-                attention_mask=self._torch.ones_like(ids),
+                attention_mask=mask,
                 max_new_tokens=max_tokens,
                 pad_token_id=0,
                 **self._sampling,

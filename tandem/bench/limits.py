@@ -1,4 +1,4 @@
-"""What speculation can give, from the acceptance rate and the relative costs.
+"""What speculation can give, from the acceptance rate and the relative costs; and summaries of measurements.
 
 α is the probability that a drafted token is accepted given that those before it were, k the drafted tokens a round,
 c = draft step / target step, d = (network + serialisation of a round) / target step.
@@ -27,15 +27,28 @@ def overlapped_limit(alpha: float, k: int, c: float, d: float) -> float:
     return tokens_per_round(alpha, k) / max(1.0, k * c + d)
 
 
-def acceptance_per_token(histogram: Sequence[int], k: int) -> float:
-    """α from rounds that accepted 0, 1, … tokens: accepted / (accepted + rounds that ended with a rejection).
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The best speed over plain decoding with any number of drafts up to k.
 
-    Rounds that accepted all k had no rejection; shorter proposals (at the end of a text) count as rejected, which
-    makes the number a little too small rather than too large.
+    ``serial`` and ``overlapped`` take verification for the price of one target step, as it is while reading the
+    weights is all that counts; ``priced`` is the overlapped limit at the price that was measured.
     """
-    accepted = sum(count * rounds for count, rounds in enumerate(histogram))
-    rejections = sum(rounds for count, rounds in enumerate(histogram) if count < k)
-    return accepted / (accepted + rejections) if accepted + rejections else 0.0
+
+    serial: float
+    overlapped: float
+    priced: float
+
+    @classmethod
+    def of(cls, alpha: float, k: int, c: float, d: float, verify_ratio: float) -> Limits:
+        """The limits; the price of fewer drafts is interpolated between one step and that of k drafts."""
+        counts = range(1, k + 1)
+        prices = {j: 1.0 + (max(verify_ratio, 1.0) - 1.0) * j / k for j in counts}
+        return cls(
+            serial=max(1.0, *(serial_limit(alpha, j, c, d) for j in counts)),
+            overlapped=max(1.0, *(overlapped_limit(alpha, j, c, d) for j in counts)),
+            priced=max(1.0, *(tokens_per_round(alpha, j) / max(prices[j], j * c + d) for j in counts)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Prompts: pieces of Python's own library that the bundled models never saw.
+"""Prompts: pieces of Python's own library that the bundled models never saw, or the user's own.
 
 The files are among those ``training/held_out.txt`` sets apart. A piece starts where a definition starts, and no piece
 is used twice, for a cache of earlier texts would make drafting look better than it is.
@@ -6,6 +6,7 @@ is used twice, for a cache of earlier texts would make drafting look better than
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import sysconfig
@@ -69,6 +70,38 @@ def pick_prompts(
         " or shorter ones",
         param="num_prompts",
     )
+
+
+def read_prompts(file: str) -> list[str]:
+    """A prompt per line: text, or JSON objects with ``"prompt"`` where the first line is one. Blank lines are skipped.
+
+    Raises :class:`InvalidRequest` naming the line.
+    """
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{file} cannot be read: {error}", param="prompts") from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise InvalidRequest(f"{file} holds no prompt", param="prompts")
+    if not numbered[0][1].lstrip().startswith("{"):
+        return [line for _, line in numbered]
+    prompts = []
+    for number, line in numbered:
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, KeyError, TypeError):
+            prompt = None
+        if not isinstance(prompt, str) or not prompt:
+            raise InvalidRequest(f'{file}, line {number}: no JSON object with a text "prompt"', param="prompts")
+        prompts.append(prompt)
+    return prompts
+
+
+def pick_texts(count: int, num_characters: int, *, seed: int = 0) -> list[str]:
+    """``count`` different prompts of ``num_characters`` characters, for servers whose tokens are not known."""
+    found = pick_prompts(lambda text: [ord(letter) for letter in text], count, num_characters, seed=seed)
+    return ["".join(map(chr, prompt)) for prompt in found]
 
 
 def _pieces(num_characters: int, seed: int) -> list[str]:

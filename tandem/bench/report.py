@@ -1,73 +1,164 @@
-"""The measurement as tables."""
+"""The measurement as tables: the speeds, then what explains them."""
 
 from __future__ import annotations
 
+import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
 from specdec import __version__
-from tandem.bench.limits import Spread, quantile
-from tandem.bench.measure import SPECULATIVE, Measurement
+from tandem.bench.limits import Spread
+from tandem.bench.parts import Costs
+from tandem.bench.results import Measurement, Section
 
 
-def print_report(console: Console, title: str, result: Measurement, notes: Sequence[str]) -> None:
-    """Print the speeds, then what explains them."""
-    console.print(_speeds(title, result))
-    console.print(_explanation(result))
+def print_report(console: Console, title: str, sections: Sequence[Section], notes: Sequence[str]) -> None:
+    """Print two tables per number of sessions, then what the numbers depend on."""
+    console.print(title, style="bold", highlight=False)
+    for section in sections:
+        console.print(_speeds(section))
+        explanation = _explanation(section)
+        if explanation.row_count:
+            console.print(explanation)
     for note in notes:
         console.print(note, style="dim", highlight=False, soft_wrap=True)
 
 
-def _speeds(title: str, result: Measurement) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+def _speeds(section: Section) -> Table:
+    count = section.num_sessions
+    table = Table(title=f"{count} session{'s' if count > 1 else ''}", title_justify="left")
     table.add_column("decoding")
-    table.add_column("tokens/s, median (quartiles)", justify="right")
-    table.add_column("over plain", justify="right")
-    for way, rates in result.rates.items():
-        name = f"{way}, k = {result.k}" if way == SPECULATIVE else way
-        table.add_row(name, Spread.of(rates).show(), result.ratio(way).show(2))
+    for column in ("tokens/s (quartiles)", "over plain", "TTFT, ms", "ITL p50 / p90 / p99, ms", "tokens a round"):
+        table.add_column(column, justify="right")
+    for name, way in section.ways.items():
+        speedup, length = section.speedup(name), way.acceptance_length
+        ttft = way.percentiles_ms(way.ttft_s)
+        table.add_row(
+            name,
+            Spread.of(way.rates).show(),
+            "–" if speedup is None else speedup.show(2),
+            f"{ttft['p50']:.1f}" if ttft else "–",
+            " / ".join(f"{value:.1f}" for value in way.percentiles_ms(way.itl_s).values()) or "–",
+            "–" if length is None else f"{length:.2f}",
+        )
     return table
 
 
-def _explanation(result: Measurement) -> Table:
-    costs = result.costs
-    assert costs is not None
-    speedup = result.ratio(SPECULATIVE).median
-    serial, overlapped = result.limits()
-    table = Table(show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    rows: Mapping[str, str] = {
-        "α, acceptance per token": f"{result.alpha:.3f}",
-        "acceptance length, tokens per round": f"{result.acceptance_length:.2f}",
-        "decode(1), target step": f"{costs.decode_ms:.2f} ms",
-        f"verify({result.k + 1}) / decode(1)": f"{costs.verify_ms:.2f} ms / {costs.decode_ms:.2f} ms = "
-        f"{costs.verify_ratio:.2f}",
-        "draft step": f"{costs.draft_ms:.2f} ms",
-        "c, draft step / target step": f"{costs.c:.3f}",
-        "d, network and serialisation per round / target step": f"{costs.d:.3f} ({costs.wire_ms:.2f} ms)",
-        "round": f"{quantile(result.round_ms, 0.5):.2f} ms",
-        "round overhead: gateway, gRPC, scheduling": f"{result.round_overhead_ms:.2f} ms",
-        "limit, serial": f"{serial:.2f}x, {speedup / serial:.0%} of it reached",
-        "limit, overlapped": f"{overlapped:.2f}x, {speedup / overlapped:.0%} of it reached",
-    }
-    for name, value in rows.items():
-        table.add_row(name, value)
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the explanation; ``show`` gives None where a way has no such number."""
+
+    label: str
+    show: Callable[[Measurement, Spread | None], str | None]
+
+
+def counted(label: str, name: str) -> Row:
+    """One of the speculation metrics, per round with drafts."""
+    return Row(label, lambda way, _: _per_round(way, name, 1.0, ".2f"))
+
+
+def timed(label: str, name: str) -> Row:
+    """One of the speculation metrics in nanoseconds, as milliseconds per round with drafts."""
+    return Row(label, lambda way, _: _per_round(way, name, 1e6, ".2f", " ms"))
+
+
+def share(label: str, part: str, rest: str) -> Row:
+    """One of the speculation metrics as a share of itself and another."""
+
+    def show(way: Measurement, _: Spread | None) -> str | None:
+        of_it, other = way.count(part), way.count(rest)
+        return f"{of_it / (of_it + other):.0%}" if of_it is not None and other is not None and of_it + other else None
+
+    return Row(label, show)
+
+
+def _per_round(way: Measurement, name: str, scale: float, form: str, unit: str = "") -> str | None:
+    value, rounds = way.count(name), way.count("num_spec_steps")
+    return f"{value / scale / rounds:{form}}{unit}" if value is not None and rounds else None
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str | None:
+    return None if value is None else f"{value:{form}}{unit}"
+
+
+def _of_costs(form: str, value: Callable[[Costs], float], unit: str = "") -> Callable[..., str | None]:
+    return lambda way, _: None if way.costs is None else f"{value(way.costs):{form}}{unit}"
+
+
+def _limit(name: str) -> Callable[[Measurement, Spread | None], str | None]:
+    def show(way: Measurement, speedup: Spread | None) -> str | None:
+        if way.limits is None or speedup is None:
+            return None
+        limit = getattr(way.limits, name)
+        return f"{limit:.2f}x, {speedup.median / limit:.0%}"
+
+    return show
+
+
+def _beyond(way: Measurement, _: Spread | None) -> str | None:
+    if way.costs is None or way.round_ms is None:
+        return None
+    step = way.costs.verify_ms if way.drafts else way.costs.decode_ms
+    return f"{way.round_ms - step:.2f} ms"
+
+
+#: What explains the speed of a way that drafts. Metrics a server does not report yet leave no line.
+ROWS: Final = (
+    Row("α, acceptance per token", lambda way, _: _number(way.alpha, ".3f")),
+    Row("drafted tokens a round", lambda way, _: _number(way.mean_drafts, ".2f")),
+    Row("decode(1), target step", _of_costs(".2f", lambda costs: costs.decode_ms, " ms")),
+    Row("verify(k+1) / decode(1)", _of_costs(".2f", lambda costs: costs.verify_ratio)),
+    Row("draft step", _of_costs(".2f", lambda costs: costs.draft_ms, " ms")),
+    Row("c, draft step / target step", _of_costs(".3f", lambda costs: costs.c)),
+    Row("d, network and serialisation / target step", _of_costs(".3f", lambda costs: costs.d)),
+    Row("bytes of a round's messages", _of_costs(".0f", lambda costs: costs.wire_bytes)),
+    Row("round", lambda way, _: _number(way.round_ms, ".2f", " ms")),
+    Row("of it beyond verify(k+1)", _beyond),
+    share("next round drafted ahead of the verdict", "num_ahead_hits", "num_ahead_misses"),
+    counted("drafted tokens thrown away, a round", "num_wasted_draft_tokens"),
+    timed("waiting for the draft, a round", "draft_wait_ns"),
+    timed("on the way to the target and back, a round", "wire_ns"),
+    Row("target at work", lambda way, _: _number(way.busy_share(0), ".0%")),
+    Row("draft at work", lambda way, _: _number(way.busy_share(1), ".0%")),
+    Row("limit, serial; share of it reached", _limit("serial")),
+    Row("limit, overlapped; share", _limit("overlapped")),
+    Row("limit at this price of verification; share", _limit("priced")),
+)
+
+
+def _explanation(section: Section) -> Table:
+    """The rows, a column per way that drafts."""
+    ways = {name: way for name, way in section.ways.items() if way.drafts}
+    table = Table()
+    table.add_column("", no_wrap=True)
+    for name in ways:
+        table.add_column(name)
+    for row in ROWS:
+        values = [row.show(way, section.speedup(name)) for name, way in ways.items()]
+        if any(value is not None for value in values):
+            table.add_row(row.label, *("–" if value is None else value for value in values))
     return table
 
 
-def environment_notes(threads: int) -> list[str]:
-    """What the numbers depend on besides the code."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "grpcio"))
+def machine_notes(target_threads: int) -> list[str]:
+    """What the numbers depend on besides the code, where the services run here."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "grpcio"))
     return [
-        f"{_processor()}, {threads} cores; target {threads} threads, draft 1",
-        f"tandem {__version__}, {versions}, Python {platform.python_version()}",
+        f"{_processor()}, {usable_cores()} cores; target {target_threads} threads, draft 1",
+        f"tandem {__version__}, {packages}, Python {platform.python_version()}",
     ]
+
+
+def usable_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

@@ -1,31 +1,36 @@
-"""What is measured: three processes over loopback, as ``tandem serve`` runs them, or everything in one."""
+"""What is measured: processes over loopback, as ``tandem serve`` runs them, or everything in one process.
+
+Several drafters are measured side by side on one target: each has a draft service and a gateway of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any, Final, Protocol
 
 import grpc.aio
 
+from draft_service.core import DraftCore
 from gateway.backends.fleet import Fleet
+from gateway.generation import Generation
 from gateway.requests import GenerationRequest
 from gateway.routing import Router
 from specdec import codec
-from specdec.errors import TandemError, Unavailable, error_from_status
+from specdec.errors import Unavailable, error_from_status
 from specdec.rpc.channel import open_channel
 from specdec.sampling.params import SamplingParams
-from specdec.sessions import Rule
+from specdec.sessions import ModelInfo, Rule
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 from specdec.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tandem.bench.answers import Piece
 from tandem.deployment import Deployment, services_of
 from tandem.embedded import Embedded
-from tandem.supervisor import Supervisor
+from tandem.supervisor import Service, Supervisor
 
 #: Seconds to connect to services that are ready.
 _CONNECT_S: Final = 10.0
@@ -34,82 +39,122 @@ _CONNECT_S: Final = 10.0
 class System(Protocol):
     """Something that answers prompts."""
 
+    @property
+    def router(self) -> Router | None:
+        """The target and the draft behind it; None where only the front can be reached."""
+        ...
+
     def stream(
-        self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int
+        self, prompt: str | Sequence[int], params: SamplingParams, rule: Rule | None, k: int | None
     ) -> AsyncGenerator[Piece, None]:
-        """Generate with k drafted tokens a round at most; 0 decodes plainly. Use it within ``aclosing``."""
-        ...
-
-    async def encode(self, text: str) -> Sequence[int]:
-        """Token ids of a text."""
-        ...
-
-    def backends(self) -> AbstractAsyncContextManager[Router]:
-        """A router of the caller's own over the target and the draft, for the probe."""
+        """Generate with k drafted tokens a round at most (None: the server's own). Use it within ``aclosing``."""
         ...
 
 
 @asynccontextmanager
 async def start_system(kind: str, deployment: Deployment) -> AsyncIterator[System]:
-    """Start the services, ``"grpc"`` or ``"embedded"``, and stop them at the end."""
-    if kind == "embedded":
-        embedded = await Embedded.start(deployment)
-        try:
-            yield EmbeddedSystem(embedded)
-        finally:
-            await embedded.close()
-        return
-    free = replace(deployment, gateway=replace(deployment.gateway, port=0, grpc_port=0)).with_ports()
-    services = services_of(free)
+    """Start the services of one deployment, ``"grpc"`` or ``"embedded"``, and stop them at the end."""
+    async with start_systems(kind, {"": deployment}) as systems:
+        yield systems[""]
+
+
+@asynccontextmanager
+async def start_systems(kind: str, deployments: Mapping[str, Deployment]) -> AsyncIterator[Mapping[str, System]]:
+    """Start deployments that differ in their drafters alone; they share the target of the first.
+
+    Where they cannot be used, during the measurement too, the error (:class:`Unavailable`) ends with what they logged.
+    """
     lines: list[str] = []
     try:
-        async with Supervisor(services, drain_s=2.0, log=lambda name, line: lines.append(f"[{name}] {line}")):
-            channel = open_channel(f"{free.gateway.host}:{free.gateway.grpc_port}")
-            try:
-                yield GrpcSystem(channel, services[0].address, [service.address for service in services[1:-1]])
-            finally:
-                await channel.close()
-    except TandemError as error:
+        async with AsyncExitStack() as stack:
+            start = _start_embedded if kind == "embedded" else _start_processes
+            yield await start(deployments, stack, lines)
+    except Unavailable as error:
         raise Unavailable("\n".join([str(error), *lines[-20:]])) from error
+
+
+async def _start_embedded(
+    deployments: Mapping[str, Deployment], stack: AsyncExitStack, _: list[str]
+) -> Mapping[str, System]:
+    systems: dict[str, System] = {}
+    first: Embedded | None = None
+    for name, deployment in deployments.items():
+        if first is None:
+            first = await Embedded.start(deployment)
+            stack.push_async_callback(first.close)
+            generation = first.generation
+        else:
+            assert deployment.draft is not None
+            draft = await DraftCore.start(deployment.draft)
+            stack.push_async_callback(draft.close)
+            router = await Router.local(first.target, draft)
+            generation = Generation(router, deployment.gateway, first.generation.tokenizer)
+        systems[name] = EmbeddedSystem(generation)
+    return systems
+
+
+async def _start_processes(
+    deployments: Mapping[str, Deployment], stack: AsyncExitStack, lines: list[str]
+) -> Mapping[str, System]:
+    services: list[Service] = []
+    gateways: dict[str, tuple[str, list[str]]] = {}
+    target = ""
+    for name, deployment in deployments.items():
+        free = replace(deployment, gateway=replace(deployment.gateway, port=0, grpc_port=0)).with_ports()
+        added = services_of(free, target=target or None)
+        target = target or added[0].address
+        drafts = [service.address for service in added if service.name == "draft"]
+        gateways[name] = f"{free.gateway.host}:{free.gateway.grpc_port}", drafts
+        services += added if len(deployments) == 1 else [_named(service, name) for service in added]
+    supervisor = Supervisor(services, drain_s=2.0, log=lambda name, line: lines.append(f"[{name}] {line}"))
+    await stack.enter_async_context(supervisor)
+    systems: dict[str, System] = {}
+    for name, (address, drafts) in gateways.items():
+        channel = open_channel(address)
+        stack.push_async_callback(channel.close)
+        systems[name] = GrpcSystem(channel, await _connect(target, drafts, stack))
+    return systems
+
+
+def _named(service: Service, drafter: str) -> Service:
+    return service if service.name == "target" else replace(service, name=f"{service.name} {drafter}")
+
+
+async def _connect(target: str, drafts: Sequence[str], stack: AsyncExitStack) -> Router:
+    """A router of our own to the services behind a gateway."""
+    fleet = Fleet([target], drafts)
+    await fleet.start()
+    stack.push_async_callback(fleet.stop)
+    async with asyncio.timeout(_CONNECT_S):
+        while not (fleet.router.ready and len(fleet.router.drafts.usable) == len(drafts)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return fleet.router
 
 
 class GrpcSystem:
     """The gateway's gRPC API."""
 
-    def __init__(self, channel: grpc.aio.Channel, target: str, drafts: Sequence[str]) -> None:
+    def __init__(self, channel: grpc.aio.Channel, router: Router | None = None) -> None:
         self._stub = GenerationServiceStub(channel)
-        self._target, self._drafts = target, drafts
-
-    @asynccontextmanager
-    async def backends(self) -> AsyncIterator[Router]:
-        """Connect to the services behind the gateway."""
-        fleet = Fleet([self._target], self._drafts)
-        await fleet.start()
-        try:
-            async with asyncio.timeout(_CONNECT_S):
-                router = fleet.router
-                while not (router.ready and len(router.drafts.usable) == len(self._drafts)):  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
-            yield router
-        finally:
-            await fleet.stop()
+        self.router = router
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int
+        self, prompt: str | Sequence[int], params: SamplingParams, rule: Rule | None, k: int | None
     ) -> AsyncGenerator[Piece, None]:
         """One streamed call; leaving it early cancels it."""
-        request = pb.GenerateRequest(
-            token_ids=types_pb.TokenIds(ids=prompt),
-            sampling=types_pb.SamplingParams(temperature=params.temperature, top_p=params.top_p),
-            max_tokens=params.max_tokens,
-            ignore_eos=params.ignore_eos,
-            seed=params.seed,
-            speculation=pb.SpeculationOptions(
-                num_speculative_tokens=k,
-                verification=codec.encode_rule(rule),
-            ),
+        given: dict[str, Any] = (
+            {"text": prompt} if isinstance(prompt, str) else {"token_ids": types_pb.TokenIds(ids=prompt)}
         )
-        call = self._stub.Generate(request)
+        call = self._stub.Generate(
+            pb.GenerateRequest(
+                **given,
+                sampling=types_pb.SamplingParams(temperature=params.temperature, top_p=params.top_p),
+                max_tokens=params.max_tokens,
+                ignore_eos=params.ignore_eos,
+                seed=params.seed,
+                speculation=pb.SpeculationOptions(num_speculative_tokens=k, verification=codec.encode_rule(rule)),
+            )
+        )
         try:
             async for response in call:
                 ended = response.HasField("usage")
@@ -120,24 +165,26 @@ class GrpcSystem:
         finally:
             call.cancel()
 
-    async def encode(self, text: str) -> Sequence[int]:
-        """Token ids of a text."""
-        return (await self._stub.Tokenize(pb.TokenizeRequest(text=text))).token_ids
+    async def models(self) -> tuple[ModelInfo, ModelInfo | None]:
+        """The target behind the gateway and the draft, where there is one."""
+        try:
+            answer = await self._stub.ListModels(pb.ListModelsRequest())
+        except grpc.aio.AioRpcError as error:
+            raise error_from_status(error.code().name, error.details() or "") from None
+        model = answer.models[0]
+        draft = codec.decode_model_info(model.draft) if model.HasField("draft") else None
+        return codec.decode_model_info(model.target), draft
 
 
 class EmbeddedSystem:
     """The generation module in this process."""
 
-    def __init__(self, embedded: Embedded) -> None:
-        self._generation = embedded.generation
-
-    @asynccontextmanager
-    async def backends(self) -> AsyncIterator[Router]:
-        """The cores themselves."""
-        yield self._generation.router
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self.router: Router | None = generation.router
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int
+        self, prompt: str | Sequence[int], params: SamplingParams, rule: Rule | None, k: int | None
     ) -> AsyncGenerator[Piece, None]:
         """One streamed request."""
         request = GenerationRequest(prompt=prompt, params=params, rule=rule, num_speculative_tokens=k)
@@ -145,10 +192,6 @@ class EmbeddedSystem:
             async for chunk in chunks:
                 metrics = None if chunk.final is None else asdict(chunk.final.speculation)
                 yield Piece(time.perf_counter(), len(chunk.token_ids), chunk.text, metrics)
-
-    async def encode(self, text: str) -> Sequence[int]:
-        """Token ids of a text."""
-        return await self._generation.encode(text)
 
 
 def metrics_of(message: pb.SpeculationMetrics) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``tandem bench`` with tiny numbers."""
+"""``tandem bench`` with tiny numbers: the runs themselves."""
 
 import json
 import subprocess
@@ -10,8 +10,6 @@ import pytest
 from specdec.errors import Unavailable
 from tandem import cli
 from tandem.bench.huggingface import MODES, HuggingFace
-from tandem.bench.measure import Measurement
-from tandem.bench.probe import Costs
 from tandem.checkpoints import MODELS
 
 TINY = ["--num-prompts", "2", "--max-tokens", "16", "--prompt-tokens", "16"]
@@ -23,36 +21,52 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.e2e
-def test_a_small_run_over_grpc(tmp_path: Path) -> None:
-    done = bench("--k", "3", "--json", str(tmp_path / "out.json"))
+def test_every_drafter_over_grpc(tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
+    done = bench("--k", "3", "--drafter", "all", "--batch-size", "1,2", *files)
     assert done.returncode == 0, done.stderr
-    for text in ("plain", "speculative, k = 3", "acceptance per token", "limit, overlapped", "round overhead", "torch"):
+    for text in ("plain", "draft_model", "ngram", "1 session", "2 sessions", "acceptance per token", "limit", "torch"):
         assert text in done.stdout
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert {name: len(rates) for name, rates in result["tokens_per_s"].items()} == {"plain": 2, "speculative": 2}
-    assert 0 <= result["alpha"] <= 1
-    assert 1 <= result["acceptance_length"] <= 4
-    assert min(result[name] for name in ("decode_ms", "verify_ms", "draft_ms", "c")) > 0
-    assert result["serial_limit"] <= result["overlapped_limit"]
+    sections = json.loads((tmp_path / "out.json").read_text())["sections"]
+    assert [section["num_sessions"] for section in sections] == [1, 2]
+    for section in sections:
+        assert list(section["ways"]) == ["plain", "draft_model", "ngram"]
+        assert all(len(way["tokens_per_s"]) == 2 for way in section["ways"].values())
+        assert all(set(way["itl_ms"]) == {"p50", "p90", "p99"} for way in section["ways"].values())
+        assert 0 < section["ways"]["plain"]["target_busy"] < 1
+        drafted = section["ways"]["draft_model"]
+        assert 0 <= drafted["alpha"] <= 1
+        assert 1 <= drafted["acceptance_length"] <= 4
+        assert min(drafted[name] for name in ("decode_ms", "verify_ms", "draft_ms", "c", "wire_bytes")) > 0
+        assert drafted["serial_limit"] <= drafted["overlapped_limit"]
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_two_embedded_sessions_at_a_temperature(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--services", "embedded", "--batch-size", "2", "--temperature", "1", "--verification", "token"]
-    assert cli.main(["bench", *TINY, *arguments]) == 0
+def test_two_embedded_sessions_under_two_rules(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("def a(b):\nclass C:\nimport os\n")
+    arguments = ["--services", "embedded", "--batch-size", "2", "--temperature", "1", "--rules", "token,coupled"]
+    assert cli.main(["bench", "--max-tokens", "16", "--prompts", str(prompts), *arguments]) == 0
     printed = capsys.readouterr().out
-    assert "2 sessions" in printed
-    assert "temperature 1, rule token" in printed
+    for text in ("2 sessions", "draft_model, token", "draft_model, coupled", "temperature 1", "mine.txt", "2 x 2"):
+        assert text in printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--model", "python-12m"], "nothing to compare"),
-        (["--model", "python-12m", "--k", "2"], "needs a drafter"),
+        (["--model", "python-12m", "--drafter", "draft_model"], "needs a model"),
+        (["--drafter", "ngram,crystal"], "crystal; choose from"),
+        (["--rules", "block,coin"], "coin; choose from"),
+        (["--rules", "all"], "give --temperature"),
+        (["--k", "0"], "k is 0"),
         (["--num-prompts", "0"], "num_prompts is 0"),
+        (["--batch-size", "4,0"], "batch_size is 0"),
         (["--pad-target", "much"], "200M"),
         (["--pad-target", "1M"], "it is larger"),
         (["--prompt-tokens", "1000000"], "ask for fewer"),
+        (["--url", "http://127.0.0.1:1", "--drafter", "ngram"], "leave --drafter out"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,29 +74,29 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
     assert message in capsys.readouterr().err
 
 
+def test_nobody_at_the_url(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--url", "http://127.0.0.1:1"]) == 1
+    assert "does not answer" in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["bench", "--plot", "out.png"]) == 2
+    assert "pip install 'tandem-specdec[bench]'" in capsys.readouterr().err
+
+
 async def test_hugging_face_runs_every_mode() -> None:
     models = {"target": str(MODELS / "python-12m"), "draft": str(MODELS / "python-1m"), "dtype": "float32"}
     rival = await HuggingFace.start({**models, "threads": 1, "k": 2, "temperature": 0.0})
     try:
+        assert rival.modes(1) == list(MODES)
+        assert rival.modes(2) == ["HF generate"]
         for mode in MODES:
             assert await rival.run(mode, [[5, 6, 7, 8]], 8) > 0
+        assert await rival.run("HF generate", [[5, 6, 7, 8], [9]], 8) > 0
         with pytest.raises(Unavailable, match="Hugging Face: "):
             await rival.run("HF generate", [[10**6]], 8)
     finally:
         await rival.close()
-
-
-def test_summary_of_known_numbers() -> None:
-    result = Measurement(k=4, rates={"plain": [10.0, 20.0], "speculative": [20.0, 40.0]})
-    result.histogram = [2, 0, 0, 0, 2]
-    result.round_ms = [12.0]
-    result.costs = Costs(decode_ms=4.0, verify_ms=5.0, draft_ms=0.5, wire_ms=1.0)
-    assert result.alpha == 0.8
-    assert result.acceptance_length == 3.0
-    assert result.ratio("speculative").median == 2.0
-    assert (result.costs.c, result.costs.d, result.costs.verify_ratio) == (0.125, 0.25, 1.25)
-    assert result.round_overhead_ms == 5.0
-    serial, overlapped = result.limits()
-    assert serial == pytest.approx((1 - 0.8**5) / 0.2 / 1.75)
-    assert overlapped == pytest.approx((1 - 0.8**5) / 0.2)
-    assert result.summary()["share_of_overlapped_limit"] == pytest.approx(2.0 / overlapped)

@@ -3,8 +3,8 @@
 import pytest
 
 from tandem.bench.limits import (
+    Limits,
     Spread,
-    acceptance_per_token,
     overlapped_limit,
     quantile,
     serial_limit,
@@ -26,18 +26,22 @@ def test_ends() -> None:
     assert overlapped_limit(0.9, 4, 1.0, 0.0) == tokens_per_round(0.9, 4) / 4
 
 
-def test_acceptance_is_recovered_from_its_own_histogram() -> None:
-    alpha, k = 0.7, 4
-    histogram = [round(10**6 * alpha**a * ((1 - alpha) if a < k else 1)) for a in range(k + 1)]
-    assert acceptance_per_token(histogram, k) == pytest.approx(alpha, abs=1e-4)
-    mean = sum(a * n for a, n in enumerate(histogram)) / sum(histogram) + 1
-    assert mean == pytest.approx(tokens_per_round(alpha, k), abs=1e-4)
+def test_limits_are_those_of_the_best_number_of_drafts() -> None:
+    free = Limits.of(0.8, 4, 0.05, 0.3, 1.0)
+    assert free.serial == pytest.approx(serial_limit(0.8, 4, 0.05, 0.3))
+    assert free.overlapped == free.priced == pytest.approx(tokens_per_round(0.8, 4))
+    costly = Limits.of(0.5, 8, 0.5, 0.0, 1.0)
+    assert costly.serial == 1.0, "one draft alone brings 1.5 tokens for 1.5 steps"
+    assert costly.overlapped == pytest.approx(tokens_per_round(0.5, 2)), "two drafts take as long as one step"
+    assert Limits.of(0.0, 4, 0.1, 0.1, 3.0) == Limits(1.0, 1.0, 1.0)
 
 
-def test_acceptance_of_nothing_is_zero() -> None:
-    assert acceptance_per_token([], 4) == 0.0
-    assert acceptance_per_token([5], 4) == 0.0
-    assert acceptance_per_token([0, 0, 5], 2) == 1.0
+def test_the_priced_limit_pays_for_verification() -> None:
+    limits = Limits.of(0.9, 4, 0.01, 0.0, 3.0)
+    assert limits.overlapped == pytest.approx(tokens_per_round(0.9, 4))
+    by_hand = [tokens_per_round(0.9, j) / (1 + 2 * j / 4) for j in range(1, 5)]
+    assert limits.priced == pytest.approx(max(by_hand))
+    assert Limits.of(0.9, 4, 0.01, 0.0, 0.9).priced == limits.overlapped, "cheaper than a step it never is"
 
 
 def test_spread() -> None:

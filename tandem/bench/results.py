@@ -1,0 +1,165 @@
+"""What came out: one measurement per way of decoding and number of sessions, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tandem.bench.answers import Answer
+from tandem.bench.limits import Limits, Spread, quantile
+from tandem.bench.parts import Costs
+from tandem.bench.ways import PLAIN
+
+PERCENTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(slots=True)
+class Measurement:
+    """One way of decoding."""
+
+    #: Drafted tokens a round at most; None is the server's own number.
+    k: int | None
+    #: Tokens per second, one entry per batch, in the order of the batches.
+    rates: list[float] = field(default_factory=list)
+    #: Seconds: one entry per answer, per token, per piece.
+    ttft_s: list[float] = field(default_factory=list)
+    itl_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    #: Seconds per round after the first token, one entry per answer.
+    round_s: list[float] = field(default_factory=list)
+    #: The answers' speculation metrics, summed: counts and nanoseconds.
+    speculation: dict[str, int] = field(default_factory=dict)
+    histogram: list[int] = field(default_factory=list)
+    #: Seconds measured, and what target and draft worked in them.
+    wall_s: float = 0.0
+    busy_s: list[float] = field(default_factory=list)
+    costs: Costs | None = None
+
+    def add_run(self, rate: float, answers: Sequence[Answer] = ()) -> None:
+        """Take in one batch."""
+        self.rates.append(rate)
+        for answer in answers:
+            self.ttft_s.append(answer.ttft_s)
+            self.itl_s += answer.itl_s
+            self.gaps_s += answer.gaps_s
+            if answer.num_rounds:
+                self.round_s.append(answer.decode_s / answer.num_rounds)
+            for name, value in answer.speculation.items():
+                if isinstance(value, int) and (name.startswith("num_") or name.endswith("_ns")):
+                    self.speculation[name] = self.speculation.get(name, 0) + value
+            self.histogram.extend([0] * (len(answer.histogram) - len(self.histogram)))
+            for accepted, rounds in enumerate(answer.histogram):
+                self.histogram[accepted] += rounds
+
+    def add_busy(self, wall_s: float, busy_ns: Sequence[int]) -> None:
+        """Take in how long target and draft worked during a batch."""
+        self.wall_s += wall_s
+        self.busy_s.extend([0.0] * (len(busy_ns) - len(self.busy_s)))
+        for service, spent in enumerate(busy_ns):
+            self.busy_s[service] += spent / 1e9
+
+    def count(self, name: str) -> int | None:
+        """One of the speculation metrics; None where the server does not report it."""
+        return self.speculation.get(name)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether any round carried drafted tokens."""
+        return bool(self.count("num_spec_steps"))
+
+    @property
+    def alpha(self) -> float | None:
+        """Acceptance per token: accepted / (accepted + rounds that ended with a rejection)."""
+        accepted, rejections = self.count("num_accepted_draft_tokens"), self.count("num_rejections")
+        if not self.drafts or accepted is None or rejections is None:
+            return None
+        return accepted / (accepted + rejections) if accepted + rejections else 0.0
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per round that carried drafts, the target's own included."""
+        rounds, accepted = self.count("num_spec_steps"), self.count("num_accepted_draft_tokens")
+        return 1.0 + accepted / rounds if rounds and accepted is not None else None
+
+    @property
+    def mean_drafts(self) -> float | None:
+        """Drafted tokens per round that carried any."""
+        rounds, drafted = self.count("num_spec_steps"), self.count("num_draft_tokens")
+        return drafted / rounds if rounds and drafted is not None else None
+
+    @property
+    def limits(self) -> Limits | None:
+        """What α, c and d allow."""
+        if self.costs is None or self.alpha is None or self.k is None:
+            return None
+        return Limits.of(self.alpha, self.k, self.costs.c, self.costs.d, self.costs.verify_ratio)
+
+    @property
+    def round_ms(self) -> float | None:
+        """Median duration of a round."""
+        return quantile(self.round_s, 0.5) * 1e3 if self.round_s else None
+
+    def percentiles_ms(self, values: Sequence[float]) -> dict[str, float]:
+        """``p50`` and so on of seconds, in milliseconds; empty without any."""
+        return {f"p{100 * share:g}": quantile(values, share) * 1e3 for share in PERCENTILES} if values else {}
+
+    def busy_share(self, service: int) -> float | None:
+        """Share of the time the target (0) or the draft (1) worked."""
+        return self.busy_s[service] / self.wall_s if len(self.busy_s) > service else None
+
+
+@dataclass(slots=True)
+class Section:
+    """All ways with one number of sessions; prompts of equal index were the same."""
+
+    num_sessions: int
+    ways: dict[str, Measurement]
+
+    def speedup(self, name: str) -> Spread | None:
+        """Speed over plain decoding, from pairs on the same prompts; None where plain was not measured."""
+        plain = self.ways.get(PLAIN)
+        if plain is None:
+            return None
+        pairs = zip(self.ways[name].rates, plain.rates, strict=True)
+        return Spread.of([ours / theirs for ours, theirs in pairs])
+
+    def summary(self) -> dict[str, Any]:
+        """Everything, for a JSON file."""
+        return {"num_sessions": self.num_sessions, "ways": {name: self._summary(name) for name in self.ways}}
+
+    def _summary(self, name: str) -> Mapping[str, Any]:
+        way, speedup = self.ways[name], self.speedup(name)
+        limits = way.limits
+        values: dict[str, Any] = {
+            "tokens_per_s": way.rates,
+            "speedup": None if speedup is None else asdict(speedup),
+            "ttft_ms": way.percentiles_ms(way.ttft_s),
+            "itl_ms": way.percentiles_ms(way.itl_s),
+            "gap_ms": way.percentiles_ms(way.gaps_s),
+            "target_busy": way.busy_share(0),
+            "draft_busy": way.busy_share(1),
+            "round_ms": way.round_ms,
+        }
+        if way.drafts:
+            values |= {
+                "k": way.k,
+                "mean_drafts": way.mean_drafts,
+                "alpha": way.alpha,
+                "acceptance_length": way.acceptance_length,
+                "acceptance_histogram": way.histogram,
+                **way.speculation,
+            }
+        if way.costs is not None:
+            costs = way.costs
+            values |= {**asdict(costs), "c": costs.c, "d": costs.d, "verify_ratio": costs.verify_ratio}
+        if limits is not None and speedup is not None:
+            values |= {
+                "serial_limit": limits.serial,
+                "overlapped_limit": limits.overlapped,
+                "priced_limit": limits.priced,
+                "share_of_serial_limit": speedup.median / limits.serial,
+                "share_of_overlapped_limit": speedup.median / limits.overlapped,
+                "share_of_priced_limit": speedup.median / limits.priced,
+            }
+        return values

@@ -1,0 +1,118 @@
+"""The ways of decoding that are compared, as data: a drafter, a rule, so many drafted tokens a round."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from specdec.errors import InvalidRequest
+from specdec.sessions import Rule
+from specdec.settings import METHODS, SpeculativeSettings
+from tandem.checkpoints import DRAFT
+from tandem.deployment import Deployment, deployment_of
+from tandem.speculation import OLDER_NAMES, read_speculation
+
+PLAIN: Final = "plain"
+#: What ``--drafter all`` stands for, where it can be had.
+DRAFTERS: Final = tuple(method for method in METHODS if method != "none")
+#: Those of them that need no checkpoint.
+MODEL_FREE: Final = ("ngram",)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of decoding."""
+
+    name: str
+    #: Which of the systems is asked.
+    system: str
+    #: Drafted tokens a round at most; 0 decodes plainly, None leaves it to the server.
+    k: int | None
+    rule: Rule | None = None
+
+    @property
+    def speculates(self) -> bool:
+        """Whether anything is drafted."""
+        return self.k != 0
+
+
+def plain_way(system: str) -> Way:
+    """No drafting at all."""
+    return Way(PLAIN, system, 0)
+
+
+def speculative_ways(systems: Mapping[str, int | None], rules: Sequence[Rule | None]) -> list[Way]:
+    """Every system (name → k) under every rule."""
+    return [
+        Way(system if len(rules) == 1 else f"{system}, {rule}", system, k, rule)
+        for system, k in systems.items()
+        for rule in rules
+    ]
+
+
+def rules_of(args: argparse.Namespace) -> list[Rule | None]:
+    """The rules ``--rules`` and ``--verification`` name; [None] is the server's default."""
+    names = [part.strip() for part in (args.rules or args.verification or "").split(",") if part.strip()]
+    if names == ["all"]:
+        names = [str(rule) for rule in Rule]
+    if unknown := [name for name in names if name not in list(Rule)]:
+        raise InvalidRequest(
+            f"--rules names {', '.join(unknown)}; choose from {', '.join(Rule)}, or all", param="rules"
+        )
+    if len(names) > 1 and args.temperature == 0:
+        raise InvalidRequest("all rules are the same at temperature 0: give --temperature too", param="rules")
+    return [Rule(name) for name in names] or [None]
+
+
+def deployments_of(args: argparse.Namespace) -> dict[str, Deployment]:
+    """A deployment for each drafter that is asked for, by its method; they differ in the drafter alone."""
+    deployments = {}
+    for name, config in _drafters(args).items():
+        given = {**vars(args), **dict.fromkeys(OLDER_NAMES), "speculative_config": config}
+        deployments[name] = deployment_of(argparse.Namespace(**given))
+    return deployments
+
+
+def _drafters(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Method → ``speculative_config``, for the methods asked for."""
+    older = {name: getattr(args, name, None) for name in OLDER_NAMES}
+    k = older.pop("num_speculative_tokens") if args.k is None else args.k
+    given = read_speculation(args.speculative_config, older)
+    known: dict[str, dict[str, Any]] = {method: {"method": method} for method in MODEL_FREE}
+    if args.model is None:
+        known["draft_model"] = {"model": DRAFT}
+    if given is not None:
+        known[str(given.method)] = asdict(given)
+        k = given.num_speculative_tokens if k is None else k
+    k = SpeculativeSettings().num_speculative_tokens if k is None else k
+    if k < 1:
+        raise InvalidRequest(f"k is {k}; it must be at least 1 where drafting is measured", param="k")
+    drafters = {}
+    for name in _names(args, given, known):
+        if name not in known:
+            raise InvalidRequest(
+                f'--drafter {name} needs a model: --speculative-config \'{{"model": "…"}}\'', param="drafter"
+            )
+        drafters[name] = {**known[name], "num_speculative_tokens": k}
+    return drafters
+
+
+def _names(
+    args: argparse.Namespace, given: SpeculativeSettings | None, known: Mapping[str, dict[str, Any]]
+) -> list[str]:
+    chosen = [part.strip() for part in (args.drafter or "").split(",") if part.strip()]
+    if chosen == ["all"]:
+        return [name for name in DRAFTERS if name in known]
+    if not chosen and given is not None:
+        chosen = [str(given.method)]
+    elif not chosen and args.model is None:
+        chosen = ["draft_model"]
+    if not chosen or chosen == ["none"]:
+        raise InvalidRequest("there is nothing to compare: give --speculative-config or --drafter", param="drafter")
+    if unknown := [name for name in chosen if name not in DRAFTERS]:
+        raise InvalidRequest(
+            f"--drafter names {', '.join(unknown)}; choose from {', '.join(DRAFTERS)}, or all", param="drafter"
+        )
+    return list(dict.fromkeys(chosen))
