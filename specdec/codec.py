@@ -6,7 +6,6 @@ core can judge (token ids outside the vocabulary, prompts longer than the contex
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Final
@@ -199,26 +198,6 @@ def _decode_spec(
     )
 
 
-def encode_sparse_row(row: SparseRow) -> pb.SparseRow:
-    """One q row; weights as little-endian uint16."""
-    return pb.SparseRow(token_ids=row.token_ids, weights=struct.pack(f"<{len(row.weights)}H", *row.weights))
-
-
-def decode_sparse_row(message: pb.SparseRow) -> SparseRow:
-    """One q row, checked to be a distribution."""
-    num_entries = len(message.token_ids)
-    if not num_entries or len(message.weights) != 2 * num_entries:
-        raise InvalidRequest(
-            f"a q row has {num_entries} token_ids and {len(message.weights)} bytes of weights; it needs at least one"
-            " token and 2 bytes for each",
-            param="q_rows",
-        )
-    weights = struct.unpack(f"<{num_entries}H", message.weights)
-    if 0 in weights:
-        raise InvalidRequest("a q row has a weight of 0; leave such tokens out", param="q_rows")
-    return SparseRow(token_ids=tuple(message.token_ids), weights=weights)
-
-
 def encode_proposal(proposal: Proposal) -> pb.Proposal:
     """A proposal, with its assumption and q rows where it has them."""
     return pb.Proposal(
@@ -227,7 +206,7 @@ def encode_proposal(proposal: Proposal) -> pb.Proposal:
         assumed_token_ids=proposal.assumed_token_ids,
         token_ids=proposal.token_ids,
         parents=proposal.parents,
-        q_rows=[encode_sparse_row(row) for row in proposal.q_rows],
+        q_rows=[pb.SparseRow(packed=row.packed) for row in proposal.q_rows],
         draft_ns=proposal.draft_ns,
         queue_ns=proposal.queue_ns,
         likelihood=proposal.likelihood,
@@ -235,7 +214,7 @@ def encode_proposal(proposal: Proposal) -> pb.Proposal:
 
 
 def decode_proposal(message: pb.Proposal) -> Proposal:
-    """A proposal whose parts fit each other."""
+    """A proposal whose parts fit each other. Its q rows are passed on as they are: only a target reads them."""
     num_tokens = len(message.token_ids)
     if message.q_rows and len(message.q_rows) != num_tokens:
         raise InvalidRequest(
@@ -249,7 +228,7 @@ def decode_proposal(message: pb.Proposal) -> Proposal:
         base_len=message.base_len,
         token_ids=tuple(message.token_ids),
         parents=tuple(message.parents),
-        q_rows=tuple(decode_sparse_row(row) for row in message.q_rows),
+        q_rows=tuple([SparseRow(row.packed) for row in message.q_rows]),
         assumed_token_ids=tuple(message.assumed_token_ids),
         draft_ns=message.draft_ns,
         queue_ns=message.queue_ns,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specdec.errors import InternalError, InvalidRequest, TandemError
+from specdec.sampling import sparse
 from specdec.sampling.distribution import distribution
-from specdec.sampling.drafting import MAX_WEIGHT
 from specdec.sampling.edits import edited
 from specdec.sampling.noise import Stream
 from specdec.sampling.rows import Rows
@@ -59,16 +59,18 @@ def check_draft(token_ids: Sequence[int], q_rows: Sequence[SparseRow], num_token
     """
     if q_rows and len(q_rows) != len(token_ids):
         raise InvalidRequest(f"{len(token_ids)} drafted tokens came with {len(q_rows)} q rows; send one each or none")
-    named = {t for row in q_rows for t in row.token_ids}.union(token_ids)
-    if named and not 0 <= min(named) <= max(named) < num_tokens:
-        raise InvalidRequest(f"a proposal names tokens {min(named)} to {max(named)}; tokens are 0 to {num_tokens - 1}")
+    if token_ids:
+        _check_range(min(token_ids), max(token_ids), num_tokens)
     for token_id, row in zip(token_ids, q_rows, strict=False):
-        if len(row.weights) != len(row.token_ids) or len(set(row.token_ids)) != len(row.token_ids):
-            raise InvalidRequest("a q row needs one weight per token, each token once")
-        if token_id not in row.token_ids:
+        named, _ = sparse.unpack(row)
+        _check_range(int(named[0]), int(named[-1]), num_tokens)
+        if token_id not in named:
             raise InvalidRequest(f"drafted token {token_id} is not in its q row, so it was not drawn from it")
-        if not 0 < min(row.weights) <= max(row.weights) <= MAX_WEIGHT:
-            raise InvalidRequest(f"weights of a q row are 1 to {MAX_WEIGHT}")
+
+
+def _check_range(smallest: int, largest: int, num_tokens: int) -> None:
+    if not 0 <= smallest <= largest < num_tokens:
+        raise InvalidRequest(f"a proposal names tokens {smallest} to {largest}; tokens are 0 to {num_tokens - 1}")
 
 
 class Verifier:

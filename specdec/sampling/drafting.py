@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specdec.sampling import sparse
 from specdec.sampling.distribution import Distribution, distribution, head
 from specdec.sampling.draws import race, winners
 from specdec.sampling.edits import edited
@@ -19,14 +18,6 @@ from specdec.sampling.noise import Stream
 from specdec.sampling.rows import Rows
 from specdec.sampling.rule import Rule, SparseRow
 from specdec.sampling.state import SamplingState
-
-#: Tokens of q kept for a ratio rule, at most: the fewest that hold this share of q's kept mass. A peaked q is a
-#: handful of tokens on the wire; cutting a flat one shorter costs acceptance (an early bundled pair at temperature 1:
-#: 0.51 of the tokens with 64, 0.61 with 512, 0.64 with all).
-Q_SIZE: Final = 512
-Q_SHARE: Final = 0.99
-#: Weight of the most likely one; weights are uint16.
-MAX_WEIGHT: Final = 65535
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +28,7 @@ class Drafted:
     token_ids: Tensor
     #: int64 [R, K], or None where no row needs q.
     q_token_ids: Tensor | None = None
-    #: int64 [R, K]; all 0 in rows that need no q.
+    #: int64 [R, K], cubes up to ``sparse.MAX_WEIGHT``, or 0; all 0 in rows that need no q.
     q_weights: Tensor | None = None
     #: int64 [R, n], best first, or None: guesses of the token the *target* will put there.
     candidates: Tensor | None = None
@@ -81,7 +72,7 @@ def draft(logits: Tensor, rows: Rows, rules: Sequence[Rule], num_candidates: int
         return _draft_alike(next(iter(of_kind)), logits, rows, num_candidates)
 
     token_ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
-    width = min(Q_SIZE, logits.shape[1])
+    width = sparse.max_tokens(logits.shape[1])
     q_token_ids, q_weights = token_ids.new_zeros(2, len(rows), width) if _Kind.RATIO in of_kind else (None, None)
     candidates = token_ids.new_zeros(len(rows), num_candidates) if num_candidates else None
     for kind, indices in of_kind.items():
@@ -130,7 +121,7 @@ def collect(steps: Sequence[Drafted], counts: Sequence[int] | None = None) -> li
     for i, chain in enumerate(host):
         kept = chain if counts is None else chain[: counts[i]]
         q_rows = tuple(
-            row for step in kept if (row := _sparse_row(step[q_at:][:q_width], step[q_at + q_width :])).weights
+            _sparse_row(step[q_at:][:q_width], weights) for step in kept if (weights := step[q_at + q_width :]).any()
         )
         candidates = tuple(map(tuple, kept[:, 1:q_at].tolist())) if num_candidates else ()
         chains.append(DraftedChain(tuple(kept[:, 0].tolist()), q_rows, candidates))
@@ -170,34 +161,37 @@ def _draft_coupled(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
 
 
 def _draft_ratio(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
-    q = head(logits, rows, Q_SIZE)
+    q = head(logits, rows, sparse.max_tokens(logits.shape[1]))
     assert q.token_ids is not None
-    weights = quantized(q)
+    token_ids, order = q.token_ids.sort(-1)  # drawn in the order of the wire
+    weights = quantized(q).gather(1, order)
     u = [
         state.uniforms(Stream.DRAFT, base, [position - base])
         for state, base, position in zip(rows.states, rows.bases, rows.positions, strict=True)
     ]
     columns = draw_quantized(weights, torch.tensor(u, dtype=torch.float64, device=logits.device))
     best = _best(logits, num_candidates) if num_candidates else None
-    return Drafted(q.tokens(columns), q.token_ids, weights, best)
+    return Drafted(token_ids.gather(1, columns[:, None]).squeeze(1), token_ids, weights, best)
 
 
 def quantized(q: Distribution) -> Tensor:
-    """Integer weights that take the place of q: int64 [R, K], 0 to 65535, cut where ``Q_SHARE`` of the mass is held.
+    """Integer weights that take the place of q, most likely first as its own are: int64 [R, K].
 
-    Any q is lossless if it is what is sent.
+    Each is a cube, its root rounded, and 0 from where ``sparse.Q_SHARE`` of the mass is held. Any q is lossless if it
+    is what is sent.
     """
-    weights = (q.weights.nan_to_num(0.0) * MAX_WEIGHT).round_().long()
+    weights = q.weights.nan_to_num(0.0)
     before = weights.cumsum(-1) - weights
-    weights *= before < Q_SHARE * weights.sum(-1, keepdim=True)
-    weights[:, 0] += ~q.valid  # nothing to draw: any token will do, the target refuses it
-    return weights
+    kept = (weights > 0) & (before < sparse.Q_SHARE * weights.sum(-1, keepdim=True))
+    kept[:, 0] |= ~q.valid  # nothing to draw: any token will do, the target refuses it
+    root = weights.pow(1 / 3).mul_(sparse.NUM_LEVELS).round_().clamp_min_(1).long()
+    return root**3 * kept
 
 
 def draw_quantized(weights: Tensor, u: Tensor) -> Tensor:
     """Columns drawn from exactly weight / sum of weights: ``weights`` int64 [R, K], ``u`` [R, 1] in (0, 1), to [R]."""
     sums = weights.cumsum(-1)
-    ticket = (u * sums[:, -1:]).long()  # 0 .. total - 1, equally likely to within 2^-30
+    ticket = (u * sums[:, -1:]).long()  # 0 .. total - 1; u has 52 bits: equally likely to within 2^-52
     return (sums <= ticket).sum(-1)
 
 
@@ -209,6 +203,6 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return torch.cat([columns, columns[:, :1].expand(-1, missing)], dim=1) if missing else columns
 
 
-def _sparse_row(token_ids: npt.NDArray[np.int64], weights: npt.NDArray[np.int64]) -> SparseRow:
+def _sparse_row(token_ids: sparse.Ids, weights: sparse.Ids) -> SparseRow:
     kept = weights.nonzero()[0]
-    return SparseRow(tuple(token_ids[kept].tolist()), tuple(weights[kept].tolist()))
+    return sparse.pack(token_ids[kept], np.cbrt(weights[kept]).round().astype(np.int64) - 1)

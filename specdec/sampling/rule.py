@@ -18,6 +18,5 @@ class Rule(StrEnum):
 class SparseRow:
     """The distribution one drafted token was drawn from: q(v) = weight / sum of weights, 0 elsewhere."""
 
-    token_ids: tuple[int, ...]
-    #: uint16 each, all above 0.
-    weights: tuple[int, ...]
+    #: Token ids and weights in the form that travels; :mod:`specdec.sampling.sparse` reads and writes it.
+    packed: bytes

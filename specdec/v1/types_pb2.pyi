@@ -210,23 +210,25 @@ class SparseRow(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    WEIGHTS_FIELD_NUMBER: _builtins.int
-    weights: _builtins.bytes
-    """Little-endian uint16 weights, one per token id."""
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids with a weight above 0."""
-
+    PACKED_FIELD_NUMBER: _builtins.int
+    packed: _builtins.bytes
+    """The tokens whose weight is above 0, in ascending order, and their weights. Bits are counted from the lowest of each
+    byte. In turn:
+      1 byte: l, at most 31: how many low bits of an id are stored as they are;
+      2 bytes, little-endian: n, the number of tokens, at least 1;
+      (6 n + 7) / 8 bytes: for each token its level, 6 bits; its weight is (level + 1)^3;
+      (l n + 7) / 8 bytes: for each token the low l bits of its id;
+      the rest: a bit map. The set bit number i (from 0) stands at place p; the high bits of the id of index i, those
+      above the low l, are p - i.
+    """
     def __init__(
         self,
         *,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        weights: _builtins.bytes = ...,
+        packed: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["packed", b"packed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.sampling import sparse
 from specdec.sampling.rule import SparseRow
 
 
@@ -66,18 +67,16 @@ class Q:
         """q as sent, one row per drafted token; rounds without rows get one-hot ones."""
         if not any(rows):
             return cls.one_hot(drafts)
-        width = max(len(row.token_ids) for chain in rows for row in chain)
-        blank = SparseRow((), ())
-        flat_ids, flat_weights = array("q"), array("q")  # far faster to fill than nested lists are to convert
-        for chain in rows:
-            for row in (*chain, *[blank] * (drafts.token_ids.shape[1] - len(chain))):
-                padding = (0,) * (width - len(row.token_ids))
-                flat_ids.extend(row.token_ids + padding)
-                flat_weights.extend(row.weights + padding)
-        shape = (*drafts.token_ids.shape, width)
+        unpacked = [[sparse.unpack(row) for row in chain] for chain in rows]
+        width = max(len(ids) for chain in unpacked for ids, _ in chain)
+        both = np.zeros((2, *drafts.token_ids.shape, width), dtype=np.int64)
+        for b, chain in enumerate(unpacked):
+            for i, (row_ids, row_weights) in enumerate(chain):
+                both[0, b, i, : len(row_ids)] = row_ids
+                both[1, b, i, : len(row_ids)] = row_weights
         device = drafts.token_ids.device
-        ids = torch.frombuffer(flat_ids, dtype=torch.int64).reshape(shape).to(device)
-        probabilities = torch.frombuffer(flat_weights, dtype=torch.int64).reshape(shape).to(device).double()
+        ids, weights = torch.from_numpy(both).to(device).unbind()
+        probabilities = weights.double()
         probabilities /= probabilities.sum(-1, keepdim=True).clamp_min_(1.0)
         if not all(rows):
             bare = torch.tensor([not chain for chain in rows], device=device)

@@ -22,7 +22,7 @@ async def test_advance_is_idempotent(start_core, spec, greedy):
         first = await session.propose(6, [1, 2, 3], 4)
         again = await session.propose(6, [1, 2, 3], 4)
         assert (again.base_len, again.token_ids) == (9, first.token_ids)
-        assert [row.token_ids for row in again.q_rows] == [row.token_ids for row in first.q_rows]
+        assert again.q_rows == first.q_rows != ()
         assert (await session.propose(9, [], 4)).token_ids == first.token_ids
         assert (await core.load()).stale_messages == 0
         await session.close()

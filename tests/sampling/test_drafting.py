@@ -8,13 +8,14 @@ import torch
 from scipy import stats
 
 from specdec.sampling.distribution import distribution
-from specdec.sampling.drafting import Q_SIZE, collect, draft, draw_quantized
+from specdec.sampling.drafting import collect, draft, draw_quantized
 from specdec.sampling.draws import race
 from specdec.sampling.edits import edited
 from specdec.sampling.noise import Stream
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.rows import Rows
 from specdec.sampling.rule import Rule
+from specdec.sampling.sparse import MAX_WEIGHT, max_tokens, unpack
 from specdec.sampling.state import SamplingState
 
 V = 200
@@ -82,14 +83,14 @@ def test_the_token_is_drawn_from_the_row_that_is_sent() -> None:
     chains = collect([draft(logits, Rows.after(states), [Rule.BLOCK] * count)])
     (row,) = {chain.q_rows[0] for chain in chains}
     tokens = np.array([chain.token_ids[0] for chain in chains])
-    counts = np.array([(tokens == v).sum() for v in row.token_ids])
+    ids, weights = unpack(row)
+    counts = np.array([(tokens == v).sum() for v in ids])
     assert counts.sum() == count
-    weights = np.array(row.weights)
     assert stats.chisquare(counts, weights / weights.sum() * count, sum_check=False).pvalue > 1e-3
     # The planted twin: the draft's row without its truncation is another distribution.
     plain = collect([draft(logits[:1], Rows.after(states_of(1)), [Rule.BLOCK])])[0].q_rows[0]
-    other = dict(zip(plain.token_ids, plain.weights, strict=True))
-    twin = np.array([other[v] for v in row.token_ids])
+    other = dict(zip(*unpack(plain), strict=True))
+    twin = np.array([other[v] for v in ids])
     assert stats.chisquare(counts, twin / twin.sum() * count, sum_check=False).pvalue < 1e-9
 
 
@@ -97,10 +98,10 @@ def test_q_rows_are_what_the_wire_wants() -> None:
     chains = collect([draft(logits_of(4) * 4, Rows.after(states_of(4)), [Rule.TOKEN] * 4)])
     for chain in chains:
         (row,) = chain.q_rows
-        assert len(row.token_ids) == len(set(row.token_ids)) == len(row.weights) <= Q_SIZE
-        assert min(row.weights) > 0
-        assert max(row.weights) == row.weights[0] == 65535
-        assert chain.token_ids[0] in row.token_ids
+        ids, weights = unpack(row)
+        assert len(ids) == len(weights) <= max_tokens(V)
+        assert weights.max() == MAX_WEIGHT
+        assert chain.token_ids[0] in ids
 
 
 def test_tickets_cover_exactly_their_weights() -> None:
@@ -138,7 +139,7 @@ def test_a_row_without_tokens_drafts_something() -> None:
             drafted = draft(logits, Rows.after(states_of(2, **params)), [rule] * 2)
             assert ((drafted.token_ids >= 0) & (drafted.token_ids < V)).all()
             for chain in collect([drafted]):
-                assert all(sum(row.weights) > 0 for row in chain.q_rows)
+                assert all(len(unpack(row)[0]) for row in chain.q_rows)
 
 
 def test_nothing_drafted() -> None:

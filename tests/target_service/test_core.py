@@ -2,11 +2,13 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 
 from specdec.errors import StaleSession
-from specdec.sessions import FinishReason, Proposal, Rule, SparseRow
+from specdec.sampling.sparse import pack
+from specdec.sessions import FinishReason, Proposal, Rule
 from tests.target_service.conftest import CONTEXT, VOCAB, decode, make_prompt, make_spec, until
 
 
@@ -249,7 +251,7 @@ async def test_every_rule_runs_with_and_without_q(start_core, rule):
             n, last = session.first.committed_len, session.first
             while last.finish_reason is None:
                 ids = (3, 9, 27)
-                rows = tuple(SparseRow((t, (t + 1) % VOCAB), (40000, 2)) for t in ids) if with_q else ()
+                rows = tuple(pack(np.array([t, (t + 1) % VOCAB]), np.array([15, 0])) for t in ids) if with_q else ()
                 last = await session.verify(n, Proposal(1, n, ids, q_rows=rows))
                 n = last.committed_len
             assert n == len(prompt) + 40

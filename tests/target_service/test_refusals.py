@@ -2,9 +2,11 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from specdec.errors import InvalidRequest, StaleSession, Unavailable
+from specdec.sampling.sparse import pack
 from specdec.sessions import Proposal, Rule, SparseRow
 from tests.target_service.conftest import CONTEXT, VOCAB, decode, make_prompt, make_spec
 
@@ -39,12 +41,14 @@ async def test_proposals_no_round_can_carry(start_core, plain):
     async with start_core() as core:
         session = await core.open(make_spec(prompt, 8, num_speculative_tokens=2))
         n = session.first.committed_len
+        only_2 = pack(np.array([2]), np.array([15]))
         for proposal, text in [
             (Proposal(1, n, (1, 2, 3)), "3 tokens; the session was opened with num_speculative_tokens = 2"),
             (Proposal(1, n, (1, VOCAB)), f"tokens are 0 to {VOCAB - 1}"),
             (Proposal(1, n, (1, 2), parents=(-1, 0)), "tree"),
-            (Proposal(1, n, (1, 2), q_rows=(SparseRow((1,), (1,)),)), "q rows"),
-            (Proposal(1, n, (1,), q_rows=(SparseRow((2,), (1,)),)), "not in its q row"),
+            (Proposal(1, n, (1, 2), q_rows=(only_2,)), "q rows"),
+            (Proposal(1, n, (1,), q_rows=(only_2,)), "not in its q row"),
+            (Proposal(1, n, (1,), q_rows=(SparseRow(b"?"),)), "malformed"),
         ]:
             with pytest.raises(InvalidRequest, match=text):
                 await session.verify(n, proposal)

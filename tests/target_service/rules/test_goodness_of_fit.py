@@ -17,7 +17,7 @@ from scipy import stats
 from torch import Tensor
 
 from specdec.sampling.distribution import Distribution, head
-from specdec.sampling.drafting import Q_SIZE, draw_quantized, quantized
+from specdec.sampling.drafting import draw_quantized, quantized
 from specdec.sampling.draws import race
 from specdec.sampling.noise import Stream, bits, position_key, stream_key, uniform
 from specdec.sampling.params import SamplingParams
@@ -59,7 +59,7 @@ def markov_logits(kind: str) -> tuple[Tensor, Tensor]:
 
 def head_of(logits: Tensor) -> Distribution:
     state = SamplingState(SamplingParams(seed=0), [0], 1, V)
-    return head(logits, Rows.after([state] * V), Q_SIZE)
+    return head(logits, Rows.after([state] * V), V)
 
 
 Verify = Callable[[Tensor, Drafts, Q | None, Uniforms], tuple[Tensor, Tensor]]
