@@ -140,9 +140,10 @@ def draw(pyplot: Any, points: Sequence[Point], floor: float, path: str) -> None:
             line = sorted((p for p in points if (p.target, p.draft) == (target, draft)), key=lambda p: p.sessions)
             if line:
                 counts, ratios = [point.sessions for point in line], [point.ratio for point in line]
-                (drawn,) = panel.plot(counts, [ratio.median for ratio in ratios], "o-", label=f"{draft} draft")
+                colour = f"C{DRAFTS.index(draft)}"
+                panel.plot(counts, [ratio.median for ratio in ratios], "o-", color=colour, label=f"{draft} draft")
                 low, high = [ratio.low for ratio in ratios], [ratio.high for ratio in ratios]
-                panel.fill_between(counts, low, high, color=drawn.get_color(), alpha=0.15, linewidth=0)
+                panel.fill_between(counts, low, high, color=colour, alpha=0.15, linewidth=0)
         panel.axhline(1.0, color="black", linewidth=0.8)
         panel.axhline(floor, color="grey", linewidth=0.8, linestyle="--")
         panel.set_xscale("log", base=2)
@@ -153,6 +154,7 @@ def draw(pyplot: Any, points: Sequence[Point], floor: float, path: str) -> None:
     panels[0][0].set_ylabel("tokens/s with speculation / without")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 def read_points(path: Path) -> list[Point]:
