@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -28,10 +28,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A ragged batch on the device, and on the host what kernels written in torch need to know of its shape."""
+    """A ragged batch, and as lists what kernels written in torch need to know of its shape."""
 
     plan: BatchPlan
-    #: int64 [1, T].
+    #: int64 [1, T]; on the device as soon as a segment brings ids that are.
     input_ids: torch.Tensor
     #: int64 [N]: rows whose logits are wanted.
     logit_rows: torch.Tensor
@@ -40,11 +40,30 @@ class Batch:
     #: Entries of each sequence once the batch is written.
     kv_lens: list[int]
 
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device: one copy from pinned memory, which the host does not wait for."""
+        if device.type == "cpu":
+            return self
+        plan, num_rows, num_logits = self.plan, self.plan.num_rows, self.logit_rows.shape[0]
+        ids = self.input_ids[0]
+        host = [plan.positions, plan.slots, self.logit_rows, *([ids] if ids.device.type == "cpu" else [])]
+        sizes = torch.cat((plan.row_starts, plan.kv_lens))
+        numbers, sizes, tables = _move(torch.cat(host), sizes, plan.block_tables, device)
+        moved = replace(
+            plan,
+            positions=numbers[:num_rows],
+            slots=numbers[num_rows : 2 * num_rows],
+            row_starts=sizes[: plan.num_sequences + 1],
+            block_tables=tables,
+            kv_lens=sizes[plan.num_sequences + 1 :],
+        )
+        rest = numbers[2 * num_rows :]
+        ids = rest[num_logits:] if ids.device.type == "cpu" else ids
+        return replace(self, plan=moved, input_ids=ids.unsqueeze(0), logit_rows=rest[:num_logits])
 
-def build_batch(
-    segments: Sequence[Segment], *, block_size: int, vocab_size: int, max_model_len: int, device: torch.device
-) -> Batch:
-    """Lay out the rows of the segments one after another.
+
+def build_batch(segments: Sequence[Segment], *, block_size: int, vocab_size: int, max_model_len: int) -> Batch:
+    """Lay out the rows of the segments one after another, on the host.
 
     Raises:
         InvalidRequest: a token id is outside the vocabulary (checked where ids come as host integers: on a GPU such
@@ -89,21 +108,18 @@ def build_batch(
 
     numbers = torch.tensor(positions + slots + logit_rows + (token_ids or []), dtype=torch.int64)
     sizes = torch.tensor(row_starts + kv_lens, dtype=torch.int32)
-    blocks = torch.from_numpy(tables)
-    if device.type != "cpu":
-        numbers, sizes, blocks = _move(numbers, sizes, blocks, device)
     plan = BatchPlan(
         positions=numbers[:num_rows],
         slots=numbers[num_rows : 2 * num_rows],
         row_starts=sizes[: num_sequences + 1],
-        block_tables=blocks,
+        block_tables=torch.from_numpy(tables),
         kv_lens=sizes[num_sequences + 1 :],
         max_kv_len=max(kv_lens),
         max_rows=max(counts),
         block_size=block_size,
     )
     rest = numbers[2 * num_rows :]
-    ids = rest[len(logit_rows) :] if token_ids is not None else _device_ids(segments, device)
+    ids = rest[len(logit_rows) :] if token_ids is not None else _given_ids(segments)
     return Batch(plan, ids.unsqueeze(0), rest[: len(logit_rows)], row_starts, kv_lens)
 
 
@@ -134,9 +150,13 @@ def _host_ids(segments: Sequence[Segment], vocab_size: int) -> list[int] | None:
     return token_ids
 
 
-def _device_ids(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
-    """All token ids where some are tensors, int64 [T]; nothing waits for those that are on the device already."""
-    pieces = [torch.as_tensor(segment.token_ids, dtype=torch.int64) for segment in segments]
+def _given_ids(segments: Sequence[Segment]) -> torch.Tensor:
+    """All token ids where some are tensors, int64 [T], on the tensors' device; nothing waits for those."""
+    given = [segment.token_ids for segment in segments]
+    device = next(ids.device for ids in given if isinstance(ids, torch.Tensor))
+    pieces = [ids if isinstance(ids, torch.Tensor) else torch.tensor(ids, dtype=torch.int64) for ids in given]
+    if device.type == "cuda":
+        pieces = [piece if piece.is_cuda else piece.pin_memory() for piece in pieces]
     return torch.cat([piece.to(device, non_blocking=True) for piece in pieces])
 
 

@@ -16,6 +16,7 @@ from specdec.engine import acceleration, checkpoint, memory, support
 from specdec.engine.acceleration import Decoder
 from specdec.engine.attention import AttentionKernels, PagedBatch
 from specdec.engine.batch import Batch, Segment, build_batch
+from specdec.engine.cuda.graphs import CudaCapture, GraphRunner, reserved_bytes
 from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, bind, record_layers
 from specdec.engine.self_check import Reference
@@ -39,6 +40,7 @@ class _Path:
     decoder: Decoder | None = None
     #: None means torch.
     kernels: AttentionKernels | None = None
+    graphs: GraphRunner | None = None
 
 
 class Engine:
@@ -62,10 +64,12 @@ class Engine:
         self.info = ModelInfo(name="", vocab_size=vocab_size, max_model_len=max_model_len)
         self.pool = KVPool(num_blocks, block_size)
         self.device = device
-        #: How the model is run: "native decoder", "native attention", "triton attention" or "torch attention".
+        #: How the model is run: "native decoder", "native attention", "cuda graphs", "triton attention" or "torch
+        #: attention".
         self.path = "torch attention"
         self._model: PreTrainedModel | None = model
         self._decoder: Decoder | None = None
+        self._graphs: GraphRunner | None = None
         self._state = ForwardState()
         self._caches = memory.allocate_caches(shapes, num_blocks, block_size, device)
         for shape, (k_cache, v_cache) in zip(shapes, self._caches, strict=True):
@@ -108,6 +112,8 @@ class Engine:
                 num_rows=min(_LARGE_PASS_ROWS, max_model_len),
                 device=device,
             )
+            if not settings.enforce_eager:
+                activation_bytes += reserved_bytes(vocab_size, device)
         num_blocks = memory.count_blocks(
             settings, shapes, device=device, max_model_len=max_model_len, activation_bytes=activation_bytes
         )
@@ -173,7 +179,6 @@ class Engine:
                 block_size=self.pool.block_size,
                 vocab_size=self.info.vocab_size,
                 max_model_len=self.info.max_model_len,
-                device=self.device,
             )
             logits = self._run(batch)
         for segment, kv_len in zip(segments, batch.kv_lens, strict=True):
@@ -182,6 +187,9 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run the shapes that serving will run, so that the first request pays for nothing."""
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.warm_up()
         for num_sequences, num_rows in ((1, 1), (1, 5), (4, 5), (1, 64), (1, _LARGE_PASS_ROWS)):
             rows = min(num_rows, self.info.max_model_len)
             if not self.pool.can_open(num_sequences * -(-rows // self.pool.block_size) * self.pool.block_size):
@@ -201,6 +209,7 @@ class Engine:
             return
         self._model = None
         self._decoder = None
+        self._graphs = None
         self._caches = []
         self._state = ForwardState()
         if self.device.type == "cuda":
@@ -210,6 +219,11 @@ class Engine:
         """Logits [N, vocab_size] of a batch, float32."""
         if self._decoder is not None:
             return self._decoder.forward(batch.input_ids, batch.plan, batch.logit_rows).float()
+        logits = None if self._graphs is None else self._graphs.run(batch)
+        return self._run_modules(batch.to(self.device)).float() if logits is None else logits
+
+    def _run_modules(self, batch: Batch) -> torch.Tensor:
+        """Logits [N, vocab_size] of a batch on the device, by the model's own modules."""
         assert self._model is not None
         num_logits = batch.logit_rows.shape[0]
         # An output layer is not asked to handle no rows at all: it gets one, which is dropped.
@@ -225,7 +239,7 @@ class Engine:
         finally:
             self._state.batch = None
         logits: torch.Tensor = output.logits[0]
-        return logits[:num_logits].float()
+        return logits[:num_logits]
 
     def _choose_path(
         self, settings: ModelSettings, shapes: Sequence[LayerShape], reference: Reference, num_threads: int
@@ -237,7 +251,7 @@ class Engine:
         """
         difference: str | None = None
         for path in self._paths(settings, shapes, num_threads):
-            self._decoder, self.path = path.decoder, path.name
+            self._decoder, self._graphs, self.path = path.decoder, path.graphs, path.name
             if self.device.type == "cpu":
                 # The native decoder brings its own threads; torch's would spin beside them for milliseconds after every
                 # large operation of a sampler.
@@ -266,6 +280,16 @@ class Engine:
             if (kernels := acceleration.native_attention()) is not None:
                 yield _Path("native attention", kernels=kernels)
         elif (kernels := acceleration.triton_attention()) is not None:
+            if not settings.enforce_eager:
+                graphs = GraphRunner(
+                    self._run_modules,
+                    CudaCapture(self.device),
+                    vocab_size=self.info.vocab_size,
+                    max_model_len=self.info.max_model_len,
+                    block_size=self.pool.block_size,
+                    device=self.device,
+                )
+                yield _Path("cuda graphs", kernels=kernels, graphs=graphs)
             yield _Path("triton attention", kernels=kernels)
         yield _Path("torch attention")
 

@@ -47,7 +47,7 @@ class Case:
             sequence.length = before
             segments.append(Segment(sequence, [0] * (count - before), 0))
         device = torch.device(self.device)
-        batch = build_batch(segments, block_size=self.block_size, vocab_size=9, max_model_len=10**6, device=device)
+        batch = build_batch(segments, block_size=self.block_size, vocab_size=9, max_model_len=10**6).to(device)
         depths, ancestors = self._trees()
         if any(not isinstance(rows, int) for _, rows in self.shapes):
             positions, bits = (torch.tensor(values, device=device) for values in (depths, ancestors))

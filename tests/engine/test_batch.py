@@ -9,7 +9,7 @@ from specdec.engine.kv_pool import KVPool, KVSequence
 
 
 def build(segments: list[Segment], block_size: int = 4) -> Batch:
-    return build_batch(segments, block_size=block_size, vocab_size=97, max_model_len=128, device=torch.device("cpu"))
+    return build_batch(segments, block_size=block_size, vocab_size=97, max_model_len=128)
 
 
 def opened(pool: KVPool, length: int) -> KVSequence:

@@ -68,9 +68,7 @@ def test_groups_bound_the_padding() -> None:
         sequence = pool.open(1100)
         sequence.length = length
         segments.append(Segment(sequence, [0] * rows, 0))
-    batch = PagedBatch(
-        build_batch(segments, block_size=4, vocab_size=9, max_model_len=2000, device=torch.device("cpu"))
-    )
+    batch = PagedBatch(build_batch(segments, block_size=4, vocab_size=9, max_model_len=2000))
     used = sum(-(-length // 4) for length in batch.batch.kv_lens)
     padded = sum(group.tables.numel() for group in batch.groups)
     assert padded <= 2 * used
