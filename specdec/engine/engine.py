@@ -170,20 +170,29 @@ class Engine:
         if self._model is None:
             raise Unavailable("the engine is closed")
         with torch.inference_mode():
-            for source, target in self.pool.take_copies():
-                for k_cache, v_cache in self._caches:
-                    k_cache[target] = k_cache[source]
-                    v_cache[target] = v_cache[source]
-            batch = build_batch(
-                segments,
-                block_size=self.pool.block_size,
-                vocab_size=self.info.vocab_size,
-                max_model_len=self.info.max_model_len,
-            )
+            batch = self.prepare(segments)
             logits = self._run(batch)
         for segment, kv_len in zip(segments, batch.kv_lens, strict=True):
             segment.sequence.length = kv_len
         return logits
+
+    def prepare(self, segments: Sequence[Segment]) -> Batch:
+        """Lay out a batch and make the copies of blocks that must be there before it writes; raises like forward."""
+        for source, target in self.pool.take_copies():
+            for k_cache, v_cache in self._caches:
+                k_cache[target] = k_cache[source]
+                v_cache[target] = v_cache[source]
+        return build_batch(
+            segments,
+            block_size=self.pool.block_size,
+            vocab_size=self.info.vocab_size,
+            max_model_len=self.info.max_model_len,
+        )
+
+    @property
+    def decoder(self) -> Decoder | None:
+        """What runs whole passes outside transformers' modules, where something does."""
+        return self._decoder
 
     def warm_up(self) -> None:
         """Run the shapes that serving will run, so that the first request pays for nothing."""

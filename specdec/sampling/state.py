@@ -65,6 +65,10 @@ class SamplingState:
         if "output_counts" in self.__dict__:
             self.output_counts += self._count(new)
 
+    def stream_key(self, stream: Stream) -> int:
+        """The part of a stream's keys that is the same at all positions: unsigned 64-bit."""
+        return self._stream_keys[stream]
+
     def noise_key(self, stream: Stream, position: int) -> int:
         """Key of a stream's noise at a position (signed 64-bit); see :mod:`specdec.sampling.noise`."""
         return position_key(self._stream_keys[stream], position)

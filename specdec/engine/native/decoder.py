@@ -102,12 +102,12 @@ class NativeDecoder:
         self, library: NativeLibrary, model: Any, caches: Caches, windows: Sequence[int | None], num_threads: int
     ) -> None:
         """Pack the weights of a model that :meth:`build` found suitable. Its modules run on the packed weights too."""
-        self._library = library
-        self._num_threads = num_threads
+        self.library = library
+        self.num_threads = num_threads
         self._rotary = model.model.rotary_emb
         self._kept: list[Any] = [caches]  # what the structures below point into
         config, decoder = model.config, model.model
-        self._vocab_size: int = model.lm_head.weight.shape[0]
+        self.vocab_size: int = model.lm_head.weight.shape[0]
         head_dim: int = decoder.layers[0].self_attn.head_dim
         self._half = head_dim // 2
         self._tables: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0, self._half), torch.empty(0, self._half))
@@ -127,7 +127,7 @@ class NativeDecoder:
             num_layers=len(decoder.layers),
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
-            vocab=self._vocab_size,
+            vocab=self.vocab_size,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=head_dim,
@@ -167,16 +167,17 @@ class NativeDecoder:
         Raises:
             InvalidRequest: a token id is outside the vocabulary.
         """
-        logits = torch.empty(logit_rows.shape[0], self._vocab_size)
+        logits = torch.empty(logit_rows.shape[0], self.vocab_size)
         batch = self.batch_of(input_ids, plan, logit_rows, logits)
-        status = self._library.decoder_forward(self.address, ctypes.addressof(batch), self._num_threads)
-        if status == -2:
-            raise InvalidRequest(
-                f"a token id is outside the vocabulary of {self._vocab_size} tokens", param="token_ids"
-            )
-        if status:
-            raise MemoryError(f"working memory for a pass of {plan.num_rows} rows")
+        self.check(self.library.decoder_forward(self.address, ctypes.addressof(batch), self.num_threads))
         return logits
+
+    def check(self, status: int) -> None:
+        """Raise what a native pass returned, unless that is 0."""
+        if status == -2:
+            raise InvalidRequest(f"a token id is outside the vocabulary of {self.vocab_size} tokens", param="token_ids")
+        if status:
+            raise MemoryError("working memory for a pass")
 
     @property
     def address(self) -> int:
@@ -184,11 +185,20 @@ class NativeDecoder:
         return ctypes.addressof(self._model)
 
     def batch_of(
-        self, input_ids: torch.Tensor, plan: BatchPlan, logit_rows: torch.Tensor, logits: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        plan: BatchPlan,
+        logit_rows: torch.Tensor,
+        logits: torch.Tensor,
+        max_kv_len: int | None = None,
     ) -> CBatch:
-        """The native ``Batch`` (decoder.h) of a pass; the tensors must outlive it. ``logits`` float32 [N, V]."""
-        if plan.max_kv_len > self._tables[0].shape[0]:
-            self._extend_tables(plan.max_kv_len)
+        """The native ``Batch`` (decoder.h) of a pass; the tensors must outlive it. ``logits`` float32 [N, V].
+
+        ``max_kv_len``: entries of the longest sequence after all passes of the call, where that is not the plan's.
+        """
+        max_kv_len = max_kv_len or plan.max_kv_len
+        if max_kv_len > self._tables[0].shape[0]:
+            self._extend_tables(max_kv_len)
         cosines, sines = self._tables
         return CBatch(
             input_ids.data_ptr(),
@@ -237,31 +247,31 @@ class NativeDecoder:
         """Replace a module's linear layers by packed ones in one group; addresses of weights and biases."""
         layers: list[nn.Linear] = [getattr(parent, name) for name in names]
         packed = pack_group(
-            self._library, memory, [layer.weight for layer in layers], self._num_threads, interleave=interleave
+            self.library, memory, [layer.weight for layer in layers], self.num_threads, interleave=interleave
         )
         for name, weight, layer in zip(names, packed, layers, strict=True):
-            setattr(parent, name, NativeLinear(weight, layer.bias, self._num_threads))
+            setattr(parent, name, NativeLinear(weight, layer.bias, self.num_threads))
         self._kept.append(packed)
         biases = [self._padded_bias(layer, weight) for layer, weight in zip(layers, packed, strict=True)]
         if all(bias is None for bias in biases):
             return packed[0].address, None
         columns = [
-            torch.zeros(self._panels(weight), self._library.panel) if bias is None else bias
+            torch.zeros(self._panels(weight), self.library.panel) if bias is None else bias
             for bias, weight in zip(biases, packed, strict=True)
         ]
         together = torch.stack(columns, 1) if interleave else torch.cat(columns)
         return packed[0].address, self._floats(together)
 
     def _panels(self, weight: PackedWeight) -> int:
-        return -(-weight.out_features // self._library.panel)
+        return -(-weight.out_features // self.library.panel)
 
     def _padded_bias(self, layer: nn.Linear, weight: PackedWeight) -> torch.Tensor | None:
         """A bias as float32 [panels, columns of a panel]."""
         if layer.bias is None:
             return None
-        padded = torch.zeros(self._panels(weight) * self._library.panel)
+        padded = torch.zeros(self._panels(weight) * self.library.panel)
         padded[: weight.out_features] = layer.bias.detach()
-        return padded.view(-1, self._library.panel)
+        return padded.view(-1, self.library.panel)
 
     def _floats(self, values: torch.Tensor) -> int:
         """The address of a float32 copy that lives as long as the decoder."""

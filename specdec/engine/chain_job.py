@@ -1,0 +1,32 @@
+"""What is asked for when tokens are drafted: one chain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.engine.kv_pool import KVSequence
+from specdec.sampling.rule import Rule
+from specdec.sampling.state import SamplingState
+
+#: One entry per job, written by another thread while the chains are drafted; not 0: the job's chain may end here.
+StopFlags = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainJob:
+    """One chain to draft, or, with ``num_tokens`` 0, tokens to take in."""
+
+    sequence: KVSequence
+    #: Fed first, at least one; drafting continues after them.
+    token_ids: Sequence[int]
+    num_tokens: int
+    state: SamplingState
+    rule: Rule
+    #: Tokens assumed to be committed after those of ``state``; they and all before them are in the cache or fed here.
+    assumed: Sequence[int] = ()
+    #: Guesses wanted, at each drafted position, of the token the *target* will put there.
+    num_candidates: int = 0
