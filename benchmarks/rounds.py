@@ -1,0 +1,180 @@
+"""Real rounds of a pair, recorded: what was accepted, and whether the draft would have guessed the token after it.
+
+Drafting, verification and noise are the services' own code, run here without services in between. A round's record does
+not depend on when anything was computed, so it can be played back under any timing (:mod:`benchmarks.timeline`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from specdec.engine.chains import ChainJob, draft_chains
+from specdec.engine.engine import Engine, Segment
+from specdec.engine.kv_pool import KVSequence
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.rule import Rule
+from specdec.sampling.state import SamplingState
+from specdec.settings import ModelSettings
+from target_service.verifier import Round, Verifier
+
+#: Guesses of the next token that are looked at.
+NUM_GUESSES = 8
+
+
+class Outcome(NamedTuple):
+    """What a verdict said, in the terms a draft can guess it in."""
+
+    #: Drafted tokens accepted.
+    accepted: int
+    #: Place of the target's own token among the draft's guesses at that position, 0 for the best; a rejected token is
+    #: no guess. ``NUM_GUESSES`` where it was not among them.
+    rank: int
+
+
+@dataclass(slots=True)
+class Text:
+    """One text on its way: its states and caches on both sides."""
+
+    target: SamplingState
+    draft: SamplingState
+    target_cache: KVSequence
+    draft_cache: KVSequence
+    outcomes: list[Outcome] = field(default_factory=list)
+
+
+class Recorder:
+    """Both models of a pair in this process."""
+
+    def __init__(self, target: str, draft: str, *, num_threads: int) -> None:
+        self._target, self._draft = (
+            Engine.load(ModelSettings(model=folder, dtype="float32", num_threads=num_threads))
+            for folder in (target, draft)
+        )
+        self._verifier = Verifier()
+
+    def close(self) -> None:
+        """Drop the models."""
+        self._target.close()
+        self._draft.close()
+
+    def record(
+        self, prompts: Sequence[Sequence[int]], rule: Rule, *, k: int, max_tokens: int, temperature: float
+    ) -> list[list[Outcome]]:
+        """Continue every prompt by about ``max_tokens`` tokens in rounds of k drafts; the outcomes, text by text."""
+        texts = [
+            self._open(prompt, SamplingParams(temperature=temperature, seed=seed), max_tokens + k + 2)
+            for seed, prompt in enumerate(prompts)
+        ]
+        target, draft = self._target, self._draft
+        target.forward([Segment(t.target_cache, t.target.token_ids[:-1], 0) for t in texts])
+        while going := [t for t in texts if t.target.num_output_tokens < max_tokens]:
+            self._round(going, rule, k)
+        for text in texts:
+            target.pool.release(text.target_cache)
+            draft.pool.release(text.draft_cache)
+        return [text.outcomes for text in texts]
+
+    def _open(self, prompt: Sequence[int], params: SamplingParams, num_tokens: int) -> Text:
+        def state(engine: Engine) -> SamplingState:
+            info = engine.info
+            size = info.tokenizer_size or None
+            return SamplingState(params, prompt, len(prompt), info.vocab_size, tokenizer_size=size)
+
+        room = len(prompt) + num_tokens
+        return Text(state(self._target), state(self._draft), self._target.pool.open(room), self._draft.pool.open(room))
+
+    def _round(self, texts: Sequence[Text], rule: Rule, k: int) -> None:
+        target, draft = self._target, self._draft
+        # One token more than is verified is drawn: its guesses are those of the bonus token.
+        jobs = [
+            ChainJob(
+                sequence=text.draft_cache,
+                token_ids=text.draft.token_ids[text.draft_cache.length :],
+                num_tokens=k + 1,
+                state=text.draft,
+                rule=rule,
+                num_candidates=NUM_GUESSES + 1,
+            )
+            for text in texts
+        ]
+        chains = draft_chains(draft, jobs)
+        logits = target.forward(
+            [
+                Segment(text.target_cache, [text.target.token_ids[-1], *chain.token_ids[:k]], k + 1)
+                for text, chain in zip(texts, chains, strict=True)
+            ]
+        )
+        rounds = [
+            Round(text.target, rule, row * (k + 1), chain.token_ids[:k], chain.q_rows[:k])
+            for row, (text, chain) in enumerate(zip(texts, chains, strict=True))
+        ]
+        for text, chain, outcome in zip(texts, chains, self._verifier.verify(logits, rounds), strict=True):
+            if outcome.error is not None:
+                raise outcome.error
+            accepted, token_id = outcome.num_accepted, outcome.token_ids[-1]
+            rejected = chain.token_ids[accepted] if accepted < k else None
+            text.outcomes.append(Outcome(accepted, rank_of(token_id, chain.candidates[accepted], rejected)))
+            kept = len(text.target)
+            text.target.commit(outcome.token_ids)
+            text.draft.commit(outcome.token_ids)
+            target.pool.rollback(text.target_cache, kept + accepted)
+            draft.pool.rollback(text.draft_cache, kept + accepted)
+
+
+def rank_of(token_id: int, guesses: Sequence[int], rejected: int | None) -> int:
+    """Place of a token among the first ``NUM_GUESSES`` guesses without the rejected one; their number if it is none."""
+    left = [guess for guess in guesses if guess != rejected][:NUM_GUESSES]
+    return left.index(token_id) if token_id in left else NUM_GUESSES
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """How likely each outcome is, from a record."""
+
+    #: Entry a: share of rounds that accepted exactly a tokens.
+    accepted: Sequence[float]
+    #: Entry r: share of rejections, and of rounds that accepted all, whose next token was guess r.
+    after_rejection: Sequence[float]
+    as_bonus: Sequence[float]
+
+    @classmethod
+    def of(cls, texts: Sequence[Sequence[Outcome]], k: int) -> Statistics:
+        """From the outcomes of every text."""
+        outcomes = [outcome for text in texts for outcome in text]
+
+        def ranks(chosen: Sequence[Outcome]) -> list[float]:
+            counts = [sum(outcome.rank == rank for outcome in chosen) for rank in range(NUM_GUESSES)]
+            return [count / max(len(chosen), 1) for count in counts]
+
+        return cls(
+            [sum(outcome.accepted == a for outcome in outcomes) / len(outcomes) for a in range(k + 1)],
+            ranks([outcome for outcome in outcomes if outcome.accepted < k]),
+            ranks([outcome for outcome in outcomes if outcome.accepted == k]),
+        )
+
+    @property
+    def k(self) -> int:
+        """Drafted tokens a round."""
+        return len(self.accepted) - 1
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Mean tokens a round commits."""
+        return 1.0 + sum(a * share for a, share in enumerate(self.accepted))
+
+    @property
+    def alpha(self) -> float:
+        """Acceptance per token: accepted / (accepted + rejections)."""
+        accepted, rejections = self.tokens_per_round - 1.0, 1.0 - self.accepted[-1]
+        return accepted / (accepted + rejections) if accepted + rejections else 0.0
+
+    def likelihood(self, outcome: Outcome) -> float:
+        """Probability of an outcome whose rank is a guess's."""
+        ranks = self.as_bonus if outcome.accepted == self.k else self.after_rejection
+        return self.accepted[outcome.accepted] * ranks[outcome.rank]
+
+    def hit_rate(self, fan_out: int) -> tuple[float, float]:
+        """Share of rejections, and of bonus tokens, that the best ``fan_out`` guesses hold."""
+        return sum(self.after_rejection[:fan_out]), sum(self.as_bonus[:fan_out])
