@@ -5,8 +5,7 @@ holds a steady load of so many sessions, by turns with and without speculation. 
 the same with noise on its output rows ("fair") and with its output rows shuffled ("bad": nothing is accepted); targets
 are the bundled one and the same padded to 200 M parameters. ``--quick`` measures a few points in less than 100 seconds.
 ``--json`` adds to what the file holds already, so that a long run can be made in parts. Exit status 1 when a median is
-below ``--floor``. Without ``--quick`` the parts of a round are timed as well at each number of sessions (see ``tandem
-bench``), and the limit they allow is printed beside the ratio: where it is above 1 there is something to gain.
+below ``--floor``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from benchmarks import command
 from benchmarks.pairs import DRAFTS, TARGETS, pair
 from specdec.flags import Parser
 from specdec.sampling.params import SamplingParams
-from tandem.bench.limits import Limits, Spread
+from tandem.bench.limits import Spread
 from tandem.bench.plot import load_pyplot
 from tandem.flags import rule_of
 
@@ -44,8 +43,6 @@ QUICK: Final = ((("bundled",), ("good", "bad"), (1, 8, 32)), (("padded",), ("bad
 _PROMPT_TOKENS: Final = 16
 _NUM_PROMPTS: Final = 256
 _WINDOW_S: Final = 1.5
-#: Tokens of the answers whose rounds are timed in parts.
-_PART_TOKENS: Final = 32
 _QUICK_WINDOW_S: Final = 1.0
 
 
@@ -63,8 +60,6 @@ class Point:
     speculative: Sequence[float] = ()
     #: Tokens a round brought with speculation on, rounds without drafts included.
     tokens_per_round: float = 0.0
-    #: What the parts of a round, timed with so many sessions, allow at best; None where they were not.
-    limit: float | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -86,21 +81,17 @@ async def measure_points(
     repeats: int,
     seconds: float,
     max_tokens: int,
-    limits: bool = False,
     tell: Callable[[Point], None] = lambda _: None,
 ) -> list[Point]:
-    """Hold each number of sessions ``repeats`` times both ways; ``label`` names target, draft, k and rule.
-
-    ``limits`` asks for the parts of a round as well.
-    """
+    """Hold each number of sessions ``repeats`` times both ways; ``label`` names target, draft, k and rule."""
     from benchmarks.load import Window, hold  # noqa: PLC0415 (gRPC)
 
     rule = rule_of(label.rule)
-    params = SamplingParams(temperature=label.temperature, ignore_eos=True)
 
     async def window(count: int, k: int, first: int) -> Window:
         def ask(prompt: tuple[int, ...], length: int) -> Any:
-            return system.stream(prompt, replace(params, max_tokens=length), rule, k)
+            params = SamplingParams(temperature=label.temperature, max_tokens=length, ignore_eos=True)
+            return system.stream(prompt, params, rule, k)
 
         turned = [*prompts[first:], *prompts[:first]]
         return await hold(ask, turned, num_clients=count, max_tokens=max_tokens, seconds=seconds)
@@ -119,23 +110,9 @@ async def measure_points(
                 if k:
                     lengths.append(held.tokens_per_piece)
         length = sum(lengths) / len(lengths)
-        limit = (
-            await _limit(system, prompts[:count], replace(params, max_tokens=_PART_TOKENS), label) if limits else None
-        )
-        points.append(
-            replace(label, sessions=count, plain=plain, speculative=speculative, tokens_per_round=length, limit=limit)
-        )
+        points.append(replace(label, sessions=count, plain=plain, speculative=speculative, tokens_per_round=length))
         tell(points[-1])
     return points
-
-
-async def _limit(system: System, prompts: Sequence[tuple[int, ...]], params: SamplingParams, label: Point) -> float:
-    """The overlapped limit at the measured price of verification, with any number of drafts up to k."""
-    from tandem.bench.parts import time_parts  # noqa: PLC0415 (gRPC)
-
-    assert system.router is not None
-    costs = await time_parts(system.router, [prompts], params, rule_of(label.rule), label.k)
-    return Limits.of(costs.alpha, label.k, costs.c, costs.d, costs.verify_ratio).priced
 
 
 def show(points: Iterable[Point], title: str) -> Table:
@@ -143,17 +120,13 @@ def show(points: Iterable[Point], title: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in ("target", "draft"):
         table.add_column(column)
-    for column in ("sessions", "plain, tokens/s", "speculative", "tokens a round", "on / off (quartiles)", "limit"):
+    for column in ("sessions", "plain, tokens/s", "speculative", "tokens a round", "on / off (quartiles)"):
         table.add_column(column, justify="right")
     for point in points:
         plain, speculative = Spread.of(point.plain).median, Spread.of(point.speculative).median
         table.add_row(
             *(point.target, point.draft, str(point.sessions), f"{plain:.0f}", f"{speculative:.0f}"),
-            *(
-                f"{point.tokens_per_round:.2f}",
-                point.ratio.show(2),
-                "–" if point.limit is None else f"{point.limit:.2f}",
-            ),
+            *(f"{point.tokens_per_round:.2f}", point.ratio.show(2)),
         )
     return table
 
@@ -171,10 +144,6 @@ def draw(pyplot: Any, points: Sequence[Point], floor: float, path: str) -> None:
                 panel.plot(counts, [ratio.median for ratio in ratios], "o-", color=colour, label=f"{draft} draft")
                 low, high = [ratio.low for ratio in ratios], [ratio.high for ratio in ratios]
                 panel.fill_between(counts, low, high, color=colour, alpha=0.15, linewidth=0)
-            known = [(point.sessions, point.limit) for point in line if point.limit is not None]
-            panel.plot(
-                [count for count, _ in known], [limit for _, limit in known], ":", color=f"C{DRAFTS.index(draft)}"
-            )
         panel.axhline(1.0, color="black", linewidth=0.8)
         panel.axhline(floor, color="grey", linewidth=0.8, linestyle="--")
         panel.set_xscale("log", base=2)
@@ -227,7 +196,6 @@ async def measure(args: argparse.Namespace, console: Console) -> list[Point]:
                             repeats=args.repeats,
                             seconds=args.seconds or (_QUICK_WINDOW_S if args.quick else _WINDOW_S),
                             max_tokens=args.max_tokens,
-                            limits=not args.quick,
                             tell=lambda point: console.print(
                                 f"{point.target}, {point.draft}, {point.sessions}: {point.ratio.show(2)}"
                             ),

@@ -45,9 +45,6 @@ class Samples:
     draft_wire: list[int] = field(default_factory=list)
     #: Bytes of a round's four messages.
     wire_bytes: list[int] = field(default_factory=list)
-    #: Drafted tokens accepted, and rounds that ended with a rejection.
-    num_accepted: int = 0
-    num_rejections: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +59,6 @@ class Costs:
     wire_ms: float
     #: Advance, proposal, round and verdict of one round, as protobuf messages.
     wire_bytes: float
-    #: Acceptance per token in these rounds.
-    alpha: float
 
     @property
     def c(self) -> float:
@@ -101,7 +96,6 @@ async def time_parts(
         draft_ms=quantile(samples.draft, 0.5) / 1e6 / k,
         wire_ms=(quantile(samples.target_wire, 0.5) + quantile(samples.draft_wire, 0.5)) / 1e6,
         wire_bytes=quantile(samples.wire_bytes, 0.5),
-        alpha=samples.num_accepted / max(1, samples.num_accepted + samples.num_rejections),
     )
 
 
@@ -186,8 +180,6 @@ class _Pair:
         started = time.perf_counter_ns()
         verdict = await self._target.verify(len(self.token_ids), proposal if proposal.token_ids else None)
         wall = time.perf_counter_ns() - started
-        samples.num_accepted += verdict.num_accepted
-        samples.num_rejections += verdict.num_accepted < verdict.num_draft_tokens
         if verdict.num_draft_tokens == k:
             work = _work(verdict)
             samples.verify.append(work)

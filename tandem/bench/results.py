@@ -152,8 +152,7 @@ class Section:
             }
         if way.costs is not None:
             costs = way.costs
-            parts = {name: value for name, value in asdict(costs).items() if name != "alpha"}
-            values |= {**parts, "c": costs.c, "d": costs.d, "verify_ratio": costs.verify_ratio}
+            values |= {**asdict(costs), "c": costs.c, "d": costs.d, "verify_ratio": costs.verify_ratio}
         if limits is not None and speedup is not None:
             values |= {
                 "serial_limit": limits.serial,

@@ -83,7 +83,7 @@ def section() -> Section:
             ],
         )
     drafted.add_busy(2.0, [10**9, 5 * 10**8])
-    drafted.costs = Costs(decode_ms=4.0, verify_ms=5.0, draft_ms=0.5, wire_ms=1.0, wire_bytes=120.0, alpha=0.5)
+    drafted.costs = Costs(decode_ms=4.0, verify_ms=5.0, draft_ms=0.5, wire_ms=1.0, wire_bytes=120.0)
     return Section(1, {"plain": plain, "draft_model": drafted})
 
 
