@@ -10,18 +10,25 @@ template <class Query, class Cache>
 int paged_attention(const Plan& plan, const AttentionShape& shape, const Query* query, int64_t query_row,
                     int64_t query_head, const Cache* k_cache, const Cache* v_cache, Query* out, int threads) {
   Pool& pool = Pool::local();
-  const int64_t floats = AttentionScratch::floats(shape);
-  const int64_t task_bytes = round_up(max_attention_tasks(plan, shape) * sizeof(AttentionTask), 64);
-  char* memory = static_cast<char*>(pool.scratch(size_t(task_bytes) + size_t(threads) * floats * sizeof(float)));
+  const bool shared = shares_splits(plan, shape, threads);
+  const int64_t num_tasks = list_attention_tasks(plan, shape, shared, nullptr), items = num_tasks * shape.kv_heads;
+  const int64_t num_shared = shared ? items : 0;
+  const int64_t floats = AttentionScratch::own_floats(shape);
+  const int64_t all_floats = threads * floats + AttentionScratch::shared_floats(shape, num_shared);
+  const int64_t task_bytes = round_up(num_tasks * sizeof(AttentionTask), 64);
+  const int64_t done_bytes = num_shared * sizeof(Counter);
+  char* memory = static_cast<char*>(pool.scratch(size_t(task_bytes + done_bytes + all_floats * sizeof(float))));
   if (!memory) return -1;
   AttentionTask* tasks = reinterpret_cast<AttentionTask*>(memory);
-  float* scratch = reinterpret_cast<float*>(memory + task_bytes);
-  const int count = list_attention_tasks(plan, shape, tasks);
+  Counter* done = reinterpret_cast<Counter*>(memory + task_bytes);
+  float* own = reinterpret_cast<float*>(memory + task_bytes + done_bytes);
+  list_attention_tasks(plan, shape, shared, tasks);
+  for (int64_t i = 0; i < num_shared; i++) done[i].taken.store(0, std::memory_order_relaxed);
   Counter counter;
   pool.run(threads, [&](Team& team) {
-    AttentionScratch mine(shape, scratch + team.id * floats);
-    for (int item; (item = team.next(counter)) < count * shape.kv_heads;)
-      attend(plan, shape, tasks[item / shape.kv_heads], item % shape.kv_heads, query, query_row, query_head, k_cache,
+    AttentionScratch mine(shape, own + team.id * floats, own + threads * floats, done);
+    for (int item; (item = team.next(counter)) < items;)
+      attend(plan, shape, tasks, item / shape.kv_heads, item % shape.kv_heads, query, query_row, query_head, k_cache,
              v_cache, out, int64_t(shape.heads) * shape.value_dim, shape.value_dim, mine);
   });
   return 0;

@@ -1,11 +1,13 @@
 // Attention over a paged cache, read in place.
 //
 // A task is one key-value head of some neighbouring rows of one sequence: its rows x query heads share every key and
-// value that is loaded. Keys are taken in tiles of kPanel positions, aligned to position 0 and independent of the block
-// size, with a running softmax from tile to tile in order.
+// value that is loaded. Keys are taken in tiles of kKeys positions with a running softmax, tiles in splits of kSplit
+// positions that are then merged in order; both are aligned to position 0 and independent of the block size. Where tasks
+// are few, the splits of a long context are shared out too.
 //
-// Batch invariance: what a row does with a tile (its scores, its maximum, its sums) depends on its own query and
-// position alone; a tile a row must not see at all does not touch it, and a key masked inside a tile weighs exactly 0.
+// Batch invariance: what a row does with a tile (its scores, its maximum, its sums) and with a split depends on its own
+// query and position alone; a tile or split a row must not see at all does not touch it, and a key masked inside a tile
+// weighs exactly 0.
 #pragma once
 
 #include "gemm.h"
@@ -32,10 +34,14 @@ struct AttentionShape {
   int64_t window;  // positions a row sees, its own included; 0: all
 };
 
-constexpr int kTaskRows = 48;  // rows x query heads of a task: whole register tiles
+constexpr int kKeys = 2 * kLanes;  // positions of a tile
+constexpr int kSplit = 512;        // positions of a split, whole tiles
+constexpr int kTaskRows = 48;      // rows x query heads of a task: whole register tiles
+constexpr int kSplitTasks = 4;     // tasks for each thread below which splits are shared out
 
 struct AttentionTask {
   int32_t sequence, first, last;  // rows first … last - 1
+  int32_t split, splits;          // this one of so many that are shared out, one task after another; or 0 of 1: all
 };
 
 inline int rows_per_task(const AttentionShape& shape) {
@@ -43,45 +49,77 @@ inline int rows_per_task(const AttentionShape& shape) {
   return group >= kTaskRows ? 1 : kTaskRows / group;
 }
 
-inline int64_t max_attention_tasks(const Plan& plan, const AttentionShape& shape) {
-  return plan.num_sequences + plan.num_rows / rows_per_task(shape);
+// Whether the splits of long contexts are shared out, for want of tasks.
+inline bool shares_splits(const Plan& plan, const AttentionShape& shape, int threads) {
+  const int step = rows_per_task(shape);
+  int64_t tasks = 0, longest = 0;
+  for (int64_t s = 0; s < plan.num_sequences; s++) {
+    if (plan.row_starts[s] == plan.row_starts[s + 1]) continue;
+    tasks += (plan.row_starts[s + 1] - plan.row_starts[s] + step - 1) / step * shape.kv_heads;
+    const int64_t last = plan.positions[plan.row_starts[s + 1] - 1];
+    if (last > longest) longest = last;
+  }
+  return threads > 1 && longest >= kSplit && tasks < kSplitTasks * threads;
 }
 
-// Later rows see more keys, so they come first: the last task to be taken is a short one.
-inline int list_attention_tasks(const Plan& plan, const AttentionShape& shape, AttentionTask* tasks) {
-  int step = rows_per_task(shape), count = 0;
-  for (int s = 0; s < plan.num_sequences; s++) {
-    int begin = plan.row_starts[s], end = plan.row_starts[s + 1];
-    for (int last = end; last > begin; last -= step)
-      tasks[count++] = {s, last - step > begin ? last - step : begin, last};
+// Lists the tasks of one key-value head and returns how many there are; `tasks` may be null. Later rows see more keys,
+// so they come first: the last task to be taken is a short one.
+inline int64_t list_attention_tasks(const Plan& plan, const AttentionShape& shape, bool shared, AttentionTask* tasks) {
+  const int step = rows_per_task(shape);
+  int64_t count = 0;
+  for (int32_t s = 0; s < plan.num_sequences; s++) {
+    const int32_t begin = plan.row_starts[s], end = plan.row_starts[s + 1];
+    for (int32_t last = end; last > begin; last -= step) {
+      const int32_t first = last - step > begin ? last - step : begin;
+      const int32_t splits = shared ? int32_t(plan.positions[last - 1] / kSplit + 1) : 1;
+      for (int32_t split = 0; split < splits; split++, count++)
+        if (tasks) tasks[count] = {s, first, last, split, splits};
+    }
   }
   return count;
 }
 
-// Working memory of one thread, in floats.
+// What rows x query heads have gathered from some keys: out = sum of exp(score - peak) x value, total = sum of those
+// weights; nothing at all where total is 0.
+struct Gathered {
+  float *out, *peak, *total;
+};
+
+// Working memory: of one thread, and of the team where splits are shared out.
 struct AttentionScratch {
   int64_t rows, query_stride, out_stride;
-  float *query, *scores, *out, *keys, *values, *peak, *total;
+  float *query, *scores, *keys, *values;
+  Gathered part, whole;  // of one split, of all so far
+  float* shared;         // the team's: a Gathered for each task and head
+  Counter* done;         // the team's, all zero: for each task and head, of which the first of its splits counts
 
-  static int64_t floats(const AttentionShape& shape) { return AttentionScratch(shape, nullptr).end_; }
+  static int64_t own_floats(const AttentionShape& shape) { return AttentionScratch(shape, nullptr, nullptr, nullptr).end_; }
+  static int64_t shared_floats(const AttentionShape& shape, int64_t items) {
+    return items * AttentionScratch(shape, nullptr, nullptr, nullptr).gathered_floats();
+  }
 
-  AttentionScratch(const AttentionShape& shape, float* memory) {
+  AttentionScratch(const AttentionShape& shape, float* memory, float* shared, Counter* done) : shared(shared), done(done) {
     rows = int64_t(rows_per_task(shape)) * (shape.heads / shape.kv_heads);
     query_stride = row_stride(shape.head_dim);
     out_stride = row_stride(shape.value_dim);
     auto take = [&](int64_t n) {
       float* at = memory ? memory + end_ : nullptr;
-      end_ += round_up(n, 16);
+      end_ += n;
       return at;
     };
     query = take(rows * query_stride);
-    scores = take(rows * kPanel);
-    out = take(rows * out_stride);
-    keys = take(int64_t(shape.head_dim) * kPanel);
-    values = take(kPanel * out_stride);
-    peak = take(rows);
-    total = take(rows);
+    scores = take(rows * kKeys);
+    keys = take(int64_t(shape.head_dim) * kKeys);
+    values = take(kKeys * out_stride);
+    part = gathered(take(gathered_floats()));
+    whole = gathered(take(gathered_floats()));
   }
+
+  Gathered gathered(float* at) const {
+    const int64_t sums = rows * out_stride;
+    return {at, at + sums, at + sums + round_up(rows, 16)};
+  }
+  int64_t gathered_floats() const { return rows * out_stride + 2 * round_up(rows, 16); }
 
  private:
   int64_t end_ = 0;
@@ -91,9 +129,9 @@ struct AttentionScratch {
 template <class T>
 inline void transpose_tile(const T* const* rows, int count, int dim, float* keys) {
 #if defined(__AVX512F__)
-  for (int half = 0; half < kPanel; half += 16) {
+  for (int half = 0; half < kKeys; half += 16) {
     if (half >= count) {
-      for (int d = 0; d < dim; d++) store(keys + d * kPanel + half, Vec{});
+      for (int d = 0; d < dim; d++) store(keys + d * kKeys + half, Vec{});
       continue;
     }
     for (int d0 = 0; d0 < dim; d0 += 16) {
@@ -131,20 +169,20 @@ inline void transpose_tile(const T* const* rows, int count, int dim, float* keys
         r[j] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0x88);
         r[j + 8] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0xdd);
       }
-      for (int j = 0; j < width; j++) store(keys + (d0 + j) * kPanel + half, (Vec)r[j]);
+      for (int j = 0; j < width; j++) store(keys + (d0 + j) * kKeys + half, (Vec)r[j]);
     }
   }
 #else
-  for (int j = 0; j < kPanel; j++)
-    for (int d = 0; d < dim; d++) keys[d * kPanel + j] = j < count ? to_float(rows[j][d]) : 0.0f;
+  for (int j = 0; j < kKeys; j++)
+    for (int d = 0; d < dim; d++) keys[d * kKeys + j] = j < count ? to_float(rows[j][d]) : 0.0f;
 #endif
 }
 
-// Rows as float32, padded with zeros to whole panels; rows beyond `count` are zero.
+// Rows as float32, padded with zeros to whole vectors of two; rows beyond `count` are zero.
 template <class T>
 inline void copy_tile(const T* const* rows, int count, int dim, float* out, int64_t stride) {
-  int64_t padded = round_up(dim, kPanel);
-  for (int j = 0; j < kPanel; j++) {
+  int64_t padded = round_up(dim, kKeys);
+  for (int j = 0; j < kKeys; j++) {
     float* to = out + j * stride;
     int d = 0;
     if (j < count) {
@@ -161,21 +199,16 @@ template <class Cache>
 inline void find_rows(const Plan& plan, const AttentionShape& shape, const int32_t* table, int kv_head, int64_t first,
                       int64_t tile_begin, int count, const Cache* k_cache, const Cache* v_cache, const Cache** keys,
                       const Cache** values) {
-  int64_t index = first / plan.block_size, offset = first % plan.block_size;
-  const Cache* key = nullptr;
-  const Cache* value = nullptr;
-  for (int j = 0; j < count; j++) {
-    if (!key || (tile_begin + j > first && ++offset == plan.block_size)) {
-      if (key) index++, offset = 0;
-      key = k_cache + table[index] * shape.k_block_stride + (kv_head * plan.block_size + offset) * shape.head_dim;
-      value = v_cache + table[index] * shape.v_block_stride + (kv_head * plan.block_size + offset) * shape.value_dim;
-    } else if (tile_begin + j > first) {
-      key += shape.head_dim;
-      value += shape.value_dim;
-    }
-    keys[j] = key;
-    values[j] = value;
+  const int begin = first > tile_begin ? int(first - tile_begin) : 0;
+  for (int j = begin; j < count;) {  // one stretch per block
+    const int64_t index = (tile_begin + j) / plan.block_size, offset = (tile_begin + j) % plan.block_size;
+    const int64_t row = kv_head * plan.block_size + offset;
+    const Cache* key = k_cache + table[index] * shape.k_block_stride + row * shape.head_dim;
+    const Cache* value = v_cache + table[index] * shape.v_block_stride + row * shape.value_dim;
+    const int end = count - j < plan.block_size - offset ? count : int(j + plan.block_size - offset);
+    for (; j < end; j++, key += shape.head_dim, value += shape.value_dim) keys[j] = key, values[j] = value;
   }
+  for (int j = 0; j < begin; j++) keys[j] = keys[begin], values[j] = values[begin];
 }
 
 template <class T>
@@ -183,61 +216,55 @@ inline void prefetch(const T* row, int n) {
   for (int i = 0; i < n; i += int(64 / sizeof(T))) __builtin_prefetch(row + i, 0, 2);
 }
 
-// One task. query[row * query_row + head * query_head + d]; out likewise.
-template <class Query, class Cache, class Out>
-void attend(const Plan& plan, const AttentionShape& shape, const AttentionTask& task, int kv_head, const Query* query,
-            int64_t query_row, int64_t query_head, const Cache* k_cache, const Cache* v_cache, Out* out, int64_t out_row,
-            int64_t out_head, const AttentionScratch& s) {
+// Multiplies what a row has gathered so far by `shrink`.
+inline void scale_row(float* out, int64_t n, float shrink) {
+  for (int64_t i = 0; i < n; i += kLanes) store(out + i, load(out + i) * shrink);
+}
+
+// What one task's rows gather from the keys begin … end - 1 of one split.
+template <class Cache>
+void attend_split(const Plan& plan, const AttentionShape& shape, const AttentionTask& task, int kv_head, int64_t begin,
+                  int64_t end, const Cache* k_cache, const Cache* v_cache, const AttentionScratch& s,
+                  const Gathered& sums) {
   const int group = shape.heads / shape.kv_heads, rows = task.last - task.first;
   const int dim = shape.head_dim, value_dim = shape.value_dim;
-  const int64_t out_width = round_up(value_dim, kPanel);
+  const int64_t out_width = round_up(value_dim, kKeys);
+  const int wide = out_width % kPanel ? 2 : kVectors;  // vectors of values that are summed together
   const int64_t* position = plan.positions + task.first;
   const int32_t* table = plan.block_tables + task.sequence * plan.table_width;
   auto first_key = [&](int r) {
-    int64_t first = shape.window ? position[r] - shape.window + 1 : 0;
+    const int64_t first = shape.window ? position[r] - shape.window + 1 : 0;
     return first > 0 ? first : 0;
   };
-
-  int64_t begin = first_key(0), end = 0;  // keys that any row sees
-  for (int r = 0; r < rows; r++) {
-    if (position[r] + 1 > end) end = position[r] + 1;
-    if (first_key(r) < begin) begin = first_key(r);
-    for (int g = 0; g < group; g++) {
-      const int m = r * group + g;
-      const Query* q = query + (task.first + r) * query_row + (kv_head * group + g) * query_head;
-      float* to = s.query + m * s.query_stride;
-      int d = 0;
-      for (; d + kLanes <= dim; d += kLanes) store(to + d, load(q + d));
-      for (; d < dim; d++) to[d] = to_float(q[d]);
-      for (int64_t i = 0; i < out_width; i += kLanes) store(s.out + m * s.out_stride + i, Vec{});
-      s.peak[m] = -1e30f;
-      s.total[m] = 0.0f;
-    }
+  for (int m = 0; m < rows * group; m++) {
+    for (int64_t i = 0; i < out_width; i += kLanes) store(sums.out + m * s.out_stride + i, Vec{});
+    sums.peak[m] = -1e30f;
+    sums.total[m] = 0.0f;
   }
 
   Vec lane;
   for (int i = 0; i < kLanes; i++) lane[i] = float(i);
-  for (int64_t tile_begin = begin / kPanel * kPanel; tile_begin < end; tile_begin += kPanel) {
+  for (int64_t tile_begin = begin / kKeys * kKeys; tile_begin < end; tile_begin += kKeys) {
     // Rows that see any of these keys; neighbours, as positions grow from row to row.
     int from = rows, to = 0;
     for (int r = 0; r < rows; r++)
-      if (position[r] >= tile_begin && first_key(r) < tile_begin + kPanel) {
+      if (position[r] >= tile_begin && first_key(r) < tile_begin + kKeys) {
         if (from > r) from = r;
         to = r + 1;
       }
     if (from >= to) continue;
     const int m0 = from * group, count = (to - from) * group;
 
-    const Cache *key_rows[kPanel], *value_rows[kPanel];
-    const int keys = int(end - tile_begin < kPanel ? end - tile_begin : kPanel);
+    const Cache *key_rows[kKeys], *value_rows[kKeys];
+    const int keys = int(end - tile_begin < kKeys ? end - tile_begin : kKeys);
     find_rows(plan, shape, table, kv_head, tile_begin < begin ? begin : tile_begin, tile_begin, keys, k_cache, v_cache,
               key_rows, value_rows);
-    if (tile_begin + kPanel < end) {  // fetch the next tile while this one is computed
-      const int64_t next = tile_begin + kPanel;
-      const Cache *next_keys[kPanel], *next_values[kPanel];
-      const int count = int(end - next < kPanel ? end - next : kPanel);
-      find_rows(plan, shape, table, kv_head, next, next, count, k_cache, v_cache, next_keys, next_values);
-      for (int j = 0; j < count; j++) {
+    if (tile_begin + kKeys < end) {  // fetch the next tile while this one is computed
+      const int64_t next = tile_begin + kKeys;
+      const Cache *next_keys[kKeys], *next_values[kKeys];
+      const int next_count = int(end - next < kKeys ? end - next : kKeys);
+      find_rows(plan, shape, table, kv_head, next, next, next_count, k_cache, v_cache, next_keys, next_values);
+      for (int j = 0; j < next_count; j++) {
         prefetch(next_keys[j], dim);
         prefetch(next_values[j], value_dim);
       }
@@ -245,33 +272,32 @@ void attend(const Plan& plan, const AttentionShape& shape, const AttentionTask& 
     transpose_tile(key_rows, keys, dim, s.keys);
     const float* values = s.values;
     int64_t value_stride = s.out_stride;
-    if (sizeof(Cache) == sizeof(float) && value_dim % kPanel == 0 && plan.block_size % kPanel == 0 &&
-        keys == kPanel && tile_begin >= begin) {
+    if (sizeof(Cache) == sizeof(float) && value_dim % kKeys == 0 && plan.block_size % kKeys == 0 && keys == kKeys &&
+        tile_begin >= begin) {
       values = reinterpret_cast<const float*>(value_rows[0]);  // they already lie as the kernel wants them
       value_stride = value_dim;
     } else {
       copy_tile(value_rows, keys, value_dim, s.values, s.out_stride);
     }
 
-    float* scores = s.scores + m0 * kPanel;
-    tiles<Float32>(count, s.query + m0 * s.query_stride, s.query_stride, s.keys, kPanel, dim, scores, kPanel, false);
+    float* scores = s.scores + m0 * kKeys;
+    float_tiles(count, s.query + m0 * s.query_stride, s.query_stride, s.keys, kKeys, dim, 2, scores, kKeys, false);
     for (int r = from; r < to; r++) {
       const Vec low = splat(float(first_key(r) - tile_begin)), high = splat(float(position[r] - tile_begin));
-      for (int g = 0; g < group; g++) {
-        const int m = r * group + g;
-        float* row = s.scores + m * kPanel;
+      for (int m = r * group; m < (r + 1) * group; m++) {
+        float* row = s.scores + m * kKeys;
         Vec x[2];
         for (int h = 0; h < 2; h++) {
-          Vec at = lane + float(h * kLanes);
+          const Vec at = lane + float(h * kLanes);
           x[h] = load(row + h * kLanes) * shape.scale;
           if (shape.softcap > 0.0f) x[h] = tanh(x[h] / shape.softcap) * shape.softcap;
           x[h] = (at >= low && at <= high) ? x[h] : splat(-1e30f);
         }
-        const float peak = s.peak[m], tile_peak = largest(max(x[0], x[1]));
+        const float peak = sums.peak[m], tile_peak = largest(max(x[0], x[1]));
         const float new_peak = tile_peak > peak ? tile_peak : peak;
         Vec weight_sum{};
         for (int h = 0; h < 2; h++) {
-          Vec at = lane + float(h * kLanes);
+          const Vec at = lane + float(h * kLanes);
           Vec w = exp(x[h] - new_peak);
           w = (at >= low && at <= high) ? w : Vec{};
           store(row + h * kLanes, w);
@@ -280,24 +306,94 @@ void attend(const Plan& plan, const AttentionShape& shape, const AttentionTask& 
         float shrink = 1.0f;
         if (new_peak > peak) {
           shrink = exp(splat(peak - new_peak))[0];
-          float* o = s.out + m * s.out_stride;
-          for (int64_t i = 0; i < out_width; i += kLanes) store(o + i, load(o + i) * shrink);
+          scale_row(sums.out + m * s.out_stride, out_width, shrink);
         }
-        s.total[m] = s.total[m] * shrink + sum(weight_sum);
-        s.peak[m] = new_peak;
+        sums.total[m] = sums.total[m] * shrink + sum(weight_sum);
+        sums.peak[m] = new_peak;
       }
     }
-    for (int64_t column = 0; column < out_width; column += kPanel)
-      tiles<Float32>(count, scores, kPanel, values + column, value_stride, kPanel,
-                     s.out + m0 * s.out_stride + column, s.out_stride, true);
+    for (int64_t column = 0; column < out_width; column += wide * kLanes)
+      float_tiles(count, scores, kKeys, values + column, value_stride, kKeys, wide,
+                  sums.out + m0 * s.out_stride + column, s.out_stride, true);
+  }
+}
+
+// Adds what rows have gathered from the next split to what they have from those before.
+inline void merge_split(const AttentionScratch& s, int count, int64_t width, const Gathered& part, const Gathered& whole) {
+  for (int m = 0; m < count; m++) {
+    if (part.total[m] == 0.0f) continue;
+    const float* from = part.out + m * s.out_stride;
+    float* to = whole.out + m * s.out_stride;
+    if (whole.total[m] == 0.0f) {
+      std::memcpy(to, from, size_t(width) * sizeof(float));
+      whole.total[m] = part.total[m];
+      whole.peak[m] = part.peak[m];
+      continue;
+    }
+    const float peak = part.peak[m] > whole.peak[m] ? part.peak[m] : whole.peak[m];
+    const float old_weight = exp(splat(whole.peak[m] - peak))[0], new_weight = exp(splat(part.peak[m] - peak))[0];
+    for (int64_t i = 0; i < width; i += kLanes) store(to + i, fma(load(from + i), splat(new_weight), load(to + i) * old_weight));
+    whole.total[m] = whole.total[m] * old_weight + part.total[m] * new_weight;
+    whole.peak[m] = peak;
+  }
+}
+
+// One task (number `index`) for one key-value head. query[row * query_row + head * query_head + d]; out likewise.
+template <class Query, class Cache, class Out>
+void attend(const Plan& plan, const AttentionShape& shape, const AttentionTask* tasks, int64_t index, int kv_head,
+            const Query* query, int64_t query_row, int64_t query_head, const Cache* k_cache, const Cache* v_cache, Out* out,
+            int64_t out_row, int64_t out_head, const AttentionScratch& s) {
+  const AttentionTask& task = tasks[index];
+  const int group = shape.heads / shape.kv_heads, rows = task.last - task.first, count = rows * group;
+  const int dim = shape.head_dim, value_dim = shape.value_dim;
+  const int64_t out_width = round_up(value_dim, kKeys);
+  const int64_t* position = plan.positions + task.first;
+  for (int r = 0; r < rows; r++)
+    for (int g = 0; g < group; g++) {
+      const Query* q = query + (task.first + r) * query_row + (kv_head * group + g) * query_head;
+      float* to = s.query + (r * group + g) * s.query_stride;
+      int d = 0;
+      for (; d + kLanes <= dim; d += kLanes) store(to + d, load(q + d));
+      for (; d < dim; d++) to[d] = to_float(q[d]);
+    }
+
+  // Keys that any row sees: the first row's window reaches back furthest.
+  const int64_t end = position[rows - 1] + 1;
+  int64_t begin = shape.window ? position[0] - shape.window + 1 : 0;
+  if (begin < 0) begin = 0;
+  auto gather = [&](int64_t split, const Gathered& sums) {
+    const int64_t from = split * kSplit > begin ? split * kSplit : begin;
+    const int64_t to = (split + 1) * kSplit < end ? (split + 1) * kSplit : end;
+    attend_split(plan, shape, task, kv_head, from, to, k_cache, v_cache, s, sums);
+  };
+  const Gathered* sums = &s.whole;
+  if (task.splits > 1) {
+    auto place = [&](int split) {
+      return s.gathered(s.shared + ((index - task.split + split) * shape.kv_heads + kv_head) * s.gathered_floats());
+    };
+    gather(task.split, place(task.split));
+    std::atomic<int>& finished = s.done[(index - task.split) * shape.kv_heads + kv_head].taken;
+    if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < task.splits) return;
+    finished.store(0, std::memory_order_relaxed);
+    for (int m = 0; m < count; m++) s.whole.total[m] = 0.0f;
+    for (int split = 0; split < task.splits; split++) merge_split(s, count, out_width, place(split), s.whole);
+  } else if (begin / kSplit == (end - 1) / kSplit) {
+    gather(begin / kSplit, s.part);
+    sums = &s.part;
+  } else {
+    for (int m = 0; m < count; m++) s.whole.total[m] = 0.0f;
+    for (int64_t split = begin / kSplit; split * kSplit < end; split++) {
+      gather(split, s.part);
+      merge_split(s, count, out_width, s.part, s.whole);
+    }
   }
 
   for (int r = 0; r < rows; r++)
     for (int g = 0; g < group; g++) {
       const int m = r * group + g;
-      const float* o = s.out + m * s.out_stride;
+      const float* o = sums->out + m * s.out_stride;
       Out* to = out + (task.first + r) * out_row + (kv_head * group + g) * out_head;
-      const Vec inverse = splat(1.0f / s.total[m]);
+      const Vec inverse = splat(1.0f / sums->total[m]);
       for (int d = 0; d < value_dim; d += kLanes)
         store_part(to + d, load(o + d) * inverse, value_dim - d < kLanes ? value_dim - d : kLanes);
     }

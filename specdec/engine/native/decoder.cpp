@@ -4,6 +4,8 @@
 // (Format::Activation): float32, or bfloat16 where weights are bfloat16 and the machine multiplies those directly.
 #include "decoder.h"
 
+#include <type_traits>
+
 namespace tandem {
 
 namespace {
@@ -56,201 +58,333 @@ inline void copy_row(const T* from, int64_t n, T* to) {
   std::memcpy(to, from, size_t(n) * sizeof(T));
 }
 
+constexpr int64_t kOwnCopy = 8192;  // activations up to which every thread prepares a copy of its own
+
+// One pass: its sizes, its memory, and the stages that every thread of a team runs.
 template <class Format, class Cache>
-int run(const Model& m, const Batch& batch, int threads) {
+class Pass {
+ public:
+  Pass(const Model& model, const Batch& batch, int threads)
+      : m(model),
+        batch(batch),
+        plan(batch.plan),
+        threads(threads),
+        rows(int(plan.num_rows)),
+        num_logits(int(batch.num_logits)),
+        dim(int(m.head_dim)),
+        group(int(m.heads / m.kv_heads)),
+        hidden(m.hidden),
+        query_width(m.heads * dim),
+        key_at(round_up(query_width, kPanel)),
+        value_at(key_at + round_up(m.kv_heads * dim, kPanel)),
+        qkv_width(value_at + round_up(m.kv_heads * dim, kPanel)),
+        hidden_stride(row_stride(hidden)),
+        qkv_stride(row_stride(qkv_width)),
+        mid_stride(row_stride(m.intermediate)),
+        out_stride(row_stride(query_width)),
+        block_stride(m.kv_heads * plan.block_size * dim),
+        shape{int(m.heads), int(m.kv_heads), dim, dim, block_stride, block_stride, m.scale, 0.0f, 0} {}
+
+  int run() {
+    for (int r = 0; r < rows; r++)
+      if (batch.token_ids[r] < 0 || batch.token_ids[r] >= m.vocab) return -2;
+    splits_shared = shares_splits(plan, shape, threads);
+    num_tasks = list_attention_tasks(plan, shape, splits_shared, nullptr);
+    // Whoever attends can rotate and store its own rows first if no one else attends to their sequence.
+    rotates_in_attention = !splits_shared && num_tasks == plan.num_sequences;
+    all_rows_wanted = num_logits == rows;
+    for (int r = 0; all_rows_wanted && r < rows; r++) all_rows_wanted = batch.logit_rows[r] == r;
+    if (!allocate()) return -1;
+    list_attention_tasks(plan, shape, splits_shared, tasks);
+    for (int64_t i = 0; i < num_counters; i++) counters[i].taken.store(0, std::memory_order_relaxed);
+    Pool::local().run(threads, [&](Team& team) { Member(*this, team).run(); });
+    return 0;
+  }
+
+ private:
   using Weight = typename Format::Weight;
   using Activation = typename Format::Activation;
-  const Plan& plan = batch.plan;
-  const int rows = int(plan.num_rows), num_logits = int(batch.num_logits);
-  const int dim = int(m.head_dim), group = int(m.heads / m.kv_heads);
-  const int64_t hidden = m.hidden, query_width = m.heads * dim, kv_width = m.kv_heads * dim;
-  const int64_t key_at = round_up(query_width, kPanel), value_at = key_at + round_up(kv_width, kPanel);
-  const int64_t qkv_width = value_at + round_up(kv_width, kPanel);
-  const int64_t hidden_stride = row_stride(hidden), qkv_stride = row_stride(qkv_width);
-  const int64_t mid_stride = row_stride(m.intermediate), out_stride = row_stride(query_width);
-  const int64_t block_stride = m.kv_heads * plan.block_size * dim;
-  AttentionShape shape{int(m.heads), int(m.kv_heads), dim, dim, block_stride, block_stride, m.scale, 0.0f, 0};
 
-  for (int r = 0; r < rows; r++)
-    if (batch.token_ids[r] < 0 || batch.token_ids[r] >= m.vocab) return -2;
+  // Stages of a layer, each with a counter, and those around the layers.
+  static constexpr int64_t kLayerStages = 8, kOtherStages = 4;
 
-  // One allocation: stages' counters, attention tasks, activations, then each thread's own memory.
-  Pool& pool = Pool::local();
-  const int64_t num_counters = m.num_layers * 8 + 3;  // a stage each
-  const int64_t attention_floats = AttentionScratch::floats(shape), sums_floats = product_scratch(rows, 2);
-  const int64_t own_floats = round_up(attention_floats > sums_floats ? attention_floats : sums_floats, 16);
-  char* memory = nullptr;
-  int64_t end = 0;
-  auto take = [&](int64_t bytes) {
-    char* at = memory ? memory + end : nullptr;
-    end += round_up(bytes, 64);
-    return at;
-  };
-  Counter* counters;
-  AttentionTask* tasks;
-  float *stream, *wanted_stream, *qkv, *own;
-  Activation *normed, *attended, *wanted_attended, *mid;
-  for (int pass = 0; pass < 2; pass++) {
-    end = 0;
-    counters = reinterpret_cast<Counter*>(take(num_counters * int64_t(sizeof(Counter))));
-    tasks = reinterpret_cast<AttentionTask*>(take(max_attention_tasks(plan, shape) * int64_t(sizeof(AttentionTask))));
-    stream = reinterpret_cast<float*>(take(rows * hidden_stride * 4));
-    wanted_stream = reinterpret_cast<float*>(take(num_logits * hidden_stride * 4));
-    qkv = reinterpret_cast<float*>(take(rows * qkv_stride * 4));
-    normed = reinterpret_cast<Activation*>(take((rows > num_logits ? rows : num_logits) * hidden_stride * 4));
-    attended = reinterpret_cast<Activation*>(take(rows * out_stride * 4));
-    wanted_attended = reinterpret_cast<Activation*>(take(num_logits * out_stride * 4));
-    mid = reinterpret_cast<Activation*>(take((rows > num_logits ? rows : num_logits) * mid_stride * 4));
-    own = reinterpret_cast<float*>(take(threads * own_floats * 4));
-    if (pass == 0 && !(memory = static_cast<char*>(pool.scratch(size_t(end))))) return -1;
+  static int64_t panels(int64_t columns) { return round_up(columns, kPanel) / kPanel; }
+
+  bool allocate() {
+    const int most = rows > num_logits ? rows : num_logits;
+    const int64_t num_stages = m.num_layers * kLayerStages + kOtherStages;
+    const int64_t attention_items = splits_shared ? num_tasks * m.kv_heads : 0;
+    num_counters = num_stages + attention_items + kSplitGroups * threads;
+    const int64_t attention_floats = AttentionScratch::own_floats(shape);
+    const int64_t product_floats = ProductScratch::own_floats(most, 2);
+    const int sharing_rows = most < kSplitRows ? most : kSplitRows;
+    int64_t chunk_floats = 0;
+    auto need_chunks = [&](int64_t k, int64_t columns, int group) {
+      const int64_t floats = ProductScratch::shared_floats(sharing_rows, k, int(panels(columns)), group, threads);
+      if (floats > chunk_floats) chunk_floats = floats;
+    };
+    need_chunks(hidden, qkv_width, 1);
+    need_chunks(query_width, hidden, 1);
+    need_chunks(hidden, m.intermediate, 2);
+    need_chunks(m.intermediate, hidden, 1);
+    need_chunks(hidden, m.vocab, 1);
+    const int64_t own_rows = most * hidden <= kOwnCopy ? most : kOwnCopy / hidden;
+    const int64_t work_floats = round_up(attention_floats > product_floats ? attention_floats : product_floats, 16);
+    own_bytes = work_floats * 4 + round_up(own_rows * hidden_stride * int64_t(sizeof(Activation)), 64);
+    own_copy_at = work_floats * 4;
+    // One allocation, laid out in a first round and handed out in a second.
+    char* memory = nullptr;
+    for (int round = 0; round < 2; round++) {
+      int64_t end = 0;
+      auto take = [&](auto*& to, int64_t count) {
+        to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(memory ? memory + end : nullptr);
+        end += round_up(count * int64_t(sizeof(*to)), 64);
+      };
+      take(counters, num_counters);
+      take(tasks, num_tasks);
+      take(stream, rows * hidden_stride);
+      take(qkv, rows * qkv_stride);
+      take(normed, most * hidden_stride);
+      take(attended, rows * out_stride);
+      take(mid, most * mid_stride);
+      take(wanted_stream, all_rows_wanted ? 0 : num_logits * hidden_stride);
+      take(wanted_attended, all_rows_wanted ? 0 : num_logits * out_stride);
+      take(chunks, chunk_floats);
+      take(splits, AttentionScratch::shared_floats(shape, attention_items));
+      take(own, threads * own_bytes);
+      if (round == 0 && !(memory = static_cast<char*>(Pool::local().scratch(size_t(end))))) return false;
+    }
+    attention_done = counters + num_stages;
+    chunks_done = attention_done + attention_items;
+    return true;
   }
-  for (int64_t i = 0; i < num_counters; i++) counters[i].taken.store(0, std::memory_order_relaxed);
-  const int num_tasks = list_attention_tasks(plan, shape, tasks) * shape.kv_heads;
 
-  pool.run(threads, [&](Team& team) {
-    float* sums = own + team.id * own_floats;
-    AttentionScratch attention_scratch(shape, sums);
-    Counter* counter = counters;
-    float* x = stream;  // the residual stream of the rows that are still of interest
-    const Activation* heads_out = attended;
-    int n = rows;
+  // What one thread does. Every member goes through the same stages in the same order.
+  class Member {
+   public:
+    Member(const Pass& pass, Team& team)
+        : p(pass),
+          m(pass.m),
+          team(team),
+          counter(pass.counters),
+          attention(pass.shape, own_floats(), pass.splits, pass.attention_done),
+          scratch{own_floats(), pass.chunks, pass.chunks_done},
+          x(pass.stream),
+          heads_out(pass.attended),
+          n(pass.rows) {}
 
-    const Weight* embedding = static_cast<const Weight*>(m.embedding);
-    for (int r; (r = team.next(*counter)) < n;) {
-      float* to = x + r * hidden_stride;
-      const Weight* from = embedding + batch.token_ids[r] * hidden;
-      int64_t i = 0;
-      for (; i + kLanes <= hidden; i += kLanes) store(to + i, load(from + i));
-      if (i < hidden) store(to + i, load_part(from + i, int(hidden - i))), i += kLanes;
-      for (; i < round_up(hidden, kPanel); i += kLanes) store(to + i, Vec{});
-      if (m.num_layers) rms_norm(to, m.layers[0].input_norm, hidden, m.eps, normed + r * hidden_stride);
-    }
-    counter++;
-    team.barrier();
-
-    auto project_to_stream = [&](const Activation* a, int64_t lda, const void* weight, int64_t k, const float* bias) {
-      product<Format>(team, *counter++, n, a, lda, static_cast<const Weight*>(weight), k, int(round_up(hidden, kPanel) / kPanel),
-                      1, panel_size<Format>(k), sums, [&](int first, int count, int panel, const float* s) {
-                        for (int half = 0; half < kPanel; half += kLanes) {
-                          const int64_t column = int64_t(panel) * kPanel + half;
-                          const Vec b = bias ? load(bias + column) : Vec{};
-                          for (int r = 0; r < count; r++) {
-                            float* to = x + (first + r) * hidden_stride + column;
-                            store(to, load(to) + (load(s + r * kPanel + half) + b));
-                          }
-                        }
-                      });
-      team.barrier();
-    };
-    auto norm_rows = [&](const float* weight) {
-      for (int r; (r = team.next(*counter)) < n;)
-        rms_norm(x + r * hidden_stride, weight, hidden, m.eps, normed + r * hidden_stride);
-      counter++;
-      team.barrier();
-    };
-
-    for (int64_t l = 0; l < m.num_layers; l++) {
-      const Layer& layer = m.layers[l];
-      const bool last = l + 1 == m.num_layers;
-      if (l) norm_rows(layer.input_norm);
-      product<Format>(team, *counter++, n, normed, hidden_stride, static_cast<const Weight*>(layer.qkv), hidden,
-                      int(qkv_width / kPanel), 1, panel_size<Format>(hidden), sums, [&](int first, int count, int panel, const float* s) {
-                        for (int half = 0; half < kPanel; half += kLanes) {
-                          const int64_t column = int64_t(panel) * kPanel + half;
-                          const Vec b = layer.qkv_bias ? load(layer.qkv_bias + column) : Vec{};
-                          for (int r = 0; r < count; r++)
-                            store(qkv + (first + r) * qkv_stride + column, load(s + r * kPanel + half) + b);
-                        }
-                      });
-      team.barrier();
-
-      Cache* k_cache = static_cast<Cache*>(batch.k_caches[l]);
-      Cache* v_cache = static_cast<Cache*>(batch.v_caches[l]);
-      for (int64_t item; (item = team.next(*counter)) < n * m.kv_heads;) {
-        const int64_t r = item / m.kv_heads, h = item % m.kv_heads;
-        float* row = qkv + r * qkv_stride;
-        const float* cosine = batch.cosines + plan.positions[r] * (dim / 2);
-        const float* sine = batch.sines + plan.positions[r] * (dim / 2);
-        for (int g = 0; g < group; g++) {
-          float* q = row + (h * group + g) * dim;
-          if (layer.query_norm) head_norm(q, layer.query_norm, dim, m.eps);
-          rotate(q, cosine, sine, dim / 2);
-        }
-        float* k = row + key_at + h * dim;
-        if (layer.key_norm) head_norm(k, layer.key_norm, dim, m.eps);
-        rotate(k, cosine, sine, dim / 2);
-        const int64_t block = plan.slots[r] / plan.block_size, offset = plan.slots[r] % plan.block_size;
-        const int64_t at = block * block_stride + (h * plan.block_size + offset) * dim;
-        store_row(k, dim, k_cache + at);
-        store_row(row + value_at + h * dim, dim, v_cache + at);
+    void run() {
+      embed();
+      for (int64_t l = 0; l < m.num_layers; l++) {
+        const Layer& layer = m.layers[l];
+        const bool last = l + 1 == m.num_layers;
+        project_to_heads(layer, normed(layer.input_norm));
+        attend_rows(layer, l, last);
+        if (last && !keep_wanted()) return;
+        project_to_stream(heads_out, p.out_stride, layer.output, p.query_width, layer.output_bias);
+        activate(layer, normed(layer.post_norm));
+        project_to_stream(p.mid, p.mid_stride, layer.down, m.intermediate, layer.down_bias);
       }
-      counter++;
-      team.barrier();
-      if (last && num_logits == 0) return;
-
-      AttentionShape windowed = shape;
-      windowed.window = layer.window;
-      for (int item; (item = team.next(*counter)) < num_tasks;)
-        attend(plan, windowed, tasks[item / shape.kv_heads], item % shape.kv_heads, qkv, qkv_stride, int64_t(dim),
-               static_cast<const Cache*>(k_cache), static_cast<const Cache*>(v_cache), attended, out_stride,
-               int64_t(dim), attention_scratch);
-      counter++;
-      team.barrier();
-
-      if (last) {  // from here on rows no longer meet: only those whose logits are wanted go on
-        for (int r; (r = team.next(*counter)) < num_logits;) {
-          copy_row(x + batch.logit_rows[r] * hidden_stride, round_up(hidden, kPanel), wanted_stream + r * hidden_stride);
-          copy_row(attended + batch.logit_rows[r] * out_stride, query_width, wanted_attended + r * out_stride);
-        }
-        counter++;
-        team.barrier();
-        x = wanted_stream, heads_out = wanted_attended, n = num_logits;
-      }
-      project_to_stream(heads_out, out_stride, layer.output, query_width, layer.output_bias);
-      norm_rows(layer.post_norm);
-      product<Format>(team, *counter++, n, normed, hidden_stride, static_cast<const Weight*>(layer.gate_up), hidden,
-                      int(round_up(m.intermediate, kPanel) / kPanel), 2, 2 * panel_size<Format>(hidden), sums,
-                      [&](int first, int count, int panel, const float* s) {
-                        const float* bias = layer.gate_up_bias ? layer.gate_up_bias + int64_t(panel) * 2 * kPanel : nullptr;
-                        for (int half = 0; half < kPanel; half += kLanes) {
-                          const Vec gate_bias = bias ? load(bias + half) : Vec{};
-                          const Vec up_bias = bias ? load(bias + kPanel + half) : Vec{};
-                          for (int r = 0; r < count; r++) {
-                            const Vec gate = load(s + r * kPanel + half) + gate_bias;
-                            const Vec up = load(s + (count + r) * kPanel + half) + up_bias;
-                            store(mid + (first + r) * mid_stride + int64_t(panel) * kPanel + half,
-                                  gate / (1.0f + exp(-gate)) * up);
-                          }
-                        }
-                      });
-      team.barrier();
-      project_to_stream(mid, mid_stride, layer.down, m.intermediate, layer.down_bias);
+      write_logits(normed(m.final_norm));
     }
 
-    norm_rows(m.final_norm);
-    product<Format>(team, *counter++, n, normed, hidden_stride, static_cast<const Weight*>(m.lm_head), hidden,
-                    int(round_up(m.vocab, kPanel) / kPanel), 1, panel_size<Format>(hidden), sums, [&](int first, int count, int panel, const float* s) {
-                      for (int half = 0; half < kPanel; half += kLanes) {
-                        const int64_t column = int64_t(panel) * kPanel + half, left = m.vocab - column;
-                        if (left <= 0) return;
-                        const Vec b = m.lm_head_bias ? load(m.lm_head_bias + column) : Vec{};
-                        for (int r = 0; r < count; r++)
-                          store_part(batch.logits + (first + r) * m.vocab + column, load(s + r * kPanel + half) + b,
-                                     int(left < kLanes ? left : kLanes));
-                      }
-                    });
-  });
-  return 0;
-}
+   private:
+    float* own_floats() const { return reinterpret_cast<float*>(p.own + team.id * p.own_bytes); }
+
+    void end_stage() {
+      counter++;
+      team.barrier();
+    }
+
+    // The residual stream: a row of the embedding each.
+    void embed() {
+      const Weight* embedding = static_cast<const Weight*>(m.embedding);
+      const int64_t padded = round_up(p.hidden, kPanel);
+      for (int r; (r = team.next(*counter)) < n;) {
+        const Weight* from = embedding + p.batch.token_ids[r] * p.hidden;
+        float* to = x + r * p.hidden_stride;
+        int64_t i = 0;
+        for (; i + kLanes <= p.hidden; i += kLanes) store(to + i, load(from + i));
+        if (i < p.hidden) store(to + i, load_part(from + i, int(p.hidden - i))), i += kLanes;
+        for (; i < padded; i += kLanes) store(to + i, Vec{});
+      }
+      end_stage();
+    }
+
+    // The stream's rows through an RMSNorm. Of few rows every thread makes its own copy, which is cheaper than to wait
+    // for each other; many are a stage.
+    const Activation* normed(const float* weight) {
+      auto norm = [&](int r, Activation* to) {
+        rms_norm(x + r * p.hidden_stride, weight, p.hidden, m.eps, to + r * p.hidden_stride);
+      };
+      if (n * p.hidden <= kOwnCopy) {
+        Activation* copy = reinterpret_cast<Activation*>(p.own + team.id * p.own_bytes + p.own_copy_at);
+        if (team.present())
+          for (int r = 0; r < n; r++) norm(r, copy);
+        return copy;
+      }
+      for (int r; (r = team.next(*counter)) < n;) norm(r, p.normed);
+      end_stage();
+      return p.normed;
+    }
+
+    template <class Done>
+    void multiply(const Activation* a, int64_t lda, const void* weight, int64_t k, int64_t groups, int group, Done&& done) {
+      product<Format>(team, *counter, n, a, lda, static_cast<const Weight*>(weight), k, int(groups), group,
+                      group * panel_size<Format>(k), scratch, done);
+    }
+
+    static Vec bias_of(const float* bias, int64_t column) { return bias ? load(bias + column) : Vec{}; }
+
+    void project_to_heads(const Layer& layer, const Activation* rows) {
+      multiply(rows, p.hidden_stride, layer.qkv, p.hidden, panels(p.qkv_width), 1,
+               [&](int first, int count, int panel, const float* s) {
+                 for (int v = 0; v < kPanel; v += kLanes) {
+                   const int64_t column = int64_t(panel) * kPanel + v;
+                   const Vec bias = bias_of(layer.qkv_bias, column);
+                   for (int r = 0; r < count; r++)
+                     store(p.qkv + (first + r) * p.qkv_stride + column, load(s + r * kPanel + v) + bias);
+                 }
+               });
+      end_stage();
+    }
+
+    // Adds a projection to the stream.
+    void project_to_stream(const Activation* a, int64_t lda, const void* weight, int64_t k, const float* bias) {
+      multiply(a, lda, weight, k, panels(p.hidden), 1, [&](int first, int count, int panel, const float* s) {
+        for (int v = 0; v < kPanel; v += kLanes) {
+          const int64_t column = int64_t(panel) * kPanel + v;
+          const Vec b = bias_of(bias, column);
+          for (int r = 0; r < count; r++) {
+            float* to = x + (first + r) * p.hidden_stride + column;
+            store(to, load(to) + (load(s + r * kPanel + v) + b));
+          }
+        }
+      });
+      end_stage();
+    }
+
+    // mid = silu(gate) * up
+    void activate(const Layer& layer, const Activation* rows) {
+      multiply(rows, p.hidden_stride, layer.gate_up, p.hidden, panels(m.intermediate), 2,
+               [&](int first, int count, int panel, const float* s) {
+                 const float* bias = layer.gate_up_bias ? layer.gate_up_bias + int64_t(panel) * 2 * kPanel : nullptr;
+                 for (int v = 0; v < kPanel; v += kLanes) {
+                   const Vec gate_bias = bias_of(bias, v), up_bias = bias_of(bias, kPanel + v);
+                   for (int r = 0; r < count; r++) {
+                     const Vec gate = load(s + r * kPanel + v) + gate_bias;
+                     const Vec up = load(s + (count + r) * kPanel + v) + up_bias;
+                     store(p.mid + (first + r) * p.mid_stride + int64_t(panel) * kPanel + v,
+                           gate / (1.0f + exp(-gate)) * up);
+                   }
+                 }
+               });
+      end_stage();
+    }
+
+    // Queries and keys of one row and key-value head get their positions, and its key and value go to the cache.
+    void rotate_and_store(const Layer& layer, int64_t l, int64_t r, int64_t h) {
+      const int dim = p.dim;
+      float* row = p.qkv + r * p.qkv_stride;
+      const float* cosine = p.batch.cosines + p.plan.positions[r] * (dim / 2);
+      const float* sine = p.batch.sines + p.plan.positions[r] * (dim / 2);
+      for (int g = 0; g < p.group; g++) {
+        float* query = row + (h * p.group + g) * dim;
+        if (layer.query_norm) head_norm(query, layer.query_norm, dim, m.eps);
+        rotate(query, cosine, sine, dim / 2);
+      }
+      float* key = row + p.key_at + h * dim;
+      if (layer.key_norm) head_norm(key, layer.key_norm, dim, m.eps);
+      rotate(key, cosine, sine, dim / 2);
+      const int64_t block = p.plan.slots[r] / p.plan.block_size, offset = p.plan.slots[r] % p.plan.block_size;
+      const int64_t at = block * p.block_stride + (h * p.plan.block_size + offset) * dim;
+      store_row(key, dim, static_cast<Cache*>(p.batch.k_caches[l]) + at);
+      store_row(row + p.value_at + h * dim, dim, static_cast<Cache*>(p.batch.v_caches[l]) + at);
+    }
+
+    // Ends a stage only if somebody reads what was attended.
+    void attend_rows(const Layer& layer, int64_t l, bool last) {
+      const int64_t heads = m.kv_heads;
+      if (!p.rotates_in_attention) {
+        for (int item; (item = team.next(*counter)) < n * heads;) rotate_and_store(layer, l, item / heads, item % heads);
+        end_stage();
+      }
+      AttentionShape shape = p.shape;
+      shape.window = layer.window;
+      for (int item; (item = team.next(*counter)) < p.num_tasks * heads;) {
+        const int64_t index = item / heads, head = item % heads;
+        if (p.rotates_in_attention)
+          for (int r = p.tasks[index].first; r < p.tasks[index].last; r++) rotate_and_store(layer, l, r, head);
+        if (last && p.num_logits == 0) continue;
+        attend(p.plan, shape, p.tasks, index, int(head), p.qkv, p.qkv_stride, int64_t(p.dim),
+               static_cast<const Cache*>(p.batch.k_caches[l]), static_cast<const Cache*>(p.batch.v_caches[l]),
+               p.attended, p.out_stride, int64_t(p.dim), attention);
+      }
+      end_stage();
+    }
+
+    // From the last attention on rows no longer meet: only those whose logits are wanted go on. False: none are.
+    bool keep_wanted() {
+      if (p.all_rows_wanted || p.num_logits == 0) return p.num_logits > 0;
+      for (int r; (r = team.next(*counter)) < p.num_logits;) {
+        const int64_t from = p.batch.logit_rows[r];
+        copy_row(x + from * p.hidden_stride, round_up(p.hidden, kPanel), p.wanted_stream + r * p.hidden_stride);
+        copy_row(heads_out + from * p.out_stride, p.query_width, p.wanted_attended + r * p.out_stride);
+      }
+      end_stage();
+      x = p.wanted_stream, heads_out = p.wanted_attended, n = p.num_logits;
+      return true;
+    }
+
+    void write_logits(const Activation* rows) {
+      multiply(rows, p.hidden_stride, m.lm_head, p.hidden, panels(m.vocab), 1,
+               [&](int first, int count, int panel, const float* s) {
+                 for (int v = 0; v < kPanel; v += kLanes) {
+                   const int64_t column = int64_t(panel) * kPanel + v, left = m.vocab - column;
+                   if (left <= 0) return;
+                   const Vec bias = bias_of(m.lm_head_bias, column);
+                   for (int r = 0; r < count; r++)
+                     store_part(p.batch.logits + (first + r) * m.vocab + column, load(s + r * kPanel + v) + bias,
+                                int(left < kLanes ? left : kLanes));
+                 }
+               });
+    }
+
+    const Pass& p;
+    const Model& m;
+    Team& team;
+    Counter* counter;  // of the stage that is running
+    const AttentionScratch attention;
+    const ProductScratch scratch;
+    float* x;  // the residual stream of the rows that are still of interest
+    const Activation* heads_out;
+    int n;
+  };
+
+  const Model& m;
+  const Batch& batch;
+  const Plan& plan;
+  const int threads, rows, num_logits, dim, group;
+  const int64_t hidden, query_width, key_at, value_at, qkv_width;
+  const int64_t hidden_stride, qkv_stride, mid_stride, out_stride, block_stride;
+  const AttentionShape shape;
+  bool splits_shared, rotates_in_attention, all_rows_wanted;
+  int64_t num_tasks, num_counters, own_bytes, own_copy_at;
+  Counter *counters, *attention_done, *chunks_done;
+  AttentionTask* tasks;
+  float *stream, *wanted_stream, *qkv, *chunks, *splits;
+  Activation *normed, *attended, *wanted_attended, *mid;
+  char* own;
+};
 
 }  // namespace
 
 int forward(const Model& model, const Batch& batch, int threads) {
   if (model.weight_dtype == 0)
-    return model.cache_dtype == 0 ? run<Float32, float>(model, batch, threads)
-                                  : run<Float32, bf16>(model, batch, threads);
-  return model.cache_dtype == 0 ? run<BFloat16, float>(model, batch, threads)
-                                : run<BFloat16, bf16>(model, batch, threads);
+    return model.cache_dtype == 0 ? Pass<Float32, float>(model, batch, threads).run()
+                                  : Pass<Float32, bf16>(model, batch, threads).run();
+  return model.cache_dtype == 0 ? Pass<BFloat16, float>(model, batch, threads).run()
+                                : Pass<BFloat16, bf16>(model, batch, threads).run();
 }
 
 }  // namespace tandem

@@ -4,95 +4,93 @@ namespace tandem {
 
 namespace {
 
-constexpr int kDepth = 512;           // products per sub-sum; a panel's share of it stays in the L2 cache
-constexpr int kPrefetchBytes = 2048;  // ahead in the weights: across the page where the hardware's own prefetch stops
-
-// R rows in registers.
-template <class Format, int R>
+// R rows x W vectors in registers. The weights are not prefetched by hand: the hardware follows one stream well, and the
+// instructions cost more than they gained.
+template <class Format, int W, int R>
 inline void tile(const typename Format::Activation* a, long lda, const typename Format::Weight* w, long ldw, int k,
                  float* sums, long lds, bool add) {
-  Vec low[R], high[R];
-  for (int r = 0; r < R; r++) low[r] = high[r] = Vec{};
-  for (int i = 0; i < k; i += Format::kStep) {
-    typename Format::Pair pair = Format::weights(w);
-    __builtin_prefetch(reinterpret_cast<const char*>(w) + kPrefetchBytes);
-    if (sizeof(typename Format::Weight) * kPanel * Format::kStep > 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(w) + kPrefetchBytes + 64);
-    w += ldw;
+  Vec sum[R][W];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < W; v++) sum[r][v] = Vec{};
+  for (int i = 0; i < k; i += Format::kStep, w += ldw) {
+    typename Format::Factor factor[W];
+#pragma GCC unroll 4
+    for (int v = 0; v < W; v++) factor[v] = Format::weights(w, v);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
-      auto x = Format::spread(a + r * lda + i);
-      low[r] = Format::low(x, pair, low[r]);
-      high[r] = Format::high(x, pair, high[r]);
+      const auto x = Format::spread(a + r * lda + i);
+#pragma GCC unroll 4
+      for (int v = 0; v < W; v++) sum[r][v] = Format::add(x, factor[v], sum[r][v]);
     }
   }
-  for (int r = 0; r < R; r++) {
-    float* s = sums + r * lds;
-    if (add) {
-      low[r] += load(s);
-      high[r] += load(s + kLanes);
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < W; v++) {
+      float* s = sums + r * lds + v * kLanes;
+      store(s, add ? load(s) + sum[r][v] : sum[r][v]);
     }
-    store(s, low[r]);
-    store(s + kLanes, high[r]);
-  }
 }
 
-template <class Format>
-void tile(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* w, long ldw,
-                 int k, float* sums, long lds, bool add) {
+template <class Format, int W>
+void tile(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* w, long ldw, int k,
+          float* sums, long lds, bool add) {
   switch (rows) {
 #define TANDEM_TILE(R) \
   case R:              \
-    return tile<Format, R>(a, lda, w, ldw, k, sums, lds, add);
+    return tile<Format, W, R>(a, lda, w, ldw, k, sums, lds, add);
     TANDEM_TILE(1)
     TANDEM_TILE(2)
     TANDEM_TILE(3)
     TANDEM_TILE(4)
     TANDEM_TILE(5)
     TANDEM_TILE(6)
-#if defined(__AVX512F__) || defined(__ARM_NEON)
+#if defined(__AVX512F__)
     TANDEM_TILE(7)
     TANDEM_TILE(8)
-    TANDEM_TILE(9)
-    TANDEM_TILE(10)
-    TANDEM_TILE(11)
-    TANDEM_TILE(12)
 #endif
 #undef TANDEM_TILE
   }
 }
 
-}  // namespace
-
 // Register tiles of nearly equal height.
-template <class Format>
+template <class Format, int W>
 void tiles(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* w, long ldw, int k,
            float* sums, long lds, bool add) {
-  for (int left = (rows + kMaxTile - 1) / kMaxTile; rows > 0; left--) {
-    int height = (rows + left - 1) / left;
-    tile<Format>(height, a, lda, w, ldw, k, sums, lds, add);
+  for (int left = (rows + kTileRows - 1) / kTileRows; rows > 0; left--) {
+    const int height = (rows + left - 1) / left;
+    tile<Format, W>(height, a, lda, w, ldw, k, sums, lds, add);
     a += height * lda;
     sums += height * lds;
     rows -= height;
   }
 }
 
-template <class Format>
-void panel_product(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* panel, long k,
-                   float* sums) {
-  k = round_up(k, Format::kStep);
-  for (long from = 0; from < k; from += kDepth) {
-    int depth = int(k - from < kDepth ? k - from : kDepth);
-    tiles<Format>(rows, a + from, lda, panel + from * kPanel, kPanel * Format::kStep, depth, sums, kPanel, from > 0);
-  }
+}  // namespace
+
+void float_tiles(int rows, const float* a, long lda, const float* w, long ldw, int k, int vectors, float* sums,
+                 long lds, bool add) {
+  if (vectors == kVectors)
+    tiles<Float32, kVectors>(rows, a, lda, w, ldw, k, sums, lds, add);
+  else
+    tiles<Float32, 2>(rows, a, lda, w, ldw, k, sums, lds, add);
 }
 
-#define TANDEM_INSTANCES(Format)                                                                                     \
-  template void tiles<Format>(int, const Format::Activation*, long, const Format::Weight*, long, int, float*, long,  \
-                              bool);                                                                                 \
-  template void panel_product<Format>(int, const Format::Activation*, long, const Format::Weight*, long, float*);
-TANDEM_INSTANCES(Float32)
-TANDEM_INSTANCES(BFloat16)
-#undef TANDEM_INSTANCES
+template <class Format>
+void chunk_product(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* panel,
+                   long from, long to, float* sums) {
+  to = round_up(to, Format::kStep);
+  for (long at = from; at < to; at += kDepth)
+    tiles<Format, kVectors>(rows, a + at, lda, panel + at * kPanel, kPanel * Format::kStep,
+                            int(to - at < kDepth ? to - at : kDepth), sums, kPanel, at > from);
+}
+
+#define TANDEM_INSTANCE(Format)                                                                                    \
+  template void chunk_product<Format>(int, const Format::Activation*, long, const Format::Weight*, long, long, float*);
+TANDEM_INSTANCE(Float32)
+TANDEM_INSTANCE(BFloat16)
+#undef TANDEM_INSTANCE
 
 }  // namespace tandem

@@ -1,8 +1,9 @@
-// y = x W^T for packed W, every output element by one chain of multiply-adds.
+// y = x W^T for packed W, every output element by one fixed chain of multiply-adds.
 //
 // W's rows (output columns) lie in panels of kPanel: panel p holds [K][kPanel], so a thread reads memory in one run.
-// Batch invariance: y[r][n] adds its K products in the order of k, in sub-sums of kDepth, in lane n % kPanel of its own
-// accumulator. How many rows share a register tile only decides how often a loaded weight is used, never an order.
+// Batch invariance: y[r][n] adds its K products in the order of k, in sub-sums of kDepth and chunks of kChunk, in a lane
+// of its own accumulator. How many rows share a register tile only decides how often a loaded weight is used, and how
+// many threads share a panel only who computes which chunk, never an order.
 #pragma once
 
 #include "pool.h"
@@ -10,18 +11,19 @@
 
 namespace tandem {
 
+constexpr int kDepth = 512;   // products of a sub-sum: a panel's share of it stays in the L2 cache
+constexpr int kChunk = 2048;  // products of a chunk, whole sub-sums
+
 // float32 weights and activations.
 struct Float32 {
   using Weight = float;
   using Activation = float;
+  using Factor = Vec;              // kLanes columns of weights
   static constexpr int kStep = 1;  // products per element of a panel row
-  struct Pair {
-    Vec low, high;
-  };
-  static inline Pair weights(const float* p) { return {load(p), load(p + kLanes)}; }
+  static long index(long k, int column) { return k * kPanel + column; }  // of a weight in its panel
+  static inline Factor weights(const float* p, int vector) { return load(p + vector * kLanes); }
   static inline Vec spread(const float* a) { return splat(*a); }
-  static inline Vec low(Vec a, const Pair& w, Vec acc) { return fma(a, w.low, acc); }
-  static inline Vec high(Vec a, const Pair& w, Vec acc) { return fma(a, w.high, acc); }
+  static inline Vec add(Vec a, Factor w, Vec sum) { return fma(a, w, sum); }
 };
 
 #if defined(__AVX512BF16__)
@@ -30,38 +32,36 @@ struct Float32 {
 struct BFloat16 {
   using Weight = bf16;
   using Activation = bf16;
+  using Factor = __m512bh;
   static constexpr int kStep = 2;
-  struct Pair {
-    __m512bh low, high;
-  };
-  static inline Pair weights(const bf16* p) {
-    return {(__m512bh)_mm512_loadu_si512(p), (__m512bh)_mm512_loadu_si512(p + kPanel)};
+  static long index(long k, int column) { return k / 2 * (2 * kPanel) + 2 * column + k % 2; }
+  static inline Factor weights(const bf16* p, int vector) {
+    return (__m512bh)_mm512_loadu_si512(p + vector * 2 * kLanes);
   }
   static inline __m512bh spread(const bf16* a) {
     int32_t two;
     std::memcpy(&two, a, 4);
     return (__m512bh)_mm512_set1_epi32(two);
   }
-  static inline Vec low(__m512bh a, const Pair& w, Vec acc) { return (Vec)_mm512_dpbf16_ps((__m512)acc, w.low, a); }
-  static inline Vec high(__m512bh a, const Pair& w, Vec acc) { return (Vec)_mm512_dpbf16_ps((__m512)acc, w.high, a); }
+  static inline Vec add(__m512bh a, Factor w, Vec sum) { return (Vec)_mm512_dpbf16_ps((__m512)sum, w, a); }
 };
 #else
-// bfloat16 weights widened in registers, float32 activations. Word j of a panel row holds column j in its low and
+// bfloat16 weights widened in registers, float32 activations. Word j of a pair of vectors holds column j in its low and
 // column j + kLanes in its high half.
 struct BFloat16 {
   using Weight = bf16;
   using Activation = float;
+  using Factor = Vec;
   static constexpr int kStep = 1;
-  struct Pair {
-    Vec low, high;
-  };
-  static inline Pair weights(const bf16* p) {
-    UVec word = load_as<UVec>(p);
-    return {(Vec)(word << 16), (Vec)(word & 0xffff0000u)};
+  static long index(long k, int column) {
+    return k * kPanel + column / (2 * kLanes) * (2 * kLanes) + 2 * (column % kLanes) + column / kLanes % 2;
+  }
+  static inline Factor weights(const bf16* p, int vector) {
+    UVec word = load_as<UVec>(p + vector / 2 * (2 * kLanes));
+    return vector % 2 ? (Vec)(word & 0xffff0000u) : (Vec)(word << 16);
   }
   static inline Vec spread(const float* a) { return splat(*a); }
-  static inline Vec low(Vec a, const Pair& w, Vec acc) { return fma(a, w.low, acc); }
-  static inline Vec high(Vec a, const Pair& w, Vec acc) { return fma(a, w.high, acc); }
+  static inline Vec add(Vec a, Factor w, Vec sum) { return fma(a, w, sum); }
 };
 #endif
 
@@ -71,43 +71,88 @@ inline long panel_size(long k) {
   return round_up(k, Format::kStep) * kPanel;
 }
 
-// sums[r][0..kPanel) (+)= a[r][0..k) · w[0..k)[0..kPanel) for any number of rows. `ldw` counts elements from one step
-// of w to the next. Defined in gemm.cpp for both formats, where the register tiles are compiled once.
-template <class Format>
-void tiles(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* w, long ldw, int k,
-           float* sums, long lds, bool add);
+// sums[r][0..n) (+)= a[r][0..k) · w[0..k)[0..n) for any number of rows, where n is `vectors` (2 or kVectors) x kLanes and
+// `ldw` the way from one row of w to the next. Defined in gemm.cpp, where the register tiles are compiled once.
+void float_tiles(int rows, const float* a, long lda, const float* w, long ldw, int k, int vectors, float* sums,
+                 long lds, bool add);
 
-// sums[rows][kPanel] = a · one panel.
+// sums[rows][kPanel] = a[.., from..to) · the same stretch, at most a chunk, of one panel.
 template <class Format>
-void panel_product(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* panel, long k,
-                   float* sums);
+void chunk_product(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* panel,
+                   long from, long to, float* sums);
 
 // Activation rows lie this far apart: whole panels, zero padded, plus a cache line so that rows a power of two long do
 // not all fall into the same cache sets.
 inline long row_stride(long n) { return round_up(n, 64) + 32; }
 
-constexpr int kRowBlock = 192;  // rows a thread takes at a time: their sums stay in the L1 cache
+constexpr int kRowBlock = 96;     // rows a thread takes at a time: their sums stay in the L1 cache
+constexpr int kSplitRows = 16;    // rows up to which threads share panels,
+constexpr int kSplitGroups = 8;   // where there are fewer than so many groups for each of them
 
-// Floats of scratch memory each thread needs for `group` panels at a time.
-inline long product_scratch(int rows, int group) {
-  return long(rows < kRowBlock ? rows : kRowBlock) * kPanel * group;
+inline int chunks_of(long k) { return int((k + kChunk - 1) / kChunk); }
+
+// Whether the chunks of a group of panels are shared out, for want of groups.
+inline bool shares_chunks(int rows, long k, int groups, int threads) {
+  return k > kChunk && threads > 1 && rows <= kSplitRows && groups < kSplitGroups * threads;
+}
+
+// Memory for the products of one pass, one after another.
+struct ProductScratch {
+  float* sums;    // each thread's own, own_floats()
+  float* shared;  // the team's, shared_floats(): sums of chunks
+  Counter* done;  // the team's, kSplitGroups for each thread, all zero: chunks of a group that are done
+
+  static long own_floats(int rows, int group) { return 2L * (rows < kRowBlock ? rows : kRowBlock) * kPanel * group; }
+  static long shared_floats(int rows, long k, int groups, int group, int threads) {
+    return shares_chunks(rows, k, groups, threads) ? long(groups) * group * chunks_of(k) * rows * kPanel : 0;
+  }
+};
+
+// sums[n] += chunk[n]
+inline void add_chunk(const float* chunk, long n, float* sums) {
+  for (long i = 0; i < n; i += kLanes) store(sums + i, load(sums + i) + load(chunk + i));
 }
 
 // All groups of `group` neighbouring panels times all rows, shared out over the team; groups lie `stride` elements
 // apart. done(first_row, rows, index of the group, sums) sees sums[panel of the group][row][kPanel].
 template <class Format, class Done>
 inline void product(Team& team, Counter& counter, int rows, const typename Format::Activation* a, long lda,
-                    const typename Format::Weight* weight, long k, int groups, int group, long stride, float* sums, Done&& done) {
-  int blocks = (rows + kRowBlock - 1) / kRowBlock;
-  int height = (rows + blocks - 1) / blocks;
+                    const typename Format::Weight* weight, long k, int groups, int group, long stride,
+                    const ProductScratch& scratch, Done&& done) {
+  const int chunks = chunks_of(k);
+  if (shares_chunks(rows, k, groups, team.size)) {
+    const long floats = long(group) * rows * kPanel;  // of a chunk
+    for (int item; (item = team.next(counter)) < groups * chunks;) {
+      const int index = item / chunks, chunk = item % chunks;
+      const long from = long(chunk) * kChunk, to = from + kChunk < k ? from + kChunk : k;
+      float* parts = scratch.shared + index * chunks * floats;
+      for (int i = 0; i < group; i++)
+        chunk_product<Format>(rows, a, lda, weight + index * stride + i * panel_size<Format>(k), from, to,
+                              parts + chunk * floats + long(i) * rows * kPanel);
+      std::atomic<int>& finished = scratch.done[index].taken;
+      if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < chunks) continue;
+      finished.store(0, std::memory_order_relaxed);
+      for (int c = 1; c < chunks; c++) add_chunk(parts + c * floats, floats, parts);
+      done(0, rows, index, static_cast<const float*>(parts));
+    }
+    return;
+  }
+  const int blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const int height = (rows + blocks - 1) / blocks;
   for (int item; (item = team.next(counter)) < groups * blocks;) {
-    int index = item / blocks;
-    int first = item % blocks * height;
-    int count = rows - first < height ? rows - first : height;
+    const int index = item / blocks, first = item % blocks * height;
+    const int count = rows - first < height ? rows - first : height;
+    const long floats = long(count) * kPanel;
+    float* extra = scratch.sums + group * floats;
     for (int i = 0; i < group; i++)
-      panel_product<Format>(count, a + first * lda, lda, weight + index * stride + i * panel_size<Format>(k), k,
-                            sums + long(i) * count * kPanel);
-    done(first, count, index, sums);
+      for (int chunk = 0; chunk < chunks; chunk++) {
+        const long from = long(chunk) * kChunk, to = from + kChunk < k ? from + kChunk : k;
+        float* sums = scratch.sums + i * floats;
+        chunk_product<Format>(count, a + first * lda, lda, weight + index * stride + i * panel_size<Format>(k), from,
+                              to, chunk ? extra : sums);
+        if (chunk) add_chunk(extra, floats, sums);
+      }
+    done(first, count, index, static_cast<const float*>(scratch.sums));
   }
 }
 

@@ -152,9 +152,7 @@ class NativeLibrary:
         self.decoder_forward = lib.tandem_decoder_forward
         self.decoder_forward.argtypes = (_Pointer, _Pointer, _Int)
         self.draft_chains = lib.tandem_draft_chains
-        self.draft_chains.argtypes = (_Pointer, _Pointer, _Pointer, _Int64, _Pointer, _Pointer, _Int)
-        self.draft_rows = lib.tandem_draft_rows
-        self.draft_rows.argtypes = (_Pointer, _Int64, _Int64, _Pointer, _Pointer, _Pointer, _Pointer)
+        self.draft_chains.argtypes = (_Pointer, _Pointer, _Pointer, _Int64, _Int64, _Int)
         #: Columns of a panel.
         self.panel: int = lib.tandem_panel()
 

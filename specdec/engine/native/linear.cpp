@@ -9,19 +9,6 @@ namespace {
 
 enum DType { kFloat32 = 0, kBFloat16 = 1 };
 
-// Where element (k, column) of a panel lies.
-template <class Format>
-inline long panel_index(long k, int column);
-template <>
-inline long panel_index<Float32>(long k, int column) {
-  return k * kPanel + column;
-}
-template <>
-inline long panel_index<BFloat16>(long k, int column) {
-  if (BFloat16::kStep == 2) return k / 2 * (2 * kPanel) + 2 * column + k % 2;
-  return k * kPanel + (column < kLanes ? 2 * column : 2 * (column - kLanes) + 1);
-}
-
 template <class Format>
 void pack(const typename Format::Weight* source, long n, long k, long stride, typename Format::Weight* packed,
           long first_panel, long panel_step, int threads) {
@@ -38,7 +25,7 @@ void pack(const typename Format::Weight* source, long n, long k, long stride, ty
         long to = from + kBlock < k ? from + kBlock : k;
         for (int j = 0; j < columns; j++) {
           const typename Format::Weight* row = source + (p * kPanel + j) * stride;
-          for (long i = from; i < to; i++) panel[panel_index<Format>(i, j)] = row[i];
+          for (long i = from; i < to; i++) panel[Format::index(i, j)] = row[i];
         }
       }
     }
@@ -65,14 +52,18 @@ int linear(const T* x, int rows, long ldx, long k, const typename Format::Weight
   constexpr bool same = sizeof(T) == sizeof(Activation);
   bool copied = !same || k % Format::kStep || (rows > 1 && (ldx * sizeof(T)) % 1024 == 0) || ldx % Format::kStep;
   long lda = copied ? row_stride(k) : ldx;
-  long sums_floats = product_scratch(rows, 1);
-  size_t copy_bytes = copied ? size_t(rows) * lda * sizeof(Activation) : 0;
+  const int groups = int((n + kPanel - 1) / kPanel);
+  const long own_floats = ProductScratch::own_floats(rows, 1);
+  const long chunk_floats = ProductScratch::shared_floats(rows, k, groups, 1, threads);
+  const size_t copy_bytes = copied ? size_t(rows) * lda * sizeof(Activation) : 0;
+  const size_t done_bytes = chunk_floats ? size_t(kSplitGroups) * threads * sizeof(Counter) : 0;
   Pool& pool = Pool::local();
-  char* scratch = static_cast<char*>(pool.scratch(copy_bytes + size_t(threads) * sums_floats * 4));
+  char* scratch = static_cast<char*>(pool.scratch(copy_bytes + done_bytes + size_t(threads * own_floats + chunk_floats) * 4));
   if (!scratch) return -1;
-  Activation* copy = reinterpret_cast<Activation*>(scratch);
-  float* sums = reinterpret_cast<float*>(scratch + copy_bytes);
-  long panels = (n + kPanel - 1) / kPanel;
+  Counter* done = reinterpret_cast<Counter*>(scratch);
+  float* sums = reinterpret_cast<float*>(scratch + done_bytes);
+  Activation* copy = reinterpret_cast<Activation*>(sums + threads * own_floats + chunk_floats);
+  for (size_t i = 0; i < done_bytes / sizeof(Counter); i++) done[i].taken.store(0, std::memory_order_relaxed);
   Counter copying, counter;
   pool.run(threads, [&](Team& team) {
     const Activation* a = copied ? copy : reinterpret_cast<const Activation*>(x);
@@ -80,8 +71,8 @@ int linear(const T* x, int rows, long ldx, long k, const typename Format::Weight
       copy_rows(team, copying, x, ldx, rows, k, round_up(k, Format::kStep), copy, lda);
       team.barrier();
     }
-    product<Format>(team, counter, rows, a, lda, weight, k, int(panels), 1, panel_step * panel_size<Format>(k),
-                    sums + team.id * sums_floats,
+    const ProductScratch mine{sums + team.id * own_floats, sums + threads * own_floats, done};
+    product<Format>(team, counter, rows, a, lda, weight, k, groups, 1, panel_step * panel_size<Format>(k), mine,
                     [&](int first, int count, int panel, const float* s) {
                       long column = long(panel) * kPanel;
                       for (int half = 0; half < kPanel; half += kLanes, column += kLanes) {

@@ -52,9 +52,12 @@ class Team {
   const int id;
   const int size;
 
+  // Whether this thread takes part in the stage; if not, the stage is over. What a thread reads for itself before its
+  // first item, it may read only then.
+  bool present() { return member_ || join(); }
   // The next item of this stage's counter, or INT_MAX if the stage is over.
   int next(Counter& counter) {
-    if (!member_ && !join()) return INT_MAX;
+    if (!present()) return INT_MAX;
     return counter.taken.fetch_add(1, std::memory_order_relaxed);
   }
   // Ends the stage: returns when all its items are done.

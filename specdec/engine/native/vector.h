@@ -16,22 +16,18 @@
 
 namespace tandem {
 
+// A register tile holds up to kTileRows rows x kVectors vectors of sums: the wider, the fewer loads for each product.
 #if defined(__AVX512F__)
-constexpr int kLanes = 16;
-constexpr int kMaxTile = 12;  // rows of a register tile: 12 x 2 accumulators of 32 registers
+constexpr int kLanes = 16, kVectors = 4, kTileRows = 8;  // of 32 registers; eight rows spill, and still reach the peak
 #elif defined(__AVX2__) && defined(__FMA__)
-constexpr int kLanes = 8;
-constexpr int kMaxTile = 6;  // 6 x 2 of 16
+constexpr int kLanes = 8, kVectors = 2, kTileRows = 6;  // of 16
+#elif defined(__ARM_NEON)
+constexpr int kLanes = 4, kVectors = 4, kTileRows = 6;  // of 32
 #else
-constexpr int kLanes = 4;
-#if defined(__ARM_NEON)
-constexpr int kMaxTile = 12;
-#else
-constexpr int kMaxTile = 6;
-#endif
+constexpr int kLanes = 4, kVectors = 2, kTileRows = 6;  // of 16
 #endif
 
-constexpr int kPanel = 2 * kLanes;  // output columns that are computed together
+constexpr int kPanel = kVectors * kLanes;  // output columns that are computed together
 
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IVec __attribute__((vector_size(kLanes * 4)));

@@ -99,10 +99,13 @@ CASES = {
         heads=4, kv_heads=1, head_dim=32, value_dim=32, block_size=32, lengths=(64, 70), order=[5, 4, 3, 2, 1]
     ),
     "bfloat16": Case(head_dim=40, value_dim=40, dtype=torch.bfloat16),
+    "several splits": Case(heads=3, kv_heads=1, block_size=48, lengths=(1300, 513, 20)),
 }
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (9, None), (40, 2.0), (None, 5.0)])
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(None, None), (1, None), (9, None), (40, 2.0), (600, None), (None, 5.0)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_it_computes_attention(name: str, window: int | None, softcap: float | None) -> None:
     case = CASES[name]
@@ -115,7 +118,7 @@ def test_it_computes_attention(name: str, window: int | None, softcap: float | N
             torch.testing.assert_close(out.double(), wanted, atol=2 * rounding, rtol=rounding)
 
 
-@pytest.mark.parametrize("window", [None, 9, 40])
+@pytest.mark.parametrize("window", [None, 9, 40, 600])
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_is_the_same_to_the_bit_in_any_company(name: str, window: int | None) -> None:
     case = CASES[name]

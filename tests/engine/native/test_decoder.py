@@ -117,6 +117,27 @@ def test_neither_threads_nor_the_choice_of_logits_change_a_bit() -> None:
             assert torch.equal(some, wanted[rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_contexts_and_wide_layers_give_the_same_bits_to_every_batch_and_number_of_threads(
+    dtype: torch.dtype,
+) -> None:
+    """Where work is scarce, splits of a context and chunks of a sum are shared out: the order of sums must not show."""
+    ids = _ids(1200)
+    wanted = None
+    for threads in (1, 2, 3):
+        runner = Runner(make_model("llama", dtype, max_position_embeddings=2048, intermediate_size=5000), threads)
+        table, other = runner.open(1200), runner.open(30)
+        runner.feed([(table, 0, ids[:1190])])
+        runner.feed([(other, 0, ids[:25])])
+        alone = torch.cat([runner.feed([(table, i, ids[i : i + 1])])[0] for i in range(1190, 1200)])
+        wanted = alone if wanted is None else wanted
+        assert torch.equal(alone, wanted)
+        for count in (2, 5, 10):
+            assert torch.equal(runner.feed([(table, 1200 - count, ids[1200 - count :])])[0], wanted[-count:])
+            beside = runner.feed([(other, 25, ids[25:30]), (table, 1200 - count, ids[1200 - count :])])
+            assert torch.equal(beside[1], wanted[-count:])
+
+
 def test_a_pass_without_logits_still_writes_the_cache() -> None:
     runner = Runner(make_model("llama"))
     ids, first, second = _ids(20), runner.open(20), runner.open(20)

@@ -11,8 +11,9 @@ from transformers.pytorch_utils import Conv1D
 from specdec.engine.linears import NativeLinear, pack_linears
 from specdec.engine.native.library import NativeLibrary
 
-#: In, out: single panels, partial panels, odd depths, more than one sub-sum, a stride the caches dislike.
-SHAPES = [(1, 1), (7, 3), (16, 32), (48, 97), (513, 65), (1031, 129), (2048, 256)]
+#: In, out: single panels, partial panels, odd depths, more than one sub-sum, a stride the caches dislike, and more than
+#: one chunk with too few panels to go round.
+SHAPES = [(1, 1), (7, 3), (16, 32), (48, 97), (513, 65), (1031, 129), (2048, 256), (2049, 40), (5000, 130)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -53,10 +54,13 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(shape: tuple[int, int], dty
         assert torch.equal(packed(x[first:]), alone[first:])
 
 
-def test_the_number_of_threads_changes_no_bit() -> None:
-    x = torch.randn(37, 300)
-    results = [_pack((300, 200), torch.float32, threads)[1](x) for threads in (1, 2, 3, 7)]
-    assert all(torch.equal(result, results[0]) for result in results)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(300, 200), (5000, 130)])
+def test_the_number_of_threads_changes_no_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = torch.randn(37, shape[0]).to(dtype)
+    for rows in (1, 5, 16, 37):
+        results = [_pack(shape, dtype, threads)[1](x[:rows]) for threads in (1, 2, 3, 7)]
+        assert all(torch.equal(result, results[0]) for result in results)
 
 
 def test_leading_dimensions_and_strides() -> None:
