@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdec.sampling.transfer import send
 from specdec.sessions import PositionLogprobs, TokenLogprob
 
 
@@ -35,6 +36,6 @@ def position_logprobs(
     logits: Tensor, token_ids: Sequence[int], num_top: int, num_tokens: int
 ) -> list[PositionLogprobs]:
     """The log-probabilities of tokens already known, such as a prompt's; arguments as :func:`score`. Syncs once."""
-    at = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+    at = send(token_ids, logits.device, torch.int64)
     packed = score(logits, at, min(num_top, num_tokens), num_tokens).tolist()
     return [read(row, token_id, num_top) for row, token_id in zip(packed, token_ids, strict=True)]

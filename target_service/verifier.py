@@ -16,6 +16,7 @@ from specdec.sampling.noise import Stream
 from specdec.sampling.rows import Rows
 from specdec.sampling.rule import Rule, SparseRow
 from specdec.sampling.state import SamplingState
+from specdec.sampling.transfer import send
 from specdec.sessions import PositionLogprobs
 from target_service.logprobs import read, score
 from target_service.rules import block, coupled, greedy, token
@@ -143,7 +144,7 @@ class _Group:
         if rule is Rule.COUPLED:
             positions = zip(self.rows.states, self.rows.positions, strict=True)
             keys = [state.noise_key(Stream.COUPLING, position) for state, position in positions]
-            return *coupled.verify(target, self.drafts, torch.tensor(keys, device=logits.device)), target.valid
+            return *coupled.verify(target, self.drafts, send(keys, logits.device)), target.valid
         verify = token.verify if rule is Rule.TOKEN else block.verify
         q = Q.sparse([r.q_rows for r in self.rounds], self.drafts)
         return *verify(target.probabilities(), self.drafts, q, self._uniforms()), target.valid
@@ -161,7 +162,7 @@ class _Group:
             + r.state.uniforms(Stream.BONUS, len(r.state) + len(r.draft_token_ids))
             for r in self.rounds
         ]
-        numbers = torch.tensor(u, dtype=torch.float64, device=self.drafts.token_ids.device)  # [B, 2 k + 1]
+        numbers = send(u, self.drafts.token_ids.device, torch.float64)  # [B, 2 k + 1]
         return Uniforms(numbers[:, :k], numbers[:, k : 2 * k], numbers[:, 2 * k])
 
     # --- log-probabilities ---
@@ -179,8 +180,8 @@ class _Group:
         padded = torch.cat([self.drafts.token_ids, next_token[:, None]], dim=1)  # [B, k + 1]
         padded.scatter_(1, accepted[:, None], next_token[:, None])
         at = [(b, i) for b in self._scored_rounds for i in range(len(self.rounds[b].draft_token_ids) + 1)]
-        b, i = torch.tensor(at, device=logits.device).unbind(1)
-        picked = logits[torch.tensor([self.rounds[b].start_row + i for b, i in at], device=logits.device)]
+        b, i = send(at, logits.device).unbind(1)
+        picked = logits[send([self.rounds[b].start_row + i for b, i in at], logits.device)]
         return score(picked, padded[b, i], self._num_top, self.rounds[0].state.num_tokens)
 
     # --- on the host ---
@@ -217,7 +218,7 @@ def _pick(logits: Tensor, rows: Sequence[int]) -> Tensor:
     """Rows of the logits; the logits themselves where that is all of them in order."""
     if len(rows) == logits.shape[0] and all(i == row for i, row in enumerate(rows)):
         return logits
-    return logits.index_select(0, torch.tensor(rows, device=logits.device))
+    return logits.index_select(0, send(rows, logits.device))
 
 
 def _explain(r: Round, accepted: int, logits: Tensor) -> TandemError:

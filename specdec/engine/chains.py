@@ -15,6 +15,7 @@ from specdec.engine.native import chains as native
 from specdec.engine.native.decoder import NativeDecoder
 from specdec.sampling.drafting import Drafted, DraftedChain, collect, draft
 from specdec.sampling.rows import Rows
+from specdec.sampling.transfer import send
 
 __all__ = ["ChainJob", "StopFlags", "draft_chains"]
 
@@ -121,7 +122,7 @@ def _spread(drafted: Drafted, active: Sequence[int], num_rows: int) -> Drafted:
     """The same result with a row for every chain; those that ended get filler."""
     if len(active) == num_rows:
         return drafted
-    at = torch.tensor(active, device=drafted.token_ids.device)
+    at = send(active, drafted.token_ids.device)
 
     def spread(part: torch.Tensor | None) -> torch.Tensor | None:
         return None if part is None else part.new_zeros(num_rows, *part.shape[1:]).index_copy_(0, at, part)

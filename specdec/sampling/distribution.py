@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.sampling.rows import Rows
+from specdec.sampling.transfer import send
 
 #: Tokens looked at first on a CPU where only top-p or min-p bounds the survivors; eight times more at each retry.
 _FIRST_WIDTH = 256
@@ -102,20 +103,21 @@ def head(logits: Tensor, rows: Rows, width: int) -> Distribution:
 
     min_p = None
     if any(p.min_p > 0 for p in params):
-        min_p = torch.tensor([[p.min_p] for p in params], dtype=torch.float64, device=logits.device)
+        min_p = send([[p.min_p] for p in params], logits.device, torch.float64)
         weights = weights * (weights >= min_p)
     if any(0 < p.top_k < width for p in params):
-        k = torch.tensor([[p.top_k or num_tokens] for p in params], device=logits.device)
+        k = send([[p.top_k or num_tokens] for p in params], logits.device)
         weights = weights * (torch.arange(width, device=logits.device) < k)
     if any(p.top_p < 1 for p in params):
-        share = torch.tensor([[p.top_p] for p in params], dtype=torch.float64, device=logits.device)
+        share = send([[p.top_p] for p in params], logits.device, torch.float64)
         total = weights.sum(-1, keepdim=True)
         unseen = [i for i, p in enumerate(params) if p.top_p < 1 and not 0 < p.top_k <= width]
         if unseen and width < num_tokens:  # the mass of rows that top-k does not bound lies beyond the head, too
-            all_weights = _weights(logits[unseen], top[unseen], temperature[unseen])
+            at = send(unseen, logits.device)
+            all_weights = _weights(logits[at], top[at], temperature[at])
             if min_p is not None:
-                all_weights *= all_weights >= min_p[unseen]
-            total[unseen] = all_weights.sum(-1, keepdim=True)
+                all_weights *= all_weights >= min_p[at]
+            total[at] = all_weights.sum(-1, keepdim=True)
         before = weights.cumsum(-1) - weights
         weights = weights * ((before < share * total) | (share >= 1))
     return Distribution(weights, ids, _valid(top), num_tokens)
@@ -123,7 +125,7 @@ def head(logits: Tensor, rows: Rows, width: int) -> Distribution:
 
 def _temperatures(rows: Rows, logits: Tensor) -> Tensor:
     values = [[state.params.temperature] for state in rows.states]
-    return torch.tensor(values, dtype=torch.float64, device=logits.device)  # [R, 1]
+    return send(values, logits.device, torch.float64)  # [R, 1]
 
 
 def _weights(logits: Tensor, top: Tensor, temperature: Tensor) -> Tensor:

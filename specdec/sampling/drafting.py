@@ -18,6 +18,7 @@ from specdec.sampling.noise import Stream
 from specdec.sampling.rows import Rows
 from specdec.sampling.rule import Rule, SparseRow
 from specdec.sampling.state import SamplingState
+from specdec.sampling.transfer import send
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +77,7 @@ def draft(logits: Tensor, rows: Rows, rules: Sequence[Rule], num_candidates: int
     q_token_ids, q_weights = token_ids.new_zeros(2, len(rows), width) if _Kind.RATIO in of_kind else (None, None)
     candidates = token_ids.new_zeros(len(rows), num_candidates) if num_candidates else None
     for kind, indices in of_kind.items():
-        at = torch.tensor(indices, device=logits.device)
+        at = send(indices, logits.device)
         part = _draft_alike(kind, logits.index_select(0, at), rows.select(indices), num_candidates)
         for whole, values in (
             (token_ids, part.token_ids),
@@ -152,7 +153,7 @@ def _draft_coupled(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
     keys = [
         state.noise_key(Stream.COUPLING, position) for state, position in zip(rows.states, rows.positions, strict=True)
     ]
-    noise = torch.tensor(keys, device=logits.device)
+    noise = send(keys, logits.device)
     if not num_candidates:
         return Drafted(q.tokens(winners(q, noise)))
     scores = race(q, noise)  # [R, S]
@@ -169,7 +170,7 @@ def _draft_ratio(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
         state.uniforms(Stream.DRAFT, base, [position - base])
         for state, base, position in zip(rows.states, rows.bases, rows.positions, strict=True)
     ]
-    columns = draw_quantized(weights, torch.tensor(u, dtype=torch.float64, device=logits.device))
+    columns = draw_quantized(weights, send(u, logits.device, torch.float64))
     best = _best(logits, num_candidates) if num_candidates else None
     return Drafted(token_ids.gather(1, columns[:, None]).squeeze(1), token_ids, weights, best)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specdec.sampling.rows import Rows
 from specdec.sampling.state import SamplingState
+from specdec.sampling.transfer import send
 
 _NEVER = float("-inf")
 
@@ -49,7 +50,8 @@ def _sessions(rows: Rows, uses: Callable[[SamplingState], object]) -> Iterator[t
 
 def _allow(logits: Tensor, rows: Rows) -> None:
     for state, indices in _sessions(rows, lambda s: s.params.allowed_token_ids):
-        logits[indices] = logits[indices].masked_fill_(state.forbidden, _NEVER)
+        at = send(indices, logits.device)
+        logits[at] = logits[at].masked_fill_(state.forbidden, _NEVER)
 
 
 def _forbid_bad_tokens(logits: Tensor, rows: Rows) -> None:
@@ -63,7 +65,7 @@ def _forbid_bad_sequences(logits: Tensor, rows: Rows) -> None:
         heads, last = state.bad_sequences  # [n, L-1], [n]
         tails = rows.select(indices).tails(heads.shape[1])  # [r, L-1]
         match = ((tails[:, None] == heads) | (heads == -1)).all(-1)  # [r, n]
-        at = torch.tensor(indices, device=logits.device)[:, None].expand_as(match)
+        at = send(indices, logits.device)[:, None].expand_as(match)
         # Adding 0 or -inf: two sequences may end in the same token.
         change = torch.zeros(match.shape, device=logits.device).masked_fill_(match, _NEVER)
         logits.index_put_((at, last.expand_as(match)), change, accumulate=True)
@@ -79,7 +81,7 @@ def _forbid_stopping(logits: Tensor, rows: Rows) -> None:
 def _add_bias(logits: Tensor, rows: Rows) -> None:
     for state, indices in _sessions(rows, lambda s: s.params.logit_bias):
         ids, values = state.bias
-        at = torch.tensor(indices, device=logits.device)[:, None]
+        at = send(indices, logits.device)[:, None]
         logits[at, ids] += values
 
 
@@ -91,17 +93,16 @@ def _penalize(logits: Tensor, rows: Rows) -> None:
     rows = rows.select(indices)
     counts = torch.stack([state.output_counts for state in rows.states])  # [r, V]
     if width := rows.prefix.shape[1]:
-        lens = torch.tensor(rows.prefix_lens, device=logits.device)
+        lens = send(rows.prefix_lens, logits.device)
         present = torch.arange(width, device=logits.device) < lens[:, None]  # [r, m]
         counts.scatter_add_(1, rows.prefix * present, present.float())
-    x = logits[indices]  # [r, V]
+    at = send(indices, logits.device)
+    x = logits[at]  # [r, V]
     generated = counts > 0
 
     params = [state.params for state in rows.states]
-    column = torch.tensor(
-        [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params], device=logits.device
-    )[:, :, None]  # [r, 3, 1]
-    repetition, frequency, presence = column.unbind(1)
+    column = send([(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params], logits.device)
+    repetition, frequency, presence = column[:, :, None].unbind(1)  # [r, 1] each
     if any(p.repetition_penalty != 1 for p in params):
         seen = torch.stack([state.prompt_seen for state in rows.states]).logical_or_(generated)
         x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
@@ -109,9 +110,10 @@ def _penalize(logits: Tensor, rows: Rows) -> None:
         x = x - frequency * counts
     if any(p.presence_penalty != 0 for p in params):
         x = x - presence * generated
-    logits[indices] = x
+    logits[at] = x
 
 
 def _mask(logits: Tensor, indices: list[int], token_ids: tuple[int, ...]) -> None:
-    at = torch.tensor(indices, dtype=torch.int64, device=logits.device)[:, None]
-    logits[at, torch.tensor(token_ids, device=logits.device)] = _NEVER
+    at = send(indices, logits.device, torch.int64)[:, None]
+    # A number in an assignment would be a tensor of the host, whose copy to a GPU is waited for.
+    logits.index_put_((at, send(token_ids, logits.device)), logits.new_full((), _NEVER))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.sampling.state import SamplingState
+from specdec.sampling.transfer import send
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,8 +34,8 @@ class Rows:
         lens = [len(ids) for ids in assumed]
         width = max(lens, default=0)
         prefix = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in assumed], dtype=torch.int64)
-        device = states[0].device if states else None
-        return cls(states, prefix.reshape(len(states), width).to(device), lens, lens)
+        prefix = prefix.reshape(len(states), width)
+        return cls(states, send(prefix, states[0].device) if states else prefix, lens, lens)
 
     @classmethod
     def along(cls, states: Sequence[SamplingState], chains: Sequence[Sequence[int]]) -> Rows:
@@ -47,7 +48,7 @@ class Rows:
             prefix = torch.tensor([[*ids, *[0] * (width - len(ids))] for _, ids, _ in places])
         return cls(
             [state for state, _, _ in places],
-            prefix.to(states[0].device if states else None),
+            send(prefix, states[0].device) if states else prefix,
             [n for _, _, n in places],
             [0] * len(places),
         )
@@ -74,13 +75,13 @@ class Rows:
             width = max(*lens, self.prefix.shape[1])
             prefix = self.prefix.new_zeros(len(self), width)
             prefix[:, : self.prefix.shape[1]] = self.prefix
-            at = torch.tensor(self.prefix_lens, device=prefix.device)
+            at = send(self.prefix_lens, prefix.device)
             prefix.scatter_(1, at[:, None], token_ids[:, None])
         return Rows(self.states, prefix, lens, self.assumed_lens)
 
     def select(self, indices: Sequence[int]) -> Rows:
         """Some of the rows, in the order given."""
-        at = torch.tensor(indices, dtype=torch.int64, device=self.prefix.device)
+        at = send(indices, self.prefix.device, torch.int64)
         return Rows(
             [self.states[i] for i in indices],
             self.prefix.index_select(0, at),
@@ -91,6 +92,6 @@ class Rows:
     def tails(self, width: int) -> Tensor:
         """The last ``width`` tokens before each row, prefix included: int64 [R, width]; -2 where there are fewer."""
         committed = [([-2] * width + state.token_ids[-width:])[-width:] for state in self.states]
-        context = torch.cat([torch.tensor(committed, device=self.prefix.device), self.prefix], dim=1)  # [R, width + m]
-        first = torch.tensor(self.prefix_lens, device=self.prefix.device)[:, None]
+        context = torch.cat([send(committed, self.prefix.device), self.prefix], dim=1)  # [R, width + m]
+        first = send(self.prefix_lens, self.prefix.device)[:, None]
         return context.gather(1, first + torch.arange(width, device=self.prefix.device))

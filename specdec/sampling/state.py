@@ -11,6 +11,7 @@ from torch import Tensor
 from specdec.errors import InvalidRequest
 from specdec.sampling.noise import Stream, number, position_key, stream_key
 from specdec.sampling.params import SamplingParams
+from specdec.sampling.transfer import send
 
 
 class SamplingState:
@@ -63,7 +64,8 @@ class SamplingState:
         new = list(token_ids)
         self.token_ids += new
         if "output_counts" in self.__dict__:
-            self.output_counts += self._count(new)
+            ids = send([t for t in new if t < self.num_tokens], self.device, torch.int64)
+            self.output_counts.index_add_(0, ids, torch.ones(ids.shape, device=self.device))
 
     def stream_key(self, stream: Stream) -> int:
         """The part of a stream's keys that is the same at all positions: unsigned 64-bit."""
@@ -105,13 +107,13 @@ class SamplingState:
         """Tokens outside ``allowed_token_ids``: bool [V]."""
         mask = torch.ones(self.num_tokens, dtype=torch.bool)
         mask[list(self.params.allowed_token_ids)] = False
-        return mask.to(self.device)
+        return send(mask, self.device)
 
     @cached_property
     def bias(self) -> tuple[Tensor, Tensor]:
         """``logit_bias`` as token ids int64 [n] and values float32 [n]."""
         ids, values = zip(*self.params.logit_bias.items(), strict=True)
-        return torch.tensor(ids, device=self.device), torch.tensor(values, device=self.device)
+        return send(ids, self.device), send(values, self.device)
 
     @cached_property
     def bad_sequences(self) -> tuple[Tensor, Tensor]:
@@ -119,7 +121,7 @@ class SamplingState:
         sequences = [ids for ids in self.params.bad_token_ids if len(ids) > 1]
         width = max(len(ids) for ids in sequences) - 1
         heads = [[-1] * (width - len(ids) + 1) + list(ids[:-1]) for ids in sequences]
-        return torch.tensor(heads, device=self.device), torch.tensor([ids[-1] for ids in sequences], device=self.device)
+        return send(heads, self.device), send([ids[-1] for ids in sequences], self.device)
 
     @cached_property
     def prompt_seen(self) -> Tensor:
@@ -133,7 +135,7 @@ class SamplingState:
 
     def _count(self, token_ids: Sequence[int]) -> Tensor:
         ids = torch.tensor([t for t in token_ids if t < self.num_tokens], dtype=torch.int64)
-        return torch.bincount(ids, minlength=self.num_tokens).float().to(self.device)
+        return send(torch.bincount(ids, minlength=self.num_tokens).float(), self.device)
 
     def _check(self) -> None:
         p = self.params

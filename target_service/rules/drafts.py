@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec.sampling import sparse
 from specdec.sampling.rule import SparseRow
+from specdec.sampling.transfer import send
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +34,7 @@ class Drafts:
         for ids in token_ids:
             padded.append([*ids, *[0] * (width - len(ids)), len(ids), start])
             start += len(ids) + 1
-        packed = torch.tensor(padded, device=device)
+        packed = send(padded, torch.device(device))
         length, first = packed[:, width : width + 1], packed[:, width + 1 :]  # [B, 1]
         steps = torch.arange(width + 1, device=device)
         return cls(packed[:, :width], length.squeeze(1), first + torch.minimum(steps, length))
@@ -75,13 +76,13 @@ class Q:
                 both[0, b, i, : len(row_ids)] = row_ids
                 both[1, b, i, : len(row_ids)] = row_weights
         device = drafts.token_ids.device
-        ids, weights = torch.from_numpy(both).to(device).unbind()
+        ids, weights = send(torch.from_numpy(both), device).unbind()
         probabilities = weights.double()
         probabilities /= probabilities.sum(-1, keepdim=True).clamp_min_(1.0)
         if not all(rows):
-            bare = torch.tensor([not chain for chain in rows], device=device)
-            ids[bare, :, 0] = drafts.token_ids[bare]
-            probabilities[bare, :, 0] = drafts.present[bare].double()
+            bare = send([not chain for chain in rows], device)[:, None]  # [B, 1]
+            ids[..., 0] = torch.where(bare, drafts.token_ids, ids[..., 0])
+            probabilities[..., 0] = torch.where(bare, drafts.present.double(), probabilities[..., 0])
         return cls(ids, probabilities)
 
     def of(self, token_ids: Tensor) -> Tensor:

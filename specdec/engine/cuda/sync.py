@@ -77,15 +77,16 @@ class NoSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_repeat = func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
         if is_repeat or func in _DATA_DEPENDENT:
             return "the shape of its result depends on values"
-        return self._indexing(args[1]) if func in _INDEXING else None
+        return self._indexing(args[1], *args[2:3]) if func in _INDEXING else None
 
-    def _indexing(self, indices: Sequence[torch.Tensor | None]) -> str | None:
-        for index in indices:
-            if index is not None and index.dtype in {torch.bool, torch.uint8}:
-                return "it selects by a mask"
-            if index is not None and index.dim() and not self._is_there(index):
-                return "its indices come from the host"
-        return None
+    def _indexing(self, indices: Sequence[torch.Tensor | None], value: torch.Tensor | None = None) -> str | None:
+        given = [index for index in indices if index is not None]
+        if any(index.dtype in {torch.bool, torch.uint8} for index in given):
+            is_fill = len(given) == 1 and value is not None and value.dim() == 0 and value.device.type == "cpu"
+            return None if is_fill else "it selects by a mask"
+        if any(index.dim() and not self._is_there(index) for index in given):
+            return "its indices come from the host"
+        return None if value is None or self._is_there(value) else "the value it puts comes from the host"
 
     def _copying(
         self, source: torch.Tensor, target: torch.device | None, non_blocking: bool, into: torch.Tensor | None

@@ -16,7 +16,7 @@ WAITS: dict[str, Callable[[], object]] = {
     "int": lambda: int(X[2]),
     "nonzero": X.nonzero,
     "mask": lambda: X[X > 2],
-    "put by mask": lambda: X.clone().__setitem__(X > 2, 1.0),
+    "put by mask": lambda: X.clone().__setitem__(X > 2, X[:3]),
     "masked_select": lambda: X.masked_select(X > 2),
     "where": lambda: torch.where(X > 2),
     "unique": X.unique,
@@ -26,6 +26,7 @@ WAITS: dict[str, Callable[[], object]] = {
 GOES_ON: dict[str, Callable[[], object]] = {
     "index": lambda: X[torch.tensor([1, 2])],
     "put": lambda: X.clone().index_put_((torch.tensor([1, 2]),), torch.tensor(3.0)),
+    "put a number by mask": lambda: X.clone().__setitem__(X > 2, 1.0),
     "where": lambda: torch.where(X > 2, X, 0.0),
     "masked_fill": lambda: X.masked_fill(X > 2, 0.0),
     "dtype": lambda: X.to(torch.float64),
@@ -71,6 +72,8 @@ def test_copies_between_host_and_device_are_judged_by_how_they_are_made() -> Non
             there.copy_(host)
         with mode, pytest.raises(HostWaits, match="its indices come from the host"):
             there[torch.tensor([1, 2])]
+        with mode, pytest.raises(HostWaits, match="the value it puts comes from the host"):
+            there.index_put_((torch.zeros(1, dtype=torch.int64, device="meta"),), torch.tensor(1.0))
     with NoSync("meta"), pytest.raises(HostWaits, match="pageable memory"):
         host.to("meta", non_blocking=True)
     with Pinned("meta"):
