@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Final
 
 from gateway.drafting import Drafting, close_session
 from gateway.routing import Replica, Router
 from gateway.speculation import SpeculationMetrics
+from specdec.branches import Branches, Path
 from specdec.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
+    InvalidRequest,
     Overloaded,
     StaleSession,
     TandemError,
@@ -28,6 +31,7 @@ from specdec.errors import (
 from specdec.sampling.params import SamplingParams
 from specdec.sessions import (
     FinishReason,
+    Proposal,
     Rule,
     SessionSpec,
     TargetBackend,
@@ -72,6 +76,10 @@ class DecodingSettings:
 
     draft_timeout_s: float = 1.0
     max_target_retries: int = 3
+    #: Proposals the draft may send ahead of each verdict; 0 drafts and verifies in turns.
+    num_ahead_proposals: int = 0
+    #: Those that are at least this likely to be needed go to the target before the verdict is known.
+    min_offer_likelihood: float = 0.3
     #: No drafting while more sequences than this are open; None always drafts.
     disable_by_batch_size: int | None = None
 
@@ -114,7 +122,13 @@ class Decoding:
         self._end = len(request.prompt) + self._max_tokens
         self._target: TargetSession | None = None
         self._replica: Replica[TargetBackend] | None = None
-        self._ahead: AsyncIterator[Verdict] | None = None
+        #: A round is under way on the target, asked for at ``_asked_ns``, or before the last verdict, which came then.
+        self._in_round = False
+        self._asked_ns = 0
+        #: Proposals the target has for rounds after the one under way.
+        self._offers = Branches()
+        #: The target decodes up to this length without being asked again.
+        self._ahead_until = 0
         self._chunk = 1
         self._epoch = 0
         self._overloaded: set[Replica[TargetBackend]] = set()
@@ -126,7 +140,9 @@ class Decoding:
             self.token_ids,
             self.metrics,
             num_speculative_tokens=min(request.num_speculative_tokens, self._max_tokens - 1),
+            num_ahead=decoder.settings.num_ahead_proposals,
             timeout_s=decoder.settings.draft_timeout_s,
+            on_ahead=self._offer,
         )
 
     async def verdicts(self) -> AsyncGenerator[Verdict, None]:
@@ -141,11 +157,11 @@ class Decoding:
         """
         self._decoder.open_sessions += 1
         try:
-            self._draft_next()
+            await self._drafting.request(self._num_draft_tokens())
             while True:
                 verdict = self._commit(await self._in_time())
-                if verdict.finish_reason is None and self._draft_next():
-                    await asyncio.sleep(0)  # the draft gets its message before the caller's work, not after it
+                if verdict.finish_reason is None:
+                    await self._go_on(verdict.token_ids)
                 yield verdict
                 if verdict.finish_reason is not None:
                     return
@@ -173,30 +189,86 @@ class Decoding:
     async def _next(self) -> Verdict:
         """The next verdict, from whatever source has it first; target failures are repaired on the way."""
         while True:
+            target = self._target
             try:
-                if self._target is None:
+                if target is None:
                     return await self._open()
-                if self._ahead is None:
-                    proposal = await self._drafting.proposal()
-                    if proposal is not None:
-                        self._chunk = 1
-                        verdict = await self._target.verify(
-                            len(self.token_ids), replace(proposal, epoch=self._epoch) if proposal.token_ids else None
-                        )
-                        return self._checked(verdict)
-                if self._ahead is None:
-                    self._ahead = self._target.decode_ahead(len(self.token_ids), self._next_chunk())
-                    verdict_or_none = await anext(self._ahead, None)
-                    if verdict_or_none is None:
-                        raise Unavailable("the target decoded nothing")
-                    return self._checked(verdict_or_none)
-                verdict_or_none = await anext(self._ahead, None)
-                if verdict_or_none is not None:
-                    return self._checked(verdict_or_none)
-                self._ahead = None
-                self._draft_next()
+                if not self._in_round and len(self.token_ids) >= self._ahead_until:
+                    await self._ask(target)
+                return self._received(await target.receive())
+            except InvalidRequest as error:
+                if target is None or self._drafting.off:
+                    raise
+                # No request of ours is invalid in its middle: what the draft proposed was.
+                self._drafting.refuse(error)
+                await self._recover(error)
             except LOST as error:
                 await self._recover(error)
+
+    async def _ask(self, target: TargetSession) -> None:
+        """Ask for a round, with the proposal as soon as it is there, or for decoding ahead where there is none."""
+        waiting_since_ns = time.perf_counter_ns()
+        proposal = await self._drafting.proposal()
+        if proposal is not None:
+            self.metrics.draft_wait_ns += time.perf_counter_ns() - waiting_since_ns
+            self._start(target, proposal)
+        if self._in_round:
+            return
+        self._offers.clear()
+        size = self._next_chunk()
+        self._ahead_until = len(self.token_ids) + size
+        target.decode_ahead(len(self.token_ids), size)
+
+    async def _go_on(self, token_ids: tuple[int, ...]) -> None:
+        """After a verdict: have the next round under way and the draft at work before the caller handles the text.
+
+        Waits for nobody. Where the draft has no proposal yet, :meth:`_ask` waits for it.
+        """
+        self._offers.commit(token_ids)
+        if (offered := self._offers.take()) is not None:
+            self._begin(offered)
+        self._drafting.commit(token_ids)
+        target = self._target
+        if target is None or len(self.token_ids) < self._ahead_until:
+            return
+        if not self._in_round and (proposal := self._drafting.take()) is not None:
+            self._start(target, proposal)
+        if await self._drafting.request(self._num_draft_tokens()) or self._in_round:
+            await asyncio.sleep(0)  # the messages leave now
+
+    def _num_draft_tokens(self) -> int:
+        """Drafted tokens wanted in the next round; a round commits one token more."""
+        return 0 if self._decoder.crowded else self._end - len(self.token_ids) - 1
+
+    def _start(self, target: TargetSession, proposal: Proposal) -> None:
+        """Ask for the round of a proposal that fits what is committed."""
+        try:
+            target.offer(replace(proposal, epoch=self._epoch))
+        except InvalidRequest as error:
+            self._drafting.refuse(error)
+        else:
+            self._begin(proposal)
+
+    def _begin(self, proposal: Proposal) -> None:
+        self._in_round = True
+        self._chunk = 1
+        self._asked_ns = time.perf_counter_ns()
+        self.metrics.draft_ns += proposal.draft_ns
+
+    def _offer(self, path: Path, proposal: Proposal) -> None:
+        """Let the target have a proposal ahead of the verdict it assumes, where that is likely enough."""
+        target = self._target
+        if (
+            target is None
+            or proposal.likelihood < self._decoder.settings.min_offer_likelihood
+            or not len(self.token_ids) + len(path) < self._end
+            or len(self.token_ids) < self._ahead_until
+            or path in self._offers
+            or self._offers.full
+        ):
+            return
+        target.offer(replace(proposal, epoch=self._epoch))
+        self._offers.keep(path, proposal)
 
     def _next_chunk(self) -> int:
         """Tokens to decode ahead: all of them when no draft can come back, else chunks of 1, 2, 4, … 16."""
@@ -206,17 +278,10 @@ class Decoding:
         size, self._chunk = self._chunk, min(2 * self._chunk, MAX_CHUNK)
         return min(size, remaining)
 
-    def _draft_next(self) -> bool:
-        """Let the draft work while the caller handles the verdict; whether it has something to do now.
-
-        Not in the middle of decoding ahead.
-        """
-        if self._ahead is not None or self._decoder.crowded:
-            return False
-        if self._drafting.is_open and self._target is not None:
-            return self._drafting.request(self._end - len(self.token_ids))
-        self._drafting.start()
-        return False
+    def _received(self, verdict: Verdict) -> Verdict:
+        self._in_round = False
+        self.metrics.record(self._checked(verdict), time.perf_counter_ns() - self._asked_ns)
+        return verdict
 
     def _checked(self, verdict: Verdict) -> Verdict:
         if verdict.base_len != len(self.token_ids) or not (verdict.token_ids or verdict.finish_reason):
@@ -225,7 +290,6 @@ class Decoding:
 
     def _commit(self, verdict: Verdict) -> Verdict:
         self.token_ids.extend(verdict.token_ids)
-        self.metrics.record(verdict)
         if verdict.finish_reason is None and len(self.token_ids) >= self._end:
             return replace(verdict, finish_reason=FinishReason.LENGTH)
         return verdict
@@ -234,7 +298,9 @@ class Decoding:
         """Open a session on a target; its first verdict."""
         self._epoch += 1
         self._replica = self._router.pick_target(self._session_id, self._overloaded)
-        self._target = await self._replica.backend.open(self._target_spec())
+        spec = self._target_spec()
+        self._target = await self._replica.backend.open(spec)
+        self._ahead_until = len(self.token_ids) + 1 + spec.decode_ahead_tokens
         if self.opened is None:
             self.opened = self._target.opened
         return self._checked(self._target.first)
@@ -249,7 +315,7 @@ class Decoding:
             logger.warning("session %s lost on target %s: %s", self._session_id, replica.name, error)
             if isinstance(error, Overloaded):
                 self._overloaded.add(replica)
-            elif not isinstance(error, StaleSession):
+            elif not isinstance(error, StaleSession | InvalidRequest):
                 replica.avoid()
         await self._drop_target()
         if self.opened is None:
@@ -267,9 +333,8 @@ class Decoding:
         await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (failures - 1), LAST_BACKOFF_S))
 
     async def _drop_target(self) -> None:
-        ahead, self._ahead = self._ahead, None
-        if isinstance(ahead, AsyncGenerator):
-            await ahead.aclose()
+        self._in_round = False
+        self._offers.clear()
         target, self._target = self._target, None
         if target is not None:
             task = asyncio.create_task(close_session(target))

@@ -1,15 +1,16 @@
-"""The draft's side of one decoding loop: opening, proposing, losing it and getting it back."""
+"""The draft's side of one decoding loop: opening, asking, keeping proposals, losing the draft and getting it back."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from gateway.routing import Replica, Router
 from gateway.speculation import SpeculationMetrics
+from specdec.branches import Branches, Path, path_of
 from specdec.errors import (
     Cancelled,
     InvalidRequest,
@@ -53,20 +54,30 @@ async def close_session(session: Closable) -> None:
         logger.exception("closing a session failed")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class DraftState:
-    """An open draft session and how far it knows the committed tokens."""
+    """An open draft session, how far it knows the committed tokens, and what it has drafted."""
 
     session: DraftSession
     replica: Replica[DraftBackend]
     known_len: int
+    #: Drafted tokens a round at most.
     num_speculative_tokens: int
+    #: Drafted tokens asked for in the next round; 0: none.
+    k: int = 0
+    #: What arrived and may still be of use; the proposal for the tokens committed now has the empty path.
+    branches: Branches = field(default_factory=Branches)
+    reader: asyncio.Task[None] | None = None
+    #: Done when a proposal for the tokens committed now arrives, or the session is lost.
+    arrival: asyncio.Future[None] | None = None
 
 
 class Drafting:
     """Proposals for one request. Nothing here ever fails the request: without a draft there is just no proposal.
 
-    ``make_spec`` builds the spec of an opening (by its epoch) from the tokens committed by then.
+    The draft learns of every verdict by :meth:`request`. Proposals are received as they come, those for the committed
+    tokens and those drafted ahead of the next verdict; :meth:`take` finds the one that fits, :meth:`proposal` waits
+    for it. What is committed chooses it, never its own tokens.
     """
 
     def __init__(
@@ -78,18 +89,24 @@ class Drafting:
         metrics: SpeculationMetrics,
         *,
         num_speculative_tokens: int,
+        num_ahead: int,
         timeout_s: float,
+        on_ahead: Callable[[Path, Proposal], None],
     ) -> None:
+        """``make_spec`` builds the spec of an opening (by its epoch) from the tokens committed by then; ``token_ids``
+        are those tokens, which grow. ``on_ahead`` gets proposals for tokens that are not committed yet.
+        """
         self._router = router
         self._session_id = session_id
         self._make_spec = make_spec
         self._token_ids = token_ids
         self._metrics = metrics
         self._k = num_speculative_tokens
+        self._num_ahead = num_ahead
         self._timeout_s = timeout_s
+        self._on_ahead = on_ahead
         self._state: DraftState | None = None
         self._opening: asyncio.Task[DraftState | None] | None = None
-        self._proposing: asyncio.Task[Proposal | None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._epoch = 0
         self._failures = 0
@@ -97,53 +114,86 @@ class Drafting:
         #: No draft will ever propose for this request.
         self.off = num_speculative_tokens == 0 or not len(router.drafts)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a draft can be asked for a proposal now."""
-        self._collect()
-        return self._state is not None
-
-    def start(self) -> None:
-        """Open a session in the background unless there is one, or one on its way."""
-        if self.off or self._opening is not None or self._state is not None:
+    def commit(self, token_ids: tuple[int, ...]) -> None:
+        """Tokens were committed: forget the proposals that assumed others."""
+        state = self._state
+        if state is None:
             return
-        self._opening = asyncio.create_task(self._open_until_it_works())
+        state.branches.commit(token_ids)
+        if state.k and self._num_ahead:
+            hit = () in state.branches
+            self._metrics.num_ahead_hits += hit
+            self._metrics.num_ahead_misses += not hit
 
-    def request(self, num_remaining: int) -> bool:
-        """Start drafting after the tokens committed now; :meth:`proposal` waits for it. Whether any began."""
+    def take(self) -> Proposal | None:
+        """The proposal for the tokens committed now; None where there is none yet, or none is wanted."""
+        state = self._state
+        if state is None or not state.k or (proposal := state.branches.take()) is None:
+            return None
+        self._proposals_in_a_row += 1
+        if self._proposals_in_a_row >= WELL_AFTER:
+            self._failures = 0
+        return replace(proposal, base_len=len(self._token_ids), assumed_token_ids=())
+
+    async def request(self, k: int) -> bool:
+        """Tell the draft what is committed, and ask for ``k`` tokens after it; 0 asks for nothing. Never waits for the
+        draft: where there is none, one is opened in the background. Whether a message left.
+        """
         self._collect()
         state = self._state
-        if state is None or self._proposing is not None:
+        if state is None:
+            if k > 0:
+                self._start()
             return False
-        # A round commits one token more than was drafted.
-        k = min(state.num_speculative_tokens, num_remaining - 1)
-        if k > 0:
-            self._proposing = asyncio.create_task(self._propose(state, k))
-        return k > 0
+        k = max(0, min(k, state.num_speculative_tokens))
+        if not k and not state.k:
+            return False
+        state.k = k
+        news = tuple(self._token_ids[state.known_len :])
+        try:
+            await state.session.advance(state.known_len, news, k, self._num_ahead if k else 0)
+        except Exception as error:
+            self._lose(state, error)
+        state.known_len = len(self._token_ids)
+        return True
 
     async def proposal(self) -> Proposal | None:
-        """The proposal asked for; None when there is none, because nothing was asked or the draft failed."""
-        task = self._proposing
-        if task is None:
-            return None
-        proposal = await task
-        self._proposing = None
-        return proposal
+        """The proposal asked for, once it is there; None when nothing was asked for or the draft failed."""
+        while True:
+            state = self._state
+            if state is None or not state.k:
+                return None
+            if (proposal := self.take()) is not None:
+                return proposal
+            state.arrival = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await state.arrival
+            except TimeoutError as error:
+                self._lose(state, error)
+
+    def refuse(self, error: TandemError) -> None:
+        """The target cannot verify what the draft proposes: go on without it, for good."""
+        self.off = True
+        if self._state is not None:
+            self._lose(self._state, error)
 
     async def close(self) -> None:
         """Close every session, those on their way included. Cancelled or not, each is closed exactly once."""
         self.off = True
-        if self._proposing is not None:
-            await _cancel(self._proposing)
-            self._proposing = None
         if self._opening is not None:
             await _cancel(self._opening)
             self._collect()
         if self._state is not None:
             state, self._state = self._state, None
-            await close_session(state.session)
+            await self._end(state)
         if self._closing:
             await asyncio.gather(*self._closing)
+
+    def _start(self) -> None:
+        """Open a session in the background unless one is on its way."""
+        if not self.off and self._opening is None:
+            self._opening = asyncio.create_task(self._open_until_it_works())
 
     def _collect(self) -> None:
         """Take over a session that was opened in the background."""
@@ -151,35 +201,55 @@ class Drafting:
         if task is None or not task.done():
             return
         self._opening = None
-        if not task.cancelled() and task.exception() is None:
-            self._state = task.result()
+        if not task.cancelled() and task.exception() is None and (state := task.result()) is not None:
+            self._state = state
+            state.reader = asyncio.create_task(self._read(state))
 
-    async def _propose(self, state: DraftState, k: int) -> Proposal | None:
-        committed_len = len(self._token_ids)
-        news = tuple(self._token_ids[state.known_len :])
+    async def _read(self, state: DraftState) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                proposal = await state.session.propose(state.known_len, news, k)
-            state.known_len = committed_len
-            if proposal.base_len + len(proposal.assumed_token_ids) != committed_len:
-                raise StaleSession(f"a proposal for length {proposal.base_len} came at length {committed_len}")
+            while True:
+                self._take_in(state, await state.session.receive())
         except Exception as error:
             self._lose(state, error)
-            return None
-        self._proposals_in_a_row += 1
-        if self._proposals_in_a_row >= WELL_AFTER:
-            self._failures = 0
-        if proposal.assumed_token_ids:
-            proposal = replace(proposal, base_len=committed_len, assumed_token_ids=())
-        return proposal
+
+    def _take_in(self, state: DraftState, proposal: Proposal) -> None:
+        """Keep a proposal that arrived, if it may be of use."""
+        if proposal.epoch != state.session.opened.epoch:
+            self._metrics.num_stale += 1
+            return
+        length = len(self._token_ids)
+        if proposal.base_len > length:
+            raise StaleSession(f"a proposal for length {proposal.base_len} came at length {length}")
+        self._metrics.num_received_draft_tokens += len(proposal.token_ids)
+        path = path_of(proposal, self._token_ids[proposal.base_len :])
+        if path is None or not state.k:
+            return
+        if state.branches.full:
+            raise InvalidRequest(f"the draft sent more than {len(state.branches)} proposals for one verdict")
+        if len(proposal.token_ids) > state.k:
+            proposal = replace(proposal, token_ids=proposal.token_ids[: state.k], q_rows=proposal.q_rows[: state.k])
+        if not state.branches.keep(path, proposal):
+            return
+        if path:
+            self._on_ahead(path, proposal)
+        elif state.arrival is not None and not state.arrival.done():
+            state.arrival.set_result(None)
 
     def _lose(self, state: DraftState, error: Exception) -> None:
-        if self._state is state:
-            self._state = None
+        if self._state is not state:  # lost before
+            return
+        self._state = None
         self._note_failure(state.replica, error)
-        task = asyncio.create_task(close_session(state.session))
+        if state.arrival is not None and not state.arrival.done():
+            state.arrival.set_result(None)
+        task = asyncio.create_task(self._end(state))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+    async def _end(self, state: DraftState) -> None:
+        if state.reader is not None:
+            await _cancel(state.reader)
+        await close_session(state.session)
 
     def _note_failure(self, replica: Replica[DraftBackend], error: Exception) -> None:
         self._failures += 1

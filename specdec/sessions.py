@@ -6,7 +6,7 @@ clients implement them over the wire; :mod:`specdec.codec` turns the data below 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -45,6 +45,12 @@ class Proposal:
     def committed_len(self) -> int:
         """Committed length its round starts from."""
         return self.base_len + len(self.assumed_token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes to keep it, about: 4 bytes a token, and the q rows."""
+        num_tokens = len(self.token_ids) + len(self.assumed_token_ids)
+        return 4 * num_tokens + sum(len(row.packed) for row in self.q_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +184,12 @@ class ServerLoad:
     #: Batches computed since the start, and the nanoseconds they took: forward passes, sampling and verification.
     num_batches: int = 0
     busy_ns: int = 0
+    #: Targets: proposals offered ahead of verdicts that turned out otherwise.
+    superseded_proposals: int = 0
 
 
 class TargetSession(Protocol):
-    """An open session on a target. Calls are made one at a time; each starts where the last verdict ended."""
+    """An open session on a target: what is asked for, and the verdicts that come of it, in order."""
 
     @property
     def opened(self) -> TargetOpened:
@@ -193,12 +201,29 @@ class TargetSession(Protocol):
         """The verdict of prefilling: the first token."""
         ...
 
-    async def verify(self, committed_len: int, proposal: Proposal | None) -> Verdict:
-        """Verify one proposal (None or empty: one plain step). A stale one raises :class:`StaleSession`."""
+    def offer(self, proposal: Proposal) -> None:
+        """Ask for a round: verify the proposal (one without tokens is a plain step).
+
+        It starts at once where the proposal continues what is committed. One that assumes more is kept, and starts as
+        soon as those tokens are committed; where others are, it is dropped. So at most one round is under way, and a
+        verdict alone tells whether an offer made before starts the next one. No more may be kept than
+        :class:`~specdec.branches.Branches` holds.
+        """
         ...
 
-    def decode_ahead(self, committed_len: int, num_tokens: int) -> AsyncIterator[Verdict]:
-        """Decode up to ``num_tokens`` tokens without proposals; the iterator ends with the limit or the sequence."""
+    def decode_ahead(self, committed_len: int, num_tokens: int) -> None:
+        """Ask for up to ``num_tokens`` tokens after ``committed_len`` without proposals; withdraws all offers.
+
+        ``committed_len`` is that of a verdict received, and everything after it was decoded ahead, too.
+        """
+        ...
+
+    async def receive(self) -> Verdict:
+        """The next verdict of what was asked for; steps of decoding ahead may be joined into one verdict.
+
+        Raises a :class:`~specdec.errors.TandemError` when the session is lost: :class:`InvalidRequest` for a proposal
+        that cannot be verified.
+        """
         ...
 
     async def close(self) -> None:
@@ -250,10 +275,6 @@ class DraftSession(Protocol):
 
         Raises a :class:`~specdec.errors.TandemError` when the session is lost.
         """
-        ...
-
-    async def propose(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int) -> Proposal:
-        """:meth:`advance` without drafting ahead, then its answer."""
         ...
 
     async def close(self) -> None:

@@ -52,6 +52,7 @@ class TargetCore:
         self._sessions: set[Session] = set()
         self._draining = False
         self._num_stale = 0
+        self._num_superseded = 0
         self._busy_ns = 0
         self._expiry: asyncio.TimerHandle | None = None
 
@@ -121,7 +122,13 @@ class TargetCore:
             stale_messages=self._num_stale,
             num_batches=self._batcher.num_ticks,
             busy_ns=self._busy_ns,
+            superseded_proposals=self._num_superseded,
         )
+
+    @property
+    def num_open(self) -> int:
+        """Open sessions."""
+        return len(self._sessions)
 
     @property
     def num_ticks(self) -> int:
@@ -157,6 +164,10 @@ class TargetCore:
     def count_stale(self) -> None:
         """A message did not fit its session's state and is dropped."""
         self._num_stale += 1
+
+    def count_superseded(self, count: int = 1) -> None:
+        """Proposals were offered ahead of a verdict that turned out otherwise."""
+        self._num_superseded += count
 
     def rollback(self, sequence: KVSequence, length: int) -> None:
         """Drop the entries after the first ``length``."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
-from typing import Any
+from contextlib import suppress
+from typing import Any, Final
 
 import grpc.aio
 
 from specdec import codec
-from specdec.errors import InvalidRequest, StaleSession, Unavailable
-from specdec.sessions import Verdict
+from specdec.errors import InvalidRequest, TandemError, Unavailable
+from specdec.sessions import Proposal
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
@@ -18,6 +19,10 @@ from target_service.core import TargetCore
 from target_service.session import Session
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+#: Seconds, for each open session, over which steps of decoding ahead are joined into one message: at a thousand
+#: messages a second in all, sending them does not compete with the model for the processor.
+GATHER_S: Final = 0.001
 
 
 class TargetServicer(pb_grpc.TargetServiceServicer):
@@ -36,17 +41,25 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             return
         if request.WhichOneof("kind") != "open":
             raise InvalidRequest("the first message of a stream must be open", param="open")
-        spec = codec.decode_open_target(request.open)
-        session = await core.open(spec)
+        session = await core.open(codec.decode_open_target(request.open))
+        reading = asyncio.create_task(_read(core, session, context), name="target-stream")
+        reading.add_done_callback(lambda _: session.end())
         try:
             await context.write(pb.VerifyResponse(opened=codec.encode_target_opened(session.opened)))
-            await _write(context, session.first)
-            if spec.decode_ahead_tokens and session.first.finish_reason is None:
-                await _write_ahead(context, session, session.first.committed_len, spec.decode_ahead_tokens)
-            while (request := await context.read()) is not grpc.aio.EOF:
-                await self._answer(core, session, request, context)
+            verdict = session.first
+            while True:
+                await context.write(pb.VerifyResponse(verdict=codec.encode_verdict(verdict)))
+                await session.gather(GATHER_S * core.num_open)
+                verdict = await session.receive()
+        except TandemError:
+            if not reading.done():
+                raise
+            await reading  # what ended the session: an error of its own, or just the end of the requests
         finally:
+            reading.cancel()
             await session.close()
+            with suppress(asyncio.CancelledError, Exception):  # the stream is over, whatever ended it
+                await reading
 
     async def GetModelInfo(
         self, request: types_pb.GetModelInfoRequest, context: Context
@@ -57,35 +70,39 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             model=codec.encode_model_info(await core.info()), load=codec.encode_load(await core.load())
         )
 
-    async def _answer(self, core: TargetCore, session: Session, request: pb.VerifyRequest, context: Context) -> None:
-        """Answer one message; a stale one is counted and dropped."""
-        kind = request.WhichOneof("kind")
-        if kind is None or kind == "open":
-            raise InvalidRequest("only the first message of a stream is open; then send round or decode_ahead")
-        message = request.round if kind == "round" else request.decode_ahead
-        if message.epoch != session.opened.epoch:
-            core.count_stale()
-            return
-        try:
-            if kind == "round":
-                proposal = codec.decode_proposal(request.round.proposal) if request.round.HasField("proposal") else None
-                await _write(context, await session.verify(message.committed_len, proposal))
-            else:
-                await _write_ahead(context, session, message.committed_len, request.decode_ahead.num_tokens)
-        except StaleSession:
-            return  # counted where it was raised
-
     def _require_core(self) -> TargetCore:
         if self.core is None:
             raise Unavailable("the target is still loading its model")
         return self.core
 
 
-async def _write(context: Context, verdict: Verdict) -> None:
-    await context.write(pb.VerifyResponse(verdict=codec.encode_verdict(verdict)))
+async def _read(core: TargetCore, session: Session, context: Context) -> None:
+    """Pass on what the client asks for; its verdicts go out beside."""
+    while (request := await context.read()) is not grpc.aio.EOF:
+        _ask(core, session, request)
 
 
-async def _write_ahead(context: Context, session: Session, committed_len: int, num_tokens: int) -> None:
-    async with aclosing(session.decode_ahead(committed_len, num_tokens)) as verdicts:
-        async for verdict in verdicts:
-            await _write(context, verdict)
+def _ask(core: TargetCore, session: Session, request: pb.VerifyRequest) -> None:
+    """Pass on one message; a stale one is counted and dropped."""
+    kind = request.WhichOneof("kind")
+    if kind is None or kind == "open":
+        raise InvalidRequest("only the first message of a stream is open; then send round or decode_ahead")
+    message = request.round if kind == "round" else request.decode_ahead
+    if message.epoch != session.spec.epoch:
+        core.count_stale()
+    elif kind == "decode_ahead":
+        session.decode_ahead(message.committed_len, request.decode_ahead.num_tokens)
+    else:
+        session.offer(_proposal_of(request.round))
+
+
+def _proposal_of(message: pb.Round) -> Proposal:
+    if not message.HasField("proposal"):
+        return Proposal(message.epoch, message.committed_len, ())
+    proposal = codec.decode_proposal(message.proposal)
+    if proposal.committed_len != message.committed_len:
+        raise InvalidRequest(
+            f"a round from committed length {message.committed_len} carries a proposal for {proposal.committed_len}",
+            param="committed_len",
+        )
+    return proposal

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
+from specdec.branches import MAX_BRANCHES, MAX_BYTES, Branches, Path, path_of
 from specdec.engine.kv_pool import KVSequence
-from specdec.errors import InvalidRequest, StaleSession, TandemError, Unavailable
+from specdec.errors import InvalidRequest, TandemError, Unavailable
 from specdec.sessions import (
     FinishReason,
     PositionLogprobs,
@@ -35,6 +36,10 @@ class Host(Protocol):
 
     def count_stale(self) -> None:
         """A message did not fit the session's state."""
+        ...
+
+    def count_superseded(self, count: int = 1) -> None:
+        """Proposals were offered ahead of a verdict that turned out otherwise."""
         ...
 
     def rollback(self, sequence: KVSequence, length: int) -> None:
@@ -73,11 +78,15 @@ class Session:
         self._prompt_logprobs: list[PositionLogprobs] = []
         #: The round asked for, until a tick takes it.
         self._asked: Proposal | None = None
+        #: Proposals for lengths beyond what is committed.
+        self._offers = Branches()
         #: Decoding goes on without being asked while committed_len is below this.
         self._ahead_until = 0
+        #: Everything since this length was decoded ahead.
         self._ahead_from = 0
         self._verdicts: deque[Verdict] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._gathering = False
         self._failure: TandemError | None = None
         self._closing = False
         self._released = asyncio.Event()
@@ -99,59 +108,78 @@ class Session:
     async def start(self) -> None:
         """Prefill, up to the first token."""
         self._host.ready(self)
-        self._first = await self._next_verdict()
+        self._first = await self.receive()
 
-    async def verify(self, committed_len: int, proposal: Proposal | None) -> Verdict:
-        """Run one round: verify a proposal, or decode one token where there is none.
-
-        Cancelling withdraws a round that has not started; one that has started is committed all the same.
+    def offer(self, proposal: Proposal) -> None:
+        """Ask for a round, now or once what the proposal assumes is committed; see
+        :meth:`specdec.sessions.TargetSession.offer`. One that fits nothing any more is counted and dropped.
 
         Raises:
-            StaleSession: ``committed_len`` or the proposal's base is not where the session stands, or the sequence
-                has ended.
-            InvalidRequest: the proposal cannot be verified.
+            InvalidRequest: the proposal cannot be verified, or too many are waiting.
         """
-        self._check_alive()
-        if committed_len != self.committed_len or self._verdicts or self.in_flight or self._asked:
-            raise self._stale(committed_len)
-        self._asked = self._accept(committed_len, proposal)
-        self._ahead_until = 0
-        self._asked_ns = time.perf_counter_ns()
-        self._host.ready(self)
-        try:
-            verdict = await self._next_verdict()
-        finally:
-            self._asked = None
-        self._ahead_from = verdict.committed_len
-        return verdict
+        self._check(proposal)
+        if proposal.epoch != self.spec.epoch or proposal.base_len > self.committed_len:
+            self._host.count_stale()
+            return
+        path = None
+        if self.finish_reason is None:
+            path = path_of(proposal, self.subject.state.token_ids[proposal.base_len : self.committed_len])
+        if path == () and not self._busy:
+            self._start(proposal)
+        elif path:
+            self._keep(path, proposal)
+        elif proposal.assumed_token_ids:
+            self._host.count_superseded()
+        else:
+            self._host.count_stale()
 
-    async def decode_ahead(self, committed_len: int, num_tokens: int) -> AsyncGenerator[Verdict, None]:
-        """Decode up to ``num_tokens`` tokens after ``committed_len`` on the target's own account, a verdict each.
+    def decode_ahead(self, committed_len: int, num_tokens: int) -> None:
+        """Decode up to ``num_tokens`` tokens after ``committed_len`` on the target's own account, without offers.
 
         The target does not wait for the verdicts to be fetched. ``committed_len`` may therefore lie behind where the
-        session stands, as long as everything since was decoded ahead. Leaving early stops the decoding; what was
-        decoded until then waits for the next ``decode_ahead``.
+        session stands, as long as everything since was decoded ahead; else the call is stale, counted and dropped.
+        """
+        in_round = self._busy and self._ahead_until <= self.committed_len
+        if in_round or not self._ahead_from <= committed_len <= self.committed_len:
+            self._host.count_stale()
+            return
+        self._host.count_superseded(self._offers.clear())
+        self._ahead_until = max(self._ahead_until, min(committed_len + num_tokens, self.subject.ending.max_len))
+        if self.num_round_rows and not self.in_flight:
+            self._asked_ns = time.perf_counter_ns()
+            self._host.ready(self)
+
+    async def receive(self) -> Verdict:
+        """The next verdict, with those of decoding ahead that wait joined into one; waits until there is one.
 
         Raises:
-            StaleSession: ``committed_len`` does not fit, or the sequence has ended.
+            Unavailable: the session was closed.
+            TandemError: what ended the session.
         """
-        if not self._verdicts:
-            self._check_alive()
-        position = self._verdicts[0].base_len if self._verdicts else self.committed_len
-        if not self._ahead_from <= committed_len <= position or self._asked:
-            raise self._stale(committed_len)
-        end = committed_len + num_tokens
-        self._go_ahead(end)
+        while not self._verdicts:
+            if self._failure is not None:
+                raise self._failure
+            if self._closing:
+                raise Unavailable("the session was closed")
+            await self._wait()
+        verdicts = [self._verdicts.popleft()]
+        while not verdicts[-1].num_draft_tokens and self._verdicts and not self._verdicts[0].num_draft_tokens:
+            verdicts.append(self._verdicts.popleft())
+        return verdicts[0] if len(verdicts) == 1 else join(verdicts)
+
+    async def gather(self, seconds: float) -> None:
+        """Let steps of decoding ahead gather for the next :meth:`receive`; returns as soon as no further one follows,
+        at once where none does.
+        """
+        if not self._goes_ahead:
+            return
+        timer = asyncio.get_running_loop().call_later(seconds, self._wake)
+        self._gathering = True
         try:
-            while position < end:
-                verdict = await self._next_verdict()
-                position = verdict.committed_len
-                yield verdict
-                if verdict.finish_reason is not None:
-                    return
+            await self._wait()
         finally:
-            if position < end:
-                self._ahead_until = 0
+            self._gathering = False
+            timer.cancel()
 
     async def close(self) -> None:
         """Release (or park) the cache, at the latest when the running tick ends. Idempotent."""
@@ -170,6 +198,7 @@ class Session:
     def fail(self, error: TandemError) -> None:
         """Nothing can be computed for the session any more; whoever waits or calls gets ``error``."""
         self._failure = self._failure or error
+        self._offers.clear()
         self._wake()
 
     # --- between the ticks, called by the batcher ---
@@ -233,7 +262,8 @@ class Session:
 
     def _commit(self, part: Part, result: PartResult, tick: TickResult) -> None:
         now_ns = time.perf_counter_ns()
-        base_len, self.committed_len = self.committed_len, self.committed_len + len(result.cut.token_ids)
+        token_ids = result.cut.token_ids
+        base_len, self.committed_len = self.committed_len, self.committed_len + len(token_ids)
         self.finish_reason = result.cut.finish_reason
         if self._opened is None:
             self._opened = TargetOpened(
@@ -245,12 +275,14 @@ class Session:
                 prefill_ns=now_ns - self._admitted_ns,
             )
             self._ahead_from = self.committed_len
-            self._go_ahead(self.committed_len + self.spec.decode_ahead_tokens)
+            self._ahead_until = min(self.committed_len + self.spec.decode_ahead_tokens, self.subject.ending.max_len)
+        elif self._ahead_until < self.committed_len:  # a round
+            self._ahead_from = self.committed_len
         self._verdicts.append(
             Verdict(
                 epoch=self.spec.epoch,
                 base_len=base_len,
-                token_ids=result.cut.token_ids,
+                token_ids=token_ids,
                 num_accepted=result.num_accepted,
                 num_draft_tokens=len(part.draft_token_ids),
                 finish_reason=result.cut.finish_reason,
@@ -260,20 +292,52 @@ class Session:
             )
         )
         self._asked_ns = now_ns  # of the next token when decoding ahead
-        self._wake()
+        dropped = self._offers.commit(token_ids) if self.finish_reason is None else self._offers.clear()
+        if (fitting := self._offers.take()) is not None:
+            if self.num_round_rows:  # decoding ahead goes on
+                dropped += 1
+            else:
+                self._start(fitting)
+        self._host.count_superseded(dropped)
+        if not (self._gathering and self._goes_ahead):
+            self._wake()
 
     # --- inside ---
 
-    def _go_ahead(self, until: int) -> None:
-        self._ahead_until = max(self._ahead_until, min(until, self.subject.ending.max_len))
-        if self.num_round_rows and not self.in_flight:
-            self._asked_ns = time.perf_counter_ns()
+    @property
+    def _goes_ahead(self) -> bool:
+        """Whether decoding ahead goes on."""
+        alive = not self._closing and self._failure is None and self.finish_reason is None
+        return alive and self._ahead_until > self.committed_len
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a verdict is to come without anything more being asked for."""
+        return self.in_flight or self.num_round_rows > 0 or self._opened is None
+
+    def _start(self, proposal: Proposal) -> None:
+        """Ask for the proposal's round, without what it cannot bring: near its limit a sequence has no room for all
+        drafted tokens.
+        """
+        room = self.subject.ending.room(self.committed_len) - 1
+        if len(proposal.token_ids) > room:
+            proposal = replace(proposal, token_ids=proposal.token_ids[:room], q_rows=proposal.q_rows[:room])
+        self._asked = proposal
+        self._ahead_until = 0
+        self._asked_ns = time.perf_counter_ns()
+        if not self.in_flight:
             self._host.ready(self)
 
-    def _accept(self, committed_len: int, proposal: Proposal | None) -> Proposal:
-        """The proposal without what it cannot bring: near its limit a sequence has no room for all drafted tokens."""
-        if proposal is None:
-            return Proposal(self.spec.epoch, committed_len, ())
+    def _keep(self, path: Path, proposal: Proposal) -> None:
+        if self._offers.full:
+            raise InvalidRequest(
+                f"{len(self._offers)} proposals wait for their verdicts already; at most {MAX_BRANCHES} may, with"
+                f" {MAX_BYTES} bytes in all"
+            )
+        if not self._offers.keep(path, proposal):
+            self._host.count_superseded()
+
+    def _check(self, proposal: Proposal) -> None:
         if proposal.parents:
             raise InvalidRequest(
                 "the proposal is a tree (it has parents); this version verifies chains: leave parents empty",
@@ -285,40 +349,11 @@ class Session:
                 f" num_speculative_tokens = {self.spec.num_speculative_tokens}",
                 param="token_ids",
             )
-        assumed = proposal.assumed_token_ids
-        known = self.subject.state.token_ids
-        if proposal.base_len + len(assumed) != committed_len or tuple(known[proposal.base_len :]) != assumed:
-            raise self._stale(proposal.base_len)
         check_draft(proposal.token_ids, proposal.q_rows, self.subject.state.num_tokens)
-        room = self.subject.ending.room(committed_len) - 1
-        if len(proposal.token_ids) <= room:
-            return proposal
-        return replace(proposal, token_ids=proposal.token_ids[:room], q_rows=proposal.q_rows[:room])
 
-    def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._closing:
-            raise StaleSession("the session is closed; open a new one")
-        if self.finish_reason is not None:
-            self._host.count_stale()
-            raise StaleSession(
-                f"the sequence ended at {self.committed_len} tokens ({self.finish_reason}); open a new session"
-            )
-
-    def _stale(self, given: int) -> StaleSession:
-        self._host.count_stale()
-        return StaleSession(f"a call for committed length {given}; the session stands at {self.committed_len}")
-
-    async def _next_verdict(self) -> Verdict:
-        while not self._verdicts:
-            if self._failure is not None:
-                raise self._failure
-            if self._closing:
-                raise Unavailable("the session was closed")
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._verdicts.popleft()
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -328,3 +363,13 @@ class Session:
         if not self._released.is_set():
             self._released.set()
             self._host.release(self, park=self.spec.park and self._failure is None)
+
+
+def join(verdicts: Sequence[Verdict]) -> Verdict:
+    """Successive verdicts without drafts as one; the timings are the last one's."""
+    return replace(
+        verdicts[-1],
+        base_len=verdicts[0].base_len,
+        token_ids=tuple(token_id for verdict in verdicts for token_id in verdict.token_ids),
+        logprobs=tuple(entry for verdict in verdicts for entry in verdict.logprobs),
+    )

@@ -32,44 +32,30 @@ class GrpcDraft(ServerInfo):
         except BaseException:
             await stream.close()
             raise
-        return GrpcDraftSession(stream, spec.epoch, codec.decode_draft_opened(answer.opened))
+        return GrpcDraftSession(stream, codec.decode_draft_opened(answer.opened))
 
 
 class GrpcDraftSession:
     """One open stream."""
 
-    def __init__(
-        self, stream: SessionStream[pb.DraftRequest, pb.DraftResponse], epoch: int, opened: DraftOpened
-    ) -> None:
+    def __init__(self, stream: SessionStream[pb.DraftRequest, pb.DraftResponse], opened: DraftOpened) -> None:
         self._stream = stream
-        self._epoch = epoch
         self.opened = opened
 
     async def advance(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int, num_ahead: int = 0) -> None:
-        """Send the committed tokens and ask for a proposal; returns when the message is on its way."""
+        """Commit tokens and ask for a proposal; returns at once."""
         message = pb.Advance(
-            epoch=self._epoch,
+            epoch=self.opened.epoch,
             base_len=base_len,
             token_ids=token_ids,
             num_draft_tokens=num_draft_tokens,
             num_ahead=num_ahead,
         )
-        await self._stream.send(pb.DraftRequest(advance=message))
+        self._stream.post(pb.DraftRequest(advance=message))
 
     async def receive(self) -> Proposal:
-        """The next proposal of this opening; cancelling the caller ends the stream."""
-        while True:
-            answer = (await self._stream.receive()).proposal
-            if answer.epoch == self._epoch:
-                return codec.decode_proposal(answer)
-
-    async def propose(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int) -> Proposal:
-        """Commit ``token_ids`` after ``base_len`` and draft after them. Proposals for other lengths are stale."""
-        await self.advance(base_len, token_ids, num_draft_tokens)
-        while True:
-            proposal = await self.receive()
-            if proposal.committed_len == base_len + len(token_ids):
-                return proposal
+        """The next proposal. Cancelling the caller ends the stream."""
+        return codec.decode_proposal((await self._stream.receive()).proposal)
 
     async def close(self) -> None:
         """Release (or park) the cache. Idempotent."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import grpc.aio
 
 from gateway.backends.info import ServerInfo
@@ -26,13 +24,12 @@ class GrpcTarget(ServerInfo):
         """Admit and prefill; returns once the first token is there. Cancelling leaves nothing behind."""
         stream: SessionStream[pb.VerifyRequest, pb.VerifyResponse] = SessionStream(self._stub.Verify)
         try:
-            await stream.send(pb.VerifyRequest(open=codec.encode_open_target(spec)))
-            answer = await stream.receive()
+            answer = await stream.turn(pb.VerifyRequest(open=codec.encode_open_target(spec)))
             if answer.WhichOneof("kind") != "opened":
                 raise Unavailable("the target answered an opening with something else")
             opened = codec.decode_target_opened(answer.opened)
-            session = GrpcTargetSession(stream, spec, opened)
-            session.first = await session.receive(len(spec.token_ids))
+            session = GrpcTargetSession(stream, spec.epoch, opened)
+            session.first = await session.receive()
         except BaseException:
             await stream.close()
             raise
@@ -46,47 +43,31 @@ class GrpcTargetSession:
     first: Verdict
 
     def __init__(
-        self, stream: SessionStream[pb.VerifyRequest, pb.VerifyResponse], spec: SessionSpec, opened: TargetOpened
+        self, stream: SessionStream[pb.VerifyRequest, pb.VerifyResponse], epoch: int, opened: TargetOpened
     ) -> None:
         self._stream = stream
-        self._epoch = spec.epoch
-        #: Verdicts up to this length come without being asked for: the opening asked already.
-        self._ahead_until = len(spec.token_ids) + 1 + spec.decode_ahead_tokens
+        self._epoch = epoch
         self.opened = opened
 
-    async def verify(self, committed_len: int, proposal: Proposal | None) -> Verdict:
-        """Verify one proposal (None or empty: one plain step)."""
+    def offer(self, proposal: Proposal) -> None:
+        """Ask for a round, now or once what the proposal assumes is committed."""
         message = pb.Round(
-            epoch=self._epoch,
-            committed_len=committed_len,
-            proposal=codec.encode_proposal(proposal) if proposal is not None else None,
+            epoch=self._epoch, committed_len=proposal.committed_len, proposal=codec.encode_proposal(proposal)
         )
-        await self._stream.send(pb.VerifyRequest(round=message))
-        return await self.receive(committed_len)
+        self._stream.post(pb.VerifyRequest(round=message))
 
-    async def decode_ahead(self, committed_len: int, num_tokens: int) -> AsyncIterator[Verdict]:
-        """Decode up to ``num_tokens`` tokens without proposals."""
-        end = committed_len + num_tokens
-        if end > self._ahead_until:
-            message = pb.DecodeAhead(epoch=self._epoch, committed_len=committed_len, num_tokens=num_tokens)
-            await self._stream.send(pb.VerifyRequest(decode_ahead=message))
-        while committed_len < end:
-            verdict = await self.receive(committed_len)
-            committed_len = verdict.committed_len
-            yield verdict
-            if verdict.finish_reason is not None:
-                return
+    def decode_ahead(self, committed_len: int, num_tokens: int) -> None:
+        """Ask for up to ``num_tokens`` tokens without proposals."""
+        message = pb.DecodeAhead(epoch=self._epoch, committed_len=committed_len, num_tokens=num_tokens)
+        self._stream.post(pb.VerifyRequest(decode_ahead=message))
+
+    async def receive(self) -> Verdict:
+        """The next verdict; those of another epoch are stale and dropped."""
+        while True:
+            answer = await self._stream.receive()
+            if answer.WhichOneof("kind") == "verdict" and answer.verdict.epoch == self._epoch:
+                return codec.decode_verdict(answer.verdict)
 
     async def close(self) -> None:
         """Release (or park) the cache. Idempotent."""
         await self._stream.close()
-
-    async def receive(self, committed_len: int) -> Verdict:
-        """The verdict for a length; others are stale and dropped."""
-        while True:
-            answer = await self._stream.receive()
-            if answer.WhichOneof("kind") != "verdict":
-                continue
-            message = answer.verdict
-            if message.epoch == self._epoch and message.base_len == committed_len:
-                return codec.decode_verdict(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -40,12 +41,26 @@ class SessionStream(Generic[Q, R]):
         """
         self._call: grpc.aio.StreamStreamCall[Q, R] = method(timeout=timeout_s, metadata=tuple(metadata) or None)
         self._pending: asyncio.Task[R] | None = None
+        #: Messages not written yet, and the task that writes them: gRPC takes one at a time.
+        self._outbox: deque[Q] = deque()
+        self._writing: asyncio.Task[None] | None = None
+        self._write_failure: TandemError | None = None
 
-    async def send(self, message: Q) -> None:
-        """Send one message."""
+    def post(self, message: Q) -> None:
+        """Send one message without waiting; messages go out in order. Where that fails, the next receive says why."""
         if (size := message.ByteSize()) > MAX_MESSAGE_BYTES:
             raise InvalidRequest(f"a message of {size} bytes is above the limit of {MAX_MESSAGE_BYTES}; send less")
-        await self._guarded(self._call.write(message))
+        self._outbox.append(message)
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write())
+
+    async def send(self, message: Q) -> None:
+        """Send one message and wait until it has left."""
+        self.post(message)
+        assert self._writing is not None
+        await asyncio.wait((self._writing,))
+        if self._write_failure is not None:
+            raise self._write_failure
 
     async def receive(self, timeout_s: float | None = None) -> R:
         """The next message. After a timeout (DeadlineExceeded) the stream lives on and the message may be asked for
@@ -74,11 +89,13 @@ class SessionStream(Generic[Q, R]):
     async def close(self) -> None:
         """Cancel the call and wait until it is torn down. Idempotent, never raises."""
         self._call.cancel()
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.cancel()
+        self._outbox.clear()
+        tasks = [task for task in (self._pending, self._writing) if task is not None]
+        self._pending = None
+        for task in tasks:
+            task.cancel()
             with suppress(TandemError, asyncio.CancelledError):
-                await pending
+                await task
 
     async def __aenter__(self) -> Self:
         return self
@@ -87,6 +104,14 @@ class SessionStream(Generic[Q, R]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def _write(self) -> None:
+        try:
+            while self._outbox:
+                await self._guarded(self._call.write(self._outbox.popleft()))
+        except TandemError as error:
+            self._write_failure = error
+            self._outbox.clear()
 
     async def _read(self) -> R:
         message: R = await self._guarded(self._call.read())

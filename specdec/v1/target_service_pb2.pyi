@@ -144,7 +144,10 @@ class Round(_message.Message):
 
     A proposal with assumed tokens may be sent before the verdict it was drafted ahead of. It is kept until the session
     reaches committed_len: where the tokens committed by then are the assumed ones its round starts at once, else it is
-    dropped. The sender can tell which from the verdict alone, so every verdict is followed by at most one round.
+    dropped. The sender can tell which from the verdict alone, so every verdict is followed by at most one round. One that
+    arrives after its verdict was made starts its round on arrival. Of two with the same assumption the first counts.
+    At most 32 proposals, and 1 MiB of them, are kept; one more is an error, which a sender that counts those that the
+    verdicts it received have not ruled out never makes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -177,7 +180,7 @@ Global___Round: _TypeAlias = Round  # noqa: Y015
 
 @_typing.final
 class DecodeAhead(_message.Message):
-    """Plain decoding of several tokens, one verdict each, without a message per token."""
+    """Plain decoding of several tokens without a message for each of them. Drops the proposals kept for later rounds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -283,7 +286,7 @@ Global___TargetSessionOpened: _TypeAlias = TargetSessionOpened  # noqa: Y015
 
 @_typing.final
 class Verdict(_message.Message):
-    """What a round committed."""
+    """What a round committed. Steps of decoding ahead that wait to be sent are joined into one verdict."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -323,7 +326,7 @@ class Verdict(_message.Message):
 
     @_builtins.property
     def timings(self) -> Global___RoundTimings:
-        """Where the time went."""
+        """Where the time went; of joined steps, in the last one."""
 
     def __init__(
         self,

@@ -529,6 +529,7 @@ class ServerLoad(_message.Message):
     STALE_MESSAGES_FIELD_NUMBER: _builtins.int
     NUM_BATCHES_FIELD_NUMBER: _builtins.int
     BUSY_NS_FIELD_NUMBER: _builtins.int
+    SUPERSEDED_PROPOSALS_FIELD_NUMBER: _builtins.int
     open_sessions: _builtins.int
     """Open sessions."""
     parked_sessions: _builtins.int
@@ -545,6 +546,8 @@ class ServerLoad(_message.Message):
     """Batches computed since the start."""
     busy_ns: _builtins.int
     """Nanoseconds they took: forward passes, sampling and verification."""
+    superseded_proposals: _builtins.int
+    """Targets: proposals offered ahead of verdicts that turned out otherwise, dropped since the start."""
     def __init__(
         self,
         *,
@@ -556,10 +559,11 @@ class ServerLoad(_message.Message):
         stale_messages: _builtins.int = ...,
         num_batches: _builtins.int = ...,
         busy_ns: _builtins.int = ...,
+        superseded_proposals: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ns", b"busy_ns", "num_batches", b"num_batches", "open_sessions", b"open_sessions", "parked_sessions", b"parked_sessions", "stale_messages", b"stale_messages", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_sessions", b"waiting_sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ns", b"busy_ns", "num_batches", b"num_batches", "open_sessions", b"open_sessions", "parked_sessions", b"parked_sessions", "stale_messages", b"stale_messages", "superseded_proposals", b"superseded_proposals", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_sessions", b"waiting_sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,13 +2,15 @@
 
 The toy target's text is a function of the last two tokens (greedy) or of them, the seed and the position (sampled),
 which is exactly what greedy decoding and the coupled rule promise: any decoding loop must reproduce :func:`reference`.
+The text of a target with ``by_round`` depends on where its rounds start, too, as under a ratio rule: loops that give it
+the same proposals get the same text.
 """
 
 import asyncio
 import hashlib
-import random
 
-from specdec.errors import Cancelled, StaleSession, Unavailable
+from specdec.branches import MAX_BRANCHES
+from specdec.errors import Cancelled, InvalidRequest, Unavailable
 from specdec.sampling.params import SamplingParams
 from specdec.sessions import (
     DraftOpened,
@@ -27,13 +29,22 @@ VOCAB = 64
 EOS = 2
 
 
+def number(*key):
+    """A number below 2^64 that is a function of the key."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+
+
+def share(*key):
+    """The same in [0, 1)."""
+    return number(*key) / 2**64
+
+
 def next_token(context, params, vocab_size=VOCAB):
     """The toy target's next token."""
-    key = list(context[-2:])
+    key = tuple(context[-2:])
     if not params.greedy:
-        key += [params.seed, len(context)]
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return 3 + int.from_bytes(digest, "little") % (vocab_size - 3)
+        key += (params.seed, len(context))
+    return 3 + number(key) % (vocab_size - 3)
 
 
 def logprobs_of(token, count, vocab_size=VOCAB):
@@ -72,7 +83,10 @@ class Faults:
 
 
 class FakeBackend:
-    """What both roles share: counting sessions."""
+    """What both roles share: counting sessions, and the time that work takes.
+
+    ``latency_s`` are seconds, or an iterator of turns of the event loop to take from, for tests of many schedules.
+    """
 
     def __init__(self, *, latency_s=0.0, open_latency_s=None, faults=None, info=None, next_token=next_token):
         self.latency_s = latency_s
@@ -80,6 +94,8 @@ class FakeBackend:
         self.faults = faults or Faults()
         self.model = info
         self.next_token = next_token
+        #: Whether the target's tokens depend on where their round started.
+        self.by_round = False
         self.open_sessions = set()
         self.num_opened = 0
         self.num_closed = 0
@@ -94,11 +110,36 @@ class FakeBackend:
             raise Unavailable("the fake is dead")
         if latency_s is None:
             latency_s = self.latency_s
-        await asyncio.sleep(latency_s)
+        if isinstance(latency_s, int | float):
+            await asyncio.sleep(latency_s)
+        else:
+            for _ in range(next(latency_s)):
+                await asyncio.sleep(0)
         await self.frozen.wait()
         if self.dead:
             raise Unavailable("the fake is dead")
         self.faults.hit(event)
+
+    def says(self, context, base, params):
+        """The target's token after ``context`` in a round from ``base``."""
+        token = self.next_token(context, params)
+        return (token + base) % VOCAB if self.by_round and not params.greedy else token
+
+    def verdict(self, context, drafted, params):
+        """The tokens a round commits: drafted ones while they are what the target says, then its own."""
+        tokens = []
+        for guess in [*drafted, None]:
+            tokens.append(self.says([*context, *tokens], len(context), params))
+            if guess != tokens[-1]:
+                break
+        return tuple(tokens)
+
+    @property
+    def num_open(self):
+        return len(self.open_sessions)
+
+    def count_stale(self):
+        raise AssertionError("the gateway sent a stale message")
 
     async def info(self):
         return self.model
@@ -106,27 +147,51 @@ class FakeBackend:
     async def load(self):
         return ServerLoad(open_sessions=len(self.open_sessions))
 
-    def count_stale(self):
-        raise AssertionError("the gateway sent a stale message")
-
 
 class FakeSession:
-    """Open until closed, exactly once."""
+    """Open until closed, exactly once. A task of its own does the work; :meth:`receive` gets what it brings."""
 
     def __init__(self, backend, spec):
         self.backend = backend
         self.spec = spec
         self.token_ids = list(spec.token_ids)
         self.closed = False
-        self.busy = False
+        self.received = asyncio.Queue()
+        self.wake = asyncio.Event()
+        self.task = asyncio.create_task(self.run())
         assert all(spec.session_id != other.spec.session_id for other in backend.open_sessions)
         backend.open_sessions.add(self)
         backend.num_opened += 1
         backend.specs.append(spec)
 
+    async def run(self):
+        try:
+            while True:
+                self.wake.clear()
+                if not await self.step():
+                    await self.wake.wait()
+        except Exception as error:
+            self.received.put_nowait(error)
+
+    async def receive(self):
+        assert not self.closed
+        item = await self.received.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def end(self):
+        """What the servicers call when the requests have ended."""
+        self.received.put_nowait(Cancelled("the session was closed"))
+
+    async def gather(self, seconds):
+        """The fake's verdicts are not joined."""
+
     async def close(self):
         assert not self.closed, "closed twice"
         self.closed = True
+        self.task.cancel()
+        await asyncio.wait((self.task,))
         self.backend.open_sessions.remove(self)
         self.backend.num_closed += 1
 
@@ -134,9 +199,13 @@ class FakeSession:
 class FakeTarget(FakeBackend):
     """A target. ``info`` defaults to one of 64 tokens and a context of 512."""
 
-    def __init__(self, **kwargs):
+    def __init__(self, *, by_round=False, **kwargs):
         super().__init__(**kwargs)
+        self.by_round = by_round
         self.model = self.model or target_info()
+        #: Rounds that began with an offer made before their verdict, and offers that came to nothing.
+        self.num_started_by_offers = 0
+        self.num_superseded = 0
 
     async def open(self, spec):
         await self.work("open", self.open_latency_s)
@@ -152,122 +221,170 @@ class FakeTargetSession(FakeSession):
             for token in spec.token_ids[1 : spec.prompt_len]:
                 prompt_logprobs += logprobs_of(token, params.prompt_logprobs)
         self.opened = TargetOpened(spec.epoch, spec.rule or Rule.BLOCK, prompt_logprobs=prompt_logprobs, queue_ns=1000)
+        self.ahead_until = self.asked = None
+        self.offers = []
+        self.finished = False
         self.first = self.commit([])
+        self.ahead_until = len(self.token_ids) + spec.decode_ahead_tokens
+
+    @property
+    def goes_ahead(self):
+        return not self.finished and self.ahead_until > len(self.token_ids)
+
+    def offer(self, proposal):
+        assert not self.closed
+        assert not self.goes_ahead, "offered while decoding ahead"
+        assert proposal.epoch == self.spec.epoch
+        assert len(proposal.token_ids) <= self.spec.num_speculative_tokens
+        if any(not 0 <= token < VOCAB for token in proposal.token_ids) and self.backend.model.vocab_size == VOCAB:
+            raise InvalidRequest("no such token")
+        self.offers.append(proposal)
+        assert len(self.offers) <= MAX_BRANCHES
+        if not proposal.assumed_token_ids:
+            assert proposal.base_len == len(self.token_ids), "the gateway sent a stale round"
+            assert self.asked is None, "two rounds at once"
+        if self.asked is None:
+            self.look()
+        self.wake.set()
+
+    def look(self):
+        """Take the offer that fits what is committed; forget those that never will."""
+        length = len(self.token_ids)
+        kept = []
+        for offer in self.offers:
+            assumed = [*self.token_ids[: offer.base_len], *offer.assumed_token_ids]
+            if assumed == self.token_ids:
+                assert self.asked is None, "two offers for one length"
+                self.asked = offer
+            elif len(assumed) > length and assumed[:length] == self.token_ids:
+                kept.append(offer)
+            else:
+                self.backend.num_superseded += 1
+        self.offers = kept
+
+    def decode_ahead(self, committed_len, num_tokens):
+        assert not self.closed
+        assert self.asked is None, "a round is under way"
+        assert committed_len == len(self.token_ids)
+        self.offers.clear()
+        self.ahead_until = committed_len + num_tokens
+        self.wake.set()
+
+    async def step(self):
+        if self.finished or (self.asked is None and not self.goes_ahead):
+            return False
+        drafted = self.asked.token_ids if self.asked else ()
+        started_by_offer = bool(self.asked and self.asked.assumed_token_ids)
+        await self.backend.work("verify" if self.asked else "ahead")
+        self.backend.num_started_by_offers += started_by_offer
+        verdict = self.commit(drafted)
+        self.asked = None
+        self.look()
+        if verdict.finish_reason:
+            self.asked = None
+        self.received.put_nowait(verdict)
+        return True
 
     @property
     def num_output(self):
         return len(self.token_ids) - self.spec.prompt_len
 
     def commit(self, drafted):
-        """Accept drafted tokens while they are what the target would say, then add its own."""
-        base, out, reason, stop, accepted = len(self.token_ids), [], None, None, 0
+        """Accept drafted tokens while they are what the target says, then add its own; mind the limits."""
+        base, out, reason, stop = len(self.token_ids), [], None, None
         params = self.spec.params
-        for guess in [*drafted, None]:
-            token = self.backend.next_token([*self.token_ids], params)
+        drafted = drafted[: self.spec.prompt_len + params.max_tokens - base - 1]
+        tokens = self.backend.verdict(self.token_ids, drafted, params)
+        for token in tokens:
             out.append(token)
             self.token_ids.append(token)
-            accepted += guess == token
             if token in params.stop_token_ids and self.num_output > params.min_tokens:
                 reason, stop = FinishReason.STOP, token
             elif self.num_output >= params.max_tokens:
                 reason = FinishReason.LENGTH
-            if guess != token or reason:
+            if reason:
+                self.finished = True
                 break
+        accepted = len(tokens) - 1
         logprobs = sum((logprobs_of(token, params.logprobs) for token in out), ())
         return Verdict(
             self.spec.epoch, base, tuple(out), accepted, len(drafted), reason, stop_token_id=stop, logprobs=logprobs
         )
 
-    async def verify(self, committed_len, proposal):
-        assert not self.busy
-        assert not self.closed
-        self.busy = True
-        try:
-            await self.backend.work("verify")
-        finally:
-            self.busy = False
-        if committed_len != len(self.token_ids) or (proposal and proposal.base_len != committed_len):
-            raise StaleSession("stale")
-        assert proposal is None or proposal.epoch == self.spec.epoch
-        assert proposal is None or 0 < len(proposal.token_ids) <= self.spec.num_speculative_tokens
-        return self.commit(proposal.token_ids if proposal else ())
-
-    async def decode_ahead(self, committed_len, num_tokens):
-        assert not self.busy
-        assert not self.closed
-        assert committed_len == len(self.token_ids)
-        self.busy = True
-        try:
-            for _ in range(num_tokens):
-                await self.backend.work("ahead")
-                verdict = self.commit([])
-                yield verdict
-                if verdict.finish_reason:
-                    return
-        finally:
-            self.busy = False
-
 
 class FakeDraft(FakeBackend):
-    """A draft that guesses right with probability ``quality`` per token."""
+    """A draft that guesses right with probability ``quality`` per token, always the same after the same tokens.
 
-    def __init__(self, *, quality=0.8, limit=8, empty_every=0, **kwargs):
+    Ahead of a verdict it guesses the verdict right with probability ``ahead_quality``, and goes on from there.
+    """
+
+    def __init__(self, *, quality=0.8, ahead_quality=0.8, limit=8, empty_every=0, **kwargs):
         super().__init__(**kwargs)
         self.model = self.model or draft_info(limit)
         self.quality = quality
+        self.ahead_quality = ahead_quality
+        self.likelihood = 0.5
         self.limit = limit
         self.empty_every = empty_every
-        self.random = random.Random(0)
         self.num_proposals = 0
 
     async def open(self, spec):
         await self.work("open", self.open_latency_s)
         return FakeDraftSession(self, spec)
 
+    def chain(self, context, k, params):
+        """The drafted tokens after ``context``."""
+        guess = []
+        while len(guess) < k:
+            token = self.says([*context, *guess], len(context), params)
+            is_right = share("quality", *context, *guess) < self.quality
+            guess.append(token if is_right else (token + 1) % VOCAB)
+        return tuple(guess)
+
 
 class FakeDraftSession(FakeSession):
     def __init__(self, backend, spec):
+        self.asked = None
         super().__init__(backend, spec)
         self.opened = DraftOpened(spec.epoch, min(backend.limit, spec.num_speculative_tokens))
-
-        self.asked = asyncio.Queue()
+        #: Committed tokens a proposal was sent for.
+        self.answered = set()
 
     async def advance(self, base_len, token_ids, num_draft_tokens, num_ahead=0):
         assert not self.closed
-        self.asked.put_nowait((base_len, token_ids, num_draft_tokens))
-
-    async def receive(self):
-        assert not self.busy
-        self.busy = True
-        try:
-            asked = await self.asked.get()
-            if asked is None:
-                raise Cancelled("the session was closed")
-            return await self.answer(*asked)
-        finally:
-            self.busy = False
-
-    async def propose(self, base_len, token_ids, num_draft_tokens):
-        await self.advance(base_len, token_ids, num_draft_tokens)
-        return await self.receive()
-
-    async def close(self):
-        await super().close()
-        self.asked.put_nowait(None)
-
-    async def answer(self, base_len, token_ids, num_draft_tokens):
-        await self.backend.work("propose")
-        if base_len != len(self.token_ids):
-            raise StaleSession("stale")
+        assert base_len == len(self.token_ids), "the gateway sent a stale message"
         self.token_ids += token_ids
-        self.backend.num_proposals += 1
-        if self.backend.empty_every and self.backend.num_proposals % self.backend.empty_every == 0:
-            return Proposal(self.spec.epoch, len(self.token_ids), ())
-        guess = []
-        for _ in range(num_draft_tokens):
-            token = self.backend.next_token([*self.token_ids, *guess], self.spec.params)
-            guess.append(token if self.backend.random.random() < self.backend.quality else (token + 1) % VOCAB)
-        return Proposal(self.spec.epoch, len(self.token_ids), tuple(guess))
+        self.asked = (num_draft_tokens, num_ahead) if num_draft_tokens else None
+        self.wake.set()
+
+    async def step(self):
+        if self.asked is None:
+            return False
+        (k, num_ahead), self.asked = self.asked, None
+        known = tuple(self.token_ids)
+        assumed = ()
+        for _ in range(1 + num_ahead):
+            context = known + assumed
+            if context not in self.answered:
+                await self.backend.work("propose")
+                if self.asked is not None or len(known) != len(self.token_ids):  # overtaken
+                    return True
+                self.answered.add(context)
+                self.received.put_nowait(self.proposal(known, assumed, k))
+            drafted = self.backend.chain(context, k, self.spec.params)
+            assumed += self.backend.verdict(context, drafted, self.spec.params)
+            if share("ahead", *known, *assumed) >= self.backend.ahead_quality:
+                assumed = (*assumed[:-1], (assumed[-1] + 1) % VOCAB)
+        return True
+
+    def proposal(self, known, assumed, k):
+        backend = self.backend
+        backend.num_proposals += 1
+        chain = backend.chain(known + assumed, k, self.spec.params)
+        if backend.empty_every and backend.num_proposals % backend.empty_every == 0:
+            chain = ()
+        likelihood = backend.likelihood if assumed else 0.0
+        return Proposal(self.spec.epoch, len(known), chain, assumed_token_ids=assumed, likelihood=likelihood)
 
 
 def target_info(**changes):

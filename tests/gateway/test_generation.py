@@ -310,6 +310,6 @@ async def test_a_tokenizer_that_is_not_the_targets_is_told(make_generation, back
 def test_a_round_is_rejected_when_a_draft_token_is():
     metrics = SpeculationMetrics()
     for accepted, drafted in ((4, 4), (2, 4), (0, 1), (1, 1), (0, 0)):
-        metrics.record(Verdict(1, 10, (7,) * (accepted + 1), num_accepted=accepted, num_draft_tokens=drafted))
+        metrics.record(Verdict(1, 10, (7,) * (accepted + 1), num_accepted=accepted, num_draft_tokens=drafted), 0)
     assert (metrics.num_spec_steps, metrics.num_rejections) == (4, 2)
     assert SpeculationMetrics.total([metrics, metrics]).num_rejections == 4

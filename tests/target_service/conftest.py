@@ -160,6 +160,33 @@ def make_spec(prompt: Sequence[int], max_tokens: int = 32, *, generated: Sequenc
     )
 
 
+async def verify(session, committed_len, proposal=None):
+    """One round to its verdict; without a proposal a plain step."""
+    session.offer(proposal or Proposal(session.spec.epoch, committed_len, ()))
+    return await session.receive()
+
+
+async def nothing_comes(session) -> None:
+    """Nothing is asked of the session."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await session.receive()
+
+
+async def decode_ahead(session, committed_len, num_tokens) -> tuple[int, ...]:
+    """Tokens decoded ahead, all of them."""
+    session.decode_ahead(committed_len, num_tokens)
+    tokens: list[int] = []
+    while len(tokens) < num_tokens:
+        verdict = await session.receive()
+        assert verdict.base_len == committed_len + len(tokens)
+        assert (verdict.num_draft_tokens, verdict.num_accepted) == (0, 0)
+        tokens += verdict.token_ids
+        if verdict.finish_reason is not None:
+            break
+    return tuple(tokens)
+
+
 async def decode(session, *, k: int = 0, draft=None) -> tuple[int, ...]:
     """The session's output by rounds to its end; ``draft(tokens, k)`` proposes."""
     tokens = list(session.first.token_ids)
@@ -170,6 +197,6 @@ async def decode(session, *, k: int = 0, draft=None) -> tuple[int, ...]:
         proposal = None
         if draft is not None:
             proposal = Proposal(session.opened.epoch, committed_len, tuple(draft(tokens, k)))
-        verdict = await session.verify(committed_len, proposal)
+        verdict = await verify(session, committed_len, proposal)
         tokens += verdict.token_ids
     return tuple(tokens)

@@ -10,7 +10,7 @@ from specdec.errors import InternalError, TandemError, Unavailable
 from specdec.sessions import FinishReason, Proposal
 from target_service.ending import Cut, Ending
 from target_service.schedule import MIN_CHUNK, share_prefill, take_rounds
-from tests.target_service.conftest import decode, make_prompt, make_spec, until, until_clean
+from tests.target_service.conftest import decode, decode_ahead, make_prompt, make_spec, until, until_clean, verify
 
 
 class Watch:
@@ -48,7 +48,7 @@ async def test_many_sessions_in_ragged_batches_are_the_stock_model(start_core, p
             try:
                 if seed % 4 == 3:
                     n = session.first.committed_len
-                    tokens = [v.token_ids[0] async for v in session.decode_ahead(n, 19)]
+                    tokens = await decode_ahead(session, n, 19)
                     assert (*session.first.token_ids, *tokens) == plain(prompt, 20)
                 else:
                     draft = right if seed % 4 else None
@@ -70,7 +70,7 @@ async def test_one_tick_is_one_forward_pass(start_core):
         watch = Watch(core)
         ticks = core.num_ticks
         n = sessions[0].first.committed_len
-        verdicts = await asyncio.gather(*(session.verify(n, Proposal(1, n, (1, 2, 3))) for session in sessions))
+        verdicts = await asyncio.gather(*(verify(session, n, Proposal(1, n, (1, 2, 3))) for session in sessions))
         assert core.num_ticks - ticks == len(watch.batches) == 1
         assert watch.batches[0] == [(4, 4)] * 6
         assert {(v.timings.batch_sessions, v.timings.batch_rows) for v in verdicts} == {(6, 24)}
@@ -90,7 +90,7 @@ async def test_a_long_prompt_is_fed_in_chunks_beside_rounds_and_short_prompts(st
             order.append(name)
             await session.close()
 
-        fetch = asyncio.create_task(_drain(ahead.decode_ahead(ahead.first.committed_len, 90)))
+        fetch = asyncio.create_task(decode_ahead(ahead, ahead.first.committed_len, 90))
         long = asyncio.create_task(run("long", 200))
         await until(lambda: watch.batches)
         short = asyncio.create_task(run("short", 5))
@@ -105,10 +105,6 @@ async def test_a_long_prompt_is_fed_in_chunks_beside_rounds_and_short_prompts(st
         assert sum(rows for rows, _ in chunks) == 205
         assert sum(logits for _, logits in chunks) == 2  # only the last row of each prompt
         await ahead.close()
-
-
-async def _drain(verdicts):
-    return [verdict async for verdict in verdicts]
 
 
 async def test_an_idle_batcher_sleeps(start_core):
@@ -128,7 +124,7 @@ async def test_two_hundred_sessions_leave_nothing(start_core):
             try:
                 n = session.first.committed_len
                 if seed % 2:
-                    await session.verify(n, Proposal(1, n, (1, 2)))
+                    await verify(session, n, Proposal(1, n, (1, 2)))
             finally:
                 await session.close()
 
@@ -161,7 +157,7 @@ async def test_closed_while_its_round_is_in_flight(start_core, plain):
         watch = Watch(core)
         watch.delay_s = 0.05
         n = session.first.committed_len
-        round_ = asyncio.create_task(session.verify(n, Proposal(1, n, (1, 2, 3))))
+        round_ = asyncio.create_task(verify(session, n, Proposal(1, n, (1, 2, 3))))
         await until(lambda: watch.batches)
         in_use = core._engine.pool.used_blocks
         session.end()
@@ -179,25 +175,22 @@ async def test_closed_while_its_round_is_in_flight(start_core, plain):
         await other.close()
 
 
-async def test_cancelled_while_queued_and_while_in_flight(start_core):
+async def test_a_cancelled_receive_loses_nothing(start_core, plain):
     async with start_core() as core:
         one, two = [await core.open(make_spec(make_prompt(seed), 20)) for seed in range(2)]
         n = one.first.committed_len
         watch = Watch(core)
         watch.delay_s = 0.05
-        flying = asyncio.create_task(one.verify(n, None))
+        flying = asyncio.create_task(verify(one, n))
         await until(lambda: watch.batches)
-        queued = asyncio.create_task(two.verify(n, None))
+        queued = asyncio.create_task(verify(two, n))
         await asyncio.sleep(0)
         queued.cancel()
         flying.cancel()
         await asyncio.gather(queued, flying, return_exceptions=True)
-        await until(lambda: not one.in_flight)
-        assert two.committed_len == n  # withdrawn: the round may be asked for again
-        assert (await two.verify(n, None)).committed_len == n + 1
-        assert one.committed_len == n + 1  # had begun
-        await one.close()
-        await two.close()
+        for seed, session in enumerate((one, two)):
+            assert (await session.receive()).token_ids == plain(make_prompt(seed), 20)[1:2]
+            await session.close()
 
 
 async def test_closed_while_decoding_ahead(start_core):
@@ -219,12 +212,12 @@ async def test_a_broken_forward_pass_fails_its_sessions_and_no_others(start_core
         n = sessions[0].first.committed_len
         watch = Watch(core)
         watch.error = RuntimeError("device lost")
-        results = await asyncio.gather(*(s.verify(n, None) for s in sessions[:2]), return_exceptions=True)
+        results = await asyncio.gather(*(verify(s, n) for s in sessions[:2]), return_exceptions=True)
         assert all(isinstance(result, InternalError) for result in results)
         assert "device lost" in caplog.text
         watch.error = None
         with pytest.raises(InternalError):
-            await sessions[0].verify(n, None)
+            await verify(sessions[0], n)
         assert await decode(sessions[2]) == plain(make_prompt(2), 20)
         for session in sessions:
             await session.close()
@@ -241,12 +234,12 @@ async def test_a_session_without_a_token_to_draw_fails_alone(start_core, plain):
         )
         bad = await core.open(spec)  # the second token has no choice left
         n = good.first.committed_len
-        fine, error = await asyncio.gather(good.verify(n, None), bad.verify(n, None), return_exceptions=True)
+        fine, error = await asyncio.gather(verify(good, n), verify(bad, n), return_exceptions=True)
         assert isinstance(error, TandemError)
         assert not isinstance(error, InternalError)
         assert fine.token_ids == plain(prompt, 20)[1:2]
         with pytest.raises(type(error)):
-            await bad.verify(n, None)
+            await verify(bad, n)
         await bad.close()
         await good.close()
 
@@ -254,7 +247,7 @@ async def test_a_session_without_a_token_to_draw_fails_alone(start_core, plain):
 async def test_closing_the_core_ends_its_sessions(start_core):
     async with start_core(max_num_seqs=1) as core:
         session = await core.open(make_spec(make_prompt(0), 200))
-        waiting = asyncio.create_task(_drain(session.decode_ahead(session.first.committed_len, 150)))
+        waiting = asyncio.create_task(decode_ahead(session, session.first.committed_len, 150))
         queued = asyncio.create_task(core.open(make_spec(make_prompt(1), 4)))
         await until(lambda: core.num_ticks > 3)
         await core.close()

@@ -1,15 +1,22 @@
 """Sessions on the core, without gRPC: rounds and limits against the stock model."""
 
-import asyncio
-
 import numpy as np
 import pytest
 import torch
 
-from specdec.errors import StaleSession
 from specdec.sampling.sparse import pack
 from specdec.sessions import FinishReason, Proposal, Rule
-from tests.target_service.conftest import CONTEXT, VOCAB, decode, make_prompt, make_spec, until
+from tests.target_service.conftest import (
+    CONTEXT,
+    VOCAB,
+    decode,
+    decode_ahead,
+    make_prompt,
+    make_spec,
+    nothing_comes,
+    until,
+    verify,
+)
 
 
 def drafter(plain, prompt, *, wrong_at=()):
@@ -51,11 +58,11 @@ async def test_a_verdict_tells_what_was_accepted_and_the_cache_keeps_just_that(s
         cache = session.subject.sequence
         assert cache.length == n - 1
         wrong = (text[3] + 1) % VOCAB
-        verdict = await session.verify(n, Proposal(1, n, (*text[1:3], wrong, 5)))
+        verdict = await verify(session, n, Proposal(1, n, (*text[1:3], wrong, 5)))
         assert (verdict.base_len, verdict.token_ids) == (n, text[1:4])
         assert (verdict.num_accepted, verdict.num_draft_tokens) == (2, 4)
         assert cache.length == verdict.committed_len - 1 == n + 2
-        verdict = await session.verify(n + 3, Proposal(1, n + 3, text[4:8]))
+        verdict = await verify(session, n + 3, Proposal(1, n + 3, text[4:8]))
         assert verdict.token_ids == text[4:9]
         assert verdict.num_accepted == 4
         assert cache.length == verdict.committed_len - 1
@@ -73,12 +80,12 @@ async def test_an_assumption_that_came_true_is_taken(start_core, plain):
     async with start_core() as core:
         session = await core.open(make_spec(prompt, 10))
         n = session.first.committed_len
-        await session.verify(n, None)
+        await verify(session, n)
         ahead = Proposal(1, n, text[2:5], assumed_token_ids=text[1:2])
-        assert (await session.verify(n + 1, ahead)).token_ids == text[2:6]
+        assert (await verify(session, n + 1, ahead)).token_ids == text[2:6]
         false = Proposal(1, n, text[2:5], assumed_token_ids=((text[1] + 1) % VOCAB,))
-        with pytest.raises(StaleSession):
-            await session.verify(n + 5, false)
+        session.offer(false)
+        await nothing_comes(session)
         await session.close()
 
 
@@ -90,13 +97,11 @@ async def test_decoding_ahead_is_the_same_text(start_core, plain):
         tokens = list(session.first.token_ids)
         while len(tokens) < 40:
             n = len(prompt) + len(tokens)
-            verdicts = [verdict async for verdict in session.decode_ahead(n, 7)]
-            assert [v.base_len for v in verdicts] == list(range(n, n + len(verdicts)))
-            assert all(len(v.token_ids) == 1 and v.num_draft_tokens == 0 for v in verdicts)
-            assert len(verdicts) == min(7, 40 - len(tokens))
-            tokens += [token for v in verdicts for token in v.token_ids]
+            ahead = await decode_ahead(session, n, 7)
+            assert len(ahead) == min(7, 40 - len(tokens))
+            tokens += ahead
         assert tuple(tokens) == text
-        assert verdicts[-1].finish_reason is FinishReason.LENGTH
+        assert session.finish_reason is FinishReason.LENGTH
         await session.close()
 
 
@@ -107,13 +112,27 @@ async def test_decoding_ahead_from_the_first_token_and_then_rounds(start_core, p
         session = await core.open(make_spec(prompt, 20, decode_ahead_tokens=6))
         n = len(prompt) + 1
         await until(lambda: session.committed_len == n + 6)  # without being asked
-        with pytest.raises(StaleSession, match=f"stands at {n + 6}"):
-            await session.verify(n, None)
-        tokens = [v.token_ids[0] async for v in session.decode_ahead(n, 6)]
-        assert (await session.verify(n + 6, Proposal(1, n + 6, text[7:10]))).token_ids == text[7:11]
-        assert tuple(tokens) == text[1:7]
-        with pytest.raises(StaleSession):  # a round lies between
-            await anext(session.decode_ahead(n + 6, 3))
+        session.offer(Proposal(1, n, (1,)))  # stale
+        tokens = await decode_ahead(session, n, 6)
+        assert (await verify(session, n + 6, Proposal(1, n + 6, text[7:10]))).token_ids == text[7:11]
+        assert tokens == text[1:7]
+        session.decode_ahead(n + 6, 3)  # a round lies between
+        await nothing_comes(session)
+        assert (await core.load()).stale_messages == 2
+        await session.close()
+
+
+async def test_verdicts_that_wait_are_joined(start_core, plain):
+    prompt = make_prompt(6)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 9, decode_ahead_tokens=8, logprobs=1))
+        n = len(prompt) + 1
+        await until(lambda: session.finish_reason is not None)
+        verdict = await session.receive()
+        assert (verdict.base_len, verdict.token_ids) == (n, plain(prompt, 9)[1:])
+        assert [entry.token.token_id for entry in verdict.logprobs] == list(verdict.token_ids)
+        assert verdict.finish_reason is FinishReason.LENGTH
+        assert verdict.timings.batch_rows == 1
         await session.close()
 
 
@@ -122,29 +141,12 @@ async def test_more_may_be_asked_for_before_all_was_fetched(start_core, plain):
     async with start_core() as core:
         session = await core.open(make_spec(prompt, 30))
         n = session.first.committed_len
-        tokens = [v.token_ids[0] async for v in session.decode_ahead(n, 5)]
-        tokens += [v.token_ids[0] async for v in session.decode_ahead(n + 3, 8)]  # up to n + 11
-        assert tuple(tokens) == plain(prompt, 12)[1:]
-        await session.close()
-
-
-async def test_leaving_ahead_early_stops_the_target(start_core, plain):
-    prompt = make_prompt(8)
-    async with start_core() as core:
-        session = await core.open(make_spec(prompt, 200))
-        n = session.first.committed_len
-        verdicts = session.decode_ahead(n, 150)
-        async for _ in verdicts:
-            break
-        await verdicts.aclose()
-        await asyncio.sleep(0.05)
-        stopped_at = session.committed_len
-        assert stopped_at < n + 150
-        await asyncio.sleep(0.05)
-        assert session.committed_len == stopped_at
-        tokens = [v.token_ids[0] async for v in session.decode_ahead(n + 1, stopped_at - n)]
-        assert tuple(tokens) == plain(prompt, len(tokens) + 2)[2:]
-        await session.verify(session.committed_len, None)
+        session.decode_ahead(n, 5)
+        tokens = (await session.receive()).token_ids
+        session.decode_ahead(n + len(tokens), 11 - len(tokens))
+        while len(tokens) < 11:
+            tokens += (await session.receive()).token_ids
+        assert tokens == plain(prompt, 12)[1:]
         await session.close()
 
 
@@ -158,8 +160,8 @@ async def test_a_stop_token_cuts_the_round(start_core, plain, k):
         assert await decode(session, k=k, draft=drafter(plain, prompt)) == text[: where + 1]
         assert session.finish_reason is FinishReason.STOP
         assert session.subject.sequence.length == session.committed_len - 1
-        with pytest.raises(StaleSession, match="ended at"):
-            await session.verify(session.committed_len, None)
+        session.offer(Proposal(1, session.committed_len, ()))
+        await nothing_comes(session)
         await session.close()
 
 
@@ -170,7 +172,7 @@ async def test_the_verdict_names_the_stop_token_inside_an_accepted_block(start_c
     async with start_core() as core:
         session = await core.open(make_spec(prompt, 10, stop_token_ids=[stop]))
         n = session.first.committed_len
-        verdict = await session.verify(n, Proposal(1, n, text[1:9]))
+        verdict = await verify(session, n, Proposal(1, n, text[1:9]))
         assert verdict.token_ids == text[1 : text.index(stop) + 1]
         assert (verdict.finish_reason, verdict.stop_token_id) == (FinishReason.STOP, stop)
         await session.close()
@@ -200,7 +202,7 @@ async def test_max_tokens_drops_surplus_drafts_before_the_forward_pass(start_cor
         verdict, tokens = session.first, list(session.first.token_ids)
         while verdict.finish_reason is None:
             n, done = len(prompt) + len(tokens), len(tokens)
-            verdict = await session.verify(n, Proposal(1, n, text[done : done + 4]))
+            verdict = await verify(session, n, Proposal(1, n, text[done : done + 4]))
             assert verdict.num_draft_tokens == min(4, max_tokens - done - 1)
             tokens += verdict.token_ids
         assert tuple(tokens) == text[:max_tokens]
@@ -252,7 +254,7 @@ async def test_every_rule_runs_with_and_without_q(start_core, rule):
             while last.finish_reason is None:
                 ids = (3, 9, 27)
                 rows = tuple(pack(np.array([t, (t + 1) % VOCAB]), np.array([15, 0])) for t in ids) if with_q else ()
-                last = await session.verify(n, Proposal(1, n, ids, q_rows=rows))
+                last = await verify(session, n, Proposal(1, n, ids, q_rows=rows))
                 n = last.committed_len
             assert n == len(prompt) + 40
             await session.close()
@@ -280,7 +282,7 @@ async def test_log_probabilities(start_core, llama, budget):
     prompt = make_prompt(18, 100)
     async with start_core(max_num_batched_tokens=budget) as core:
         session = await core.open(make_spec(prompt, 4, logprobs=3, prompt_logprobs=2))
-        first, second = session.first, await session.verify(101, Proposal(1, 101, (1, 2)))
+        first, second = session.first, await verify(session, 101, Proposal(1, 101, (1, 2)))
         ids = torch.tensor([[*prompt, *first.token_ids, *second.token_ids]])
         with torch.inference_mode():
             wanted = llama(ids).logits[0].log_softmax(-1)
@@ -300,7 +302,7 @@ async def test_the_load_says_how_long_batches_took(start_core):
     async with start_core() as core:
         before = await core.load()
         session = await core.open(make_spec(make_prompt(4), 4))
-        verdict = await session.verify(session.first.committed_len, None)
+        verdict = await verify(session, session.first.committed_len)
         after = await core.load()
         assert after.num_batches - before.num_batches == 2 == core.num_ticks
         spent_ns = sum(v.timings.forward_ns + v.timings.verify_ns for v in (session.first, verdict))

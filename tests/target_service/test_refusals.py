@@ -1,14 +1,12 @@
 """What a target refuses: specs, proposals, stale calls, new sessions while it drains."""
 
-import asyncio
-
 import numpy as np
 import pytest
 
-from specdec.errors import InvalidRequest, StaleSession, Unavailable
+from specdec.errors import InvalidRequest, Unavailable
 from specdec.sampling.sparse import pack
 from specdec.sessions import Proposal, Rule, SparseRow
-from tests.target_service.conftest import CONTEXT, VOCAB, decode, make_prompt, make_spec
+from tests.target_service.conftest import CONTEXT, VOCAB, decode, make_prompt, make_spec, nothing_comes, verify
 
 
 @pytest.mark.parametrize(
@@ -51,28 +49,26 @@ async def test_proposals_no_round_can_carry(start_core, plain):
             (Proposal(1, n, (1,), q_rows=(SparseRow(b"?"),)), "malformed"),
         ]:
             with pytest.raises(InvalidRequest, match=text):
-                await session.verify(n, proposal)
+                await verify(session, n, proposal)
         assert await decode(session) == plain(prompt, 8)  # nothing of it was taken in
         await session.close()
 
 
-async def test_stale_calls_are_refused_and_counted(start_core, plain):
+async def test_stale_offers_are_dropped_and_counted(start_core, plain):
     prompt = make_prompt(28)
     async with start_core() as core:
         session = await core.open(make_spec(prompt, 8))
         n = session.first.committed_len
-        for committed_len, base_len in [(n - 1, n - 1), (n + 1, n + 1), (n, n - 1), (n, n + 2)]:
-            with pytest.raises(StaleSession):
-                await session.verify(committed_len, Proposal(1, base_len, (1,)))
-        running = asyncio.create_task(session.verify(n, None))
-        await asyncio.sleep(0)
-        with pytest.raises(StaleSession):
-            await session.verify(n, None)
-        await running
+        for epoch, base_len in [(1, n - 1), (1, n + 1), (2, n), (1, n + 5)]:
+            session.offer(Proposal(epoch, base_len, (1,)))
+        await nothing_comes(session)
+        session.offer(Proposal(1, n, ()))
+        session.offer(Proposal(1, n, ()))  # one round at a time
+        assert (await session.receive()).token_ids == plain(prompt, 2)[1:]
         assert (await core.load()).stale_messages == 5
         await session.close()
-        with pytest.raises(StaleSession, match="closed"):
-            await session.verify(n, None)
+        with pytest.raises(Unavailable, match="closed"):
+            await session.receive()
         await session.close()
 
 

@@ -35,9 +35,20 @@ class Client:
     async def verdict(self, timeout_s=None):
         return codec.decode_verdict((await self.stream.receive(timeout_s)).verdict)
 
+    async def tokens(self, count):
+        """The next ``count`` tokens, however they are cut into verdicts."""
+        tokens = []
+        while len(tokens) < count:
+            tokens += (await self.verdict()).token_ids
+        return tokens
+
     async def send_round(self, committed_len, token_ids=(), epoch=1, **parts):
-        proposal = codec.encode_proposal(Proposal(epoch, committed_len, tuple(token_ids), **parts))
-        message = pb.Round(epoch=epoch, committed_len=committed_len, proposal=proposal)
+        proposal = Proposal(epoch, parts.pop("base_len", committed_len), tuple(token_ids), **parts)
+        await self.send_proposal(proposal, committed_len)
+
+    async def send_proposal(self, proposal, committed_len=None):
+        committed_len = proposal.committed_len if committed_len is None else committed_len
+        message = pb.Round(epoch=proposal.epoch, committed_len=committed_len, proposal=codec.encode_proposal(proposal))
         await self.stream.send(pb.VerifyRequest(round=message))
 
     async def send_ahead(self, committed_len, num_tokens, epoch=1):
@@ -81,10 +92,10 @@ async def test_decoding_ahead_over_the_wire(start_core, serve, plain):
         Client(stub, make_spec(prompt, 40, decode_ahead_tokens=10)) as client,
     ):
         n = (await client.open()).committed_len
-        tokens = [*client.first.token_ids, *[(await client.verdict()).token_ids[0] for _ in range(10)]]
+        tokens = [*client.first.token_ids, *await client.tokens(10)]
         await client.send_ahead(n + 10, 5)
-        await client.send_ahead(n + 12, 6)  # before the answers: up to n + 18
-        tokens += [(await client.verdict()).token_ids[0] for _ in range(8)]
+        await client.send_ahead(n + 10, 8)  # before the answers: up to n + 18
+        tokens += await client.tokens(8)
         await client.send_round(n + 18, text[19:23])
         tokens += (await client.verdict()).token_ids
         await client.send_ahead(n + 23, 100)
