@@ -170,7 +170,9 @@ async def time_full_tick(router: Router, prompts: Sequence[Tokens], budget: int)
         stack.push_async_callback(watch.close)
 
         async def observe() -> None:
-            async for verdict in watch.decode_ahead(2, watched - 1):
+            watch.decode_ahead(2, watched - 1)
+            while True:
+                verdict = await watch.receive()
                 if verdict.timings.batch_rows >= _FULL * budget:
                     ticks.append((verdict.timings.forward_ns + verdict.timings.verify_ns) / 1e6)
 

@@ -123,7 +123,10 @@ async def _decode(router: Router, batch: Sequence[Prompt], params: SamplingParam
     async def one(prompt: Prompt) -> None:
         session = await backend.open(_spec(prompt, params, None, 0))
         try:
-            async for verdict in session.decode_ahead(len(prompt) + 1, (params.max_tokens or 2) - 1):
+            verdict = session.first
+            session.decode_ahead(verdict.committed_len, (params.max_tokens or 2) - 1)
+            while verdict.finish_reason is None:
+                verdict = await session.receive()
                 samples.decode.append(_work(verdict))
         finally:
             await session.close()
@@ -165,7 +168,8 @@ class _Pair:
         """A proposal, and the bytes of asking for it."""
         base_len, news = self._known_len, self.token_ids[self._known_len :]
         started = time.perf_counter_ns()
-        proposal = await self._draft.propose(base_len, news, k)
+        await self._draft.advance(base_len, news, k)
+        proposal = await self._draft.receive()
         wall = time.perf_counter_ns() - started
         self._known_len = len(self.token_ids)
         if len(proposal.token_ids) == k:
@@ -178,7 +182,8 @@ class _Pair:
         """Verify what was proposed."""
         proposal, advance_bytes = asked
         started = time.perf_counter_ns()
-        verdict = await self._target.verify(len(self.token_ids), proposal if proposal.token_ids else None)
+        self._target.offer(proposal)
+        verdict = await self._target.receive()
         wall = time.perf_counter_ns() - started
         if verdict.num_draft_tokens == k:
             work = _work(verdict)
