@@ -1,18 +1,21 @@
 """Joins the waiting sessions' wishes into batches for the drafter.
 
 There is no timer: while a batch runs, new wishes gather, and together they are the next batch. A lone session
-therefore waits for nobody, and an idle batcher sleeps.
+therefore waits for nobody, and an idle batcher sleeps, or drafts ahead where there is something to guess.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
-from typing import Any, Final, Generic
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Generic, Protocol
 
-from draft_service.drafter import Draft, Drafter, DraftJob, S
+from draft_service.drafter import Draft, Drafter, DraftJob, S, Stop
 from specdec.errors import Unavailable
+
+logger = logging.getLogger(__name__)
 
 #: Sessions are taken to be drafting for this long after a draft: longer than a round of a slow target.
 _BUSY_NS: Final = 500_000_000
@@ -21,21 +24,104 @@ _BUSY_NS: Final = 500_000_000
 class Wish(Generic[S]):
     """One session's request, from submission to its draft."""
 
-    __slots__ = ("done", "draft_ns", "num_tokens", "on_idle", "queue_ns", "running", "state", "submitted_ns")
+    __slots__ = (
+        "assumed",
+        "assumes_next",
+        "deliver",
+        "draft_ns",
+        "flight",
+        "is_settled",
+        "likelihood",
+        "num_guesses",
+        "num_tokens",
+        "queue_ns",
+        "state",
+        "stop",
+        "submitted_ns",
+    )
 
-    def __init__(self, state: S, num_tokens: int, done: asyncio.Future[Draft]) -> None:
+    def __init__(
+        self,
+        state: S,
+        num_tokens: int,
+        deliver: Callable[[Draft | Exception], None],
+        *,
+        num_guesses: int = 0,
+        assumed: tuple[int, ...] = (),
+        assumes_next: bool = False,
+        likelihood: float = 1.0,
+    ) -> None:
         self.state = state
         #: Tokens to draft; 0 only takes in what is pending.
         self.num_tokens = num_tokens
-        #: Cancelling it (or cancelling who awaits it) withdraws the wish.
-        self.done = done
-        #: Whether its state is in the drafter's hands right now.
-        self.running = False
-        #: Called when it is not any more.
-        self.on_idle: list[Callable[[], None]] = []
+        #: Called once, unless the wish is withdrawn; its state is not in the drafter's hands any more then.
+        self.deliver = deliver
+        self.num_guesses = num_guesses
+        self.assumed = assumed
+        self.assumes_next = assumes_next
+        #: Probability that the draft will be of use; 1 for one that is waited for.
+        self.likelihood = likelihood
+        self.stop = Stop()
+        self.is_settled = False
+        #: The batch it stands in, while that is in the drafter's hands.
+        self.flight: Flight | None = None
         self.submitted_ns = time.perf_counter_ns()
         self.queue_ns = 0
         self.draft_ns = 0
+
+    def job(self, num_rows: int) -> DraftJob[S]:
+        """The job for the drafter: take in ``num_rows`` pending tokens, and draft if these are all."""
+        num_tokens = self.num_tokens if self.assumed or num_rows == self.state.num_pending else 0
+        return DraftJob(self.state, num_rows, num_tokens, self.num_guesses, self.assumed, self.assumes_next, self.stop)
+
+    def settle(self, outcome: Draft | Exception) -> None:
+        """Deliver the outcome, once."""
+        if not self.is_settled:
+            self.is_settled = True
+            self.deliver(outcome)
+
+    def withdraw(self) -> None:
+        """Nobody waits for the draft any more: it is not begun, or ends soon, and is not delivered."""
+        self.is_settled = True
+        self.likelihood = 0.0
+        self.stop.please()
+
+
+class Flight:
+    """A batch in the drafter's hands."""
+
+    __slots__ = ("is_ahead", "num_waiting", "on_landed", "wishes")
+
+    def __init__(self, wishes: Sequence[Wish[Any]]) -> None:
+        self.wishes = wishes
+        #: All of it is drafted ahead: no verdict has asked for it yet.
+        self.is_ahead = all(wish.assumed for wish in wishes)
+        #: Sessions of the batch that cannot wish before it has landed.
+        self.num_waiting = 0
+        #: Called once the outcomes are delivered.
+        self.on_landed: list[Callable[[], None]] = []
+
+    def make_way(self, num_waiting: int) -> None:
+        """Stop the guesses of a batch drafted ahead where more wait for its end than are likely to profit by it.
+
+        Guesses that a verdict has confirmed go on: they are waited for, too.
+        """
+        if self.is_ahead and num_waiting > sum(wish.likelihood for wish in self.wishes if not wish.stop.is_raised):
+            for wish in self.wishes:
+                if wish.likelihood < 1.0:
+                    wish.stop.please()
+
+
+class IdleWork(Protocol):
+    """What there is to do while no session waits."""
+
+    def take(self) -> list[Wish[Any]]:
+        """Wishes for one batch, to be begun at once; empty where nothing is worth it."""
+        ...
+
+    def landed(self, flight: Flight, spent_ns: int) -> None:
+        """A batch, of this or any other work, has taken this long."""
+        ...
 
 
 class Batcher(Generic[S]):
@@ -45,11 +131,13 @@ class Batcher(Generic[S]):
     quarter of ``max_rows``: a long prompt slows their drafting a little but never stops it.
     """
 
-    def __init__(self, drafter: Drafter[S], max_rows: int) -> None:
+    def __init__(self, drafter: Drafter[S], max_rows: int, idle_work: IdleWork | None = None) -> None:
         self._drafter = drafter
         self._max_rows = max_rows
         self._max_chunk = max(1, max_rows // 4)
+        self._idle_work = idle_work
         self._queue: list[Wish[S]] = []
+        self._flight: Flight | None = None
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -58,21 +146,29 @@ class Batcher(Generic[S]):
         self.num_batches = 0
         self.busy_ns = 0
 
-    def submit(self, state: S, num_tokens: int) -> Wish[S]:
-        """Queue a wish; await its ``done``.
+    def submit(self, wish: Wish[S]) -> None:
+        """Queue a wish.
 
         Raises:
             Unavailable: the batcher is closed.
         """
         if self._closed:
             raise Unavailable("the draft service is shutting down")
-        loop = asyncio.get_running_loop()
         if self._task is None:
-            self._task = loop.create_task(self._run(), name="draft-batcher")
-        wish = Wish(state, num_tokens, loop.create_future())
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="draft-batcher")
         self._queue.append(wish)
         self._wake.set()
-        return wish
+        if self._flight is not None:
+            self._flight.make_way(len(self._queue) + self._flight.num_waiting)
+
+    def wake(self) -> None:
+        """There may be idle work."""
+        self._wake.set()
+
+    def expect(self, flight: Flight) -> None:
+        """A session that stands in a running batch will wish as soon as that has landed."""
+        flight.num_waiting += 1
+        flight.make_way(len(self._queue) + flight.num_waiting)
 
     async def close(self) -> None:
         """Let the running batch end and fail what is queued with :class:`Unavailable`. Idempotent."""
@@ -84,17 +180,20 @@ class Batcher(Generic[S]):
     async def _run(self) -> None:
         while not self._closed:
             batch = self._take()
+            if not batch and self._idle_work is not None:
+                await asyncio.sleep(0)  # what was just drafted is sent first
+                batch = self._take() or [(wish, wish.job(0)) for wish in self._idle_work.take()]
             if batch:
                 await self._draft(batch)
-            else:
+            elif not self._closed:
                 self._wake.clear()
                 await self._wake.wait()
         for wish in self._queue:
-            _settle(wish, Unavailable("the draft service is shutting down"))
+            wish.settle(Unavailable("the draft service is shutting down"))
 
     def _take(self) -> list[tuple[Wish[S], DraftJob[S]]]:
         """The next batch: drafts that are ready, then chunks of prompts in the room that is left for them."""
-        self._queue = [wish for wish in self._queue if not wish.done.done()]
+        self._queue = [wish for wish in self._queue if not wish.is_settled]
         drafts: list[tuple[Wish[S], int]] = []
         prompts: list[tuple[Wish[S], int]] = []
         for wish in self._queue:
@@ -112,44 +211,41 @@ class Batcher(Generic[S]):
             if rows == 0 < pending:
                 break
             room, left = room - rows, left - rows
-            batch.append((wish, DraftJob(wish.state, rows, wish.num_tokens if rows == pending else 0)))
+            batch.append((wish, wish.job(rows)))
         for wish, pending in drafts:
             rows = max(pending, 1)  # with nothing pending the last token is fed again
             if rows > left and batch:
                 break
             left -= rows
-            batch.append((wish, DraftJob(wish.state, pending, wish.num_tokens)))
+            batch.append((wish, wish.job(pending)))
         return batch
 
     async def _draft(self, batch: list[tuple[Wish[S], DraftJob[S]]]) -> None:
         started_ns = time.perf_counter_ns()
+        self._flight = flight = Flight([wish for wish, _ in batch])
         for wish, _ in batch:
-            wish.running = True
+            wish.flight = flight
             wish.queue_ns = wish.queue_ns or started_ns - wish.submitted_ns
         outcome: list[Draft] | Exception
         try:
             outcome = await self._drafter.draft([job for _, job in batch])
         except Exception as error:
             outcome = error
+            if flight.is_ahead:  # nobody waits for it, so nobody else would tell
+                logger.exception("drafting ahead failed; its sessions go on without")
         spent_ns = time.perf_counter_ns() - started_ns
         self.num_batches += 1
         self.busy_ns += spent_ns
-        for index, (wish, job) in enumerate(batch):
-            wish.running = False
+        self._flight = None
+        if self._idle_work is not None:
+            self._idle_work.landed(flight, spent_ns)
+        for wish, _ in batch:
+            wish.flight = None
             wish.draft_ns += spent_ns
+        for index, (wish, job) in enumerate(batch):
             if isinstance(outcome, Exception):
-                _settle(wish, outcome)
-            elif job.num_tokens == wish.num_tokens and not wish.state.num_pending:
-                _settle(wish, outcome[index])
-            for callback in wish.on_idle:
-                callback()
-            wish.on_idle.clear()
-
-
-def _settle(wish: Wish[Any], outcome: Draft | Exception) -> None:
-    if wish.done.done():
-        return
-    if isinstance(outcome, Exception):
-        wish.done.set_exception(outcome)
-    else:
-        wish.done.set_result(outcome)
+                wish.settle(outcome)
+            elif job.num_tokens == wish.num_tokens and not (wish.state.num_pending and not wish.assumed):
+                wish.settle(outcome[index])
+        for callback in flight.on_landed:
+            callback()

@@ -9,8 +9,10 @@ from typing import Any, Final, Self
 
 from draft_service.batcher import Batcher
 from draft_service.drafter import Drafter, DraftState
+from draft_service.lookahead import Lookahead
 from draft_service.ngram import NgramDrafter
 from draft_service.none import NoDrafter
+from draft_service.odds import Kind, Odds
 from draft_service.session import CoreSession
 from specdec.errors import InvalidRequest, Overloaded, Unavailable
 from specdec.sessions import ModelInfo, ServerLoad, SessionSpec
@@ -39,7 +41,9 @@ class DraftCore:
     def __init__(self, drafter: Drafter[Any], scheduler: SchedulerSettings) -> None:
         self._drafter = drafter
         self._scheduler = scheduler
-        self._batcher: Batcher[Any] = Batcher(drafter, scheduler.max_num_batched_tokens)
+        self.lookahead = Lookahead()
+        self.odds = {kind: Odds() for kind in Kind}
+        self._batcher: Batcher[Any] = Batcher(drafter, scheduler.max_num_batched_tokens, self.lookahead)
         self._sessions: set[CoreSession] = set()
         self._num_held = 0
         self._waiting: deque[asyncio.Event] = deque()

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+import numpy as np
 import torch
 
 from draft_service.drafter import Draft, DraftJob
-from specdec.engine.chains import ChainJob, draft_chains
+from draft_service.lines import Line, Lines
+from specdec.engine.chains import ChainJob, StopFlags, draft_chains
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.engine import Engine
-from specdec.engine.kv_pool import KVSequence
 from specdec.errors import InvalidRequest
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.params import SamplingParams
@@ -35,11 +36,9 @@ class ModelState:
 
     sampling: SamplingState
     #: None where the prompt is longer than the model's context: then nothing is ever drafted.
-    sequence: KVSequence | None
+    lines: Lines | None
     rule: Rule
     num_cached_tokens: int = 0
-    #: The last drafts. The cache may hold entries of all but the last one, after those of the committed tokens.
-    drafted: tuple[int, ...] = ()
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -49,7 +48,48 @@ class ModelState:
     @property
     def num_pending(self) -> int:
         """Committed tokens without an entry in the cache."""
-        return 0 if self.sequence is None else max(0, len(self.sampling) - self.sequence.length)
+        return 0 if self.lines is None else max(0, len(self.sampling) - self.lines.main.sequence.length)
+
+
+@dataclass(slots=True, eq=False)
+class _Feed:
+    """A job and the line it is done on."""
+
+    job: DraftJob[ModelState]
+    lines: Lines
+    line: Line
+    #: Length of the line before.
+    length: int
+    #: Fed, then drafted after; ``next_guesses`` is found on the way where the job assumes the next token.
+    token_ids: Sequence[int]
+    next_guesses: tuple[int, ...] = ()
+
+    @property
+    def draws_what_it_assumes(self) -> bool:
+        """Whether the best guess of the target's next token is what would be drafted there anyway.
+
+        It is under the greedy and the coupled rule, and nothing about a token depends on where its draft starts.
+        """
+        return self.job.state.sampling.params.greedy or self.job.state.rule is Rule.COUPLED
+
+    def chain(self, token_ids: Sequence[int], num_tokens: int, num_guesses: int) -> ChainJob:
+        """A chain after ``token_ids``, which the job assumes or has committed; more than it assumes itself may be."""
+        job, state = self.job, self.job.state
+        return ChainJob(
+            self.line.sequence,
+            token_ids,
+            num_tokens,
+            state.sampling,
+            state.rule,
+            assumed=(*job.assumed, *self.next_guesses[:1]),
+            num_candidates=num_guesses,
+        )
+
+    def finish(self, chain: DraftedChain) -> Draft:
+        """The line holds what was drafted now."""
+        self.line.is_busy = False
+        self.line.token_ids = (*self.job.assumed, *self.next_guesses[:1], *chain.token_ids)
+        return Draft(chain.token_ids, chain.q_rows, chain.candidates, self.next_guesses)
 
 
 Job = DraftJob[ModelState]
@@ -64,6 +104,7 @@ class ModelDrafter:
         self._pool = engine.pool
         self._thread = thread
         self._down = False
+        self._states: set[ModelState] = set()
         self._park_ttl_s = settings.scheduler.park_ttl_s
         self.info: ModelInfo = replace(
             engine.info,
@@ -106,25 +147,27 @@ class ModelDrafter:
         pool.expire(time.monotonic(), self._park_ttl_s)
         wanted = context if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
         max_tokens = max(len(spec.token_ids), min(wanted, context))
-        if spec.park:
-            state.sequence = pool.resume(spec.session_id, spec.token_ids, max_tokens)
-        if state.sequence is None:
-            state.sequence = pool.open(max_tokens)
-        state.num_cached_tokens = state.sequence.length
+        if not pool.can_open(max_tokens):
+            for other in self._states:
+                self.drop_ahead(other)
+        sequence = pool.resume(spec.session_id, spec.token_ids, max_tokens) if spec.park else None
+        sequence = sequence or pool.open(max_tokens)
+        state.lines = Lines(pool, sequence)
+        state.num_cached_tokens = sequence.length
+        self._states.add(state)
         return state
 
     def advance(self, state: ModelState, keep: int, token_ids: Sequence[int]) -> None:
         """Keep the entries that agree with the new committed tokens; O(1) besides comparing ``token_ids``."""
-        sampling, sequence = state.sampling, state.sequence
-        agreeing = keep
+        sampling, lines = state.sampling, state.lines
         if keep == len(sampling):
-            for drafted, committed in zip(state.drafted, token_ids, strict=False):
-                if drafted != committed:
-                    break
-                agreeing += 1
+            if lines is not None:
+                lines.commit(keep, token_ids)
             with torch.inference_mode():  # the counts were made in it
                 sampling.commit(token_ids)
         else:  # Committed tokens were taken back: rare, and the counts of the penalties start anew.
+            if lines is not None:
+                lines.cut(keep)
             state.sampling = SamplingState(
                 sampling.params,
                 [*sampling.token_ids[:keep], *token_ids],
@@ -133,38 +176,42 @@ class ModelDrafter:
                 tokenizer_size=sampling.num_tokens,
                 device=sampling.device,
             )
-        state.drafted = ()
-        if sequence is not None and sequence.length > agreeing:
-            self._pool.rollback(sequence, agreeing)
 
     def room(self, state: ModelState) -> int:
         """Drafting k tokens needs len + k - 1 entries."""
-        return 0 if state.sequence is None else state.sequence.max_tokens + 1 - len(state.sampling)
+        return 0 if state.lines is None else state.lines.main.sequence.max_tokens + 1 - len(state.sampling)
 
     async def draft(self, batch: Sequence[Job]) -> list[Draft]:
         """One call on the device thread: a ragged pass that takes in what is pending, then a step per drafted token."""
-        before = [self._prepare(job) for job in batch]
+        feeds = [self._prepare(job) for job in batch]
+        running = [feed for feed in feeds if feed is not None]
+        stop = np.zeros(len(running), dtype=np.int32)
+        for at, feed in enumerate(running):
+            feed.job.stop.bind(stop, at)
         try:
-            chains = await self._thread.run(self._compute, batch)
+            chains = iter(await self._thread.run(self._compute, running, stop)) if running else iter(())
         except Exception:
-            for job, length in zip(batch, before, strict=True):
-                if job.state.sequence is not None:
-                    self._pool.rollback(job.state.sequence, min(length, job.state.sequence.length))
+            for feed in running:
+                feed.lines.give_up(feed.line, feed.length)
             raise
-        for job, chain in zip(batch, chains, strict=True):
-            job.state.drafted = chain.token_ids
-        return [Draft(chain.token_ids, chain.q_rows) for chain in chains]
+        return [Draft() if feed is None else feed.finish(next(chains)) for feed in feeds]
+
+    def drop_ahead(self, state: ModelState) -> None:
+        """Give back the blocks of branches."""
+        if state.lines is not None:
+            state.lines.drop_branches()
 
     def close(self, state: ModelState, park_as: str | None = None) -> None:
         """Release or park the cache."""
-        sequence, state.sequence = state.sequence, None
-        if sequence is None:
+        lines, state.lines = state.lines, None
+        if lines is None:
             return
+        self._states.remove(state)
+        lines.cut(len(state.token_ids))
+        sequence = lines.main.sequence
         if park_as is None:
             self._pool.release(sequence)
             return
-        if sequence.length > len(state.token_ids):
-            self._pool.rollback(sequence, len(state.token_ids))
         now = time.monotonic()
         self._pool.park(sequence, park_as, state.token_ids, now)
         self._pool.expire(now, self._park_ttl_s)
@@ -191,27 +238,45 @@ class ModelDrafter:
             await self.draft([DraftJob(state, 1, num_tokens)])
             self.close(state)
 
-    def _prepare(self, job: Job) -> int:
-        """Bring the cache to where the job feeds from; returns its length.
+    def _prepare(self, job: Job) -> _Feed | None:
+        """Find the line to feed; None where memory is missing to draft ahead."""
+        committed, lines = job.state.token_ids, job.state.lines
+        assert lines is not None
+        if not job.assumed:
+            # Drafts of an earlier call that no verdict has judged are dropped. Where every committed token has its
+            # entry already, the last one is fed again for its logits.
+            lines.cut(len(committed) - (1 if job.num_tokens else 0))
+            start = lines.main.sequence.length
+            end = len(committed) if job.num_tokens else start + job.num_rows
+            return _Feed(job, lines, lines.main, start, committed[start:end])
+        line = lines.follow(len(committed), job.assumed, job.num_tokens + job.assumes_next)
+        if line is None:
+            return None
+        start = line.sequence.length
+        missing = [*committed[start:], *job.assumed[max(0, start - len(committed)) :]]
+        return _Feed(job, lines, line, start, missing)
 
-        Drafts of an earlier call that no verdict has judged are dropped. Where every committed token has its entry
-        already, the last one is fed again for its logits.
-        """
-        state = job.state
-        assert state.sequence is not None
-        longest = len(state.sampling) - (1 if job.num_tokens else 0)
-        if state.sequence.length > longest:
-            self._pool.rollback(state.sequence, longest)
-        state.drafted = ()
-        return state.sequence.length
-
-    def _compute(self, jobs: Sequence[Job]) -> list[DraftedChain]:
+    def _compute(self, feeds: Sequence[_Feed], stop: StopFlags) -> list[DraftedChain]:
         """Feed and draft, on the device thread."""
-        chains = []
-        for job in jobs:
-            state, sequence = job.state, job.state.sequence
-            assert sequence is not None
-            start = sequence.length
-            end = len(state.sampling) if job.num_tokens else start + job.num_rows
-            chains.append(ChainJob(sequence, state.token_ids[start:end], job.num_tokens, state.sampling, state.rule))
-        return draft_chains(self._engine, chains)
+        guessing = [feed for feed in feeds if feed.job.assumes_next and not feed.draws_what_it_assumes]
+        if guessing:  # what is drawn is not what is assumed: one step first, to see the guesses
+            jobs = [feed.chain(feed.token_ids, 1, max(1, feed.job.num_guesses)) for feed in guessing]
+            for feed, chain in zip(guessing, draft_chains(self._engine, jobs), strict=True):
+                feed.next_guesses = chain.candidates[0]
+                feed.token_ids = chain.candidates[0][:1]
+        draws = [feed.job.assumes_next and feed.draws_what_it_assumes for feed in feeds]
+        jobs = [
+            feed.chain(feed.token_ids, feed.job.num_tokens + draws_next, feed.job.num_guesses)
+            for feed, draws_next in zip(feeds, draws, strict=True)
+        ]
+        chains = draft_chains(self._engine, jobs, stop)
+        for i, feed in enumerate(feeds):
+            if draws[i]:
+                feed.next_guesses, chains[i] = _without_first(chains[i])
+        return chains
+
+
+def _without_first(chain: DraftedChain) -> tuple[tuple[int, ...], DraftedChain]:
+    """The guesses of a chain's first token, and the chain after it."""
+    guesses = chain.candidates[0] if chain.candidates else chain.token_ids[:1]
+    return guesses, DraftedChain(chain.token_ids[1:], chain.q_rows[1:], chain.candidates[1:])

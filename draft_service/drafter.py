@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from specdec.sessions import ModelInfo, SessionSpec, SparseRow
@@ -31,15 +31,57 @@ class DraftState(Protocol):
 S = TypeVar("S", bound=DraftState)
 
 
+class Flags(Protocol):
+    """One flag per job, which a running computation looks at."""
+
+    def __setitem__(self, at: int, value: int, /) -> None:
+        """Raise (1) or lower (0) one."""
+        ...
+
+
+class Stop:
+    """Asks for the end of one job while its batch runs."""
+
+    __slots__ = ("_at", "_flags", "is_raised")
+
+    def __init__(self) -> None:
+        self.is_raised = False
+        self._flags: Flags | None = None
+        self._at = 0
+
+    def bind(self, flags: Flags, at: int) -> None:
+        """Name the flag that the computation looks at; called by the drafter."""
+        self._flags, self._at = flags, at
+        if self.is_raised:
+            flags[at] = 1
+
+    def please(self) -> None:
+        """Let the job end at its next step, with the tokens it has by then."""
+        self.is_raised = True
+        if self._flags is not None:
+            self._flags[self._at] = 1
+
+
 @dataclass(frozen=True, slots=True)
 class DraftJob(Generic[S]):
-    """One session's part of a batch: take in some pending tokens, then draft if none is left."""
+    """One session's part of a batch: take in some pending tokens, then draft if none is left.
+
+    With ``assumed`` it is drafted ahead of a verdict: every token still pending is taken in, then what is drafted is
+    exactly what would be drafted once the assumed tokens are committed. The state itself stays as it is.
+    """
 
     state: S
     #: Pending tokens to take in now.
     num_rows: int
     #: Tokens to draft; 0 where pending tokens remain or only the prefix moves.
     num_tokens: int
+    #: Guesses wanted, at each drafted position, of the token the target will put there.
+    num_guesses: int = 0
+    #: Tokens assumed to be committed after those of the state.
+    assumed: tuple[int, ...] = ()
+    #: Assume one token more: the best guess of what the target will put after ``assumed``.
+    assumes_next: bool = False
+    stop: Stop = field(default_factory=Stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +90,10 @@ class Draft:
 
     token_ids: tuple[int, ...] = ()
     q_rows: tuple[SparseRow, ...] = ()
+    #: At each drafted position the guesses of the target's token, best first; empty where the drafter has none.
+    guesses: tuple[tuple[int, ...], ...] = ()
+    #: Where a job assumes the next token: the guesses of it, best first; the first is assumed. Empty: there is none.
+    next_guesses: tuple[int, ...] = ()
 
 
 class Drafter(Protocol[S]):
@@ -83,10 +129,16 @@ class Drafter(Protocol[S]):
         ...
 
     async def draft(self, batch: Sequence[DraftJob[S]]) -> list[Draft]:
-        """Do every job (at least one, each of another state); one draft per job, empty where none was asked for.
+        """Do every job (at least one); one draft per job, empty where none was asked for.
 
-        Runs to its end once begun. If it raises, no state has changed.
+        A state stands in one job only, or in several that all assume something. Where memory is missing to draft ahead,
+        the draft is empty. A job that is asked to stop ends with the tokens it has by then. Runs to its end once begun.
+        If it raises, no state has changed.
         """
+        ...
+
+    def drop_ahead(self, state: S) -> None:
+        """Free what drafting ahead has left in a state."""
         ...
 
     def close(self, state: S, park_as: str | None = None) -> None:

@@ -59,6 +59,11 @@ class NgramIndex:
             self._forget(keep)
         self.token_ids[keep:] = token_ids
 
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Put tokens at the end and index all that is pending."""
+        self.token_ids += token_ids
+        self.take_in(self.num_pending)
+
     def _forget(self, keep: int) -> None:
         tokens = self.token_ids
         for n in self._sizes:
@@ -114,12 +119,12 @@ class NgramDrafter:
 
     async def draft(self, batch: Sequence[DraftJob[NgramIndex]]) -> list[Draft]:
         """Index and look up, right here: a few microseconds a token, in bounded chunks with the loop let in between."""
-        drafts = []
-        for job in batch:
-            job.state.take_in(job.num_rows)
-            drafts.append(Draft(job.state.continuation(job.num_tokens) if job.num_tokens else ()))
+        drafts = [_draft_ahead(job) if job.assumed else _draft(job) for job in batch]
         await asyncio.sleep(0)
         return drafts
+
+    def drop_ahead(self, state: NgramIndex) -> None:
+        """Nothing stays behind."""
 
     def close(self, state: NgramIndex, park_as: str | None = None) -> None:
         """The index goes with its last reference; it is cheaper to build anew than to keep."""
@@ -130,3 +135,23 @@ class NgramDrafter:
 
     async def shutdown(self) -> None:
         """There is nothing to free."""
+
+
+def _draft(job: DraftJob[NgramIndex]) -> Draft:
+    job.state.take_in(job.num_rows)
+    return Draft(job.state.continuation(job.num_tokens) if job.num_tokens else ())
+
+
+def _draft_ahead(job: DraftJob[NgramIndex]) -> Draft:
+    """Index the assumed tokens, too, look up, and take them back; the copy itself is the guess of the next one."""
+    index = job.state
+    num_committed = len(index.token_ids)
+    try:
+        index.extend(job.assumed)
+        next_guesses = index.continuation(1) if job.assumes_next else ()
+        if job.assumes_next and not next_guesses:
+            return Draft()
+        index.extend(next_guesses)
+        return Draft(index.continuation(job.num_tokens), next_guesses=next_guesses)
+    finally:
+        index.replace(num_committed, ())

@@ -41,6 +41,9 @@ class NoDrafter:
         """Empty drafts."""
         return [Draft() for _ in batch]
 
+    def drop_ahead(self, state: Tokens) -> None:
+        """There is nothing ahead."""
+
     def close(self, state: Tokens, park_as: str | None = None) -> None:
         """There is nothing to free and nothing worth keeping."""
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from draft_service.batcher import Wish
+from draft_service.batcher import Flight, Wish
 from draft_service.drafter import Draft, DraftState
+from draft_service.hypotheses import Hypothesis, Tree
+from draft_service.odds import NUM_GUESSES, Kind, SessionOdds
+from draft_service.outbox import Outbox
+from draft_service.prefixes import agreeing
 from specdec.errors import Cancelled, StaleSession
 from specdec.sessions import DraftOpened, Proposal, SessionSpec
 
@@ -32,11 +37,22 @@ class Advance:
         return self.base_len + len(self.token_ids)
 
 
+class News(Enum):
+    """What a message brought."""
+
+    NEW = auto()
+    #: The tokens of a hypothesis that was drafted for: its proposal, sent already, is the answer.
+    FORESEEN = auto()
+    #: Less than is known already.
+    OLD = auto()
+
+
 class CoreSession:
     """A :class:`~specdec.sessions.DraftSession` on the core's drafter.
 
     Nothing changes while the session's state is in the drafter's hands: what arrives meanwhile is kept and taken in
-    at once when the batch ends, in order; only the newest message is worked on.
+    at once when the batch ends, in order; only the newest message is worked on. Of a batch that drafts ahead, what the
+    messages make impossible ends at the next step; what they make true goes on, and is the answer.
     """
 
     def __init__(self, core: DraftCore, spec: SessionSpec, state: DraftState) -> None:
@@ -45,7 +61,15 @@ class CoreSession:
         self._park_as = spec.session_id if spec.park else None
         #: Committed length at which the output is complete.
         self._max_len = 2**62 if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
+        #: What was asked for and is not there yet, and what is drafted ahead at this moment.
         self._wish: Wish[Any] | None = None
+        self._ahead: dict[Hypothesis, Wish[Any]] = {}
+        self._tree = Tree(
+            SessionOdds(core.odds[Kind.of(spec)]), frozenset(spec.params.stop_token_ids), self._num_tokens_at
+        )
+        self._may_look_ahead = True
+        #: Tokens a proposal may have, as the latest message wants it.
+        self._wanted = 0
         self._arrived: list[Advance] = []
         self._outbox = Outbox()
         self._closed = False
@@ -66,10 +90,28 @@ class CoreSession:
         """Committed tokens known here."""
         return len(self._state.token_ids)
 
+    @property
+    def tree(self) -> Tree:
+        """Guesses at the coming verdicts."""
+        return self._tree
+
     async def prefill(self) -> None:
         """Take in the tokens of the opening."""
-        if self._state.num_pending:
-            await self._submit(0).done
+        if not self._state.num_pending:
+            return
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def finish(outcome: Draft | Exception) -> None:
+            self._wish = None
+            if done.done():
+                return
+            if isinstance(outcome, Exception):
+                done.set_exception(outcome)
+            else:
+                done.set_result(None)
+
+        self._submit(Wish(self._state, 0, finish))
+        await done
 
     async def advance(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int, num_ahead: int = 0) -> None:
         """Commit ``token_ids`` after ``base_len`` and ask for a proposal; never waits.
@@ -87,13 +129,15 @@ class CoreSession:
         """
         if self._closed:
             raise StaleSession("the session is closed; open it anew")
-        self._arrived.append(Advance(base_len, token_ids, num_draft_tokens, num_ahead))
-        wish = self._wish
-        if wish is not None and wish.running:
-            if len(self._arrived) == 1:
-                wish.on_idle.append(self._take_in)
-        else:
+        message = Advance(base_len, token_ids, num_draft_tokens, num_ahead)
+        self._arrived.append(message)
+        flight = self._flight
+        if flight is None:
             self._take_in()
+            return
+        if len(self._arrived) == 1:
+            flight.on_landed.append(self._take_in)
+        self._stop_stale(flight)
 
     async def receive(self) -> Proposal:
         """The next proposal, in the order they were drafted.
@@ -121,12 +165,13 @@ class CoreSession:
             self._closed = True
             self._arrived.clear()
             self._outbox.close()
-            wish = self._wish
-            if wish is not None and not wish.done.done():
-                wish.done.set_exception(Cancelled("the session was closed"))
-                wish.done.exception()  # it need not have a listener
-            if wish is not None and wish.running:
-                wish.on_idle.append(self._release)
+            self._core.lookahead.discard(self)
+            flight = self._flight
+            for wish in self._wishes:
+                wish.settle(Cancelled("the session was closed"))
+                wish.withdraw()
+            if flight is not None:
+                flight.on_landed.append(self._release)
             else:
                 self._release()
         await self._released.wait()
@@ -135,25 +180,68 @@ class CoreSession:
         self._released.set()
         self._core.release(self, self._state, self._park_as)
 
+    # --- verdicts ---
+
+    @property
+    def _wishes(self) -> list[Wish[Any]]:
+        """All that is queued or being drafted."""
+        return [*self._ahead.values()] if self._wish is None else [self._wish, *self._ahead.values()]
+
+    @property
+    def _flight(self) -> Flight | None:
+        """The batch that has the state in its hands."""
+        return next((wish.flight for wish in self._wishes if wish.flight is not None), None)
+
+    def _stop_stale(self, flight: Flight) -> None:
+        """A message arrived while a batch runs: end early what it has overtaken or made impossible."""
+        if self._wish is not None:
+            self._wish.withdraw()
+        token_ids = self._arrived_tokens()
+        is_wanted = self._arrived[-1].num_draft_tokens > 0
+        is_answered = False
+        for hypothesis, wish in self._ahead.items():
+            if is_wanted and token_ids is not None and hypothesis.may_follow(token_ids):
+                wish.likelihood = 1.0
+                is_answered = True
+            else:
+                wish.likelihood = 0.0
+                wish.stop.please()
+        if is_wanted and not is_answered:
+            self._core.batcher.expect(flight)
+
+    def _arrived_tokens(self) -> list[int] | None:
+        """The tokens that arrived; None where they do not simply continue what is committed."""
+        token_ids: list[int] = []
+        for message in self._arrived:
+            if message.base_len != self.committed_len + len(token_ids):
+                return None
+            token_ids += message.token_ids
+        return token_ids
+
     def _take_in(self) -> None:
         """Apply all that arrived; the newest message decides what is drafted. The state is idle."""
         arrived, self._arrived = self._arrived, []
         if not arrived:
             return
         if self._wish is not None:
-            self._wish.done.cancel()  # overtaken, unless it is done
+            self._wish.withdraw()
             self._wish = None
+        message = arrived[-1]
+        self._wanted = message.num_draft_tokens
         try:
-            for message in arrived:
-                is_current = self._commit(message)
+            news = [self._commit(message) for message in arrived]
+            if message.num_draft_tokens <= 0:
+                self._end_ahead()
+            elif news[-1] is News.FORESEEN:
+                self._look_ahead(message.num_ahead)
+            else:
+                self._draft(message, is_old=news[-1] is News.OLD)
         except Exception as error:
+            self._end_ahead()
             self._outbox.put(error)
-            return
-        if message.num_draft_tokens > 0:
-            self._draft(message, is_current)
 
-    def _commit(self, message: Advance) -> bool:
-        """Commit what is new in a message; False where it is old."""
+    def _commit(self, message: Advance) -> News:
+        """Commit what is new in a message."""
         base_len, token_ids = message.base_len, message.token_ids
         known = self._state.token_ids
         length = len(known)
@@ -164,96 +252,117 @@ class CoreSession:
                 " session anew"
             )
         self._core.check_tokens(token_ids)
-        overlap = min(len(token_ids), length - base_len)
-        agreeing = 0
-        while agreeing < overlap and known[base_len + agreeing] == token_ids[agreeing]:
-            agreeing += 1
-        if agreeing < len(token_ids):
-            if base_len + agreeing < length:
-                self._outbox.clear()  # proposals for tokens that are taken back now
-            self._core.drafter.advance(self._state, base_len + agreeing, token_ids[agreeing:])
-        elif base_len + agreeing < length:
-            self._core.count_stale()
-            return False
-        return True
+        same = agreeing(known[base_len : base_len + len(token_ids)], token_ids)
+        if same == len(token_ids):
+            if base_len + same < length:
+                self._core.count_stale()
+                return News.OLD
+            return News.NEW  # the same again, and answered again
+        if base_len + same < length:  # tokens are taken back, and with them the proposals for them
+            self._outbox.clear()
+            self._tree.clear()
+        self._core.drafter.advance(self._state, base_len + same, token_ids[same:])
+        if not self._tree.advance(token_ids[same:]):
+            return News.NEW
+        counts = self._core.lookahead.counts
+        counts.num_hits += 1
+        counts.num_hit_tokens += self._tree.num_drafted
+        return News.FORESEEN
 
-    def _draft(self, message: Advance, is_current: bool) -> None:
+    # --- proposals ---
+
+    def _draft(self, message: Advance, is_old: bool) -> None:
         """Wish for the proposal that a message asks for."""
         length = message.committed_len
-        # The target adds a token of its own to what it accepts: the last one need not be drafted.
-        useful = min(message.num_draft_tokens, self._opened.num_speculative_tokens, self._max_len - length - 1)
-        num_tokens = min(useful, self._core.drafter.room(self._state)) if is_current else 0
+        num_tokens = 0 if is_old else self._num_tokens_at(length)
         if num_tokens <= 0:
+            self._end_ahead()
             self._outbox.put(Proposal(self._opened.epoch, length, ()))
             return
-        wish = self._submit(num_tokens)
+        num_guesses = NUM_GUESSES if message.num_ahead > 0 and self._may_look_ahead else 0
 
-        def answer(done: asyncio.Future[Draft]) -> None:
-            if done.cancelled():
+        def answer(outcome: Draft | Exception) -> None:
+            self._wish = None
+            if isinstance(outcome, Exception):
+                self._outbox.put(outcome)
                 return
-            if (error := done.exception()) is not None:
-                self._outbox.put(error)
-                return
-            draft = done.result()
-            self._outbox.put(
-                Proposal(
-                    epoch=self._opened.epoch,
-                    base_len=length,
-                    token_ids=draft.token_ids,
-                    q_rows=draft.q_rows,
-                    draft_ns=wish.draft_ns,
-                    queue_ns=wish.queue_ns,
-                )
-            )
+            self._send(outcome, wish)
+            if outcome.token_ids:
+                self._tree.plant(length, outcome)
+            self._look_ahead(message.num_ahead)
 
-        wish.done.add_done_callback(answer)
+        self._tree.clear()
+        wish = Wish(self._state, num_tokens, answer, num_guesses=num_guesses)
+        self._submit(wish)
 
-    def _submit(self, num_tokens: int) -> Wish[Any]:
-        self._wish = wish = self._core.batcher.submit(self._state, num_tokens)
+    def draft_for(self, hypothesis: Hypothesis) -> Wish[Any]:
+        """Begin to draft for a hypothesis of the tree."""
+        self._tree.start(hypothesis)
+        self._ahead[hypothesis] = wish = Wish(
+            self._state,
+            hypothesis.num_tokens,
+            partial(self._foresee, hypothesis),
+            num_guesses=NUM_GUESSES,
+            assumed=hypothesis.path,
+            assumes_next=hypothesis.assumes_next,
+            likelihood=hypothesis.likelihood,
+        )
         return wish
 
+    def _foresee(self, hypothesis: Hypothesis, outcome: Draft | Exception) -> None:
+        """A hypothesis was drafted for: send it, unless a message that waits has made it impossible."""
+        wish = self._ahead.pop(hypothesis)
+        counts = self._core.lookahead.counts
+        if isinstance(outcome, Exception):
+            self._may_look_ahead = False
+            self._end_ahead()
+            return
+        counts.num_tokens += len(outcome.token_ids)
+        if len(outcome.token_ids) < hypothesis.num_tokens:
+            counts.num_stopped += wish.stop.is_raised
+            return
+        self._tree.grow(hypothesis, outcome)
+        if wish.likelihood > 0.0:
+            counts.num_proposals += 1
+            self._send(outcome, wish, hypothesis)
+            self._core.lookahead.add(self)
 
-class Outbox:
-    """Proposals and errors in order, for one reader."""
+    def _send(self, draft: Draft, wish: Wish[Any], hypothesis: Hypothesis | None = None) -> None:
+        self._outbox.put(
+            Proposal(
+                epoch=self._opened.epoch,
+                base_len=self.committed_len,
+                token_ids=draft.token_ids,
+                q_rows=draft.q_rows,
+                assumed_token_ids=() if hypothesis is None else hypothesis.path,
+                draft_ns=wish.draft_ns,
+                queue_ns=wish.queue_ns,
+                likelihood=0.0 if hypothesis is None else hypothesis.likelihood,
+            )
+        )
 
-    def __init__(self) -> None:
-        self._waiting: deque[Proposal | BaseException] = deque()
-        self._reader: asyncio.Future[None] | None = None
-        self._closed = False
+    def _look_ahead(self, num_ahead: int) -> None:
+        """Draft for up to ``num_ahead`` hypotheses before the next verdict."""
+        if num_ahead <= 0 or not self._may_look_ahead:
+            self._end_ahead()
+            return
+        self._tree.budget = num_ahead
+        self._core.lookahead.add(self)
+        self._core.batcher.wake()
 
-    def put(self, item: Proposal | BaseException) -> None:
-        """Add one; dropped where nobody will read it any more."""
-        if not self._closed:
-            self._waiting.append(item)
-            self._wake()
+    def _end_ahead(self) -> None:
+        self._tree.clear()
+        self._core.lookahead.discard(self)
+        self._core.drafter.drop_ahead(self._state)
 
-    def clear(self) -> None:
-        """Forget the proposals that wait."""
-        self._waiting = deque(item for item in self._waiting if not isinstance(item, Proposal))
+    def _num_tokens_at(self, length: int) -> int:
+        """Tokens of a proposal for a committed length, of which what is not committed yet is assumed; 0 and less: none.
 
-    def close(self) -> None:
-        """Drop what waits; :meth:`take` raises from now on."""
-        self._closed = True
-        self._waiting.clear()
-        self._wake()
+        The target adds a token of its own to what it accepts, so the last one of the request need not be drafted.
+        """
+        room = self._core.drafter.room(self._state) - (length - self.committed_len)
+        return min(self._wanted, self._opened.num_speculative_tokens, self._max_len - length - 1, room)
 
-    async def take(self) -> Proposal:
-        """The next proposal; an error that comes before it is raised."""
-        if self._closed:
-            raise StaleSession("the session is closed; open it anew")
-        while not self._waiting:
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-            if self._closed:
-                raise Cancelled("the session was closed")
-        item = self._waiting.popleft()
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+    def _submit(self, wish: Wish[Any]) -> None:
+        self._wish = wish
+        self._core.batcher.submit(wish)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -62,6 +63,20 @@ def other_checkpoint(tmp_path_factory):
     """Another model of the same vocabulary, for a target that often disagrees."""
     folder = tmp_path_factory.mktemp("target")
     build_llama(seed=1).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def kindred_checkpoint(tmp_path_factory):
+    """The draft's weights, each a little changed: for a target that agrees with it now and then."""
+    folder = tmp_path_factory.mktemp("kindred")
+    model = build_llama()
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.add_(torch.randn_like(weight), alpha=0.1 * float(weight.std()))
+    model.save_pretrained(folder)
     return str(folder)
 
 
@@ -177,3 +192,22 @@ def other_engine(other_checkpoint, one_thread):
 @pytest.fixture
 def make_target():
     return Target
+
+
+@pytest.fixture(scope="session")
+def kindred_engine(kindred_checkpoint, one_thread):
+    engine = Engine.load(make_model_settings(kindred_checkpoint))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def own_target(target_engine):
+    """``own_target(spec)``: the target's side of a session, with the draft's own weights."""
+    return partial(Target, target_engine)
+
+
+@pytest.fixture
+def kindred_target(kindred_engine):
+    """The same with weights that are nearly the draft's."""
+    return partial(Target, kindred_engine)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from draft_service.batcher import Batcher
+from draft_service.batcher import Batcher, Wish
 from draft_service.drafter import Draft
 from specdec.errors import Unavailable
 
@@ -34,6 +34,23 @@ class Notes:
         return [Draft((0,) * job.num_tokens) for job in batch]
 
 
+def submit(batcher, state, num_tokens):
+    """A wish, and a future of what it is answered."""
+    done = asyncio.get_running_loop().create_future()
+
+    def deliver(outcome):
+        (done.set_exception if isinstance(outcome, Exception) else done.set_result)(outcome)
+
+    wish = Wish(state, num_tokens, deliver)
+    batcher.submit(wish)
+    return wish, done
+
+
+def wait_for(batcher, state, num_tokens):
+    """A future of what the wish is answered."""
+    return submit(batcher, state, num_tokens)[1]
+
+
 @pytest.fixture
 async def notes():
     return Notes()
@@ -47,74 +64,72 @@ async def batcher(notes):
 
 
 async def test_a_lone_session_is_served_at_once(batcher, notes):
-    wish = batcher.submit(State(1), 4)
-    assert (await wish.done).token_ids == (0, 0, 0, 0)
+    wish, done = submit(batcher, State(1), 4)
+    assert (await done).token_ids == (0, 0, 0, 0)
     assert notes.batches == [[(1, 4)]]
     assert wish.draft_ns > 0
 
 
 async def test_what_waits_while_a_batch_runs_is_the_next_batch(batcher, notes):
-    first = batcher.submit(State(1), 2)
+    first = wait_for(batcher, State(1), 2)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    later = [batcher.submit(State(2), k) for k in (1, 2, 3)]
-    await asyncio.gather(first.done, *(wish.done for wish in later))
+    later = [wait_for(batcher, State(2), k) for k in (1, 2, 3)]
+    await asyncio.gather(first, *later)
     assert notes.batches == [[(1, 2)], [(2, 1), (2, 2), (2, 3)]]
 
 
 async def test_prompts_come_in_chunks_beside_drafts(batcher, notes):
-    prompt = batcher.submit(State(40), 0)
+    prompt = wait_for(batcher, State(40), 0)
     drafting = State(1)
-    while not prompt.done.done():
+    while not prompt.done():
         drafting.num_pending = 1
-        await batcher.submit(drafting, 2).done
+        await wait_for(batcher, drafting, 2)
     for batch in notes.batches:  # also those between two drafts
         assert sum(rows for rows, tokens in batch if not tokens) <= 4
     assert sum(rows for batch in notes.batches for rows, tokens in batch if not tokens) == 40
 
 
 async def test_prompts_alone_take_all_the_room(batcher, notes):
-    wishes = [batcher.submit(State(20), 0), batcher.submit(State(10), 0)]
-    await asyncio.gather(*(wish.done for wish in wishes))
+    await asyncio.gather(wait_for(batcher, State(20), 0), wait_for(batcher, State(10), 0))
     assert notes.batches == [[(16, 0)], [(4, 0), (10, 0)]]
 
 
 async def test_a_long_catch_up_drafts_with_its_last_chunk(batcher, notes):
-    wish = batcher.submit(State(20), 3)
-    assert (await wish.done).token_ids == (0, 0, 0)
+    assert (await wait_for(batcher, State(20), 3)).token_ids == (0, 0, 0)
     assert notes.batches == [[(16, 0)], [(4, 3)]]
 
 
 async def test_more_drafts_than_room_go_in_order(batcher, notes):
     states = [State(4) for _ in range(6)]
-    wishes = [batcher.submit(state, 1) for state in states]
-    await asyncio.gather(*(wish.done for wish in wishes))
+    await asyncio.gather(*(wait_for(batcher, state, 1) for state in states))
     assert notes.batches == [[(4, 1)] * 4, [(4, 1)] * 2]
 
 
 async def test_a_withdrawn_wish_is_never_run(batcher, notes):
-    first = batcher.submit(State(1), 2)
+    first = wait_for(batcher, State(1), 2)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    second = batcher.submit(State(1), 3)
-    third = batcher.submit(State(1), 4)
-    second.done.cancel()
-    await asyncio.gather(first.done, third.done)
+    second, second_done = submit(batcher, State(1), 3)
+    third = wait_for(batcher, State(1), 4)
+    second.withdraw()
+    await asyncio.gather(first, third)
+    assert not second_done.done()
     assert notes.batches == [[(1, 2)], [(1, 4)]]
 
 
 async def test_an_error_fails_its_batch_and_no_other(batcher, notes):
     notes.error = RuntimeError("planted")
-    wishes = [batcher.submit(State(1), 2), batcher.submit(State(1), 2)]
-    for wish in wishes:
+    wishes = [wait_for(batcher, State(1), 2), wait_for(batcher, State(1), 2)]
+    for done in wishes:
         with pytest.raises(RuntimeError, match="planted"):
-            await wish.done
+            await done
     notes.error = None
-    assert (await batcher.submit(State(1), 2).done).token_ids == (0, 0)
+    assert (await wait_for(batcher, State(1), 2)).token_ids == (0, 0)
 
 
 async def test_idle_means_asleep(batcher, notes):
-    await batcher.submit(State(1), 2).done
+    await wait_for(batcher, State(1), 2)
     for _ in range(3):
         await asyncio.sleep(0)
     wakeups = []
@@ -125,14 +140,14 @@ async def test_idle_means_asleep(batcher, notes):
 
 async def test_closing_ends_the_running_batch_and_fails_the_rest(notes):
     batcher = Batcher(notes, max_rows=16)
-    running = batcher.submit(State(1), 2)
+    running = wait_for(batcher, State(1), 2)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    queued = batcher.submit(State(1), 2)
+    queued = wait_for(batcher, State(1), 2)
     await batcher.close()
     await batcher.close()
-    assert (await running.done).token_ids == (0, 0)
+    assert (await running).token_ids == (0, 0)
     with pytest.raises(Unavailable):
-        await queued.done
+        await queued
     with pytest.raises(Unavailable):
-        batcher.submit(State(1), 1)
+        submit(batcher, State(1), 1)

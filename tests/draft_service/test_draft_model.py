@@ -128,7 +128,7 @@ async def test_a_starved_draft_is_noticed(accepted_per_round, monkeypatch):
             drafts = await super().draft(batch)
             for job in batch:
                 if job.num_tokens:
-                    job.state.sequence.length += 1
+                    job.state.lines.main.sequence.length += 1
             return drafts
 
     monkeypatch.setattr("draft_service.draft_model.ModelDrafter", Starved)

@@ -1,0 +1,55 @@
+"""What a session has to say, in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from specdec.errors import Cancelled, StaleSession
+from specdec.sessions import Proposal
+
+
+class Outbox:
+    """Proposals and errors in order, for one reader."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Proposal | BaseException] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        self._closed = False
+
+    def put(self, item: Proposal | BaseException) -> None:
+        """Add one; dropped where nobody will read it any more."""
+        if not self._closed:
+            self._waiting.append(item)
+            self._wake()
+
+    def clear(self) -> None:
+        """Forget the proposals that wait."""
+        self._waiting = deque(item for item in self._waiting if not isinstance(item, Proposal))
+
+    def close(self) -> None:
+        """Drop what waits; :meth:`take` raises from now on."""
+        self._closed = True
+        self._waiting.clear()
+        self._wake()
+
+    async def take(self) -> Proposal:
+        """The next proposal; an error that comes before it is raised."""
+        if self._closed:
+            raise StaleSession("the session is closed; open it anew")
+        while not self._waiting:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+            if self._closed:
+                raise Cancelled("the session was closed")
+        item = self._waiting.popleft()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
