@@ -178,16 +178,23 @@ class Engine:
 
     def prepare(self, segments: Sequence[Segment]) -> Batch:
         """Lay out a batch and make the copies of blocks that must be there before it writes; raises like forward."""
-        for source, target in self.pool.take_copies():
-            for k_cache, v_cache in self._caches:
-                k_cache[target] = k_cache[source]
-                v_cache[target] = v_cache[source]
+        self.copy_blocks()
         return build_batch(
             segments,
             block_size=self.pool.block_size,
             vocab_size=self.info.vocab_size,
             max_model_len=self.info.max_model_len,
         )
+
+    def copy_blocks(self) -> None:
+        """Make the copies that forked sequences wait for; due before any pass writes to the cache."""
+        if not (copies := self.pool.take_copies()):
+            return
+        with torch.inference_mode():
+            for source, target in copies:
+                for k_cache, v_cache in self._caches:
+                    k_cache[target] = k_cache[source]
+                    v_cache[target] = v_cache[source]
 
     @property
     def decoder(self) -> Decoder | None:

@@ -162,7 +162,11 @@ def _draft_coupled(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
 
 
 def _draft_ratio(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
-    q = head(logits, rows, sparse.max_tokens(logits.shape[1]))
+    width = sparse.max_tokens(logits.shape[1])
+    # Top-p is a share of what top-k keeps, and that may be more than a row can name.
+    q = head(logits, rows, max(width, *(state.params.top_k for state in rows.states)))
+    assert q.token_ids is not None
+    q = Distribution(q.weights[:, :width], q.token_ids[:, :width], q.valid, q.num_tokens)
     assert q.token_ids is not None
     token_ids, order = q.token_ids.sort(-1)  # drawn in the order of the wire
     weights = quantized(q).gather(1, order)

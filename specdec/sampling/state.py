@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,8 @@ class SamplingState:
         self.stop_token_ids = tuple(sorted({t for t in params.stop_token_ids if 0 <= t < self.num_tokens}))
         self.single_bad_token_ids = tuple(ids[0] for ids in params.bad_token_ids if len(ids) == 1)
         self._stream_keys = {stream: stream_key(params.seed, stream) for stream in Stream}
+        #: What native kernels keep of the session, once they have met it.
+        self.kernels: Any = None
         self._check()
 
     def __len__(self) -> int:

@@ -243,9 +243,8 @@ async def test_q_rows_that_lie_are_noticed(start_core, spec, monkeypatch):
         sharper = draft(logits / 0.6, rows, rules)
         return type(drawn)(drawn.token_ids, sharper.q_token_ids, sharper.q_weights)
 
-    monkeypatch.setattr("specdec.engine.native.chains.can_draw", lambda _: False)
     monkeypatch.setattr("specdec.engine.chains.draft", lying)
-    async with start_core(k=2) as core:
+    async with start_core(k=2, model={"enforce_eager": True}) as core:
         counts, rows = await draws_and_row(core, spec, 3000, 0)
     assert chi_square(counts, next(iter(rows)), 3000) < 1e-6
 
@@ -338,7 +337,7 @@ async def test_padded_vocabulary_is_never_proposed(checkpoint, spec):
 
 @pytest.mark.parametrize("native", [True, False])
 async def test_an_error_in_a_forward_pass_leaves_the_sessions_intact(start_core, spec, greedy, monkeypatch, native):
-    async with start_core(k=4) as core:
+    async with start_core(k=4, model={"enforce_eager": not native}) as core:
         engine = core.drafter._engine
         session = await core.open(spec(PROMPT))
         owner, name, breaks_at = (engine.decoder, "check", 1) if native else (engine, "forward", 3)
@@ -350,7 +349,6 @@ async def test_an_error_in_a_forward_pass_leaves_the_sessions_intact(start_core,
                 raise RuntimeError("planted")
             return whole(argument)
 
-        monkeypatch.setattr("specdec.engine.native.chains.can_draw", lambda _: native)
         monkeypatch.setattr(owner, name, failing)
         with pytest.raises(RuntimeError, match="planted"):
             await session.propose(6, [1, 2], 4)
@@ -359,14 +357,13 @@ async def test_an_error_in_a_forward_pass_leaves_the_sessions_intact(start_core,
 
 
 async def test_sessions_with_fewer_tokens_leave_the_batch(start_core, spec, monkeypatch):
-    async with start_core(k=6) as core:
+    async with start_core(k=6, model={"enforce_eager": True}) as core:
         drafter = core.drafter
         sizes = []
         forward = drafter._engine.forward
         monkeypatch.setattr(
             drafter._engine, "forward", lambda segments: sizes.append(len(segments)) or forward(segments)
         )
-        monkeypatch.setattr("specdec.engine.native.chains.can_draw", lambda _: False)
         states = [drafter.open(spec(PROMPT, session_id=str(i))) for i in range(3)]
         jobs = [DraftJob(state, 6, k) for state, k in zip(states, (1, 6, 3), strict=True)]
         drafts = await drafter.draft(jobs)

@@ -46,12 +46,12 @@ def make_jobs(llama, tools):
 
 
 def in_torch(engine, jobs, stop=None):
-    return chains._draft_in_torch(engine, jobs, range(len(jobs)), stop)
+    return chains._draft_in_torch(engine, jobs, stop)
 
 
 def natively(engine, jobs, stop=None):
     assert isinstance(engine.decoder, NativeDecoder)
-    return chains._draft_natively(engine, engine.decoder, jobs, range(len(jobs)), stop)
+    return chains.draft_chains(engine, jobs, stop)
 
 
 def lengths(jobs):

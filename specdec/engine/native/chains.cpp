@@ -1,119 +1,217 @@
-// Chains of drafted tokens in one call: feed, draw a token per chain, feed the tokens, draw, …
-//
-// A chain is the same whatever is drafted beside it: passes are batch-invariant and every row is drawn by itself.
+// Chains of drafted tokens in one call: a pass over what is pending, then a token drawn and fed for every chain that goes
+// on. Nothing crosses into Python between the steps.
 #include <algorithm>
-#include <cstdlib>
 
 #include "decoder.h"
-#include "sampler.h"
+#include "sampling.h"
 
 namespace tandem {
 
-// Mirrors the record of chains.py.
+namespace {
+
+// Tokens times rows from which on a step's draws are worth waking other threads for.
+constexpr int64_t kSharedWork = int64_t(1) << 17;
+
+}  // namespace
+
+// Mirrors the ctypes structures of chains.py.
 struct Chain {
-  const int32_t* blocks;  // of its sequence; positions beyond them go to block 0
-  int64_t num_blocks;
-  int64_t length;      // entries in the cache after the first pass: where its first token will be fed
-  int64_t num_tokens;  // to draw
-  const int32_t* stop;  // or null; written by other threads: not 0 ends the chain with the tokens it has
-  int64_t* token_ids;   // [num_tokens], out
-  int64_t* candidates;  // [num_tokens, num_candidates], out
-  uint8_t* q_rows;      // [num_tokens, q_bytes], out
-  int32_t* q_sizes;     // [num_tokens], out: bytes of each q row, 0 for none
-  int64_t num_drawn;    // out
-  DrawSettings draw;
+  const Sampler* sampler;
+  const int32_t* blocks;    // of its sequence; null: block 0 takes all rows
+  const int64_t* token_ids;  // [num_token_ids], fed first
+  const int64_t* assumed;    // [num_assumed]: follow the committed tokens
+  int64_t num_token_ids, num_assumed;
+  int64_t length;          // entries in the cache
+  int64_t base;            // where the first drafted token will stand
+  int64_t num_tokens;      // to draft
+  int64_t num_candidates;  // of the target's token, at each
+  int64_t rule;            // a Rule
+};
+
+// One stretch of `depth` steps for each chain; `depth` is the most any of them drafts.
+struct Drafted {
+  int64_t* token_ids;    // [chains, depth]
+  int64_t* candidates;   // [chains, depth, width]
+  int64_t width;         // the most candidates any chain asks for
+  uint8_t* q;            // [chains, depth, kMaxRowBytes]
+  int32_t* q_bytes;      // [chains, depth]: 0 where a token has no q
+  int64_t* lengths;      // [chains]: tokens drafted
+  int64_t depth;
 };
 
 namespace {
 
-int64_t slot_of(const Chain& chain, int64_t position, int64_t block_size) {
-  const int64_t block = position / block_size;
-  return (block < chain.num_blocks ? chain.blocks[block] : 0) * block_size + position % block_size;
-}
-
-// What one step feeds: a token per chain that goes on. One allocation for the largest step.
-class Step {
+class Drafting {
  public:
-  Step(int64_t chains, int64_t table_width) : width_(table_width) {
-    const size_t words = size_t(chains) * 4, small = size_t(chains + 1) + size_t(chains * table_width);
-    memory_ = static_cast<int64_t*>(std::malloc(words * sizeof(int64_t) + small * sizeof(int32_t)));
-    token_ids = memory_, positions = token_ids + chains, slots = positions + chains, rows = slots + chains;
-    row_starts = reinterpret_cast<int32_t*>(memory_ + words), tables = row_starts + chains + 1;
-  }
-  ~Step() { std::free(memory_); }
-  Step(const Step&) = delete;
-  Step& operator=(const Step&) = delete;
-  bool ok() const { return memory_; }
+  Drafting(const Model& model, const Batch& caches, const Chain* chains, int64_t num_chains, const volatile int32_t* stop,
+           const Drafted& out, int threads)
+      : model_(model), batch_(caches), chains_(chains), num_chains_(num_chains), stop_(stop), out_(out), threads_(threads) {}
 
-  void put(int64_t at, const Chain& chain, int64_t token, int64_t position, int64_t block_size) {
-    token_ids[at] = token, positions[at] = position, slots[at] = slot_of(chain, position, block_size);
-    rows[at] = at, row_starts[at] = int32_t(at), row_starts[at + 1] = int32_t(at + 1);
-    int32_t* table = tables + at * width_;
-    const int64_t used = position / block_size + 1;
-    for (int64_t b = 0; b < width_; b++) table[b] = b < used && b < chain.num_blocks ? chain.blocks[b] : 0;
+  int run() {
+    if (!lay_out()) return -1;
+    for (int64_t c = 0; c < num_chains_; c++) out_.lengths[c] = 0;
+    int status = feed_pending();
+    for (int64_t step = 0; status == 0; step++) {
+      if (num_active_ == 0) break;
+      draw(step);
+      leave([&](int64_t c) { return step + 1 == chains_[c].num_tokens || (stop_ && stop_[c]); });
+      if (num_active_) status = feed_drawn(step);
+    }
+    return status;
   }
-
-  int64_t *token_ids, *positions, *slots, *rows;
-  int32_t *row_starts, *tables;
 
  private:
-  int64_t* memory_;
-  int64_t width_;
+  // Takes all working memory; false if there is none.
+  bool lay_out() {
+    num_rows_ = width_ = 0;
+    for (int64_t c = 0; c < num_chains_; c++) {
+      const Chain& chain = chains_[c];
+      num_rows_ += chain.num_token_ids;
+      const int64_t longest = chain.length + chain.num_token_ids + chain.num_tokens;
+      width_ = std::max(width_, (longest + batch_.plan.block_size - 1) / batch_.plan.block_size);
+      prefix_ = std::max(prefix_, chain.num_assumed + out_.depth);
+    }
+    char* memory = nullptr;
+    int64_t end = 0;
+    auto take = [&](int64_t bytes) {
+      char* at = memory ? memory + end : nullptr;
+      end += round_up(bytes, 64);
+      return at;
+    };
+    for (int pass = 0; pass < 2; pass++) {
+      end = 0;
+      positions_ = reinterpret_cast<int64_t*>(take(num_rows_ * 8));
+      slots_ = reinterpret_cast<int64_t*>(take(num_rows_ * 8));
+      ids_ = reinterpret_cast<int64_t*>(take(num_rows_ * 8));
+      logit_rows_ = reinterpret_cast<int64_t*>(take(num_chains_ * 8));
+      active_ = reinterpret_cast<int64_t*>(take(num_chains_ * 8));
+      row_of_ = reinterpret_cast<int64_t*>(take(num_chains_ * 8));
+      prefixes_ = reinterpret_cast<int64_t*>(take(num_chains_ * prefix_ * 8));
+      row_starts_ = reinterpret_cast<int32_t*>(take((num_chains_ + 1) * 4));
+      tables_ = reinterpret_cast<int32_t*>(take(num_chains_ * width_ * 4));
+      logits_ = reinterpret_cast<float*>(take(num_chains_ * model_.vocab * 4));
+      own_ = take(threads_ * own_bytes());
+      if (pass == 0 && !(memory = working_memory(size_t(end)))) return false;
+    }
+    return true;
+  }
+
+  int64_t own_bytes() const { return round_up(Workspace::bytes(model_.vocab), 64); }
+
+  // Rows of one sequence, and its table.
+  void place(int64_t sequence, int64_t c, int64_t from, int64_t count, int64_t row) {
+    const Chain& chain = chains_[c];
+    const int64_t block_size = batch_.plan.block_size;
+    int32_t* table = tables_ + sequence * width_;
+    for (int64_t i = 0; i < width_; i++)
+      table[i] = chain.blocks && i * block_size < from + count ? chain.blocks[i] : 0;
+    for (int64_t i = 0; i < count; i++) {
+      positions_[row + i] = from + i;
+      slots_[row + i] = table[(from + i) / block_size] * block_size + (from + i) % block_size;
+    }
+    row_starts_[sequence] = int32_t(row);
+  }
+
+  int pass(int64_t num_sequences, int64_t num_rows, int64_t num_logits) {
+    row_starts_[num_sequences] = int32_t(num_rows);
+    Plan& plan = batch_.plan;
+    plan.positions = positions_;
+    plan.slots = slots_;
+    plan.row_starts = row_starts_;
+    plan.block_tables = tables_;
+    plan.num_rows = num_rows;
+    plan.num_sequences = num_sequences;
+    plan.table_width = width_;
+    batch_.token_ids = ids_;
+    batch_.logit_rows = logit_rows_;
+    batch_.num_logits = num_logits;
+    batch_.logits = logits_;
+    return forward(model_, batch_, threads_);
+  }
+
+  int feed_pending() {
+    num_active_ = 0;
+    int64_t row = 0;
+    for (int64_t c = 0; c < num_chains_; c++) {
+      const Chain& chain = chains_[c];
+      place(c, c, chain.length, chain.num_token_ids, row);
+      std::memcpy(ids_ + row, chain.token_ids, size_t(chain.num_token_ids) * 8);
+      if (chain.num_assumed) std::memcpy(prefixes_ + c * prefix_, chain.assumed, size_t(chain.num_assumed) * 8);
+      row += chain.num_token_ids;
+      if (chain.num_tokens) {
+        row_of_[num_active_] = num_active_;
+        logit_rows_[num_active_] = row - 1;
+        active_[num_active_++] = c;
+      }
+    }
+    return pass(num_chains_, row, num_active_);
+  }
+
+  int feed_drawn(int64_t step) {
+    for (int64_t i = 0; i < num_active_; i++) {
+      const int64_t c = active_[i];
+      place(i, c, chains_[c].length + chains_[c].num_token_ids + step, 1, i);
+      ids_[i] = out_.token_ids[c * out_.depth + step];
+      logit_rows_[i] = row_of_[i] = i;
+    }
+    return pass(num_active_, num_active_, num_active_);
+  }
+
+  // Chains that are over leave the batch.
+  template <class IsOver>
+  void leave(IsOver&& is_over) {
+    int64_t kept = 0;
+    for (int64_t i = 0; i < num_active_; i++)
+      if (!is_over(active_[i])) row_of_[kept] = row_of_[i], active_[kept++] = active_[i];
+    num_active_ = kept;
+  }
+
+  void draw(int64_t step) {
+    const int wanted = num_active_ * model_.vocab >= kSharedWork ? threads_ : 1;
+    Counter counter;
+    Pool::local().run(wanted, [&](Team& team) {
+      const Workspace work = Workspace::at(own_ + team.id * own_bytes(), model_.vocab);
+      for (int i; (i = team.next(counter)) < num_active_;) draw_one(active_[i], logits_ + row_of_[i] * model_.vocab, step, work);
+    });
+  }
+
+  void draw_one(int64_t c, float* logits, int64_t step, const Workspace& work) {
+    const Chain& chain = chains_[c];
+    const int64_t at = c * out_.depth + step;
+    int64_t* prefix = prefixes_ + c * prefix_;
+    int64_t& token = out_.token_ids[at];
+    const DraftPlace place{prefix, chain.num_assumed + step, chain.base, step, chain.num_candidates,
+                           out_.candidates + at * out_.width, out_.q + at * kMaxRowBytes, out_.q_bytes + at};
+    token = draft_token(logits, *chain.sampler, Rule(chain.rule), place, work);
+    prefix[chain.num_assumed + step] = token;
+    out_.lengths[c] = step + 1;
+  }
+
+  const Model& model_;
+  Batch batch_;
+  const Chain* chains_;
+  const int64_t num_chains_;
+  const volatile int32_t* stop_;  // [chains] or null; written by another thread
+  const Drafted out_;
+  const int threads_;
+  int64_t num_rows_ = 0, width_ = 0, prefix_ = 0, num_active_ = 0;
+  int64_t *positions_, *slots_, *ids_, *logit_rows_;
+  int64_t* active_;  // chains that go on
+  int64_t* row_of_;  // and where their logits are
+  int64_t* prefixes_;
+  int32_t *row_starts_, *tables_;
+  float* logits_;
+  char* own_;
 };
 
-bool stopped(const Chain& chain) {
-  return chain.stop && __atomic_load_n(chain.stop, __ATOMIC_RELAXED);
-}
-
-int draft(const Model& model, const Batch& first, Chain* chains, int64_t num_chains, int64_t q_bytes, int threads) {
-  int status = forward(model, first, threads);
-  if (status || !num_chains) return status;
-  const int64_t block_size = first.plan.block_size;
-  int64_t width = 1;
-  for (int64_t c = 0; c < num_chains; c++)
-    width = std::max(width, (chains[c].length + chains[c].num_tokens - 1) / block_size + 1);
-  Sampler sampler(model.vocab);
-  Step step(num_chains, width);
-  int64_t* active = static_cast<int64_t*>(std::malloc(size_t(num_chains) * sizeof(int64_t)));
-  if (!sampler.ok() || !step.ok() || !active) return std::free(active), -1;
-
-  Batch batch = first;
-  batch.token_ids = step.token_ids, batch.logit_rows = step.rows;
-  batch.plan.positions = step.positions, batch.plan.slots = step.slots;
-  batch.plan.row_starts = step.row_starts, batch.plan.block_tables = step.tables, batch.plan.table_width = width;
-  int64_t num_active = num_chains;
-  for (int64_t c = 0; c < num_chains; c++) active[c] = c;
-  for (int64_t drawn = 0; !status; drawn++) {
-    int64_t going_on = 0;
-    for (int64_t row = 0; row < num_active; row++) {
-      Chain& chain = chains[active[row]];
-      const DrawSettings& draw = chain.draw;
-      int64_t* token = chain.token_ids + drawn;
-      chain.q_sizes[drawn] = sampler.draw(first.logits + row * model.vocab, draw, drawn, token,
-                                          chain.candidates + drawn * draw.num_candidates, chain.q_rows + drawn * q_bytes);
-      chain.num_drawn = drawn + 1;
-      if (chain.num_drawn == chain.num_tokens || stopped(chain)) continue;
-      step.put(going_on, chain, *token, chain.length + drawn, block_size);
-      active[going_on++] = active[row];
-    }
-    if (!going_on) break;
-    num_active = going_on;
-    batch.num_logits = batch.plan.num_rows = batch.plan.num_sequences = num_active;
-    status = forward(model, batch, threads);
-  }
-  std::free(active);
-  return status;
-}
-
 }  // namespace
+
 }  // namespace tandem
 
-using namespace tandem;
-
-// `first.logits` has room for a row per chain and holds the last step's afterwards; its logit_rows are those of the
-// chains, in order. Returns what forward returns; after an error the chains mean nothing.
-extern "C" __attribute__((visibility("default"))) int tandem_draft_chains(const Model* model, const Batch* first,
-                                                                           Chain* chains, int64_t num_chains,
-                                                                           int64_t q_bytes, int threads) {
-  return draft(*model, *first, chains, num_chains, q_bytes, threads);
+// Drafts every chain. `caches` names caches, rotary tables and block size; the rest of it is not read. Returns what
+// forward() returns.
+extern "C" __attribute__((visibility("default"))) int tandem_draft_chains(
+    const tandem::Model* model, const tandem::Batch* caches, const tandem::Chain* chains, int64_t num_chains,
+    const int32_t* stop, const tandem::Drafted* out, int threads) {
+  return tandem::Drafting(*model, *caches, chains, num_chains, stop, *out, threads).run();
 }

@@ -1,122 +1,147 @@
-"""Whole chains of drafted tokens in one native call: no Python between two tokens."""
+"""The native draft loop: all chains of a batch in one call, with no Python between their tokens."""
 
 from __future__ import annotations
 
 import ctypes
+import struct
+from array import array
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-import torch
 
-from specdec.engine.batch import Batch
 from specdec.engine.chain_job import ChainJob, StopFlags
 from specdec.engine.native.decoder import NativeDecoder
-from specdec.sampling import sparse
+from specdec.engine.native.sampling import MAX_CANDIDATES, MAX_ROW_BYTES, RULES, sampler_of
 from specdec.sampling.drafting import DraftedChain
-from specdec.sampling.noise import Stream
 from specdec.sampling.rule import Rule, SparseRow
-from specdec.sampling.state import SamplingState
 
-#: ``Chain`` of chains.cpp, its ``DrawSettings`` last.
-_CHAIN: Final = np.dtype(
-    [
-        *((name, np.uint64) for name in ("blocks",)),
-        *((name, np.int64) for name in ("num_blocks", "length", "num_tokens")),
-        *((name, np.uint64) for name in ("stop", "token_ids", "candidates", "q_rows", "q_sizes")),
-        ("num_drawn", np.int64),
-        *((name, np.int32) for name in ("kind", "num_candidates")),
-        *((name, np.float64) for name in ("temperature", "top_p", "min_p")),
-        ("top_k", np.int64),
-        ("stream", np.uint64),
-        *((name, np.int64) for name in ("base", "vocabulary", "q_tokens")),
-        ("q_share", np.float64),
-    ]
-)
-_GREEDY, _COUPLED, _RATIO = range(3)
-#: Guesses of one position at most.
-MAX_CANDIDATES: Final = 64
+#: ``Chain`` of chains.cpp.
+_CHAIN: Final = struct.Struct("11q")
 
 
-def can_draw(state: SamplingState) -> bool:
-    """Whether the native sampler knows all that the session's parameters ask for: everything but edits of logits."""
-    return not state.edits
+class CDrafted(ctypes.Structure):
+    """``Drafted`` of chains.cpp."""
+
+    _fields_ = (
+        ("token_ids", ctypes.c_void_p),
+        ("candidates", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        ("q", ctypes.c_void_p),
+        ("q_bytes", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("depth", ctypes.c_int64),
+    )
+
+
+class _Output:
+    """Memory for what the chains bring, in one piece."""
+
+    def __init__(self, num_chains: int, depth: int, width: int, *, with_q: bool) -> None:
+        steps = num_chains * depth
+        self._depth, self._width, self._with_q = depth, width, with_q
+        self._candidates_at = 8 * steps
+        self._lengths_at = self._candidates_at + 8 * steps * width
+        self._sizes_at = self._lengths_at + 8 * num_chains
+        self._q_at = self._sizes_at + 4 * steps + 4 * (steps % 2)
+        self._memory = memoryview(bytearray(self._q_at + MAX_ROW_BYTES * steps * with_q))
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.struct = CDrafted(
+            start,
+            start + self._candidates_at,
+            width,
+            start + self._q_at,
+            start + self._sizes_at,
+            start + self._lengths_at,
+            depth,
+        )
+
+    def read(self, jobs: Sequence[ChainJob]) -> list[DraftedChain]:
+        depth, width = self._depth, self._width
+        tokens = self._memory[: self._candidates_at].cast("q").tolist()
+        candidates = self._memory[self._candidates_at : self._lengths_at].cast("q").tolist()
+        lengths = self._memory[self._lengths_at : self._sizes_at].cast("q").tolist()
+        chains = []
+        for c, (job, length) in enumerate(zip(jobs, lengths, strict=True)):
+            steps = range(c * depth, c * depth + length)
+            count = job.num_candidates
+            guesses = tuple([tuple(candidates[s * width : s * width + count]) for s in steps]) if count else ()
+            q_rows = self._rows(steps) if self._with_q else ()
+            chains.append(DraftedChain(tuple(tokens[steps.start : steps.stop]), q_rows, guesses))
+        return chains
+
+    def _rows(self, steps: range) -> tuple[SparseRow, ...]:
+        sizes = self._memory[self._sizes_at : self._q_at].cast("i")[steps.start : steps.stop].tolist()
+        starts = range(self._q_at + steps.start * MAX_ROW_BYTES, len(self._memory), MAX_ROW_BYTES)
+        ends = [start + size for start, size in zip(starts, sizes, strict=False) if size]
+        return tuple([SparseRow(bytes(self._memory[start:end])) for start, end in zip(starts, ends, strict=False)])
 
 
 def draft_chains(
-    decoder: NativeDecoder, batch: Batch, jobs: Sequence[ChainJob], numbers: Sequence[int], stop: StopFlags | None
+    decoder: NativeDecoder, jobs: Sequence[ChainJob], stop: StopFlags | None, *, block_size: int, max_model_len: int
 ) -> list[DraftedChain]:
-    """Draft the jobs of these numbers, a chain each; ``batch`` feeds their own tokens, a segment each, in this order.
-
-    The sequences' lengths are left to the caller, who knows them from the chains. Raises like
-    :meth:`NativeDecoder.forward`.
-    """
-    drafting = [i for i, number in enumerate(numbers) if jobs[number].num_tokens]
-    count = len(drafting)
-    most = max((jobs[numbers[i]].num_tokens for i in drafting), default=0)
-    num_candidates = max((jobs[numbers[i]].num_candidates for i in drafting), default=0)
-    if num_candidates > MAX_CANDIDATES:
-        raise ValueError(f"{num_candidates} candidates are asked for; at most {MAX_CANDIDATES} are found")
-    tokens = np.empty((count, most), dtype=np.int64)
-    candidates = np.empty((count, most, num_candidates), dtype=np.int64)
-    q_rows = np.empty((count, most, sparse.Q_BYTES), dtype=np.uint8)
-    q_sizes = np.zeros((count, most), dtype=np.int32)
-    logits = torch.empty(max(count, 1), decoder.vocab_size)
-    at = (tokens.ctypes.data, candidates.ctypes.data, q_rows.ctypes.data, q_sizes.ctypes.data)
-    strides = (tokens.strides[0], candidates.strides[0], q_rows.strides[0], q_sizes.strides[0])
-    stop_at = 0 if stop is None else stop.ctypes.data  # int32, in one piece
-    blocks = []  # kept: the pool may give a sequence another array meanwhile
-    records = []
-    max_kv_len = batch.plan.max_kv_len
-    for row, i in enumerate(drafting):
-        job, kv_len = jobs[numbers[i]], batch.kv_lens[i]
-        blocks.append(job.sequence.blocks)
-        max_kv_len = max(max_kv_len, kv_len + job.num_tokens - 1)
-        records.append(
-            (
-                blocks[-1].ctypes.data,
-                0 if job.sequence.released else len(blocks[-1]),
-                *(kv_len, job.num_tokens),
-                stop_at + stop.itemsize * numbers[i] if stop is not None else 0,
-                *(start + row * stride for start, stride in zip(at, strides, strict=True)),
-                *(0, *_draw_settings(job, num_candidates)),
+    """:func:`specdec.engine.chains.draft_chains` on a native decoder whose engine has begun a pass."""
+    tokens = array("q")
+    starts = []
+    longest = 1
+    for job in jobs:
+        sequence, count = job.sequence, len(job.token_ids)
+        end = sequence.length + count + max(0, job.num_tokens - 1)
+        if not count:
+            raise ValueError("a chain starts with a token to feed, and this one has none")
+        if end > min(sequence.max_tokens, max_model_len):
+            raise ValueError(
+                f"{job.num_tokens} drafted tokens after {sequence.length + count} entries exceed the"
+                f" {sequence.max_tokens} the sequence has room for (the model takes {max_model_len})"
             )
+        if job.num_candidates > MAX_CANDIDATES:
+            raise ValueError(f"{job.num_candidates} candidates are more than {MAX_CANDIDATES}")
+        longest = max(longest, end + 1)
+        starts.append(len(tokens))
+        tokens.extend(job.token_ids)
+        tokens.extend(job.assumed)
+    if len({id(job.sequence) for job in jobs}) != len(jobs):
+        raise ValueError("a sequence stands in two chains of one batch")
+
+    at, _ = tokens.buffer_info()
+    packed = bytearray(_CHAIN.size * len(jobs))
+    blocks = [job.sequence.blocks for job in jobs]  # held: the event loop may replace a sequence's own
+    for c, (job, start) in enumerate(zip(jobs, starts, strict=True)):
+        count, num_assumed = len(job.token_ids), len(job.assumed)
+        _CHAIN.pack_into(
+            packed,
+            c * _CHAIN.size,
+            sampler_of(job.state),
+            0 if job.sequence.released else blocks[c].__array_interface__["data"][0],
+            at + 8 * start,
+            at + 8 * (start + count),
+            count,
+            num_assumed,
+            job.sequence.length,
+            len(job.state) + num_assumed,
+            job.num_tokens,
+            job.num_candidates,
+            RULES[job.rule],
         )
-    chains = np.array(records, dtype=_CHAIN)
-    native_batch = decoder.batch_of(batch.input_ids, batch.plan, batch.logit_rows, logits, max_kv_len)
+    with_q = any(job.rule is not Rule.COUPLED and not job.state.params.greedy for job in jobs)
+    depth, width = max(job.num_tokens for job in jobs), max(job.num_candidates for job in jobs)
+    out = _Output(len(jobs), depth, width, with_q=with_q)
+    caches = decoder.caches_for(longest)
+    caches.plan.block_size = block_size
+    if stop is not None and (stop.dtype != np.int32 or not stop.flags.c_contiguous):
+        raise ValueError(f"stop flags are {stop.dtype}; they must be contiguous int32")
     decoder.check(
         decoder.library.draft_chains(
             decoder.address,
-            ctypes.addressof(native_batch),
-            chains.ctypes.data,
-            count,
-            sparse.Q_BYTES,
+            ctypes.addressof(caches),
+            ctypes.addressof(ctypes.c_char.from_buffer(packed)),
+            len(jobs),
+            None if stop is None else stop.ctypes.data,
+            ctypes.addressof(out.struct),
             decoder.num_threads,
         )
     )
-    results = [DraftedChain(())] * len(numbers)
-    for row, i in enumerate(drafting):
-        drawn = int(chains["num_drawn"][row])
-        sizes = q_sizes[row, :drawn].tolist()
-        results[i] = DraftedChain(
-            tuple(tokens[row, :drawn].tolist()),
-            tuple([SparseRow(q_rows[row, n, :size].tobytes()) for n, size in enumerate(sizes) if size]),
-            tuple(map(tuple, candidates[row, :drawn].tolist())) if num_candidates else (),
-        )
-    return results
-
-
-def _draw_settings(job: ChainJob, num_candidates: int) -> tuple[float, ...]:
-    state, params = job.state, job.state.params
-    if params.greedy:
-        kind, stream = _GREEDY, 0
-    elif job.rule is Rule.COUPLED:
-        kind, stream = _COUPLED, state.stream_key(Stream.COUPLING)
-    else:
-        kind, stream = _RATIO, state.stream_key(Stream.DRAFT)
-    return (
-        *(kind, num_candidates),
-        *(params.temperature, params.top_p, params.min_p, params.top_k),
-        *(stream, len(state) + len(job.assumed)),
-        *(state.num_tokens, sparse.max_tokens(state.num_tokens), sparse.Q_SHARE),
-    )
+    chains = out.read(jobs)
+    for job, chain in zip(jobs, chains, strict=True):
+        job.sequence.length += len(job.token_ids) + max(0, len(chain.token_ids) - 1)
+    return chains

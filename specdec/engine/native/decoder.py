@@ -185,31 +185,27 @@ class NativeDecoder:
         return ctypes.addressof(self._model)
 
     def batch_of(
-        self,
-        input_ids: torch.Tensor,
-        plan: BatchPlan,
-        logit_rows: torch.Tensor,
-        logits: torch.Tensor,
-        max_kv_len: int | None = None,
+        self, input_ids: torch.Tensor, plan: BatchPlan, logit_rows: torch.Tensor, logits: torch.Tensor
     ) -> CBatch:
-        """The native ``Batch`` (decoder.h) of a pass; the tensors must outlive it. ``logits`` float32 [N, V].
+        """The native ``Batch`` (decoder.h) of a pass; the tensors must outlive it. ``logits`` float32 [N, V]."""
+        batch = self.caches_for(plan.max_kv_len)
+        batch.token_ids = input_ids.data_ptr()
+        batch.logit_rows = logit_rows.data_ptr()
+        batch.num_logits = logit_rows.shape[0]
+        batch.plan = CPlan.of(plan)
+        batch.logits = logits.data_ptr()
+        return batch
 
-        ``max_kv_len``: entries of the longest sequence after all passes of the call, where that is not the plan's.
-        """
-        max_kv_len = max_kv_len or plan.max_kv_len
+    def caches_for(self, max_kv_len: int) -> CBatch:
+        """A ``Batch`` that names the caches, and rotary tables for sequences up to a length; no rows yet."""
         if max_kv_len > self._tables[0].shape[0]:
             self._extend_tables(max_kv_len)
         cosines, sines = self._tables
         return CBatch(
-            input_ids.data_ptr(),
-            logit_rows.data_ptr(),
-            logit_rows.shape[0],
-            CPlan.of(plan),
-            ctypes.addressof(self._k_caches),
-            ctypes.addressof(self._v_caches),
-            cosines.data_ptr(),
-            sines.data_ptr(),
-            logits.data_ptr(),
+            k_caches=ctypes.addressof(self._k_caches),
+            v_caches=ctypes.addressof(self._v_caches),
+            cosines=cosines.data_ptr(),
+            sines=sines.data_ptr(),
         )
 
     def _extend_tables(self, length: int) -> None:

@@ -152,7 +152,9 @@ class NativeLibrary:
         self.decoder_forward = lib.tandem_decoder_forward
         self.decoder_forward.argtypes = (_Pointer, _Pointer, _Int)
         self.draft_chains = lib.tandem_draft_chains
-        self.draft_chains.argtypes = (_Pointer, _Pointer, _Pointer, _Int64, _Int64, _Int)
+        self.draft_chains.argtypes = (_Pointer, _Pointer, _Pointer, _Int64, _Pointer, _Pointer, _Int)
+        self.draft_rows = lib.tandem_draft_rows
+        self.draft_rows.argtypes = (_Pointer, _Int64, _Int64, _Pointer, _Pointer, _Pointer, _Pointer)
         #: Columns of a panel.
         self.panel: int = lib.tandem_panel()
 

@@ -1,0 +1,322 @@
+#include "sampling.h"
+
+#include <stdlib.h>
+
+#include <algorithm>
+#include <cfloat>
+
+#include "sampling_wide.h"
+
+namespace tandem {
+
+namespace {
+
+// Tokens looked at first where only top-p bounds the survivors; eight times more at each retry.
+constexpr int64_t kFirstWidth = 256;
+
+// Floats sort like these integers; -0.0 counts as 0.0.
+uint32_t order_of(float logit) {
+  logit += 0.0f;
+  uint32_t word;
+  std::memcpy(&word, &logit, 4);
+  return word & 0x80000000u ? ~word : word | 0x80000000u;
+}
+
+float logit_of(uint32_t order) {
+  const uint32_t word = order & 0x80000000u ? order & 0x7fffffffu : ~order;
+  float logit;
+  std::memcpy(&logit, &word, 4);
+  return logit;
+}
+
+uint64_t key_of(float logit, int64_t id) { return uint64_t(order_of(logit)) << 32 | uint32_t(~uint32_t(id)); }
+
+double sum_of(const Entry* entries, int64_t count) {
+  double sum = 0;
+  for (int64_t i = 0; i < count; i++) sum += entries[i].weight;
+  return sum;
+}
+
+}  // namespace
+
+double Row::weight(int64_t id) const {
+  if (!valid || !survives(logits[id], id)) return 0;
+  return std::exp((double(logits[id]) - double(top)) * inverse);
+}
+
+int64_t Workspace::bytes(int64_t size) { return size * int64_t(sizeof(Entry)) + 2 * round_up(size * 4 + 64, 64); }
+
+Workspace Workspace::at(char* memory, int64_t size) {
+  Workspace work;
+  work.entries = reinterpret_cast<Entry*>(memory);
+  work.ids = reinterpret_cast<int32_t*>(work.entries + size);
+  work.maxima = reinterpret_cast<float*>(reinterpret_cast<char*>(work.ids) + round_up(size * 4 + 64, 64));
+  return work;
+}
+
+char* working_memory(size_t bytes) {
+  struct Memory {
+    void* start = nullptr;
+    size_t size = 0;
+    ~Memory() { free(start); }
+  };
+  static thread_local Memory memory;
+  if (bytes > memory.size) {
+    free(memory.start);
+    memory.start = nullptr;
+    memory.size = 0;
+    bytes = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    if (posix_memalign(&memory.start, 4096, bytes) != 0) return static_cast<char*>(memory.start = nullptr);
+    memory.size = bytes;
+  }
+  return static_cast<char*>(memory.start);
+}
+
+Row look_at(const float* logits, int64_t size) {
+  Row row;
+  row.logits = logits;
+  row.size = size;
+  row.cut = -INFINITY;
+  row.cut_id = size;
+  Vec peak = splat(-INFINITY);
+  IVec broken{};
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Vec v = load_logits(row, i);
+    peak = (v > peak) ? v : peak;
+    broken |= v != v;
+  }
+  row.top = largest(peak);
+  row.valid = bits(broken) == 0 && std::fabs(row.top) < INFINITY;
+  for (int64_t i = 0; i < size; i += kLanes)
+    if (const uint32_t equal = bits(load_logits(row, i) == row.top)) {
+      row.best = i + __builtin_ctz(equal);
+      break;
+    }
+  if (row.best >= size) row.best = 0;
+  return row;
+}
+
+void cut_after(Row& row, const Entry* entries, int64_t count) {
+  uint64_t last = entries[0].key;
+  for (int64_t i = 1; i < count; i++) last = entries[i].key < last ? entries[i].key : last;
+  row.cut = logit_of(uint32_t(last >> 32));
+  row.cut_id = int64_t(uint32_t(~uint32_t(last)));
+}
+
+float reached_by(const Row& row, int64_t count, float* maxima) {
+  const int64_t groups = (3 * count + kLanes - 1) / kLanes, height = row.size / kLanes / groups;  // in vectors
+  if (height < 2) return -INFINITY;
+  for (int64_t g = 0; g < groups; g++) {
+    Vec most = splat(-INFINITY);
+    for (int64_t i = g * height; i < (g + 1) * height; i++) most = max(load(row.logits + i * kLanes), most);
+    store(maxima + g * kLanes, most);
+  }
+  std::nth_element(maxima, maxima + count - 1, maxima + groups * kLanes, [](float a, float b) { return a > b; });
+  return maxima[count - 1];
+}
+
+int64_t gather(const Row& row, float from, int32_t* ids) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < row.size; i += kLanes) {
+    const Vec v = load_logits(row, i);
+    uint32_t wanted = bits(v >= from);
+    if (wanted) wanted &= bits(survivors(row, v, i));
+    each(wanted, i, [&](int64_t id) {
+      if (id < row.size) ids[count++] = int32_t(id);
+    });
+  }
+  return count;
+}
+
+void weigh(const Row& row, const int32_t* ids, int64_t count, Entry* entries) {
+  for (int64_t i = 0; i < count; i += kWide) {
+    const int part = count - i < kWide ? int(count - i) : kWide;
+    HalfVec logits{};
+    for (int j = 0; j < part; j++) logits[j] = row.logits[ids[i + j]];
+    const DVec weight = weights(row, logits);
+    for (int j = 0; j < part; j++) entries[i + j] = {key_of(logits[j], ids[i + j]), weight[j]};
+  }
+}
+
+int64_t most_likely(Entry* entries, int64_t count, int64_t wanted) {
+  if (count <= wanted) return count;
+  std::nth_element(entries, entries + wanted - 1, entries + count,
+                   [](const Entry& a, const Entry& b) { return a.key > b.key; });
+  return wanted;
+}
+
+int64_t heaviest(Entry* entries, int64_t count, double mass) {
+  const auto more_likely = [](const Entry& a, const Entry& b) { return a.key > b.key; };
+  int64_t begin = 0, end = count;  // those before `begin` are kept, those from `end` on are not
+  double before = 0;
+  while (end - begin > 16) {
+    uint64_t a = entries[begin].key, b = entries[begin + (end - begin) / 2].key, c = entries[end - 1].key;
+    const uint64_t pivot = a < b ? (b < c ? b : (a < c ? c : a)) : (a < c ? a : (b < c ? c : b));
+    Entry* middle = std::partition(entries + begin, entries + end, [&](const Entry& e) { return e.key >= pivot; });
+    const double upper = sum_of(entries + begin, middle - entries - begin);
+    if (before + upper < mass) {
+      before += upper;
+      begin = middle - entries;
+    } else {
+      end = middle - entries;
+    }
+  }
+  std::sort(entries + begin, entries + end, more_likely);
+  while (begin < end && before < mass) before += entries[begin++].weight;
+  return begin;
+}
+
+void truncate(Row& row, const Sampler& sampler, const Workspace& work) {
+  row.inverse = sampler.temperature > 1 / DBL_MAX ? 1 / sampler.temperature : DBL_MAX;
+  const bool counted = sampler.top_k > 0 && sampler.top_k < row.size, weighed = sampler.top_p < 1;
+  const bool bounded = sampler.min_p > 0;
+  if (!counted && !weighed && !bounded) return;
+  float floor = -INFINITY;  // a little below the smallest logit that min-p may keep
+  if (bounded)
+    floor = std::nextafter(float(double(row.top) + (std::log(sampler.min_p) - 1e-9) / row.inverse), -INFINITY);
+  double all = -1;
+  int64_t count = 0;
+  for (int64_t width = counted ? sampler.top_k : kFirstWidth;; width *= 8) {
+    const float from = counted || !bounded ? std::max(floor, reached_by(row, width, work.maxima)) : floor;
+    count = gather(row, from, work.ids);
+    weigh(row, work.ids, count, work.entries);
+    if (bounded)
+      count = std::partition(work.entries, work.entries + count,
+                             [&](const Entry& e) { return e.weight >= sampler.min_p; }) - work.entries;
+    if (counted) count = most_likely(work.entries, count, sampler.top_k);
+    if (!weighed) break;
+    const double found = sum_of(work.entries, count);
+    const bool complete = counted || from == floor;
+    if (all < 0) all = complete ? found : total_weight(row);
+    if (complete || found >= sampler.top_p * all) {
+      count = heaviest(work.entries, count, sampler.top_p * all);
+      break;
+    }
+  }
+  cut_after(row, work.entries, count);
+}
+
+double total_weight(const Row& row) {
+  DVec low{}, high{};
+  for (int64_t i = 0; i < row.size; i += kLanes) {
+    const Vec v = load_logits(row, i);
+    const IVec alive = survivors(row, v, i);
+    if (bits(alive) == 0) continue;
+    HalfVec half[2];
+    HalfIVec lives[2];
+    std::memcpy(half, &v, sizeof(v));
+    std::memcpy(lives, &alive, sizeof(alive));
+    low += (DVec)((LVec)weights(row, half[0]) & __builtin_convertvector(lives[0], LVec));
+    high += (DVec)((LVec)weights(row, half[1]) & __builtin_convertvector(lives[1], LVec));
+  }
+  return sum(low) + sum(high);
+}
+
+// The exponential clock of token v rings first where p_v / E_v is largest, E_v = -ln u_v. As E_v >= 1 - u_v, a token can
+// only beat the score s if 1 - u_v <= p_v / s. Both sides are compared by their logarithms: that of 1 - u, a number of 31
+// bits, is bounded from below by the bits of its float read as an integer (log2(1 + m) >= m for a mantissa m), so a lane
+// costs its hash and a handful of instructions. The few tokens that pass are looked at exactly.
+void race(const Row& row, uint64_t key, int64_t count, int64_t* winners) {
+  struct Runner {
+    double score;
+    int64_t id;
+  } first[kMaxCandidates];
+  int64_t found = 0;
+  auto enter = [&](int64_t id) {
+    const Runner runner{row.weight(id) / -std::log(uniform(key, id)), id};
+    if (!(runner.score > 0)) return false;
+    auto beats = [](const Runner& a, const Runner& b) { return a.score > b.score || (a.score == b.score && a.id < b.id); };
+    if (found == count && !beats(runner, first[count - 1])) return false;
+    int64_t at = found < count ? found++ : count - 1;
+    for (; at > 0 && beats(runner, first[at - 1]); at--) first[at] = first[at - 1];
+    first[at] = runner;
+    return true;
+  };
+
+  constexpr float kOctave = 8388608.0f;  // of a float read as an integer
+  const float slope = float(std::min(row.inverse * 1.4426950408889634, 1e30)) * kOctave;
+  float offset;
+  auto set_offset = [&] {
+    // 31 bits, the bias of the exponent, and more slack than all rounding here can use up.
+    offset = found < count ? INFINITY : float(127.0 + 31.0 + 1e-3 - std::log2(first[count - 1].score)) * kOctave;
+  };
+  winners[0] = row.best;
+  if (row.valid) enter(row.best);
+  set_offset();
+  ULVec lane_low, lane_high;
+  for (int i = 0; i < kWide; i++) {
+    lane_low[i] = uint64_t(i + 1) * kGolden;
+    lane_high[i] = uint64_t(i + 1 + kWide) * kGolden;
+  }
+  for (int64_t i = 0; row.valid && i < row.size; i += kLanes) {
+    const Vec v = load_logits(row, i);
+    const IVec alive = survivors(row, v, i);
+    if (row.cut > -INFINITY && bits(alive) == 0) continue;
+    const uint64_t start = key + uint64_t(i) * kGolden;
+    HalfUVec half[2];
+    half[0] = __builtin_convertvector(~mix64(lane_low + start) >> 33, HalfUVec);
+    half[1] = __builtin_convertvector(~mix64(lane_high + start) >> 33, HalfUVec);
+    IVec complement;  // 2^31 (1 - u), rounded down
+    std::memcpy(&complement, half, sizeof(complement));
+    const Vec measured = __builtin_convertvector((IVec)__builtin_convertvector(complement, Vec), Vec);
+    const Vec allowed = fma(v - row.top, splat(slope), splat(offset));
+    each(bits((measured <= allowed) & alive), i, [&](int64_t id) {
+      if (id < row.size && id != row.best && enter(id)) set_offset();
+    });
+  }
+  for (int64_t i = 0; i < count; i++) winners[i] = found ? first[i < found ? i : 0].id : row.best;
+}
+
+void largest(const Row& row, int64_t count, int64_t* ids) {
+  if (count == 0) return;
+  float logits[kMaxCandidates];
+  int64_t found = 0;
+  float smallest = -INFINITY;
+  for (int64_t i = 0; i < row.size; i += kLanes)
+    each(bits(load_logits(row, i) > smallest), i, [&](int64_t id) {
+      const float logit = row.logits[id];
+      if (found == count && !(logit > logits[count - 1])) return;
+      int64_t at = found < count ? found++ : count - 1;
+      for (; at > 0 && logit > logits[at - 1]; at--) logits[at] = logits[at - 1], ids[at] = ids[at - 1];
+      logits[at] = logit, ids[at] = id;
+      if (found == count) smallest = logits[count - 1];
+    });
+  for (int64_t i = found; i < count; i++) ids[i] = found ? ids[0] : row.best;
+}
+
+int64_t draft_token(float* logits, const Sampler& sampler, Rule rule, const DraftPlace& place, const Workspace& work) {
+  if (sampler.edits) edit(logits, sampler, place.prefix, place.num_prefix);
+  Row row = look_at(logits, sampler.num_tokens);
+  *place.q_bytes = 0;
+  if (sampler.temperature == 0) {
+    largest(row, place.num_candidates, place.candidates);
+    return row.best;
+  }
+  if (row.valid) truncate(row, sampler, work);
+  if (rule == kCoupledRule) {
+    int64_t winner;
+    const uint64_t key = position_key(sampler.stream_keys[kCoupling], place.base + place.step);
+    if (place.num_candidates == 0) return race(row, key, 1, &winner), winner;
+    race(row, key, place.num_candidates, place.candidates);
+    return place.candidates[0];
+  }
+  largest(row, place.num_candidates, place.candidates);
+  const double u = uniform(position_key(sampler.stream_keys[kDraftDraw], place.base), place.step);
+  return draw_quantized(row, sampler, u, work, place.q, place.q_bytes);
+}
+
+}  // namespace tandem
+
+using namespace tandem;
+
+// Draws a token from every row: logits [rows, stride] (edited in place), tokens [rows].
+extern "C" __attribute__((visibility("default"))) int tandem_draft_rows(float* logits, int64_t stride, int64_t rows,
+                                                                        const Sampler* const* samplers, const int32_t* rules,
+                                                                        const DraftPlace* places, int64_t* tokens) {
+  char* memory = working_memory(size_t(Workspace::bytes(stride)));
+  if (!memory) return -1;
+  const Workspace work = Workspace::at(memory, stride);
+  for (int64_t r = 0; r < rows; r++)
+    tokens[r] = draft_token(logits + r * stride, *samplers[r], Rule(rules[r]), places[r], work);
+  return 0;
+}

@@ -1,0 +1,214 @@
+"""Sampling without torch: what the kernels know of a session, and drawing tokens from rows of logits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from specdec.engine.native.library import load
+from specdec.sampling import sparse
+from specdec.sampling.drafting import DraftedChain
+from specdec.sampling.noise import Stream
+from specdec.sampling.rows import Rows
+from specdec.sampling.rule import Rule, SparseRow
+from specdec.sampling.state import SamplingState
+
+#: Candidates a kernel finds at most.
+MAX_CANDIDATES: Final = 64
+#: Bytes a kernel may write for one q row.
+MAX_ROW_BYTES: Final = 1024
+#: ``Rule`` of sampling.h.
+RULES: Final = {Rule.TOKEN: 0, Rule.BLOCK: 1, Rule.COUPLED: 2}
+
+_Pointer = ctypes.c_void_p
+_Int64 = ctypes.c_int64
+
+
+class CEdits(ctypes.Structure):
+    """``Edits`` of sampling.h."""
+
+    _fields_ = (
+        ("forbidden", _Pointer),
+        ("bad_tokens", _Pointer),
+        ("bad_heads", _Pointer),
+        ("bad_ends", _Pointer),
+        ("stop_tokens", _Pointer),
+        ("biased_tokens", _Pointer),
+        ("biases", _Pointer),
+        ("counts", _Pointer),
+        ("seen", _Pointer),
+        ("tail", _Pointer),
+        ("num_bad_tokens", _Int64),
+        ("num_bad_sequences", _Int64),
+        ("head_width", _Int64),
+        ("num_stop_tokens", _Int64),
+        ("num_biased", _Int64),
+        ("missing", _Int64),
+        ("repetition", ctypes.c_float),
+        ("frequency", ctypes.c_float),
+        ("presence", ctypes.c_float),
+    )
+
+
+class CSampler(ctypes.Structure):
+    """``Sampler`` of sampling.h."""
+
+    _fields_ = (
+        ("temperature", ctypes.c_double),
+        ("top_p", ctypes.c_double),
+        ("min_p", ctypes.c_double),
+        ("top_k", _Int64),
+        ("num_tokens", _Int64),
+        ("q_tokens", _Int64),
+        ("q_share", ctypes.c_double),
+        ("stream_keys", ctypes.c_uint64 * len(Stream)),
+        ("edits", _Pointer),
+    )
+
+
+class CDraftPlace(ctypes.Structure):
+    """``DraftPlace`` of sampling.h."""
+
+    _fields_ = (
+        ("prefix", _Pointer),
+        ("num_prefix", _Int64),
+        ("base", _Int64),
+        ("step", _Int64),
+        ("num_candidates", _Int64),
+        ("candidates", _Pointer),
+        ("q", _Pointer),
+        ("q_bytes", _Pointer),
+    )
+
+
+class NativeSampler:
+    """A session's parameters as the kernels read them; made once per session, at the first use."""
+
+    def __init__(self, state: SamplingState) -> None:
+        params = state.params
+        self._edits: CEdits | None = CEdits() if state.edits else None
+        self._kept: list[Any] = []  # what the structures point into
+        self._struct = CSampler(
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            min(params.top_k, state.num_tokens),
+            state.num_tokens,
+            sparse.max_tokens(state.num_tokens),
+            sparse.Q_SHARE,
+            (ctypes.c_uint64 * len(Stream))(*map(state.stream_key, Stream)),
+            None if self._edits is None else ctypes.addressof(self._edits),
+        )
+        self.address: int = ctypes.addressof(self._struct)
+        if self._edits is not None:
+            self._fill(self._edits, state)
+
+    def refresh(self, state: SamplingState) -> None:
+        """Take in what was committed since; counts are read where they are."""
+        edits = self._edits
+        if edits is None:
+            return
+        edits.missing = state.params.min_tokens - state.num_output_tokens
+        if width := edits.head_width:
+            tail = state.token_ids[-width:]
+            self._tail[:] = (_Int64 * width)(*[-2] * (width - len(tail)), *tail)[:]
+
+    def _fill(self, edits: CEdits, state: SamplingState) -> None:
+        params = state.params
+        if params.allowed_token_ids:
+            edits.forbidden = self._keep(state.forbidden)
+        if ids := state.single_bad_token_ids:
+            edits.bad_tokens, edits.num_bad_tokens = self._keep(torch.tensor(ids)), len(ids)
+        if len(params.bad_token_ids) > len(state.single_bad_token_ids):
+            heads, ends = state.bad_sequences
+            edits.bad_heads, edits.bad_ends = self._keep(heads), self._keep(ends)
+            edits.num_bad_sequences, edits.head_width = heads.shape
+            self._tail = (_Int64 * heads.shape[1])()
+            edits.tail = ctypes.addressof(self._tail)
+        if params.min_tokens and state.stop_token_ids:
+            edits.stop_tokens = self._keep(torch.tensor(state.stop_token_ids))
+            edits.num_stop_tokens = len(state.stop_token_ids)
+        if params.logit_bias:
+            ids_and_values = state.bias
+            edits.biased_tokens, edits.biases = map(self._keep, ids_and_values)
+            edits.num_biased = len(params.logit_bias)
+        if state.penalizes:
+            edits.counts = self._keep(state.output_counts)
+            edits.seen = self._keep(state.prompt_seen) if params.repetition_penalty != 1 else None
+            edits.repetition = params.repetition_penalty
+            edits.frequency = params.frequency_penalty
+            edits.presence = params.presence_penalty
+
+    def _keep(self, values: torch.Tensor) -> int:
+        assert values.is_contiguous()
+        self._kept.append(values)
+        return values.data_ptr()
+
+
+def sampler_of(state: SamplingState) -> int:
+    """The address of a session's ``Sampler``, up to date; valid as long as the state lives and commits nothing."""
+    sampler = state.kernels
+    if sampler is None:
+        sampler = state.kernels = NativeSampler(state)
+    if state.edits:
+        sampler.refresh(state)
+    address: int = sampler.address
+    return address
+
+
+def draft_rows(logits: torch.Tensor, rows: Rows, rules: Sequence[Rule], num_candidates: int = 0) -> list[DraftedChain]:
+    """:func:`specdec.sampling.drafting.draft` on a CPU, row by row: a chain of one token each.
+
+    ``logits`` float32 [R, V], contiguous; rows of sessions that edit them are written to.
+
+    Raises:
+        NotImplementedError: there are no kernels here.
+    """
+    library = load()
+    if library is None:
+        raise NotImplementedError("the native kernels are not available on this machine")
+    count, prefix = len(rows), rows.prefix.contiguous()
+    assert logits.dtype is torch.float32
+    assert logits.is_contiguous()
+    assert num_candidates <= MAX_CANDIDATES
+    token_ids, sizes = (_Int64 * count)(), (ctypes.c_int32 * count)()
+    candidates = (_Int64 * (count * num_candidates))()
+    q = memoryview(bytearray(MAX_ROW_BYTES * count))
+    at = {
+        "prefix": prefix.data_ptr(),
+        "candidates": ctypes.addressof(candidates),
+        "q": ctypes.addressof(ctypes.c_char.from_buffer(q)),
+        "q_bytes": ctypes.addressof(sizes),
+    }
+    places = (CDraftPlace * count)(
+        *(
+            CDraftPlace(
+                at["prefix"] + 8 * prefix.shape[1] * r,
+                rows.prefix_lens[r],
+                base,
+                position - base,
+                num_candidates,
+                at["candidates"] + 8 * num_candidates * r,
+                at["q"] + MAX_ROW_BYTES * r,
+                at["q_bytes"] + 4 * r,
+            )
+            for r, (base, position) in enumerate(zip(rows.bases, rows.positions, strict=True))
+        )
+    )
+    samplers = (_Pointer * count)(*map(sampler_of, rows.states))
+    rule_values = (ctypes.c_int32 * count)(*(RULES[rule] for rule in rules))
+    arrays = [ctypes.addressof(part) for part in (samplers, rule_values, places, token_ids)]
+    status = library.draft_rows(logits.data_ptr(), logits.shape[1], count, *arrays)
+    if status:
+        raise MemoryError("working memory for sampling")
+    return [
+        DraftedChain(
+            (token_ids[r],),
+            (SparseRow(bytes(q[start : start + sizes[r]])),) if sizes[r] else (),
+            (tuple(candidates[num_candidates * r : num_candidates * (r + 1)]),) if num_candidates else (),
+        )
+        for r, start in enumerate(range(0, MAX_ROW_BYTES * count, MAX_ROW_BYTES))
+    ]

@@ -1,0 +1,107 @@
+// Vectors of 64-bit numbers, half as many as floats fit, and what rows need of them: e^x, noise, and which tokens survive.
+#pragma once
+
+#include <cmath>
+
+#include "sampling.h"
+
+namespace tandem {
+
+constexpr int kWide = kLanes / 2;
+
+typedef double DVec __attribute__((vector_size(kLanes * 4)));
+typedef int64_t LVec __attribute__((vector_size(kLanes * 4)));
+typedef uint64_t ULVec __attribute__((vector_size(kLanes * 4)));
+typedef float HalfVec __attribute__((vector_size(kLanes * 2)));
+typedef int32_t HalfIVec __attribute__((vector_size(kLanes * 2)));
+typedef uint32_t HalfUVec __attribute__((vector_size(kLanes * 2)));
+
+inline DVec fma(DVec a, DVec b, DVec c) {
+#if defined(__AVX512F__)
+  return (DVec)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (DVec)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  return (DVec)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// e^x for x <= 0, to 1 ulp; 0 below -708, where float64 runs out. The argument is reduced by multiples of ln 2 and the rest
+// is the Taylor series to the 13th power.
+inline DVec exp(DVec x) {
+  const DVec zero{};
+  const LVec vanishes = x < -708.0;
+  x = vanishes ? zero : x;
+  const DVec magic = zero + 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer
+  const DVec shifted = fma(x, zero + 1.4426950408889634, magic);
+  const DVec n = shifted - magic;
+  DVec r = fma(n, zero - 6.93147180369123816490e-01, x);
+  r = fma(n, zero - 1.90821492927058770002e-10, r);
+  DVec p = zero + 1.0 / 6227020800.0;
+  p = fma(p, r, zero + 1.0 / 479001600.0);
+  p = fma(p, r, zero + 1.0 / 39916800.0);
+  p = fma(p, r, zero + 1.0 / 3628800.0);
+  p = fma(p, r, zero + 1.0 / 362880.0);
+  p = fma(p, r, zero + 1.0 / 40320.0);
+  p = fma(p, r, zero + 1.0 / 5040.0);
+  p = fma(p, r, zero + 1.0 / 720.0);
+  p = fma(p, r, zero + 1.0 / 120.0);
+  p = fma(p, r, zero + 1.0 / 24.0);
+  p = fma(p, r, zero + 1.0 / 6.0);
+  p = fma(p, r, zero + 0.5);
+  p = fma(p, r * r, r) + 1.0;
+  const LVec exponent = ((LVec)shifted - (LVec)magic) << 52;
+  return vanishes ? zero : (DVec)((LVec)p + exponent);
+}
+
+// e^((logit - top) / temperature).
+inline DVec weights(const Row& row, HalfVec logits) {
+  return exp((__builtin_convertvector(logits, DVec) - double(row.top)) * row.inverse);
+}
+
+inline double sum(DVec v) {
+  double total = 0;
+  for (int i = 0; i < kWide; i++) total += v[i];
+  return total;
+}
+
+// Bit i is set where lane i is not 0 (lanes are 0 or -1).
+inline uint32_t bits(IVec lanes) {
+#if defined(__AVX512F__)
+  return _mm512_cmplt_epi32_mask((__m512i)lanes, _mm512_setzero_si512());
+#elif defined(__AVX2__) && defined(__FMA__)
+  return uint32_t(_mm256_movemask_ps((__m256)lanes));
+#else
+  uint32_t found = 0;
+  for (int i = 0; i < kLanes; i++) found |= uint32_t(lanes[i] & 1) << i;
+  return found;
+#endif
+}
+
+// Logits from `at` on, as many as there are; beyond them -inf.
+inline Vec load_logits(const Row& row, int64_t at) {
+  const int64_t left = row.size - at;
+  if (left >= kLanes) return load(row.logits + at);
+  float part[kLanes];
+  for (int i = 0; i < kLanes; i++) part[i] = i < left ? row.logits[at + i] : -INFINITY;
+  return load(part);
+}
+
+// Which of these logits, those of the ids from `at` on, survive the row's cut.
+inline IVec survivors(const Row& row, Vec logits, int64_t at) {
+  IVec lane;
+  for (int i = 0; i < kLanes; i++) lane[i] = i;
+  const int64_t until = row.cut_id - at;
+  const int32_t last = until > kLanes ? kLanes : until < -1 ? -1 : int32_t(until);
+  return (logits > row.cut) | ((logits == row.cut) & (lane <= last));
+}
+
+// Calls visit(id) for every set bit of the lanes from `at` on, in order.
+template <class Visit>
+inline void each(uint32_t lanes, int64_t at, Visit&& visit) {
+  for (; lanes; lanes &= lanes - 1) visit(at + __builtin_ctz(lanes));
+}
+
+}  // namespace tandem
