@@ -1,0 +1,150 @@
+"""Pacing: how many tokens to draft for each session and round, zero included, learned while serving.
+
+One :class:`~gateway.lane.Lane` per target holds what all its sessions have in common (the cost of a tick, what a cycle
+takes beyond it, acceptance), one :class:`AdaptivePace` per session its own acceptance and whether it probes. Nothing
+here awaits, reads a clock or draws a random number: observations go in with their time, answers come out.
+
+Legal under every rule: an answer depends on verdicts and times of past rounds only, never on the tokens of the round
+it is for, nor on anything drawn with them.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from gateway.lane import MIN_CHUNK, Lane
+from specdec.pacing.acceptance import Acceptance
+from specdec.sessions import Verdict
+
+#: A probe is so many rounds of so many drafted tokens.
+PROBE_ROUNDS: Final = 3
+PROBE_TOKENS: Final = 2
+#: Tokens decoded while waiting for a draft after which a probe is given up.
+MAX_PROBE_WAIT: Final = 64
+
+
+class Pace(Protocol):
+    """What a decoding loop asks and tells, one session at a time."""
+
+    def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
+        """Tokens to draft for the next round, with ``num_remaining`` still to be generated; 0: decode ahead."""
+        ...
+
+    def num_ahead(self, num_remaining: int, now_ns: int) -> int:
+        """Tokens to decode ahead before asking again, where nothing is to be drafted."""
+        ...
+
+    def record(self, verdict: Verdict, num_asked: int, now_ns: int) -> None:
+        """A verdict arrived.
+
+        ``num_asked``: drafted tokens that were asked for, less those that were cut off before verification; 0 for
+        tokens decoded ahead.
+        """
+        ...
+
+    def leave(self) -> None:
+        """The session is over. Idempotent."""
+        ...
+
+
+class FixedPace:
+    """Always as many drafted tokens as allowed."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
+        """All that the limit and the rest of the request allow."""
+        return max(0, min(self._limit, num_remaining - 1))
+
+    def num_ahead(self, num_remaining: int, now_ns: int) -> int:
+        """Asked only when nothing may be drafted at the moment: soon that may change."""
+        return min(MIN_CHUNK, num_remaining)
+
+    def record(self, verdict: Verdict, num_asked: int, now_ns: int) -> None:
+        """Nothing is learned."""
+
+    def leave(self) -> None:
+        """Nothing is held."""
+
+
+class AdaptivePace:
+    """As many drafted tokens as bring most tokens per second for all sessions on the target."""
+
+    def __init__(self, lane: Lane, limit: int) -> None:
+        self.limit = limit
+        self._acceptance = Acceptance(lane.totals)
+        self._lane = lane
+        #: What the last answer was.
+        self._k = 0
+        #: Rounds left of the probe that is under way, None while there is none; tokens decoded while its draft was not
+        #: there yet.
+        self._probe_left: int | None = None
+        self._probe_wait = 0
+        #: Whether the last verdict was a round's, not of tokens decoded ahead, and when it came; None before the first.
+        self._in_rounds: bool | None = None
+        self._last_ns: int | None = None
+        lane.sessions[self] = None
+
+    @property
+    def survival(self) -> list[float]:
+        """The probability that a round accepts at least 1, 2, … ``limit`` drafted tokens."""
+        return self._acceptance.survival(self.limit)
+
+    def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
+        """See :class:`Pace`."""
+        lane, limit = self._lane, min(self.limit, num_remaining - 1)
+        if limit <= 0:
+            k = 0
+        elif self._probe_left is not None:
+            k = PROBE_TOKENS
+        else:
+            k = lane.num_draft_tokens(self.survival, now_ns)
+            if not k and not self._k and num_remaining > PROBE_ROUNDS * (PROBE_TOKENS + 1) and lane.may_probe(now_ns):
+                lane.begin_probe(now_ns)
+                self._probe_left, self._probe_wait = PROBE_ROUNDS, 0
+                k = PROBE_TOKENS
+        self._turn(min(k, limit), now_ns)
+        return self._k
+
+    def num_ahead(self, num_remaining: int, now_ns: int) -> int:
+        """See :class:`Pace`."""
+        return min(self._lane.num_ahead(now_ns), num_remaining)
+
+    def record(self, verdict: Verdict, num_asked: int, now_ns: int) -> None:
+        """See :class:`Pace`."""
+        lane, num_tokens = self._lane, len(verdict.token_ids)
+        lane.observe_tick(verdict.timings)
+        in_rounds, before, last_ns = num_asked > 0, self._in_rounds, self._last_ns
+        self._in_rounds, self._last_ns = in_rounds, now_ns
+        lane.num_in_rounds += in_rounds - bool(before)
+        if in_rounds:
+            self._acceptance.observe(num_asked, verdict.num_accepted)
+            lane.totals.observe(num_asked, verdict.num_accepted)
+        if last_ns is not None and num_tokens:
+            # The first cycle after a change is not typical of what follows.
+            typical = before is in_rounds and (in_rounds or not self._k)
+            lane.observe_cycle(verdict, now_ns - last_ns, num_tokens, now_ns, in_rounds=in_rounds, typical=typical)
+        if self._probe_left is not None:
+            self._probe_left -= in_rounds
+            self._probe_wait += 0 if in_rounds else num_tokens
+            if self._probe_left <= 0 or self._probe_wait > MAX_PROBE_WAIT:
+                self._end_probe(now_ns)
+
+    def leave(self) -> None:
+        """See :class:`Pace`."""
+        if self in self._lane.sessions:
+            self._turn(0, self._last_ns or 0)
+            self._lane.num_in_rounds -= bool(self._in_rounds)
+            del self._lane.sessions[self]
+
+    def _turn(self, k: int, now_ns: int) -> None:
+        """Change between wanting drafts and plain decoding."""
+        self._lane.num_wanting += (k > 0) - (self._k > 0)
+        self._k = k
+        if not k and self._probe_left is not None:
+            self._end_probe(now_ns)
+
+    def _end_probe(self, now_ns: int) -> None:
+        self._probe_left = None
+        self._lane.end_probe(self.survival, now_ns)
