@@ -14,6 +14,7 @@ from typing import Any, Final, NoReturn, TypeVar, get_args, get_type_hints
 
 from specdec.settings import (
     DTYPES,
+    QUANTIZATIONS,
     GatewaySettings,
     ModelSettings,
     SchedulerSettings,
@@ -27,6 +28,7 @@ HELP: Final[Mapping[type, Mapping[str, str]]] = {
     ModelSettings: {
         "tokenizer": "folder of the tokenizer; the model's own where not given",
         "dtype": "type of weights and activations",
+        "quantization": "round the weights of linear layers to 8 bits at load, on a CPU",
         "device": '"auto", "cpu" or "cuda:N"',
         "max_model_len": "longest sequence in tokens; the checkpoint's where not given",
         "gpu_memory_utilization": "share of a GPU's memory for weights, activations and KV cache",
@@ -72,7 +74,10 @@ HELP: Final[Mapping[type, Mapping[str, str]]] = {
         "drain_s": "seconds open requests get to finish after SIGTERM",
     },
 }
-_CHOICES: Final[Mapping[tuple[type, str], Sequence[str]]] = {(ModelSettings, "dtype"): DTYPES}
+_CHOICES: Final[Mapping[tuple[type, str], Sequence[str]]] = {
+    (ModelSettings, "dtype"): DTYPES,
+    (ModelSettings, "quantization"): QUANTIZATIONS,
+}
 
 
 class Parser(argparse.ArgumentParser):

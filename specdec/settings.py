@@ -14,6 +14,7 @@ from specdec.errors import InvalidRequest
 from specdec.sessions import Rule
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8",)
 METHODS = ("draft_model", "ngram", "none")
 
 
@@ -32,6 +33,9 @@ class ModelSettings:
     tokenizer: str | None = None
     #: "auto" takes the checkpoint's.
     dtype: str = "auto"
+    #: Weights of linear layers are rounded at load, on a CPU: "int8", or None for not at all. A checkpoint that is
+    #: quantised already loads as it is.
+    quantization: str | None = None
     #: "auto", "cpu" or "cuda:N".
     device: str = "auto"
     #: Longest sequence in tokens; None takes the checkpoint's.
@@ -54,6 +58,16 @@ class ModelSettings:
     def __post_init__(self) -> None:
         _require(bool(self.model), "model", "model is empty; give the folder of a Hugging Face checkpoint")
         _require(self.dtype in DTYPES, "dtype", f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        _require(
+            self.quantization is None or self.quantization in QUANTIZATIONS,
+            "quantization",
+            f"quantization is {self.quantization!r}; choose one of {', '.join(QUANTIZATIONS)}, or none",
+        )
+        _require(
+            self.quantization is None or not self.enforce_eager,
+            "quantization",
+            "quantization needs the packed layers that enforce_eager switches off; give one of the two",
+        )
         for name in ("gpu_memory_utilization", "cpu_kv_cache_share"):
             share = getattr(self, name)
             _require(0.0 < share <= 1.0, name, f"{name} is {share}, outside (0, 1]")

@@ -6,10 +6,14 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.engine.layers import LayerShape
+from specdec.engine.linears import quantise_linears
+from specdec.engine.native import library
 from specdec.errors import InvalidRequest, ModelNotSupported
+from specdec.settings import ModelSettings
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -23,6 +27,39 @@ def check_config(config: PreTrainedConfig) -> None:
         raise ModelNotSupported(
             f"{text.model_type!r} scales its attention by a token's place in the batch, not in its sequence"
             " (attn_temperature_tuning), so rows of several sequences cannot share one batch"
+        )
+
+
+def check_quantization(settings: ModelSettings, config: PreTrainedConfig, device: torch.device) -> None:
+    """Refuse to round weights where nothing here multiplies the result.
+
+    Raises:
+        InvalidRequest: weights are to be rounded on a GPU, without kernels, or once more.
+    """
+    if settings.quantization is None:
+        return
+    name = f"quantization {settings.quantization!r}"
+    if device.type != "cpu":
+        raise InvalidRequest(f"{name} is for CPUs, not for {device}; leave it out", param="quantization")
+    if getattr(config, "quantization_config", None) is not None:
+        raise InvalidRequest(f"{settings.model} is quantised already; leave {name} out", param="quantization")
+    if library.load() is None:
+        raise InvalidRequest(
+            f"{name} needs the CPU kernels, which did not compile here (the log says why); leave it out",
+            param="quantization",
+        )
+
+
+def quantise(settings: ModelSettings, model: PreTrainedModel) -> None:
+    """Round a model's weights where the settings ask for it.
+
+    Raises:
+        ModelNotSupported: the model has no linear layers of a known type and dtype.
+    """
+    if settings.quantization is not None and not quantise_linears(model):
+        raise ModelNotSupported(
+            f"{type(model).__name__} in {model.dtype} has no linear layers that can be rounded to 8 bits: they must be"
+            " plain ones of float32 or bfloat16"
         )
 
 

@@ -1,7 +1,8 @@
 // The forward pass of a Llama-shaped decoder in one call: one parallel region, barriers between its stages.
 //
 // The residual stream, attention and every sum are float32. What enters a linear layer has the type its kernel wants
-// (Format::Activation): float32, or bfloat16 where weights are bfloat16 and the machine multiplies those directly.
+// (Format::Activation): float32, bfloat16 where weights are bfloat16 and the machine multiplies those directly, or int16
+// with a scale for each row where weights are int8.
 #include "decoder.h"
 
 #include <type_traits>
@@ -58,7 +59,7 @@ inline void copy_row(const T* from, int64_t n, T* to) {
   std::memcpy(to, from, size_t(n) * sizeof(T));
 }
 
-constexpr int64_t kOwnCopy = 8192;  // activations up to which every thread prepares a copy of its own
+constexpr int64_t kOwnCopy = 8192;  // activations up to which every thread prepares rows for itself
 
 // One pass: its sizes, its memory, and the stages that every thread of a team runs.
 template <class Format, class Cache>
@@ -104,9 +105,11 @@ class Pass {
  private:
   using Weight = typename Format::Weight;
   using Activation = typename Format::Activation;
+  // What attention and activations leave behind. A row's scale is known only once all of it is.
+  using Stored = std::conditional_t<(Format::kScales > 0), float, Activation>;
 
   // Stages of a layer, each with a counter, and those around the layers.
-  static constexpr int64_t kLayerStages = 8, kOtherStages = 4;
+  static constexpr int64_t kLayerStages = 10, kOtherStages = 4;
 
   static int64_t panels(int64_t columns) { return round_up(columns, kPanel) / kPanel; }
 
@@ -128,10 +131,24 @@ class Pass {
     need_chunks(hidden, m.intermediate, 2);
     need_chunks(m.intermediate, hidden, 1);
     need_chunks(hidden, m.vocab, 1);
-    const int64_t own_rows = most * hidden <= kOwnCopy ? most : kOwnCopy / hidden;
+    // What prepares rows: those of the stream and, where rows are scaled, those of attention and of activations.
+    int64_t own_elements = 0, shared_elements = 0;
+    auto need_rows = [&](int64_t width, int64_t stride) {
+      const int64_t own_rows = most * width <= kOwnCopy ? most : kOwnCopy / width;
+      if (own_rows * stride > own_elements) own_elements = own_rows * stride;
+      if (most * stride > shared_elements) shared_elements = most * stride;
+    };
+    need_rows(hidden, hidden_stride);
+    if (Format::kScales > 0) {
+      need_rows(query_width, out_stride);
+      need_rows(m.intermediate, mid_stride);
+    }
+    const int64_t scale_floats = Format::kScales > 0 ? round_up(most, 16) : 0;
     const int64_t work_floats = round_up(attention_floats > product_floats ? attention_floats : product_floats, 16);
-    own_bytes = work_floats * 4 + round_up(own_rows * hidden_stride * int64_t(sizeof(Activation)), 64);
-    own_copy_at = work_floats * 4;
+    own_scales_at = work_floats * 4;
+    own_row_at = own_scales_at + scale_floats * 4;
+    own_rows_at = own_row_at + (Format::kScales > 0 ? hidden_stride * 4 : 0);
+    own_bytes = own_rows_at + round_up(own_elements * int64_t(sizeof(Activation)), 64);
     // One allocation, laid out in a first round and handed out in a second.
     char* memory = nullptr;
     for (int round = 0; round < 2; round++) {
@@ -144,7 +161,8 @@ class Pass {
       take(tasks, num_tasks);
       take(stream, rows * hidden_stride);
       take(qkv, rows * qkv_stride);
-      take(normed, most * hidden_stride);
+      take(prepared, shared_elements);
+      take(row_scales, scale_floats);
       take(attended, rows * out_stride);
       take(mid, most * mid_stride);
       take(wanted_stream, all_rows_wanted ? 0 : num_logits * hidden_stride);
@@ -181,9 +199,9 @@ class Pass {
         project_to_heads(layer, normed(layer.input_norm));
         attend_rows(layer, l, last);
         if (last && !keep_wanted()) return;
-        project_to_stream(heads_out, p.out_stride, layer.output, p.query_width, layer.output_bias);
+        project_to_stream(stored(heads_out, p.query_width, p.out_stride), layer.output, p.query_width, layer.output_bias);
         activate(layer, normed(layer.post_norm));
-        project_to_stream(p.mid, p.mid_stride, layer.down, m.intermediate, layer.down_bias);
+        project_to_stream(stored(p.mid, m.intermediate, p.mid_stride), layer.down, m.intermediate, layer.down_bias);
       }
       write_logits(normed(m.final_norm));
     }
@@ -198,46 +216,74 @@ class Pass {
 
     // The residual stream: a row of the embedding each.
     void embed() {
-      const Weight* embedding = static_cast<const Weight*>(m.embedding);
-      const int64_t padded = round_up(p.hidden, kPanel);
       for (int r; (r = team.next(*counter)) < n;) {
-        const Weight* from = embedding + p.batch.token_ids[r] * p.hidden;
+        const int64_t at = p.batch.token_ids[r] * p.hidden, padded = round_up(p.hidden, kPanel);
         float* to = x + r * p.hidden_stride;
-        int64_t i = 0;
-        for (; i + kLanes <= p.hidden; i += kLanes) store(to + i, load(from + i));
-        if (i < p.hidden) store(to + i, load_part(from + i, int(p.hidden - i))), i += kLanes;
-        for (; i < padded; i += kLanes) store(to + i, Vec{});
+        if (m.embedding_dtype == 0)
+          prepare_row(static_cast<const float*>(m.embedding) + at, p.hidden, padded, to);
+        else
+          prepare_row(static_cast<const bf16*>(m.embedding) + at, p.hidden, padded, to);
       }
       end_stage();
     }
 
-    // The stream's rows through an RMSNorm. Of few rows every thread makes its own copy, which is cheaper than to wait
+    // Rows made by make(row, to), which returns a scale. Of few every thread makes its own, which is cheaper than to wait
     // for each other; many are a stage.
-    const Activation* normed(const float* weight) {
-      auto norm = [&](int r, Activation* to) {
-        rms_norm(x + r * p.hidden_stride, weight, p.hidden, m.eps, to + r * p.hidden_stride);
+    template <class Make>
+    Rows<Format> prepare(int64_t width, int64_t stride, Make&& make) {
+      char* own = p.own + team.id * p.own_bytes;
+      const bool alone = n * width <= kOwnCopy;
+      Activation* to = alone ? reinterpret_cast<Activation*>(own + p.own_rows_at) : p.prepared;
+      float* scales = alone ? reinterpret_cast<float*>(own + p.own_scales_at) : p.row_scales;
+      auto make_one = [&](int r) {
+        const float scale = make(r, to + r * stride);
+        if (Format::kScales > 0) scales[r] = scale;
       };
-      if (n * p.hidden <= kOwnCopy) {
-        Activation* copy = reinterpret_cast<Activation*>(p.own + team.id * p.own_bytes + p.own_copy_at);
+      if (alone) {
         if (team.present())
-          for (int r = 0; r < n; r++) norm(r, copy);
-        return copy;
+          for (int r = 0; r < n; r++) make_one(r);
+      } else {
+        for (int r; (r = team.next(*counter)) < n;) make_one(r);
+        end_stage();
       }
-      for (int r; (r = team.next(*counter)) < n;) norm(r, p.normed);
-      end_stage();
-      return p.normed;
+      return {to, stride, scales};
+    }
+
+    // The stream's rows through an RMSNorm.
+    Rows<Format> normed(const float* weight) {
+      return prepare(p.hidden, p.hidden_stride, [&](int r, Activation* to) {
+        const float* from = x + r * p.hidden_stride;
+        if constexpr (Format::kScales > 0) {
+          float* row = reinterpret_cast<float*>(p.own + team.id * p.own_bytes + p.own_row_at);
+          rms_norm(from, weight, p.hidden, m.eps, row);
+          return prepare_row(row, p.hidden, round_up(p.hidden, Format::kStep), to);
+        } else {
+          rms_norm(from, weight, p.hidden, m.eps, to);
+          return 1.0f;
+        }
+      });
+    }
+
+    // Rows that attention or an activation left behind.
+    Rows<Format> stored(const Stored* from, int64_t width, int64_t stride) {
+      if constexpr (Format::kScales > 0)
+        return prepare(width, stride, [&](int r, Activation* to) {
+          return prepare_row(from + r * stride, width, round_up(width, Format::kStep), to);
+        });
+      else
+        return {from, stride, nullptr};
     }
 
     template <class Done>
-    void multiply(const Activation* a, int64_t lda, const void* weight, int64_t k, int64_t groups, int group, Done&& done) {
-      product<Format>(team, *counter, n, a, lda, static_cast<const Weight*>(weight), k, int(groups), group,
+    void multiply(const Rows<Format>& a, const void* weight, int64_t k, int64_t groups, int group, Done&& done) {
+      product<Format>(team, *counter, n, a, static_cast<const Weight*>(weight), k, int(groups), group,
                       group * panel_size<Format>(k), scratch, done);
     }
 
     static Vec bias_of(const float* bias, int64_t column) { return bias ? load(bias + column) : Vec{}; }
 
-    void project_to_heads(const Layer& layer, const Activation* rows) {
-      multiply(rows, p.hidden_stride, layer.qkv, p.hidden, panels(p.qkv_width), 1,
+    void project_to_heads(const Layer& layer, const Rows<Format>& rows) {
+      multiply(rows, layer.qkv, p.hidden, panels(p.qkv_width), 1,
                [&](int first, int count, int panel, const float* s) {
                  for (int v = 0; v < kPanel; v += kLanes) {
                    const int64_t column = int64_t(panel) * kPanel + v;
@@ -250,8 +296,8 @@ class Pass {
     }
 
     // Adds a projection to the stream.
-    void project_to_stream(const Activation* a, int64_t lda, const void* weight, int64_t k, const float* bias) {
-      multiply(a, lda, weight, k, panels(p.hidden), 1, [&](int first, int count, int panel, const float* s) {
+    void project_to_stream(const Rows<Format>& rows, const void* weight, int64_t k, const float* bias) {
+      multiply(rows, weight, k, panels(p.hidden), 1, [&](int first, int count, int panel, const float* s) {
         for (int v = 0; v < kPanel; v += kLanes) {
           const int64_t column = int64_t(panel) * kPanel + v;
           const Vec b = bias_of(bias, column);
@@ -265,8 +311,8 @@ class Pass {
     }
 
     // mid = silu(gate) * up
-    void activate(const Layer& layer, const Activation* rows) {
-      multiply(rows, p.hidden_stride, layer.gate_up, p.hidden, panels(m.intermediate), 2,
+    void activate(const Layer& layer, const Rows<Format>& rows) {
+      multiply(rows, layer.gate_up, p.hidden, panels(m.intermediate), 2,
                [&](int first, int count, int panel, const float* s) {
                  const float* bias = layer.gate_up_bias ? layer.gate_up_bias + int64_t(panel) * 2 * kPanel : nullptr;
                  for (int v = 0; v < kPanel; v += kLanes) {
@@ -336,8 +382,8 @@ class Pass {
       return true;
     }
 
-    void write_logits(const Activation* rows) {
-      multiply(rows, p.hidden_stride, m.lm_head, p.hidden, panels(m.vocab), 1,
+    void write_logits(const Rows<Format>& rows) {
+      multiply(rows, m.lm_head, p.hidden, panels(m.vocab), 1,
                [&](int first, int count, int panel, const float* s) {
                  for (int v = 0; v < kPanel; v += kLanes) {
                    const int64_t column = int64_t(panel) * kPanel + v, left = m.vocab - column;
@@ -357,7 +403,7 @@ class Pass {
     const AttentionScratch attention;
     const ProductScratch scratch;
     float* x;  // the residual stream of the rows that are still of interest
-    const Activation* heads_out;
+    const Stored* heads_out;
     int n;
   };
 
@@ -369,22 +415,26 @@ class Pass {
   const int64_t hidden_stride, qkv_stride, mid_stride, out_stride, block_stride;
   const AttentionShape shape;
   bool splits_shared, rotates_in_attention, all_rows_wanted;
-  int64_t num_tasks, num_counters, own_bytes, own_copy_at;
+  int64_t num_tasks, num_counters, own_bytes, own_scales_at, own_row_at, own_rows_at;
   Counter *counters, *attention_done, *chunks_done;
   AttentionTask* tasks;
-  float *stream, *wanted_stream, *qkv, *chunks, *splits;
-  Activation *normed, *attended, *wanted_attended, *mid;
+  float *stream, *wanted_stream, *qkv, *chunks, *splits, *row_scales;
+  Activation* prepared;
+  Stored *attended, *wanted_attended, *mid;
   char* own;
 };
 
 }  // namespace
 
+template <class Format>
+static int run(const Model& model, const Batch& batch, int threads) {
+  return model.cache_dtype == 0 ? Pass<Format, float>(model, batch, threads).run()
+                                : Pass<Format, bf16>(model, batch, threads).run();
+}
+
 int forward(const Model& model, const Batch& batch, int threads) {
-  if (model.weight_dtype == 0)
-    return model.cache_dtype == 0 ? Pass<Float32, float>(model, batch, threads).run()
-                                  : Pass<Float32, bf16>(model, batch, threads).run();
-  return model.cache_dtype == 0 ? Pass<BFloat16, float>(model, batch, threads).run()
-                                : Pass<BFloat16, bf16>(model, batch, threads).run();
+  if (model.weight_dtype == 0) return run<Float32>(model, batch, threads);
+  return model.weight_dtype == 1 ? run<BFloat16>(model, batch, threads) : run<Int8>(model, batch, threads);
 }
 
 }  // namespace tandem

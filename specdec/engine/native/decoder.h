@@ -24,13 +24,13 @@ struct Layer {
 
 struct Model {
   const Layer* layers;
-  const void* embedding;  // [V, H] row-major, in the weights' dtype
+  const void* embedding;  // [V, H] row-major
   const float* final_norm;
   const void* lm_head;
   const float* lm_head_bias;
   int64_t num_layers, hidden, intermediate, vocab, heads, kv_heads, head_dim;
   float eps, scale;
-  int32_t weight_dtype, cache_dtype;  // 0 float32, 1 bfloat16
+  int32_t weight_dtype, embedding_dtype, cache_dtype;  // 0 float32, 1 bfloat16, 2 int8 (weights only)
 };
 
 struct Batch {

@@ -5,7 +5,8 @@ change with the length of a batch. Anything else is left to the model's own modu
 
 Activations are float32 whatever the weights are, with two exceptions for bfloat16 weights: the cache is bfloat16, as
 transformers' is, and where the machine multiplies bfloat16 directly, what enters a linear layer is rounded to it. So
-every rounding here is one transformers makes too, among many more.
+every rounding here is one transformers makes too, among many more. What enters a layer with int8 weights is rounded to
+16 bits of its row's largest element.
 """
 
 from __future__ import annotations
@@ -18,8 +19,17 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from specdec.engine.linears import NativeLinear, PackedWeight, group_bytes, is_plain, pack_group
-from specdec.engine.native.library import DTYPES, CPlan, Memory, NativeLibrary, load
+from specdec.engine.linears import (
+    Int8Linear,
+    Matrix,
+    NativeLinear,
+    PackedWeight,
+    group_bytes,
+    is_plain,
+    matrix_of,
+    pack_group,
+)
+from specdec.engine.native.library import DTYPES, WEIGHT_DTYPES, CPlan, Memory, NativeLibrary, load
 from specdec.engine.plan import BatchPlan
 from specdec.errors import InvalidRequest
 
@@ -75,6 +85,7 @@ class CModel(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
         ("weight_dtype", ctypes.c_int32),
+        ("embedding_dtype", ctypes.c_int32),
         ("cache_dtype", ctypes.c_int32),
     )
 
@@ -107,15 +118,16 @@ class NativeDecoder:
         self._rotary = model.model.rotary_emb
         self._kept: list[Any] = [caches]  # what the structures below point into
         config, decoder = model.config, model.model
-        self.vocab_size: int = model.lm_head.weight.shape[0]
+        self.vocab_size: int = model.lm_head.out_features
         head_dim: int = decoder.layers[0].self_attn.head_dim
         self._half = head_dim // 2
         self._tables: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0, self._half), torch.empty(0, self._half))
-        memory = Memory(library, sum(group_bytes(library, weights) for weights in _weight_groups(model)))
+        memory = Memory(library, sum(group_bytes(library, group) for group in _weight_groups(model)))
         layers = (CLayer * len(decoder.layers))(
             *(self._pack_layer(layer, window, memory) for layer, window in zip(decoder.layers, windows, strict=True))
         )
         embedding = decoder.embed_tokens.weight.detach()
+        weight_dtype = matrix_of(model.lm_head).weight.dtype
         lm_head, lm_head_bias = self._pack(model, ["lm_head"], memory)
         self._kept += [embedding, layers]
         self._model = CModel(
@@ -133,7 +145,8 @@ class NativeDecoder:
             head_dim=head_dim,
             eps=config.rms_norm_eps,
             scale=decoder.layers[0].self_attn.scaling,
-            weight_dtype=DTYPES[embedding.dtype],
+            weight_dtype=WEIGHT_DTYPES[weight_dtype],
+            embedding_dtype=DTYPES[embedding.dtype],
             cache_dtype=DTYPES[caches[0][0].dtype],
         )
         self._k_caches = (_Pointer * len(caches))(*(k_cache.data_ptr() for k_cache, _ in caches))
@@ -241,12 +254,12 @@ class NativeDecoder:
         self, parent: nn.Module, names: Sequence[str], memory: Memory, *, interleave: bool = False
     ) -> tuple[int, int | None]:
         """Replace a module's linear layers by packed ones in one group; addresses of weights and biases."""
-        layers: list[nn.Linear] = [getattr(parent, name) for name in names]
+        layers: list[Any] = [getattr(parent, name) for name in names]
         packed = pack_group(
-            self.library, memory, [layer.weight for layer in layers], self.num_threads, interleave=interleave
+            self.library, memory, [matrix_of(layer) for layer in layers], self.num_threads, interleave=interleave
         )
         for name, weight, layer in zip(names, packed, layers, strict=True):
-            setattr(parent, name, NativeLinear(weight, layer.bias, self.num_threads))
+            setattr(parent, name, NativeLinear(weight, layer.weight.dtype, layer.bias, self.num_threads))
         self._kept.append(packed)
         biases = [self._padded_bias(layer, weight) for layer, weight in zip(layers, packed, strict=True)]
         if all(bias is None for bias in biases):
@@ -261,7 +274,7 @@ class NativeDecoder:
     def _panels(self, weight: PackedWeight) -> int:
         return -(-weight.out_features // self.library.panel)
 
-    def _padded_bias(self, layer: nn.Linear, weight: PackedWeight) -> torch.Tensor | None:
+    def _padded_bias(self, layer: Any, weight: PackedWeight) -> torch.Tensor | None:
         """A bias as float32 [panels, columns of a panel]."""
         if layer.bias is None:
             return None
@@ -286,18 +299,18 @@ def _rotary_tables(rotary: nn.Module, length: int) -> tuple[torch.Tensor, torch.
     return cosines[0, :, :half].float().contiguous(), sines[0, :, :half].float().contiguous()
 
 
-def _weight_groups(model: Any) -> list[list[torch.Tensor]]:
+def _weight_groups(model: Any) -> list[list[Matrix]]:
     """The weights that are packed together."""
     groups = []
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         groups += [
-            [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight],
-            [attention.o_proj.weight],
-            [mlp.gate_proj.weight, mlp.up_proj.weight],
-            [mlp.down_proj.weight],
+            [attention.q_proj, attention.k_proj, attention.v_proj],
+            [attention.o_proj],
+            [mlp.gate_proj, mlp.up_proj],
+            [mlp.down_proj],
         ]
-    return [*groups, [model.lm_head.weight]]
+    return [[matrix_of(linear) for linear in group] for group in [*groups, [model.lm_head]]]
 
 
 def _unknown(  # noqa: PLR0911
@@ -313,14 +326,14 @@ def _unknown(  # noqa: PLR0911
     rope = config.rope_parameters or {}
     if rope.get("rope_type", "default") not in _ROPE_TYPES:
         return f"rope_type is {rope.get('rope_type')!r}"
-    layers = model.model.layers
+    layers, kind = model.model.layers, type(model.lm_head)
     if not len(layers) == len(caches) == len(windows) == config.num_hidden_layers > 0:
         return f"{len(layers)} layers, {len(caches)} caches and {len(windows)} windows"
     for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
         linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
         linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        if not all(type(linear) is nn.Linear and is_plain(linear) for linear in linears):
+        if not all(type(linear) is kind and _is_known(linear) for linear in linears):
             return "linear layers that are not plain"
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
@@ -328,12 +341,16 @@ def _unknown(  # noqa: PLR0911
             return "norms of another kind"
         if attention.scaling != layers[0].self_attn.scaling or attention.head_dim % 2:
             return "head sizes"
-    if not is_plain(model.lm_head) or type(model.model.norm).__name__ not in _NORMS:
+    if not _is_known(model.lm_head) or type(model.model.norm).__name__ not in _NORMS:
         return "its output layer"
     dtype = model.lm_head.weight.dtype
     if type(model.model.embed_tokens) is not nn.Embedding or any(p.dtype != dtype for p in model.parameters()):
         return "weights of several dtypes"
     return _unknown_cache(caches) or _unknown_rotary(model)
+
+
+def _is_known(linear: nn.Module) -> bool:
+    return isinstance(linear, Int8Linear) or (type(linear) is nn.Linear and is_plain(linear))
 
 
 def _unknown_cache(caches: Caches) -> str | None:

@@ -9,11 +9,11 @@ namespace {
 template <class Format, int W, int R>
 inline void tile(const typename Format::Activation* a, long lda, const typename Format::Weight* w, long ldw, int k,
                  float* sums, long lds, bool add) {
-  Vec sum[R][W];
+  typename Format::Sum sum[R][W];
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < W; v++) sum[r][v] = Vec{};
+    for (int v = 0; v < W; v++) sum[r][v] = typename Format::Sum{};
   for (int i = 0; i < k; i += Format::kStep, w += ldw) {
     typename Format::Factor factor[W];
 #pragma GCC unroll 4
@@ -30,7 +30,8 @@ inline void tile(const typename Format::Activation* a, long lda, const typename 
 #pragma GCC unroll 4
     for (int v = 0; v < W; v++) {
       float* s = sums + r * lds + v * kLanes;
-      store(s, add ? load(s) + sum[r][v] : sum[r][v]);
+      const Vec value = Format::value(sum[r][v]);
+      store(s, add ? load(s) + value : value);
     }
 }
 
@@ -91,6 +92,7 @@ void chunk_product(int rows, const typename Format::Activation* a, long lda, con
   template void chunk_product<Format>(int, const Format::Activation*, long, const Format::Weight*, long, long, float*);
 TANDEM_INSTANCE(Float32)
 TANDEM_INSTANCE(BFloat16)
+TANDEM_INSTANCE(Int8)
 #undef TANDEM_INSTANCE
 
 }  // namespace tandem

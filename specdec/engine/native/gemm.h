@@ -14,16 +14,22 @@ namespace tandem {
 constexpr int kDepth = 512;   // products of a sub-sum: a panel's share of it stays in the L2 cache
 constexpr int kChunk = 2048;  // products of a chunk, whole sub-sums
 
+// A Format says how weights lie in a panel and how they are multiplied. Weight, Activation: as they lie in memory;
+// Factor: kLanes columns of weights; Sum: of kLanes columns' products, and value() what it is in float32; kStep: inputs
+// per row of a panel; kScales: weights that take the place of a column's scale, behind the panel's last row.
+
 // float32 weights and activations.
 struct Float32 {
   using Weight = float;
   using Activation = float;
-  using Factor = Vec;              // kLanes columns of weights
-  static constexpr int kStep = 1;  // products per element of a panel row
+  using Sum = Vec;
+  using Factor = Vec;
+  static constexpr int kStep = 1, kScales = 0;
   static long index(long k, int column) { return k * kPanel + column; }  // of a weight in its panel
   static inline Factor weights(const float* p, int vector) { return load(p + vector * kLanes); }
   static inline Vec spread(const float* a) { return splat(*a); }
   static inline Vec add(Vec a, Factor w, Vec sum) { return fma(a, w, sum); }
+  static inline Vec value(Vec sum) { return sum; }
 };
 
 #if defined(__AVX512BF16__)
@@ -32,8 +38,9 @@ struct Float32 {
 struct BFloat16 {
   using Weight = bf16;
   using Activation = bf16;
+  using Sum = Vec;
   using Factor = __m512bh;
-  static constexpr int kStep = 2;
+  static constexpr int kStep = 2, kScales = 0;
   static long index(long k, int column) { return k / 2 * (2 * kPanel) + 2 * column + k % 2; }
   static inline Factor weights(const bf16* p, int vector) {
     return (__m512bh)_mm512_loadu_si512(p + vector * 2 * kLanes);
@@ -44,6 +51,7 @@ struct BFloat16 {
     return (__m512bh)_mm512_set1_epi32(two);
   }
   static inline Vec add(__m512bh a, Factor w, Vec sum) { return (Vec)_mm512_dpbf16_ps((__m512)sum, w, a); }
+  static inline Vec value(Vec sum) { return sum; }
 };
 #else
 // bfloat16 weights widened in registers, float32 activations. Word j of a pair of vectors holds column j in its low and
@@ -51,8 +59,9 @@ struct BFloat16 {
 struct BFloat16 {
   using Weight = bf16;
   using Activation = float;
+  using Sum = Vec;
   using Factor = Vec;
-  static constexpr int kStep = 1;
+  static constexpr int kStep = 1, kScales = 0;
   static long index(long k, int column) {
     return k * kPanel + column / (2 * kLanes) * (2 * kLanes) + 2 * (column % kLanes) + column / kLanes % 2;
   }
@@ -62,13 +71,100 @@ struct BFloat16 {
   }
   static inline Vec spread(const float* a) { return splat(*a); }
   static inline Vec add(Vec a, Factor w, Vec sum) { return fma(a, w, sum); }
+  static inline Vec value(Vec sum) { return sum; }
 };
 #endif
 
-// Elements of one panel: K rounded up to whole steps. Activations are padded with zeros to the same K.
+// int8 weights with a scale for each output column, int16 activations with a scale for each row: two products per
+// instruction, as for bfloat16. A sub-sum is a whole number below kDepth x 127 x 32767 < 2^31, so it is exact; rounding
+// activations to 16 bits costs at most a few ten-thousandths of a row's norm, far less than 8 bits cost the weights.
+struct Int8 {
+  using Weight = int8_t;
+  using Activation = int16_t;
+  using Sum = IVec;
+  static constexpr int kStep = 2, kScales = sizeof(float);
+  static constexpr float kLargest = 32767.0f;
+  static long index(long k, int column) { return k / 2 * (2 * kPanel) + 2 * column + k % 2; }
+#if defined(__AVX512BW__)
+  using Factor = __m512i;
+  static inline Factor weights(const int8_t* p, int vector) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + vector * 2 * kLanes)));
+  }
+  static inline Factor spread(const int16_t* a) { return _mm512_set1_epi32(load_as<int32_t>(a)); }
+  static inline IVec add(Factor a, Factor w, IVec sum) {
+#if defined(__AVX512VNNI__)
+    return (IVec)_mm512_dpwssd_epi32((__m512i)sum, a, w);
+#else
+    return sum + (IVec)_mm512_madd_epi16(a, w);
+#endif
+  }
+#elif defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  using Factor = __m256i;
+  static inline Factor weights(const int8_t* p, int vector) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + vector * 2 * kLanes)));
+  }
+  static inline Factor spread(const int16_t* a) { return _mm256_set1_epi32(load_as<int32_t>(a)); }
+  static inline IVec add(Factor a, Factor w, IVec sum) { return sum + (IVec)_mm256_madd_epi16(a, w); }
+#else
+  // A lane holds two neighbours: the first comes down by a shift up and down again, the second by a shift down.
+  typedef int8_t Bytes __attribute__((vector_size(2 * kLanes)));
+  typedef int16_t Words __attribute__((vector_size(4 * kLanes)));
+  using Factor = Words;
+  static inline Factor weights(const int8_t* p, int vector) {
+    return __builtin_convertvector(load_as<Bytes>(p + vector * 2 * kLanes), Words);
+  }
+  static inline Factor spread(const int16_t* a) { return (Words)(load_as<int32_t>(a) - IVec{}); }
+  static inline IVec add(Factor a, Factor w, IVec sum) {
+    const IVec x = (IVec)a, y = (IVec)w;
+    return sum + ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
+  }
+#endif
+  static inline Vec value(IVec sum) { return __builtin_convertvector(sum, Vec); }
+};
+
+// Elements of one panel: K rounded up to whole steps, and scales. Activations are padded with zeros to the same K.
 template <class Format>
 inline long panel_size(long k) {
-  return round_up(k, Format::kStep) * kPanel;
+  return (round_up(k, Format::kStep) + Format::kScales) * kPanel;
+}
+
+// Activations as a product takes them: rows `stride` apart, and where the format scales rows, a scale for each.
+template <class Format>
+struct Rows {
+  const typename Format::Activation* at;
+  long stride;
+  const float* scales;
+};
+
+// to[0 … n) = a row as a product takes it, zeros up to `padded`. Returns its scale, 1 where the format has none.
+template <class T, class To>
+inline float prepare_row(const T* x, long n, long padded, To* to) {
+  long i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(to + i, load(x + i));
+  if (i < n) store_part(to + i, load_part(x + i, int(n - i)), int(n - i));
+  for (i = n; i < padded; i++) store_one(to + i, 0.0f);
+  return 1.0f;
+}
+
+// The largest becomes kLargest.
+template <class T>
+inline float prepare_row(const T* x, long n, long padded, int16_t* to) {
+  Vec most{};
+  for (long i = 0; i < n; i += kLanes) {
+    const Vec v = load_part(x + i, int(n - i < kLanes ? n - i : kLanes));
+    most = max(most, max(v, -v));
+  }
+  const float peak = largest(most);
+  const Vec inverse = splat(peak > 0.0f ? Int8::kLargest / peak : 0.0f);
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
+  for (long i = 0; i < n; i += kLanes) {
+    const int count = int(n - i < kLanes ? n - i : kLanes);
+    const UVec bits = (UVec)(load_part(x + i, count) * inverse + magic);
+    const HVec low = __builtin_convertvector(bits, HVec);
+    std::memcpy(to + i, &low, size_t(count) * sizeof(*to));
+  }
+  for (long i = n; i < padded; i++) to[i] = 0;
+  return peak / Int8::kLargest;
 }
 
 // sums[r][0..n) (+)= a[r][0..k) · w[0..k)[0..n) for any number of rows, where n is `vectors` (2 or kVectors) x kLanes and
@@ -113,13 +209,30 @@ inline void add_chunk(const float* chunk, long n, float* sums) {
   for (long i = 0; i < n; i += kLanes) store(sums + i, load(sums + i) + load(chunk + i));
 }
 
+// What the sums of a panel's columns mean, for formats with scales.
+template <class Format>
+inline void scale_sums(const typename Format::Weight* panel, long k, const Rows<Format>& a, int first, int rows,
+                       float* sums) {
+  if constexpr (Format::kScales > 0) {
+    const auto* scales = panel + round_up(k, Format::kStep) * kPanel;
+    for (int v = 0; v < kPanel; v += kLanes) {
+      const Vec column = load_as<Vec>(scales + v * Format::kScales);
+      for (int r = 0; r < rows; r++) {
+        float* s = sums + r * kPanel + v;
+        store(s, load(s) * column * a.scales[first + r]);
+      }
+    }
+  }
+}
+
 // All groups of `group` neighbouring panels times all rows, shared out over the team; groups lie `stride` elements
 // apart. done(first_row, rows, index of the group, sums) sees sums[panel of the group][row][kPanel].
 template <class Format, class Done>
-inline void product(Team& team, Counter& counter, int rows, const typename Format::Activation* a, long lda,
+inline void product(Team& team, Counter& counter, int rows, const Rows<Format>& a,
                     const typename Format::Weight* weight, long k, int groups, int group, long stride,
                     const ProductScratch& scratch, Done&& done) {
   const int chunks = chunks_of(k);
+  auto panel = [&](int index, int i) { return weight + index * stride + i * panel_size<Format>(k); };
   if (shares_chunks(rows, k, groups, team.size)) {
     const long floats = long(group) * rows * kPanel;  // of a chunk
     for (int item; (item = team.next(counter)) < groups * chunks;) {
@@ -127,12 +240,14 @@ inline void product(Team& team, Counter& counter, int rows, const typename Forma
       const long from = long(chunk) * kChunk, to = from + kChunk < k ? from + kChunk : k;
       float* parts = scratch.shared + index * chunks * floats;
       for (int i = 0; i < group; i++)
-        chunk_product<Format>(rows, a, lda, weight + index * stride + i * panel_size<Format>(k), from, to,
+        chunk_product<Format>(rows, a.at, a.stride, panel(index, i), from, to,
                               parts + chunk * floats + long(i) * rows * kPanel);
       std::atomic<int>& finished = scratch.done[index].taken;
       if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < chunks) continue;
       finished.store(0, std::memory_order_relaxed);
       for (int c = 1; c < chunks; c++) add_chunk(parts + c * floats, floats, parts);
+      for (int i = 0; i < group; i++)
+        scale_sums<Format>(panel(index, i), k, a, 0, rows, parts + long(i) * rows * kPanel);
       done(0, rows, index, static_cast<const float*>(parts));
     }
     return;
@@ -144,14 +259,15 @@ inline void product(Team& team, Counter& counter, int rows, const typename Forma
     const int count = rows - first < height ? rows - first : height;
     const long floats = long(count) * kPanel;
     float* extra = scratch.sums + group * floats;
-    for (int i = 0; i < group; i++)
+    for (int i = 0; i < group; i++) {
+      float* sums = scratch.sums + i * floats;
       for (int chunk = 0; chunk < chunks; chunk++) {
         const long from = long(chunk) * kChunk, to = from + kChunk < k ? from + kChunk : k;
-        float* sums = scratch.sums + i * floats;
-        chunk_product<Format>(count, a + first * lda, lda, weight + index * stride + i * panel_size<Format>(k), from,
-                              to, chunk ? extra : sums);
+        chunk_product<Format>(count, a.at + first * a.stride, a.stride, panel(index, i), from, to, chunk ? extra : sums);
         if (chunk) add_chunk(extra, floats, sums);
       }
+      scale_sums<Format>(panel(index, i), k, a, first, count, sums);
+    }
     done(first, count, index, static_cast<const float*>(scratch.sums));
   }
 }

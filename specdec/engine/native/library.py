@@ -40,7 +40,9 @@ FLAGS: Final = (
 MACHINE_FLAGS: Final = (("-march=native",), ("-mcpu=native",), ())
 BUILD_TIMEOUT_S: Final = 300
 
+#: Of activations and caches, and of weights.
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
+WEIGHT_DTYPES: Final = {**DTYPES, torch.int8: 2}
 
 _Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64
@@ -131,11 +133,11 @@ class NativeLibrary:
         self.packed_bytes = lib.tandem_packed_bytes
         self.packed_bytes.argtypes, self.packed_bytes.restype = (_Int, _Int64, _Int64), _Int64
         self.pack = lib.tandem_pack
-        self.pack.argtypes = (_Int, _Pointer, _Int64, _Int64, _Int64, _Pointer, _Int64, _Int64, _Int)
+        self.pack.argtypes = (_Int, _Pointer, _Pointer, _Int64, _Int64, _Int64, _Pointer, _Int64, _Int64, _Int)
         self.pack.restype = None
         self.linear = lib.tandem_linear
         self.linear.argtypes = (
-            *(_Int, _Pointer, _Int, _Int64, _Int64, _Pointer, _Int64),
+            *(_Int, _Int, _Pointer, _Int, _Int64, _Int64, _Pointer, _Int64),
             *(_Pointer, _Pointer, _Int64, _Int64, _Int),
         )
         self.attention = lib.tandem_attention

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GemmaConfig, GemmaForCausalLM, PreTrainedModel
 
-from specdec.engine.linears import NativeLinear
+from specdec.engine.linears import NativeLinear, quantise_linears
 from specdec.engine.native.decoder import NativeDecoder
 from specdec.errors import InvalidRequest
 from tests.engine.native.conftest import MODELS, make_caches, make_model, make_plan, windows_of
@@ -77,9 +77,34 @@ def test_bfloat16_is_at_least_as_close_to_the_truth_as_the_stock_model(name: str
     assert (ours - exact).square().mean() <= (stock - exact).square().mean() * 1.05
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(name, torch.float32) for name in MODELS] + [("qwen2", torch.bfloat16)])
-def test_a_row_is_the_same_to_the_bit_in_any_company(name: str, dtype: torch.dtype) -> None:
-    runner = Runner(make_model(name, dtype))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_int8_weights_give_the_logits_of_the_rounded_model(name: str, dtype: torch.dtype) -> None:
+    model = make_model(name, dtype)
+    quantise_linears(model)
+    ids = _ids(70)
+    wanted = _stock(model, ids)
+    runner = Runner(model)
+    table = runner.open(70)
+    ours = torch.cat([*runner.feed([(table, 0, ids[:51])]), *runner.feed([(table, 51, ids[51:])])])
+    distance = (ours - wanted).square().mean().sqrt() / wanted.std()
+    assert distance < (5e-4 if dtype == torch.float32 else 5e-2)
+
+
+_COMPANY = [
+    *((name, torch.float32, None) for name in MODELS),
+    ("qwen2", torch.bfloat16, None),
+    *((name, torch.float32, "int8") for name in ("llama-tied-odd", "qwen3")),
+    ("qwen2", torch.bfloat16, "int8"),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "quantization"), _COMPANY)
+def test_a_row_is_the_same_to_the_bit_in_any_company(name: str, dtype: torch.dtype, quantization: str | None) -> None:
+    model = make_model(name, dtype)
+    if quantization:
+        quantise_linears(model)
+    runner = Runner(model)
     ids, others = _ids(60), [_ids(50, seed) for seed in (4, 5, 6)]
     table = runner.open(60)
     alone = torch.cat([runner.feed([(table, i, ids[i : i + 1])])[0] for i in range(60)])
@@ -117,15 +142,20 @@ def test_neither_threads_nor_the_choice_of_logits_change_a_bit() -> None:
             assert torch.equal(some, wanted[rows])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "int8")]
+)
 def test_long_contexts_and_wide_layers_give_the_same_bits_to_every_batch_and_number_of_threads(
-    dtype: torch.dtype,
+    dtype: torch.dtype, quantization: str | None
 ) -> None:
     """Where work is scarce, splits of a context and chunks of a sum are shared out: the order of sums must not show."""
     ids = _ids(1200)
     wanted = None
     for threads in (1, 2, 3):
-        runner = Runner(make_model("llama", dtype, max_position_embeddings=2048, intermediate_size=5000), threads)
+        model = make_model("llama", dtype, max_position_embeddings=2048, intermediate_size=5000)
+        if quantization:
+            quantise_linears(model)
+        runner = Runner(model, threads)
         table, other = runner.open(1200), runner.open(30)
         runner.feed([(table, 0, ids[:1190])])
         runner.feed([(other, 0, ids[:25])])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -8,45 +9,57 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from specdec.engine.linears import NativeLinear, pack_linears
+from specdec.engine.linears import Int8Linear, NativeLinear, pack_linears, quantise_linears
 from specdec.engine.native.library import NativeLibrary
 
 #: In, out: single panels, partial panels, odd depths, more than one sub-sum, a stride the caches dislike, and more than
 #: one chunk with too few panels to go round.
 SHAPES = [(1, 1), (7, 3), (16, 32), (48, 97), (513, 65), (1031, 129), (2048, 256), (2049, 40), (5000, 130)]
 DTYPES = [torch.float32, torch.bfloat16]
+#: Of activations and of weights.
+KINDS = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.int8), (torch.bfloat16, torch.int8)]
 
 pytestmark = pytest.mark.usefixtures("native")
 
 
-def _pack(shape: tuple[int, int], dtype: torch.dtype, num_threads: int = 2) -> tuple[nn.Linear, NativeLinear]:
+def _pack(
+    shape: tuple[int, int], dtype: torch.dtype, num_threads: int = 2, weights: torch.dtype | None = None
+) -> tuple[nn.Module, NativeLinear]:
+    """A layer before and after packing; rounded to 8 bits before, where weights are int8."""
     generator = torch.Generator().manual_seed(shape[0])
     plain = nn.Linear(*shape).requires_grad_(False)
     plain.weight.copy_(torch.randn(plain.weight.shape, generator=generator) / shape[0] ** 0.5)
     plain.bias.copy_(torch.randn(plain.bias.shape, generator=generator))
-    plain = plain.to(dtype)
-    model = nn.Sequential(nn.Linear(*shape).to(dtype).requires_grad_(False))
-    model[0].load_state_dict(plain.state_dict())
+    model = nn.Sequential(plain.to(dtype))
+    if weights is torch.int8:
+        assert quantise_linears(model) == 1
+    before = copy.deepcopy(model[0])
     assert pack_linears(model, num_threads) == 1
     assert isinstance(model[0], NativeLinear)
-    return plain, model[0]
+    return before, model[0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def _weight(layer: nn.Module) -> torch.Tensor:
+    return layer.quantised * layer.scales[:, None] if isinstance(layer, Int8Linear) else layer.weight  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("dtype", "weights"), KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_computes_the_plain_layer(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    plain, packed = _pack(shape, dtype)
+def test_it_computes_the_plain_layer(shape: tuple[int, int], dtype: torch.dtype, weights: torch.dtype | None) -> None:
+    plain, packed = _pack(shape, dtype, weights=weights)
     for rows in (1, 2, 5, 12, 13, 25, 200, 401):
         x = torch.randn(rows, shape[0]).to(dtype)
-        exact = F.linear(x.double(), plain.weight.double(), plain.bias.double())
-        rounding = 2.0**-8 if dtype == torch.bfloat16 else 2e-6
+        exact = F.linear(x.double(), _weight(plain).double(), plain.bias.double())  # type: ignore[operator]
+        rounding = 2.0**-8 if dtype == torch.bfloat16 else 2e-4 if weights else 2e-6
         torch.testing.assert_close(packed(x).double(), exact, atol=4 * rounding, rtol=rounding)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "weights"), KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_is_the_same_to_the_bit_in_any_company(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    _, packed = _pack(shape, dtype)
+def test_a_row_is_the_same_to_the_bit_in_any_company(
+    shape: tuple[int, int], dtype: torch.dtype, weights: torch.dtype | None
+) -> None:
+    _, packed = _pack(shape, dtype, weights=weights)
     x = torch.randn(420, shape[0]).to(dtype)
     alone = torch.cat([packed(row[None]) for row in x])
     for rows in [*range(1, 41), 191, 192, 193, 420]:
@@ -54,13 +67,39 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(shape: tuple[int, int], dty
         assert torch.equal(packed(x[first:]), alone[first:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "weights"), KINDS)
 @pytest.mark.parametrize("shape", [(300, 200), (5000, 130)])
-def test_the_number_of_threads_changes_no_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_number_of_threads_changes_no_bit(
+    shape: tuple[int, int], dtype: torch.dtype, weights: torch.dtype | None
+) -> None:
     x = torch.randn(37, shape[0]).to(dtype)
     for rows in (1, 5, 16, 37):
-        results = [_pack(shape, dtype, threads)[1](x[:rows]) for threads in (1, 2, 3, 7)]
+        results = [_pack(shape, dtype, threads, weights)[1](x[:rows]) for threads in (1, 2, 3, 7)]
         assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_weights_are_rounded_to_the_nearest_of_255_steps_per_output() -> None:
+    plain = nn.Linear(50, 4, bias=False).requires_grad_(False)
+    plain.weight[0] *= 1000.0
+    plain.weight[1] = 0.0
+    weight = plain.weight.clone()
+    layer = Int8Linear(plain.weight, None)
+    steps = weight.abs().amax(1) / 127
+    assert layer.quantised.dtype == torch.int8
+    assert layer.quantised.abs().amax(1).tolist() == [127, 0, 127, 127]
+    assert bool(((_weight(layer) - weight).abs() <= steps[:, None] * 0.5001).all())
+    x = torch.randn(3, 50)
+    assert torch.equal(layer(x), F.linear(x, _weight(layer)))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
+def test_activations_of_any_size_keep_their_precision_with_int8_weights(scale: float) -> None:
+    plain, packed = _pack((130, 70), torch.float32, weights=torch.int8)
+    packed._bias32 = None
+    x = torch.randn(5, 130) * torch.tensor([scale, scale, 1.0, 0.0, scale])[:, None]
+    exact = F.linear(x.double(), _weight(plain).double())
+    worst = (packed(x).double() - exact).abs().amax(1)
+    assert bool((worst <= 2e-4 * x.abs().amax(1)).all())
 
 
 def test_leading_dimensions_and_strides() -> None:
@@ -113,6 +152,22 @@ def test_which_layers_are_taken() -> None:
     assert model.embedding.weight is table
     torch.testing.assert_close(model(ids), wanted, atol=1e-5, rtol=1e-5)
     assert pack_linears(model, 2) == 0
+
+
+def test_which_layers_are_rounded() -> None:
+    model = _Model()
+    torch.nn.init.normal_(model.conv.weight)
+    ids, table = torch.arange(9), model.embedding.weight
+    exact = model(ids)
+    assert quantise_linears(model) == 3
+    assert model.first is model.again
+    assert [isinstance(layer, Int8Linear) for layer in (model.first, model.conv, model.lm_head)] == [True] * 3
+    assert model.embedding.weight is table
+    rounded = model(ids)
+    assert not torch.equal(rounded, exact)
+    torch.testing.assert_close(rounded, exact, atol=0.05 * float(exact.std()), rtol=0)
+    assert pack_linears(model, 2) == 3
+    torch.testing.assert_close(model(ids), rounded, atol=1e-3 * float(exact.std()), rtol=0)
 
 
 def test_several_threads_run_their_own_models() -> None:
