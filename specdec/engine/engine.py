@@ -117,7 +117,12 @@ class Engine:
             if not settings.enforce_eager:
                 activation_bytes += reserved_bytes(vocab_size, device)
         num_blocks = memory.count_blocks(
-            settings, shapes, device=device, max_model_len=max_model_len, activation_bytes=activation_bytes
+            settings,
+            shapes,
+            device=device,
+            max_model_len=max_model_len,
+            weight_bytes=model.get_memory_footprint(),  # type: ignore[no-untyped-call]
+            activation_bytes=activation_bytes,
         )
         max_model_len = memory.fit_max_model_len(settings, max_model_len, num_blocks)
         model.set_attn_implementation("eager")

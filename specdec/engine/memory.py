@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 #: Full-length sequences beyond which more cache is of no use on a CPU.
 MAX_USEFUL_SEQUENCES: Final = 256
+#: Share of a GPU's free memory that a cache takes at most: other processes on it have their peaks, too.
+_SHARE_OF_FREE: Final = 0.9
 
 
 def machine_bytes() -> int:
@@ -39,13 +41,15 @@ def count_blocks(
     *,
     device: torch.device,
     max_model_len: int,
+    weight_bytes: int = 0,
     activation_bytes: int = 0,
 ) -> int:
     """Blocks the budget pays for, block 0 (padding) not counted.
 
     ``kv_cache_memory_bytes`` where it is set; else on a CPU ``cpu_kv_cache_share`` of the memory but no more than
-    :data:`MAX_USEFUL_SEQUENCES` full sequences need; else ``gpu_memory_utilization`` of the device less what is
-    allocated on it and ``activation_bytes``.
+    :data:`MAX_USEFUL_SEQUENCES` full sequences need; else ``gpu_memory_utilization`` of the device less
+    ``weight_bytes`` and ``activation_bytes``, as far as it is free: others may use the device, too, such as the target
+    of a draft.
 
     Raises:
         InvalidRequest: not one block fits.
@@ -56,8 +60,8 @@ def count_blocks(
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        taken = total - free - cached
-        budget = int(total * settings.gpu_memory_utilization) - taken - activation_bytes
+        own = int(total * settings.gpu_memory_utilization) - weight_bytes
+        budget = min(own, int((free + cached) * _SHARE_OF_FREE)) - activation_bytes
     else:
         useful = MAX_USEFUL_SEQUENCES * -(-max_model_len // settings.block_size) + 1
         budget = min(int(machine_bytes() * settings.cpu_kv_cache_share), useful * block_bytes)
