@@ -139,6 +139,7 @@ async def _measure_here(args: argparse.Namespace) -> Report:
                 "target": model.model,
                 "draft": next((d.draft.speculative.model for d in deployments.values() if d.draft), None),
                 "dtype": model.dtype,
+                "device": model.device,
                 "threads": threads,
                 "k": k,
                 "temperature": args.temperature,

@@ -34,7 +34,10 @@ class HuggingFace:
 
     @classmethod
     async def start(cls, models: Mapping[str, Any]) -> Self:
-        """Load the models: ``target``, ``draft`` (or None), ``dtype``, ``threads``, ``k``, ``temperature``."""
+        """Load the models.
+
+        The mapping holds ``target``, ``draft`` (or None), ``dtype``, ``device``, ``threads``, ``k``, ``temperature``.
+        """
         # Its threads wait as they do out of the box; what suits two services on one machine would not be fair to it.
         environment = {name: value for name, value in os.environ.items() if name not in SHORT_SPIN}
         process = await asyncio.create_subprocess_exec(
@@ -84,18 +87,26 @@ class HuggingFace:
 class _Worker:
     """What the other process does."""
 
-    def __init__(self, *, target: str, draft: str | None, dtype: str, threads: int, k: int, temperature: float) -> None:
+    def __init__(
+        self, *, target: str, draft: str | None, dtype: str, device: str, threads: int, k: int, temperature: float
+    ) -> None:
         import torch  # noqa: PLC0415
         from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
         torch.set_num_threads(threads)
         kind = "auto" if dtype == "auto" else getattr(torch, dtype)
         self._torch = torch
-        self._target: Any = AutoModelForCausalLM.from_pretrained(target, dtype=kind)
+        self._device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+        def load(folder: str) -> Any:
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
+            return model.to(self._device)
+
+        self._target = load(target)
         self._draft: Any = None
         self._target.generation_config.eos_token_id = None
         if draft is not None:
-            self._draft = AutoModelForCausalLM.from_pretrained(draft, dtype=kind)
+            self._draft = load(draft)
             self._draft.generation_config.num_assistant_tokens = k
             self._draft.generation_config.num_assistant_tokens_schedule = "constant"
             self._draft.generation_config.assistant_confidence_threshold = 0.0
@@ -113,13 +124,13 @@ class _Worker:
         started = time.perf_counter()
         with self._torch.inference_mode():
             out = self._target.generate(
-                ids,
-                attention_mask=mask,
+                ids.to(self._device),
+                attention_mask=mask.to(self._device),
                 max_new_tokens=max_tokens,
                 pad_token_id=0,
                 **self._sampling,
                 **extra,
-            )
+            ).cpu()
         seconds = time.perf_counter() - started
         if out.shape[1] != ids.shape[1] + max_tokens:
             raise RuntimeError(f"{mode} made {out.shape[1] - ids.shape[1]} tokens, not {max_tokens}")

@@ -89,7 +89,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
 
 async def test_hugging_face_runs_every_mode() -> None:
     models = {"target": str(MODELS / "python-12m"), "draft": str(MODELS / "python-1m"), "dtype": "float32"}
-    rival = await HuggingFace.start({**models, "threads": 1, "k": 2, "temperature": 0.0})
+    rival = await HuggingFace.start({**models, "device": "cpu", "threads": 1, "k": 2, "temperature": 0.0})
     try:
         assert rival.modes(1) == list(MODES)
         assert rival.modes(2) == ["HF generate"]
