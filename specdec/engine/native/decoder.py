@@ -123,6 +123,8 @@ class NativeDecoder:
         self._half = head_dim // 2
         self._tables: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0, self._half), torch.empty(0, self._half))
         memory = Memory(library, sum(group_bytes(library, group) for group in _weight_groups(model)))
+        #: What every pass reads, all but the rows of the embedding.
+        self.weight_bytes = memory.num_bytes
         layers = (CLayer * len(decoder.layers))(
             *(self._pack_layer(layer, window, memory) for layer, window in zip(decoder.layers, windows, strict=True))
         )
