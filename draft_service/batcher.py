@@ -119,8 +119,10 @@ class IdleWork(Protocol):
         """Wishes for one batch, to be begun at once; empty where nothing is worth it."""
         ...
 
-    def landed(self, flight: Flight, spent_ns: int) -> None:
-        """A batch, of this or any other work, has taken this long."""
+    def landed(self, flight: Flight, num_steps: int, spent_ns: int) -> None:
+        """A batch, of this or any other work, has drafted this many tokens in a row (0: it failed, or drafted nothing)
+        and taken this long.
+        """
         ...
 
 
@@ -238,7 +240,9 @@ class Batcher(Generic[S]):
         self.busy_ns += spent_ns
         self._flight = None
         if self._idle_work is not None:
-            self._idle_work.landed(flight, spent_ns)
+            drafts = [] if isinstance(outcome, Exception) else outcome
+            num_steps = max((len(draft.token_ids) + bool(draft.next_guesses) for draft in drafts), default=0)
+            self._idle_work.landed(flight, num_steps, spent_ns)
         for wish, _ in batch:
             wish.flight = None
             wish.draft_ns += spent_ns

@@ -86,6 +86,7 @@ class DraftCore:
     async def load(self) -> ServerLoad:
         """Describe the occupancy at this moment."""
         used, total, parked = self._drafter.occupancy()
+        ahead = self.lookahead.counts
         return ServerLoad(
             open_sessions=self._num_held,
             parked_sessions=parked,
@@ -95,6 +96,9 @@ class DraftCore:
             stale_messages=self._num_stale,
             num_batches=self._batcher.num_batches,
             busy_ns=self._batcher.busy_ns,
+            ahead_proposals=ahead.num_proposals,
+            ahead_hits=ahead.num_hits,
+            wasted_draft_tokens=ahead.num_wasted_tokens,
         )
 
     def drain(self) -> None:

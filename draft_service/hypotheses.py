@@ -18,7 +18,7 @@ from draft_service.odds import SessionOdds
 from draft_service.prefixes import agreeing
 
 #: Verdicts less likely than this are not drafted for.
-FLOOR: Final = 0.05
+FLOOR: Final = 0.02
 
 
 @dataclass(slots=True, eq=False)

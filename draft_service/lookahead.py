@@ -84,14 +84,13 @@ class Lookahead:
         best = nlargest(self._pace.max_rows(), self._worthwhile(floor), key=_likelihood)
         return [session.draft_for(hypothesis) for session, hypothesis in best]
 
-    def landed(self, flight: Flight, spent_ns: int) -> None:
-        """Learn from a batch of any work how busy the device is and how long a batch takes."""
+    def landed(self, flight: Flight, num_steps: int, spent_ns: int) -> None:
+        """Learn from a batch of any work how busy the device is and how long a step takes."""
         if not flight.is_ahead:
             self._load.add_busy(spent_ns)
             return
         self.counts.busy_ns += spent_ns
-        if not any(wish.stop.is_raised for wish in flight.wishes):
-            num_steps = max(wish.num_tokens + wish.assumes_next for wish in flight.wishes)
+        if num_steps:  # also of a batch that was stopped: else one that always is would never get smaller
             self._pace.count(len(flight.wishes), num_steps, spent_ns)
 
     def _worthwhile(self, floor: float) -> Iterator[tuple[Guessing, Hypothesis]]:

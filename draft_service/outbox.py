@@ -50,6 +50,14 @@ class Outbox:
             raise item
         return item
 
+    def drain(self) -> list[Proposal]:
+        """All proposals that wait, up to an error; does not wait."""
+        proposals = []
+        while self._waiting and isinstance(item := self._waiting[0], Proposal):
+            proposals.append(item)
+            self._waiting.popleft()
+        return proposals
+
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)

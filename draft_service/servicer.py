@@ -43,7 +43,9 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         try:
             yield pb.DraftResponse(opened=codec.encode_draft_opened(session.opened))
             while True:
-                yield pb.DraftResponse(proposal=codec.encode_proposal(await session.receive()))
+                proposal = codec.encode_proposal(await session.receive())
+                more = [codec.encode_proposal(other) for other in session.received_more()]
+                yield pb.DraftResponse(proposal=proposal, more_proposals=more)
         except Cancelled:
             if not reading.done():
                 raise

@@ -149,6 +149,10 @@ class CoreSession:
         """
         return await self._outbox.take()
 
+    def received_more(self) -> list[Proposal]:
+        """The proposals that :meth:`receive` would return without waiting; they count as received."""
+        return self._outbox.drain()
+
     async def propose(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int) -> Proposal:
         """:meth:`advance`, then the first proposal for the tokens committed by it."""
         await self.advance(base_len, token_ids, num_draft_tokens)

@@ -186,6 +186,11 @@ class ServerLoad:
     busy_ns: int = 0
     #: Targets: proposals offered ahead of verdicts that turned out otherwise.
     superseded_proposals: int = 0
+    #: Drafts: proposals drafted ahead of verdicts and sent, verdicts that turned out as one of them had assumed, and
+    #: tokens drafted ahead that no verdict has made use of.
+    ahead_proposals: int = 0
+    ahead_hits: int = 0
+    wasted_draft_tokens: int = 0
 
 
 class TargetSession(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import grpc.aio
@@ -40,6 +41,7 @@ class GrpcDraftSession:
 
     def __init__(self, stream: SessionStream[pb.DraftRequest, pb.DraftResponse], opened: DraftOpened) -> None:
         self._stream = stream
+        self._arrived: deque[Proposal] = deque()
         self.opened = opened
 
     async def advance(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int, num_ahead: int = 0) -> None:
@@ -55,7 +57,10 @@ class GrpcDraftSession:
 
     async def receive(self) -> Proposal:
         """The next proposal. Cancelling the caller ends the stream."""
-        return codec.decode_proposal((await self._stream.receive()).proposal)
+        if not self._arrived:
+            answer = await self._stream.receive()
+            self._arrived.extend(map(codec.decode_proposal, (answer.proposal, *answer.more_proposals)))
+        return self._arrived.popleft()
 
     async def close(self) -> None:
         """Release (or park) the cache. Idempotent."""

@@ -165,6 +165,7 @@ class DraftResponse(_message.Message):
 
     OPENED_FIELD_NUMBER: _builtins.int
     PROPOSAL_FIELD_NUMBER: _builtins.int
+    MORE_PROPOSALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___DraftSessionOpened:
         """The session is open and prefilled."""
@@ -173,15 +174,20 @@ class DraftResponse(_message.Message):
     def proposal(self) -> _types_pb2.Proposal:
         """Drafted tokens."""
 
+    @_builtins.property
+    def more_proposals(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Proposal]:
+        """Proposals that were ready at the same moment, to be read after `proposal`, in order."""
+
     def __init__(
         self,
         *,
         opened: Global___DraftSessionOpened | None = ...,
         proposal: _types_pb2.Proposal | None = ...,
+        more_proposals: _abc.Iterable[_types_pb2.Proposal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "opened", b"opened", "proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "opened", b"opened", "proposal", b"proposal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "more_proposals", b"more_proposals", "opened", b"opened", "proposal", b"proposal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["opened", "proposal"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015

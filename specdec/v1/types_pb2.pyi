@@ -530,6 +530,9 @@ class ServerLoad(_message.Message):
     NUM_BATCHES_FIELD_NUMBER: _builtins.int
     BUSY_NS_FIELD_NUMBER: _builtins.int
     SUPERSEDED_PROPOSALS_FIELD_NUMBER: _builtins.int
+    AHEAD_PROPOSALS_FIELD_NUMBER: _builtins.int
+    AHEAD_HITS_FIELD_NUMBER: _builtins.int
+    WASTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     open_sessions: _builtins.int
     """Open sessions."""
     parked_sessions: _builtins.int
@@ -548,6 +551,12 @@ class ServerLoad(_message.Message):
     """Nanoseconds they took: forward passes, sampling and verification."""
     superseded_proposals: _builtins.int
     """Targets: proposals offered ahead of verdicts that turned out otherwise, dropped since the start."""
+    ahead_proposals: _builtins.int
+    """Drafts: proposals drafted ahead of verdicts and sent since the start."""
+    ahead_hits: _builtins.int
+    """Drafts: verdicts that turned out as a proposal drafted ahead had assumed."""
+    wasted_draft_tokens: _builtins.int
+    """Drafts: tokens drafted ahead that no verdict has made use of."""
     def __init__(
         self,
         *,
@@ -560,10 +569,13 @@ class ServerLoad(_message.Message):
         num_batches: _builtins.int = ...,
         busy_ns: _builtins.int = ...,
         superseded_proposals: _builtins.int = ...,
+        ahead_proposals: _builtins.int = ...,
+        ahead_hits: _builtins.int = ...,
+        wasted_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ns", b"busy_ns", "num_batches", b"num_batches", "open_sessions", b"open_sessions", "parked_sessions", b"parked_sessions", "stale_messages", b"stale_messages", "superseded_proposals", b"superseded_proposals", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_sessions", b"waiting_sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_hits", b"ahead_hits", "ahead_proposals", b"ahead_proposals", "busy_ns", b"busy_ns", "num_batches", b"num_batches", "open_sessions", b"open_sessions", "parked_sessions", b"parked_sessions", "stale_messages", b"stale_messages", "superseded_proposals", b"superseded_proposals", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_sessions", b"waiting_sessions", "wasted_draft_tokens", b"wasted_draft_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,6 +13,12 @@ from draft_service.odds import FIRST_AFTER_ALL, FIRST_AFTER_REJECTION, Odds, Ses
 STOP = 99
 
 
+@pytest.fixture(autouse=True)
+def floor(monkeypatch):
+    """The limit that the numbers below were worked out with."""
+    monkeypatch.setattr("draft_service.hypotheses.FLOOR", 0.05)
+
+
 class Fixed:
     """Odds that learn nothing."""
 

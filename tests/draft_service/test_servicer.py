@@ -29,9 +29,15 @@ def opening(spec):
     return pb.DraftRequest(open=codec.encode_open_draft(spec))
 
 
-def advance(base_len, token_ids, num_draft_tokens, epoch=1):
+def advance(base_len, token_ids, num_draft_tokens, epoch=1, num_ahead=0):
     return pb.DraftRequest(
-        advance=pb.Advance(epoch=epoch, base_len=base_len, token_ids=token_ids, num_draft_tokens=num_draft_tokens)
+        advance=pb.Advance(
+            epoch=epoch,
+            base_len=base_len,
+            token_ids=token_ids,
+            num_draft_tokens=num_draft_tokens,
+            num_ahead=num_ahead,
+        )
     )
 
 
@@ -90,6 +96,27 @@ async def test_q_rows_travel(started, spec):
         assert len(proposal.token_ids) == len(proposal.q_rows) == 3
         for token, row in zip(proposal.token_ids, proposal.q_rows, strict=True):
             assert token in unpack(row)[0]
+
+
+async def test_proposals_ahead_travel_together_and_are_counted(started, spec, greedy, monkeypatch):
+    monkeypatch.setattr("draft_service.lookahead.Load.share", lambda load: 0.0)
+    _, stub = started
+    async with SessionStream(stub.Draft) as stream:
+        await stream.turn(opening(spec(PROMPT)))
+        await stream.send(advance(6, [1], 3, num_ahead=4))
+        messages, ahead = [], []
+        while len(ahead) < 4:
+            messages.append(await stream.receive(timeout_s=5))
+            proposals = [messages[-1].proposal, *messages[-1].more_proposals]
+            ahead += [codec.decode_proposal(proposal) for proposal in proposals if proposal.assumed_token_ids]
+        assert len(messages) < 5
+        for proposal in ahead:
+            assert proposal.token_ids == greedy([*PROMPT, 1, *proposal.assumed_token_ids], 3)
+        await stream.send(advance(7, ahead[0].assumed_token_ids, 0))
+        await stream.send(advance(7 + len(ahead[0].assumed_token_ids), [5], 1))
+        await stream.receive(timeout_s=5)
+    load = (await call_unary(stub.GetModelInfo, types_pb.GetModelInfoRequest())).load
+    assert (load.ahead_proposals, load.ahead_hits, load.wasted_draft_tokens) == (4, 1, 9)
 
 
 async def test_model_info(started):

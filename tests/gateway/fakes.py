@@ -357,6 +357,13 @@ class FakeDraftSession(FakeSession):
         self.asked = (num_draft_tokens, num_ahead) if num_draft_tokens else None
         self.wake.set()
 
+    def received_more(self):
+        """What :meth:`receive` would return without waiting; an error is the last item there is."""
+        items = [self.received.get_nowait() for _ in range(self.received.qsize())]
+        if items and isinstance(items[-1], Exception):
+            self.received.put_nowait(items.pop())
+        return items
+
     async def step(self):
         if self.asked is None:
             return False
