@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from specdec.engine.native import library
+from specdec.engine.native.sampling_verify import is_well_formed, verify_rounds
 from specdec.errors import InternalError, InvalidRequest, TandemError
 from specdec.sampling import sparse
 from specdec.sampling.distribution import distribution
@@ -58,6 +60,9 @@ def check_draft(token_ids: Sequence[int], q_rows: Sequence[SparseRow], num_token
     Raises :class:`InvalidRequest` on an id outside 0..num_tokens-1 or a q row that is malformed or could not have
     drawn its token.
     """
+    kernels = library.load()
+    if kernels is not None and is_well_formed(kernels, token_ids, q_rows, num_tokens):
+        return
     if q_rows and len(q_rows) != len(token_ids):
         raise InvalidRequest(f"{len(token_ids)} drafted tokens came with {len(q_rows)} q rows; send one each or none")
     if token_ids:
@@ -75,7 +80,15 @@ def _check_range(smallest: int, largest: int, num_tokens: int) -> None:
 
 
 class Verifier:
-    """Turns the logits of one tick into tokens. Stateless; the states of the rounds are read, not advanced."""
+    """Turns the logits of one tick into tokens. Stateless; the states of the rounds are read, not advanced.
+
+    On a CPU the kernels decide all rounds in one call, where there are kernels; else, and on other devices, the rules
+    run on tensors. Both decide alike (but for the last bits of sums over the vocabulary).
+    """
+
+    def __init__(self, *, native: bool = True) -> None:
+        """``native``: whether to use the kernels where they can be."""
+        self._kernels = library.load() if native else None
 
     def verify(self, logits: Tensor, rounds: Sequence[Round]) -> list[Outcome]:
         """Decide every round: ``logits`` float32 [R, V] raw, untouched; one transfer to the host in all.
@@ -84,19 +97,54 @@ class Verifier:
         """
         if not rounds:
             return []
-        of_kind: dict[tuple[Rule | None, bool], list[int]] = {}
-        for i, r in enumerate(rounds):
-            of_kind.setdefault(_kind(r), []).append(i)
-        groups = [_Group.of(logits, [rounds[i] for i in indices]) for indices in of_kind.values()]
-        host = torch.cat([part for group in groups for part in group.decide(logits)]).tolist()
+        if self._kernels is not None and logits.device.type == "cpu" and logits.is_contiguous():
+            decisions = verify_rounds(self._kernels, logits, rounds)
+            if decisions is not None:
+                return _outcomes(logits, rounds, decisions)
+        return _verify_in_torch(logits, rounds)
 
-        outcomes: list[Outcome | None] = [None] * len(rounds)
-        at = 0
-        for group, indices in zip(groups, of_kind.values(), strict=True):
-            for i, outcome in zip(indices, group.read(host[at : at + group.num_values], logits), strict=True):
-                outcomes[i] = outcome
-            at += group.num_values
-        return [outcome for outcome in outcomes if outcome is not None]
+
+def _outcomes(logits: Tensor, rounds: Sequence[Round], decisions: Sequence[tuple[int, int, bool]]) -> list[Outcome]:
+    outcomes = []
+    for r, (accepted, token_id, valid) in zip(rounds, decisions, strict=True):
+        if valid:
+            outcomes.append(Outcome(accepted, (*r.draft_token_ids[:accepted], token_id)))
+        else:
+            outcomes.append(Outcome(0, (), error=_explain(r, accepted, logits)))
+    if any(r.logprobs is not None for r in rounds):
+        _add_logprobs(logits, rounds, outcomes)
+    return outcomes
+
+
+def _add_logprobs(logits: Tensor, rounds: Sequence[Round], outcomes: list[Outcome]) -> None:
+    asked = [(r, outcome) for r, outcome in zip(rounds, outcomes, strict=True) if r.logprobs is not None]
+    at = [(r.start_row + i, token_id) for r, outcome in asked for i, token_id in enumerate(outcome.token_ids)]
+    if not at:
+        return
+    rows, token_ids = torch.tensor(at).unbind(1)
+    num_tokens = rounds[0].state.num_tokens
+    num_top = min(max(r.logprobs or 0 for r, _ in asked), num_tokens)
+    scored = iter(score(logits[rows], token_ids, num_top, num_tokens).tolist())
+    for i, (r, outcome) in enumerate(zip(rounds, outcomes, strict=True)):
+        if r.logprobs is not None:
+            logprobs = tuple(read(next(scored), token_id, r.logprobs) for token_id in outcome.token_ids)
+            outcomes[i] = replace(outcome, logprobs=logprobs)
+
+
+def _verify_in_torch(logits: Tensor, rounds: Sequence[Round]) -> list[Outcome]:
+    of_kind: dict[tuple[Rule | None, bool], list[int]] = {}
+    for i, r in enumerate(rounds):
+        of_kind.setdefault(_kind(r), []).append(i)
+    groups = [_Group.of(logits, [rounds[i] for i in indices]) for indices in of_kind.values()]
+    host = torch.cat([part for group in groups for part in group.decide(logits)]).tolist()
+
+    outcomes: list[Outcome | None] = [None] * len(rounds)
+    at = 0
+    for group, indices in zip(groups, of_kind.values(), strict=True):
+        for i, outcome in zip(indices, group.read(host[at : at + group.num_values], logits), strict=True):
+            outcomes[i] = outcome
+        at += group.num_values
+    return [outcome for outcome in outcomes if outcome is not None]
 
 
 def _kind(r: Round) -> tuple[Rule | None, bool]:

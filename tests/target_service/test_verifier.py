@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from specdec.engine.native import library
 from specdec.errors import InternalError, InvalidRequest
 from specdec.sampling.drafting import collect, draft
 from specdec.sampling.edits import edited
@@ -33,6 +35,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def verifier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test holds for the kernels and for the rules on tensors."""
+    if request.param == "torch":
+        monkeypatch.setattr(library, "load", lambda: None)
+    else:
+        assert library.load() is not None, "the kernels did not compile: the tests need a C++ compiler"
+    monkeypatch.setattr(sys.modules[__name__], "VERIFIER", Verifier())
 
 
 class Model:

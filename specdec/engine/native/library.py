@@ -157,6 +157,11 @@ class NativeLibrary:
         self.draft_chains.argtypes = (_Pointer, _Pointer, _Pointer, _Int64, _Pointer, _Pointer, _Int)
         self.draft_rows = lib.tandem_draft_rows
         self.draft_rows.argtypes = (_Pointer, _Int64, _Int64, _Pointer, _Pointer, _Pointer, _Pointer)
+        self.verify_rounds = lib.tandem_verify_rounds
+        self.verify_rounds.argtypes = (_Pointer, _Int64, _Pointer, _Int64, _Pointer, _Int)
+        self.check_draft = lib.tandem_check_draft
+        self.check_draft.argtypes = (_Pointer, _Int64, ctypes.c_char_p, _Pointer, _Int64)
+        self.check_draft.restype = _Int64
         #: Columns of a panel.
         self.panel: int = lib.tandem_panel()
 

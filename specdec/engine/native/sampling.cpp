@@ -11,8 +11,8 @@ namespace tandem {
 
 namespace {
 
-// Tokens looked at first where only top-p bounds the survivors; eight times more at each retry.
-constexpr int64_t kFirstWidth = 256;
+// Of logits, where top-p looks for its end.
+constexpr int64_t kBuckets = 1024;
 
 // Floats sort like these integers; -0.0 counts as 0.0.
 uint32_t order_of(float logit) {
@@ -31,6 +31,11 @@ float logit_of(uint32_t order) {
 
 uint64_t key_of(float logit, int64_t id) { return uint64_t(order_of(logit)) << 32 | uint32_t(~uint32_t(id)); }
 
+// Moves the entries that weigh at least `least` to the front; returns how many.
+int64_t heavy_ones(Entry* entries, int64_t count, double least) {
+  return std::partition(entries, entries + count, [&](const Entry& e) { return e.weight >= least; }) - entries;
+}
+
 double sum_of(const Entry* entries, int64_t count) {
   double sum = 0;
   for (int64_t i = 0; i < count; i++) sum += entries[i].weight;
@@ -41,7 +46,7 @@ double sum_of(const Entry* entries, int64_t count) {
 
 double Row::weight(int64_t id) const {
   if (!valid || !survives(logits[id], id)) return 0;
-  return std::exp((double(logits[id]) - double(top)) * inverse);
+  return weights(*this, HalfVec{} + logits[id])[0];
 }
 
 int64_t Workspace::bytes(int64_t size) { return size * int64_t(sizeof(Entry)) + 2 * round_up(size * 4 + 64, 64); }
@@ -166,50 +171,81 @@ int64_t heaviest(Entry* entries, int64_t count, double mass) {
   return begin;
 }
 
+// Top-p of all that min-p leaves: the weights are summed up in buckets of nearly equal logits, the most likely first, and
+// only the bucket in which the share is reached is sorted.
+void cut_to_share(Row& row, const Sampler& sampler, const Workspace& work) {
+  // The last bucket starts where weights are e^-40.
+  const Vec scale = splat(float(std::min(row.inverse * (kBuckets / 40.0), 1e38))), most = splat(float(kBuckets - 1));
+  auto buckets = [&](int64_t at) { return __builtin_convertvector(min((row.top - load_logits(row, at)) * scale, most), IVec); };
+  double mass[kBuckets] = {};
+  for (int64_t i = 0; i < row.size; i += kLanes) {
+    const Weights found = weights_from(row, i);
+    const DVec kept[2] = {(DVec)((LVec)found.low & (found.low >= sampler.min_p)),
+                          (DVec)((LVec)found.high & (found.high >= sampler.min_p))};
+    const IVec bucket = buckets(i);
+    double weight[kLanes];
+    int32_t at[kLanes];
+    std::memcpy(weight, kept, sizeof(kept));
+    std::memcpy(at, &bucket, sizeof(bucket));
+    for (int j = 0; j < kLanes; j++) mass[at[j]] += weight[j];
+  }
+  double all = 0, before = 0;
+  for (int64_t b = 0; b < kBuckets; b++) all += mass[b];
+  int32_t chosen = 0;
+  for (int32_t b = 0; b < kBuckets && before + mass[chosen] < sampler.top_p * all; b++) {
+    if (mass[b] == 0) continue;
+    if (b > chosen) before += mass[chosen];
+    chosen = b;
+  }
+  int64_t count = 0;
+  for (int64_t i = 0; i < row.size; i += kLanes)
+    each(bits(buckets(i) == chosen), i, [&](int64_t id) {
+      if (id < row.size) work.ids[count++] = int32_t(id);
+    });
+  weigh(row, work.ids, count, work.entries);
+  count = heavy_ones(work.entries, count, sampler.min_p);
+  cut_after(row, work.entries, heaviest(work.entries, count, sampler.top_p * all - before));
+}
+
 void truncate(Row& row, const Sampler& sampler, const Workspace& work) {
   row.inverse = sampler.temperature > 1 / DBL_MAX ? 1 / sampler.temperature : DBL_MAX;
   const bool counted = sampler.top_k > 0 && sampler.top_k < row.size, weighed = sampler.top_p < 1;
   const bool bounded = sampler.min_p > 0;
-  if (!counted && !weighed && !bounded) return;
-  float floor = -INFINITY;  // a little below the smallest logit that min-p may keep
-  if (bounded)
-    floor = std::nextafter(float(double(row.top) + (std::log(sampler.min_p) - 1e-9) / row.inverse), -INFINITY);
-  double all = -1;
-  int64_t count = 0;
-  for (int64_t width = counted ? sampler.top_k : kFirstWidth;; width *= 8) {
-    const float from = counted || !bounded ? std::max(floor, reached_by(row, width, work.maxima)) : floor;
-    count = gather(row, from, work.ids);
-    weigh(row, work.ids, count, work.entries);
-    if (bounded)
-      count = std::partition(work.entries, work.entries + count,
-                             [&](const Entry& e) { return e.weight >= sampler.min_p; }) - work.entries;
-    if (counted) count = most_likely(work.entries, count, sampler.top_k);
-    if (!weighed) break;
-    const double found = sum_of(work.entries, count);
-    const bool complete = counted || from == floor;
-    if (all < 0) all = complete ? found : total_weight(row);
-    if (complete || found >= sampler.top_p * all) {
-      count = heaviest(work.entries, count, sampler.top_p * all);
-      break;
-    }
+  if (weighed && !counted) return cut_to_share(row, sampler, work);
+  if (!counted && !bounded) return;
+  float from = counted ? reached_by(row, sampler.top_k, work.maxima) : -INFINITY;
+  if (bounded) {  // a little below the smallest logit that min-p may keep
+    const double floor = double(row.top) + (std::log(sampler.min_p) - 1e-9) / row.inverse;
+    from = std::max(from, std::nextafter(float(floor), -INFINITY));
   }
+  int64_t count = gather(row, from, work.ids);
+  weigh(row, work.ids, count, work.entries);
+  count = heavy_ones(work.entries, count, sampler.min_p);
+  if (counted) count = most_likely(work.entries, count, sampler.top_k);
+  if (weighed) count = heaviest(work.entries, count, sampler.top_p * sum_of(work.entries, count));
   cut_after(row, work.entries, count);
 }
 
-double total_weight(const Row& row) {
+double weight_between(const Row& row, int64_t begin, int64_t end) {
   DVec low{}, high{};
-  for (int64_t i = 0; i < row.size; i += kLanes) {
-    const Vec v = load_logits(row, i);
-    const IVec alive = survivors(row, v, i);
-    if (bits(alive) == 0) continue;
-    HalfVec half[2];
-    HalfIVec lives[2];
-    std::memcpy(half, &v, sizeof(v));
-    std::memcpy(lives, &alive, sizeof(alive));
-    low += (DVec)((LVec)weights(row, half[0]) & __builtin_convertvector(lives[0], LVec));
-    high += (DVec)((LVec)weights(row, half[1]) & __builtin_convertvector(lives[1], LVec));
+  int64_t i = begin;
+  if (row.cut == -INFINITY)
+    for (; i + kLanes <= end; i += kLanes) {
+      low += weights(row, load_as<HalfVec>(row.logits + i));
+      high += weights(row, load_as<HalfVec>(row.logits + i + kWide));
+    }
+  for (; i < end; i += kLanes) {
+    const Weights found = weights_from(row, i);
+    low += found.low;
+    high += found.high;
   }
   return sum(low) + sum(high);
+}
+
+double total_weight(const Row& row) {
+  double total = 0;
+  for (int64_t i = 0; i < row.size; i += kSpan) total += weight_between(row, i, std::min(i + kSpan, row.size));
+  return total;
 }
 
 // The exponential clock of token v rings first where p_v / E_v is largest, E_v = -ln u_v. As E_v >= 1 - u_v, a token can

@@ -1,7 +1,7 @@
 // From a row of logits to a token on a CPU: what specdec/sampling computes with tensors, row by row and without them.
 //
 // From the temperature on everything is float64. float32 only bounds which tokens are worth a look, so no result depends
-// on it, nor on anything but the row, its session and its position: not on the batch, the threads or the vector width.
+// on it, nor on anything but the row, its session and its position: not on the batch and not on the threads.
 #pragma once
 
 #include "vector.h"
@@ -66,6 +66,7 @@ inline double uniform(uint64_t key, int64_t index) {
 // --- rows ---
 
 constexpr int64_t kMaxCandidates = 64;
+constexpr int64_t kSpan = 256;
 
 // One token of a row; keys order tokens by logit, of equal logits the lower id first.
 struct Entry {
@@ -111,8 +112,10 @@ Row look_at(const float* logits, int64_t size);
 // Applies the temperature, min-p, top-k and top-p of a session to a valid row: sets `inverse` and the cut.
 void truncate(Row& row, const Sampler& sampler, const Workspace& work);
 
-// The sum of the survivors' weights.
+// The sum of the survivors' weights, of all or of the ids from `begin` to `end` (exclusive; a multiple of kSpan or the
+// size). The whole is the sum of its spans of kSpan ids, in order.
 double total_weight(const Row& row);
+double weight_between(const Row& row, int64_t begin, int64_t end);
 
 // A logit that at least `count` tokens reach and not many more; -inf where looking for one does not pay.
 float reached_by(const Row& row, int64_t count, float* maxima);
@@ -142,6 +145,12 @@ void largest(const Row& row, int64_t count, int64_t* ids);
 // --- q rows (specdec/sampling/sparse.py) ---
 
 constexpr int64_t kMaxRowTokens = 1024, kMaxRowBytes = 1024;
+
+// How many tokens a row names, 0 where it cannot be one.
+int64_t named_tokens(const uint8_t* packed, int64_t num_bytes);
+
+// Reads a row: its ids, ascending, and integer weights; false where it is malformed or names a token from `num_tokens` on.
+bool unpack(const uint8_t* packed, int64_t num_bytes, int64_t num_tokens, int32_t* ids, int32_t* weights);
 
 // Draws a token from the quantised top of a truncated row with the number u; writes the row it was drawn from.
 int64_t draw_quantized(const Row& row, const Sampler& sampler, double u, const Workspace& work, uint8_t* packed,

@@ -1,7 +1,7 @@
 // Edits of the logits before the temperature, in the order and with the formulas of specdec/sampling/edits.py.
-#include <cmath>
+#include <algorithm>
 
-#include "sampling.h"
+#include "sampling_wide.h"
 
 namespace tandem {
 
@@ -32,11 +32,22 @@ float penalized(float x, const Edits& e, float count, bool in_prompt) {
   return x;
 }
 
+// Whether any of kLanes tokens from `at` on has been met.
+bool any_met(const Edits& e, int64_t at) {
+  bool met = bits(load(e.counts + at) != 0.0f) != 0;
+  for (int i = 0; e.seen && i < kLanes; i++) met |= e.seen[at + i] != 0;
+  return met;
+}
+
 // Tokens of the prefix count as generated: they are few, and done apart.
 void penalize(float* logits, const Edits& e, int64_t num_tokens, const int64_t* prefix, int64_t num_prefix) {
   float* before = static_cast<float*>(__builtin_alloca(size_t(num_prefix + 1) * sizeof(float)));
   for (int64_t i = 0; i < num_prefix; i++) before[i] = logits[prefix[i]];
-  for (int64_t v = 0; v < num_tokens; v++) logits[v] = penalized(logits[v], e, e.counts[v], e.seen && e.seen[v]);
+  for (int64_t at = 0; at < num_tokens; at += kLanes) {
+    if (at + kLanes <= num_tokens && !any_met(e, at)) continue;
+    for (int64_t v = at; v < std::min(at + kLanes, num_tokens); v++)
+      logits[v] = penalized(logits[v], e, e.counts[v], e.seen && e.seen[v]);
+  }
   for (int64_t i = 0; i < num_prefix; i++) {
     const int64_t v = prefix[i];
     float count = e.counts[v];

@@ -7,7 +7,7 @@ namespace tandem {
 
 namespace {
 
-constexpr int64_t kLevels = 64, kLevelBits = 6;
+constexpr int64_t kLevels = 64, kLevelBits = 6, kHeaderBytes = 3, kMaxLowBits = 31;
 
 // Appends numbers of a few bits to zeroed bytes, from the lowest bit up.
 struct BitWriter {
@@ -23,6 +23,14 @@ struct BitWriter {
   int64_t end() const { return (at + 7) / 8; }
 };
 
+// The number of `width` < 32 bits that starts at bit `at`; the bytes up to `end` may be read.
+uint32_t bits_at(const uint8_t* bytes, const uint8_t* end, int64_t at, int64_t width) {
+  const uint8_t* first = bytes + at / 8;
+  uint64_t word = 0;
+  std::memcpy(&word, first, size_t(std::min<int64_t>(8, end - first)));
+  return uint32_t(word >> at % 8) & uint32_t((uint64_t(1) << width) - 1);
+}
+
 int64_t low_bits_of(int64_t count, int64_t num_tokens) {
   int64_t bits = 0;
   while ((num_tokens / count) >> (bits + 1)) bits++;
@@ -31,7 +39,7 @@ int64_t low_bits_of(int64_t count, int64_t num_tokens) {
 
 int32_t pack(const int32_t* ids, const int32_t* roots, int64_t count, uint8_t* packed) {
   const int64_t low_bits = low_bits_of(count, ids[count - 1] + 1);
-  const int64_t levels_at = 3, low_at = levels_at + (kLevelBits * count + 7) / 8;
+  const int64_t levels_at = kHeaderBytes, low_at = levels_at + (kLevelBits * count + 7) / 8;
   const int64_t high_at = low_at + (low_bits * count + 7) / 8;
   const int64_t end = high_at + ((ids[count - 1] >> low_bits) + count + 7) / 8;
   std::memset(packed, 0, size_t(end));
@@ -49,6 +57,39 @@ int32_t pack(const int32_t* ids, const int32_t* roots, int64_t count, uint8_t* p
 }
 
 }  // namespace
+
+int64_t named_tokens(const uint8_t* packed, int64_t num_bytes) {
+  if (num_bytes < kHeaderBytes) return 0;
+  const int64_t count = packed[1] | packed[2] << 8, low_bits = packed[0];
+  const int64_t low_end = kHeaderBytes + (kLevelBits * count + 7) / 8 + (low_bits * count + 7) / 8;
+  return low_bits > kMaxLowBits || low_end > num_bytes ? 0 : count;
+}
+
+bool unpack(const uint8_t* packed, int64_t num_bytes, int64_t num_tokens, int32_t* ids, int32_t* weights) {
+  const int64_t count = named_tokens(packed, num_bytes), low_bits = packed[0];
+  if (!count) return false;
+  const uint8_t *levels = packed + kHeaderBytes, *low = levels + (kLevelBits * count + 7) / 8;
+  const uint8_t *high = low + (low_bits * count + 7) / 8, *end = packed + num_bytes;
+  int64_t found = 0, last = -1;
+  for (const uint8_t* at = high; at < end; at += 8) {
+    uint64_t word = 0;
+    std::memcpy(&word, at, size_t(std::min<int64_t>(8, end - at)));
+    for (; word; word &= word - 1, found++) {
+      if (found == count) return false;
+      const int64_t place = (at - high) * 8 + __builtin_ctzll(word) - found;
+      if (place > (num_tokens >> low_bits)) return false;
+      const int64_t id = place << low_bits | bits_at(low, end, found * low_bits, low_bits);
+      if (id <= last || id >= num_tokens) return false;
+      ids[found] = int32_t(last = id);
+    }
+  }
+  if (found != count) return false;
+  for (int64_t i = 0; i < count; i++) {
+    const int32_t root = int32_t(bits_at(levels, end, i * kLevelBits, kLevelBits)) + 1;
+    weights[i] = root * root * root;
+  }
+  return true;
+}
 
 int64_t draw_quantized(const Row& row, const Sampler& sampler, double u, const Workspace& work, uint8_t* packed,
                        int32_t* num_bytes) {

@@ -1,0 +1,359 @@
+// Verification of drafted chains on a CPU: what target_service/verifier.py does with tensors, for all rounds of a tick in
+// one call. The rules are those of target_service/rules, where their sources are named.
+#include <algorithm>
+#include <atomic>
+#include <new>
+
+#include "pool.h"
+#include "sampling_wide.h"
+
+namespace tandem {
+
+namespace {
+
+// Tokens times rows from which on they are worth waking other threads for: where only the largest logit is wanted, and
+// where tokens are weighed or hashed.
+constexpr int64_t kSharedLooks = int64_t(1) << 17, kSharedDraws = int64_t(1) << 15;
+
+constexpr int kNoMemory = -1, kMalformed = -2;
+
+}  // namespace
+
+// Mirrors _ROUND of sampling_verify.py. Row start_row + i of the logits decides the token after drafted token i.
+struct Round {
+  const Sampler* sampler;
+  const int64_t* token_ids;  // [num_tokens] drafted
+  int64_t num_tokens;
+  int64_t start_row;
+  int64_t length;  // committed tokens: where the round's first token stands
+  int64_t rule;    // a Rule
+  const uint8_t* q;        // the rows drafted tokens were drawn from, one after the other; null: the draft is deterministic
+  const int64_t* q_bytes;  // [num_tokens]
+  const double* uniforms;  // [2 num_tokens + 1] for acceptance, residual and bonus; null: the session's own noise
+};
+
+struct Decision {
+  int64_t accepted;
+  int64_t token;  // the target's own, after the accepted ones
+  int64_t valid;  // 0: there was no token to draw
+};
+
+namespace {
+
+// One row of a round, looked at.
+struct Place {
+  int64_t round, index;
+  float* edited;  // memory for the logits; null: they are not edited
+  double* spans;  // [ceil(V / kSpan)]: weights of the row, summed up; null: no ratio rule
+  int32_t* q_ids;  // [num_q], ascending; so are the others
+  int32_t* q_weights;
+  int64_t num_q;
+  double q_total;
+  Row row;
+  int64_t choice;  // greedy and coupled: the target's own token
+  double ratio;    // p(x) / q(x) of the token drafted here
+};
+
+bool is_ratio(const Round& round) { return round.sampler->temperature != 0 && round.rule != kCoupledRule; }
+
+// u_1..u_k, then those of the residual draws, then that of the bonus draw: Uniforms of rules/drafts.py.
+double uniform_of(const Round& round, Stream stream, int64_t index) {
+  if (round.uniforms) return round.uniforms[stream == kAccept ? index : round.num_tokens + index];
+  const int64_t position = stream == kBonus ? round.length + round.num_tokens : round.length;
+  return uniform(position_key(round.sampler->stream_keys[stream], position), stream == kBonus ? 0 : index);
+}
+
+class Verification {
+ public:
+  Verification(const float* logits, int64_t stride, const Round* rounds, int64_t num_rounds, Decision* out, int threads)
+      : logits_(logits), stride_(stride), rounds_(rounds), num_rounds_(num_rounds), out_(out), threads_(threads) {}
+
+  int run() {
+    if (const int status = lay_out()) return status;
+    Counter looks, decisions;
+    Pool::local().run(team_size(), [&](Team& team) {
+      const Workspace work = Workspace::at(own_ + team.id * own_bytes(), size_);
+      for (int i; (i = team.next(looks)) < num_places_;) look(places_[i], work);
+      team.barrier();
+      for (int b; (b = team.next(decisions)) < num_rounds_;) out_[b] = decide(b);
+    });
+    return malformed_.load() ? kMalformed : 0;
+  }
+
+ private:
+  // Takes all working memory and names every row.
+  int lay_out() {
+    num_places_ = size_ = 0;
+    for (int64_t b = 0; b < num_rounds_; b++) {
+      num_places_ += rounds_[b].num_tokens + 1;
+      size_ = std::max(size_, rounds_[b].sampler->num_tokens);
+      for (int64_t i = 0; i < rounds_[b].num_tokens; i++)
+        if (uint64_t(rounds_[b].token_ids[i]) >= uint64_t(rounds_[b].sampler->num_tokens)) return kMalformed;
+    }
+    char* memory = nullptr;
+    for (int pass = 0; pass < 2; pass++) {
+      int64_t end = 0;
+      auto take = [&](int64_t bytes) {
+        char* at = memory ? memory + end : nullptr;
+        end += round_up(bytes, 64);
+        return at;
+      };
+      places_ = reinterpret_cast<Place*>(take(num_places_ * int64_t(sizeof(Place))));
+      first_ = reinterpret_cast<int64_t*>(take(num_rounds_ * 8));
+      ends_ = reinterpret_cast<std::atomic<int64_t>*>(take(num_rounds_ * int64_t(sizeof(std::atomic<int64_t>))));
+      own_ = take(threads_ * own_bytes());
+      int64_t at = 0;
+      for (int64_t b = 0; b < num_rounds_; b++) {
+        const Round& round = rounds_[b];
+        if (pass) {
+          first_[b] = at;
+          new (&ends_[b]) std::atomic<int64_t>(round.num_tokens);
+        }
+        for (int64_t i = 0, q_at = 0; i <= round.num_tokens; i++) {
+          Place place{};
+          place.round = b;
+          place.index = i;
+          if (round.sampler->edits) place.edited = reinterpret_cast<float*>(take(size_ * 4));
+          if (is_ratio(round)) {
+            place.spans = reinterpret_cast<double*>(take((size_ + kSpan - 1) / kSpan * 8));
+            if (i < round.num_tokens) {
+              place.num_q = round.q ? named_tokens(round.q + q_at, round.q_bytes[i]) : 1;
+              if (!place.num_q) return kMalformed;
+              place.q_ids = reinterpret_cast<int32_t*>(take(place.num_q * 4));
+              place.q_weights = reinterpret_cast<int32_t*>(take(place.num_q * 4));
+              if (round.q) q_at += round.q_bytes[i];
+            }
+          }
+          if (pass) places_[at++] = place;
+        }
+      }
+      if (!pass && !(memory = working_memory(size_t(end)))) return kNoMemory;
+    }
+    return 0;
+  }
+
+  int64_t own_bytes() const { return round_up(Workspace::bytes(size_), 64); }
+
+  int team_size() const {
+    int64_t draws = 0;
+    for (int64_t b = 0; b < num_rounds_; b++) draws += (rounds_[b].sampler->temperature != 0) * (rounds_[b].num_tokens + 1);
+    return num_places_ * size_ >= kSharedLooks || draws * size_ >= kSharedDraws ? threads_ : 1;
+  }
+
+  // --- row by row ---
+
+  // Nothing after place `index` of a round can be accepted.
+  void end_at(int64_t round, int64_t index) {
+    int64_t end = ends_[round].load(std::memory_order_relaxed);
+    while (index < end && !ends_[round].compare_exchange_weak(end, index, std::memory_order_relaxed)) {
+    }
+  }
+
+  void look(Place& at, const Workspace& work) {
+    if (at.index > ends_[at.round].load(std::memory_order_relaxed)) return;
+    const Round& round = rounds_[at.round];
+    const Sampler& sampler = *round.sampler;
+    const bool last = at.index == round.num_tokens;
+    const float* logits = logits_ + (round.start_row + at.index) * stride_;
+    if (at.edited) {
+      std::memcpy(at.edited, logits, size_t(sampler.num_tokens) * 4);
+      edit(at.edited, sampler, round.token_ids, at.index);
+      logits = at.edited;
+    }
+    at.row = look_at(logits, sampler.num_tokens);
+    at.choice = at.row.best;
+    if (!at.row.valid) end_at(at.round, at.index);
+    if (sampler.temperature != 0 && at.row.valid) truncate(at.row, sampler, work);
+    if (is_ratio(round)) {
+      if (!last && !read_q(at, round)) malformed_.store(true, std::memory_order_relaxed);
+      else if (at.row.valid) weigh_row(at, round);
+      return;
+    }
+    if (sampler.temperature != 0 && at.row.valid)
+      race(at.row, position_key(sampler.stream_keys[kCoupling], round.length + at.index), 1, &at.choice);
+    if (!last && at.choice != round.token_ids[at.index]) end_at(at.round, at.index);
+  }
+
+  // q of a place; without one it could propose nothing but the token it proposed.
+  bool read_q(Place& at, const Round& round) {
+    if (!round.q) {
+      at.q_ids[0] = int32_t(round.token_ids[at.index]);
+      at.q_weights[0] = 1;
+      at.q_total = 1;
+      return true;
+    }
+    const uint8_t* packed = round.q;
+    for (int64_t i = 0; i < at.index; i++) packed += round.q_bytes[i];
+    if (!unpack(packed, round.q_bytes[at.index], round.sampler->num_tokens, at.q_ids, at.q_weights)) return false;
+    int64_t total = 0;
+    for (int64_t i = 0; i < at.num_q; i++) total += at.q_weights[i];
+    at.q_total = double(total);
+    return true;
+  }
+
+  void weigh_row(Place& at, const Round& round) {
+    sum_spans(at);
+    if (at.index == round.num_tokens) return;
+    const int64_t x = round.token_ids[at.index];
+    const int32_t* found = std::lower_bound(at.q_ids, at.q_ids + at.num_q, int32_t(x));
+    const bool named = found < at.q_ids + at.num_q && *found == x;
+    at.ratio = named ? at.row.weight(x) / at.row.total / (at.q_weights[found - at.q_ids] / at.q_total) : 0;
+    const bool passes = round.rule == kTokenRule ? uniform_of(round, kAccept, at.index) < at.ratio : at.ratio > 0;
+    if (!passes) end_at(at.round, at.index);
+  }
+
+  void sum_spans(Place& at) {
+    at.row.total = 0;
+    for (int64_t i = 0, s = 0; i < at.row.size; i += kSpan, s++)
+      at.row.total += at.spans[s] = weight_between(at.row, i, std::min(i + kSpan, at.row.size));
+  }
+
+  // --- round by round ---
+
+  Decision decide(int64_t b) {
+    const Round& round = rounds_[b];
+    int64_t accepted = ends_[b].load(std::memory_order_relaxed);
+    double share = 1;
+    if (is_ratio(round) && round.rule == kBlockRule) accepted = accepted_block(b, accepted, share);
+    const Place& at = places_[first_[b] + accepted];
+    if (!is_ratio(round) || !at.row.valid) return {accepted, at.choice, at.row.valid};
+    if (accepted == round.num_tokens) return {accepted, draw(at, 1, false, uniform_of(round, kBonus, accepted)), 1};
+    return {accepted, draw(at, share, true, uniform_of(round, kResidual, accepted)), 1};
+  }
+
+  // Calls visit(id, p, q) for every token that q names.
+  template <class Visit>
+  static void each_named(const Place& at, Visit&& visit) {
+    for (int64_t i = 0; i < at.num_q; i += kWide) {
+      const int part = at.num_q - i < kWide ? int(at.num_q - i) : kWide;
+      HalfVec logits{};
+      for (int j = 0; j < part; j++) logits[j] = at.row.logits[at.q_ids[i + j]];
+      const DVec weight = weights(at.row, logits) / at.row.total;
+      for (int j = 0; j < part; j++) {
+        const int32_t id = at.q_ids[i + j];
+        visit(id, at.row.survives(logits[j], id) ? weight[j] : 0.0, at.q_weights[i + j] / at.q_total);
+      }
+    }
+  }
+
+  // rules/block.py: the last prefix that passes counts, and its share P scales the residual.
+  int64_t accepted_block(int64_t b, int64_t end, double& share) const {
+    const Round& round = rounds_[b];
+    int64_t accepted = 0;
+    double p = 1;
+    for (int64_t i = 1; i <= end; i++) {
+      p = std::min(1.0, p * places_[first_[b] + i - 1].ratio);
+      double h = p;
+      if (i < round.num_tokens) {
+        const double z = surplus(places_[first_[b] + i], p);
+        h = z + 1 - p > 0 ? z / (z + 1 - p) : 1;
+      }
+      if (uniform_of(round, kAccept, i - 1) < h) accepted = i, share = p;
+    }
+    return accepted;
+  }
+
+  // Z = sum over v of max(share p(v) - q(v), 0); where q is 0 that is share p(v), and p sums to 1.
+  static double surplus(const Place& at, double share) {
+    if (!at.row.valid) return share;
+    double above = 0, named = 0;
+    each_named(at, [&](int64_t, double p, double q) {
+      above += std::max(share * p - q, 0.0);
+      named += p;
+    });
+    return share * std::max(1 - named, 0.0) + above;
+  }
+
+  // The token where the running sum of max(scale p - q, 0) first exceeds u times the total, or of p where rounding leaves
+  // nothing of that: rules/residual.py. The sum runs over spans, then within the one it ends in. at.spans is used up.
+  static int64_t draw(const Place& at, double scale, bool less_q, double u) {
+    const int64_t num_spans = (at.row.size + kSpan - 1) / kSpan;
+    for (int64_t s = 0; s < num_spans; s++) at.spans[s] = at.spans[s] / at.row.total * scale;
+    if (less_q)
+      each_named(at, [&](int64_t id, double p, double q) { at.spans[id / kSpan] += std::max(p * scale - q, 0.0) - p * scale; });
+    double total = 0;
+    for (int64_t s = 0; s < num_spans; s++) total += at.spans[s] = std::max(at.spans[s], 0.0);
+    int64_t chosen = 0;
+    double before = 0, after = 0;
+    for (int64_t s = 0; s < num_spans && after <= u * total; s++) {
+      if (at.spans[s] == 0) continue;
+      chosen = s;
+      before = after;
+      after += at.spans[s];
+    }
+    double rest[kSpan];
+    rests(at, chosen, scale, less_q, rest);
+    int64_t last = -1;
+    for (int64_t i = 0; i < kSpan && before <= u * total; i++) {
+      if (!(rest[i] > 0)) continue;
+      last = i;
+      before += rest[i];
+    }
+    if (last >= 0) return chosen * kSpan + last;
+    if (!less_q) return at.row.best;
+    for (int64_t i = 0, s = 0; i < at.row.size; i += kSpan, s++)
+      at.spans[s] = weight_between(at.row, i, std::min(i + kSpan, at.row.size));
+    return draw(at, 1, false, u);
+  }
+
+  // max(scale p - q, 0) of the tokens of a span.
+  static void rests(const Place& at, int64_t span, double scale, bool less_q, double* rest) {
+    const int64_t begin = span * kSpan;
+    for (int64_t i = 0; i < kSpan; i += kLanes) {
+      Weights found{DVec{}, DVec{}};
+      if (begin + i < at.row.size) found = weights_from(at.row, begin + i);
+      const DVec parts[2] = {found.low / at.row.total * scale, found.high / at.row.total * scale};
+      std::memcpy(rest + i, parts, sizeof(parts));
+    }
+    if (!less_q) return;
+    const int32_t* first = std::lower_bound(at.q_ids, at.q_ids + at.num_q, int32_t(begin));
+    for (int64_t j = first - at.q_ids; j < at.num_q && at.q_ids[j] < begin + kSpan; j++) {
+      double& here = rest[at.q_ids[j] - begin];
+      here = std::max(here - at.q_weights[j] / at.q_total, 0.0);
+    }
+  }
+
+  const float* logits_;
+  const int64_t stride_;
+  const Round* rounds_;
+  const int64_t num_rounds_;
+  Decision* out_;
+  const int threads_;
+  int64_t size_ = 0, num_places_ = 0;
+  Place* places_ = nullptr;
+  int64_t* first_ = nullptr;              // place of each round's first row
+  std::atomic<int64_t>* ends_ = nullptr;  // the last place of each round that may matter
+  char* own_ = nullptr;
+  std::atomic<bool> malformed_{false};
+};
+
+}  // namespace
+
+}  // namespace tandem
+
+using namespace tandem;
+
+// Decides every round: raw logits [., stride], not written to. Returns 0, -1 without memory, -2 for a drafted token or a q
+// row that is none (the decisions mean nothing then).
+extern "C" __attribute__((visibility("default"))) int tandem_verify_rounds(const float* logits, int64_t stride,
+                                                                           const Round* rounds, int64_t num_rounds,
+                                                                           Decision* out, int threads) {
+  return Verification(logits, stride, rounds, num_rounds, out, threads).run();
+}
+
+// The first drafted token [count] outside 0..num_tokens-1, or whose q row (one after the other, of q_bytes [count]) is
+// malformed, names such a token, or does not name the drafted one; -1 if there is none. `q` may be null.
+extern "C" __attribute__((visibility("default"))) int64_t tandem_check_draft(const int64_t* token_ids, int64_t count,
+                                                                             const uint8_t* q, const int64_t* q_bytes,
+                                                                             int64_t num_tokens) {
+  for (int64_t i = 0; i < count; i++) {
+    if (uint64_t(token_ids[i]) >= uint64_t(num_tokens)) return i;
+    if (!q) continue;
+    const int64_t named = named_tokens(q, q_bytes[i]);
+    int32_t* ids = reinterpret_cast<int32_t*>(working_memory(size_t(named) * 8 + 8));
+    if (!ids || !unpack(q, q_bytes[i], num_tokens, ids, ids + named)) return i;
+    if (!std::binary_search(ids, ids + named, int32_t(token_ids[i]))) return i;
+    q += q_bytes[i];
+  }
+  return -1;
+}

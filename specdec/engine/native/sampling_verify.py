@@ -1,0 +1,134 @@
+"""Verification without torch: every round of a tick decided in one call, and q rows checked."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import torch
+
+from specdec.engine.native.library import NativeLibrary
+from specdec.engine.native.sampling import RULES, sampler_of
+from specdec.sampling.rule import Rule, SparseRow
+from specdec.sampling.state import SamplingState
+
+#: ``Round`` of sampling_verify.cpp.
+_ROUND: Final = struct.Struct("9q")
+_MALFORMED: Final = -2
+
+
+class VerifyRound(Protocol):
+    """What is read of a :class:`target_service.verifier.Round`, which says more."""
+
+    @property
+    def state(self) -> SamplingState:
+        """The session."""
+        ...
+
+    @property
+    def rule(self) -> Rule:
+        """What its drafts are verified by."""
+        ...
+
+    @property
+    def start_row(self) -> int:
+        """Row of the logits that decides the first token."""
+        ...
+
+    @property
+    def draft_token_ids(self) -> Sequence[int]:
+        """The chain."""
+        ...
+
+    @property
+    def q_rows(self) -> Sequence[SparseRow]:
+        """None or one per drafted token."""
+        ...
+
+
+def verify_rounds(
+    kernels: NativeLibrary,
+    logits: torch.Tensor,
+    rounds: Sequence[VerifyRound],
+    uniforms: Sequence[Sequence[float]] | None = None,
+) -> list[tuple[int, int, bool]] | None:
+    """(accepted, the target's own token, whether there was one to draw) of every round; None where a proposal is
+    malformed.
+
+    ``logits`` float32 [R, V] on the CPU, contiguous, raw; they are not written to. ``uniforms`` take the place of the
+    sessions' own noise under the ratio rules: for each round k numbers for acceptance, k for residual draws, one for
+    the bonus draw. As many threads as torch uses share the work, where there is enough of it.
+    """
+    assert logits.dtype is torch.float32
+    assert logits.is_contiguous()
+    numbers, rows = array("q"), bytearray()
+    starts = []
+    for r in rounds:
+        assert r.start_row >= 0
+        assert r.start_row + len(r.draft_token_ids) < logits.shape[0]
+        assert r.state.num_tokens <= logits.shape[1]
+        assert len(r.q_rows) in (0, len(r.draft_token_ids))
+        starts.append((len(numbers), len(rows)))
+        numbers.extend(r.draft_token_ids)
+        for row in r.q_rows:
+            numbers.append(len(row.packed))
+            rows += row.packed
+    rows.append(0)  # never empty, so that it has an address
+    noise = array("d", [u for chain in uniforms or () for u in chain])
+    noise_at, _ = noise.buffer_info()
+    numbers_at, _ = numbers.buffer_info()
+    rows_at = ctypes.addressof(ctypes.c_char.from_buffer(rows))
+
+    packed = bytearray(_ROUND.size * len(rounds))
+    for b, (r, (number, row_at)) in enumerate(zip(rounds, starts, strict=True)):
+        count = len(r.draft_token_ids)
+        _ROUND.pack_into(
+            packed,
+            b * _ROUND.size,
+            sampler_of(r.state),
+            numbers_at + 8 * number,
+            count,
+            r.start_row,
+            len(r.state),
+            RULES[r.rule],
+            rows_at + row_at if r.q_rows else 0,
+            numbers_at + 8 * (number + count),
+            noise_at if uniforms else 0,
+        )
+        noise_at += 8 * (2 * count + 1)
+    out = array("q", bytes(24 * len(rounds)))
+    status = kernels.verify_rounds(
+        logits.data_ptr(),
+        logits.shape[1],
+        ctypes.addressof(ctypes.c_char.from_buffer(packed)),
+        len(rounds),
+        out.buffer_info()[0],
+        torch.get_num_threads(),
+    )
+    if status == _MALFORMED:
+        return None
+    if status:
+        raise MemoryError("working memory for verification")
+    values = iter(out.tolist())
+    return [(accepted, token_id, bool(valid)) for accepted, token_id, valid in zip(values, values, values, strict=True)]
+
+
+def is_well_formed(
+    kernels: NativeLibrary, token_ids: Sequence[int], q_rows: Sequence[SparseRow], num_tokens: int
+) -> bool:
+    """Whether a chain can be verified: ids below ``num_tokens``, and no q rows or one per id that names it."""
+    count = len(token_ids)
+    if len(q_rows) not in (0, count):
+        return False
+    try:
+        numbers = array("q", token_ids)
+    except OverflowError:
+        return False
+    numbers.extend([len(row.packed) for row in q_rows])
+    at, _ = numbers.buffer_info()
+    rows = b"".join([row.packed for row in q_rows]) if q_rows else None
+    broken: int = kernels.check_draft(at, count, rows, at + 8 * count, num_tokens)
+    return broken < 0
