@@ -13,6 +13,7 @@ import torch
 from specdec.engine.kv_pool import KVSequence
 from specdec.engine.plan import BatchPlan
 from specdec.errors import InvalidRequest
+from specdec.sampling.transfer import send
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +156,7 @@ def _given_ids(segments: Sequence[Segment]) -> torch.Tensor:
     given = [segment.token_ids for segment in segments]
     device = next(ids.device for ids in given if isinstance(ids, torch.Tensor))
     pieces = [ids if isinstance(ids, torch.Tensor) else torch.tensor(ids, dtype=torch.int64) for ids in given]
-    if device.type == "cuda":
-        pieces = [piece if piece.is_cuda else piece.pin_memory() for piece in pieces]
-    return torch.cat([piece.to(device, non_blocking=True) for piece in pieces])
+    return torch.cat([piece if piece.device == device else send(piece, device) for piece in pieces])
 
 
 def _move(

@@ -21,6 +21,7 @@ from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, bind, record_layers
 from specdec.engine.self_check import Reference
 from specdec.errors import InvalidRequest, ModelNotSupported, Unavailable
+from specdec.sampling.transfer import send
 from specdec.sessions import ModelInfo
 from specdec.settings import ModelSettings
 
@@ -197,11 +198,18 @@ class Engine:
         """Make the copies that forked sequences wait for; due before any pass writes to the cache."""
         if not (copies := self.pool.take_copies()):
             return
+        caches = [cache for pair in self._caches for cache in pair]
         with torch.inference_mode():
+            if len(copies) == 1:
+                for cache in caches:
+                    cache[copies[0][1]] = cache[copies[0][0]]
+                return
+            origins: dict[int, int] = {}  # of what each block holds in the end: a copy may be copied again
             for source, target in copies:
-                for k_cache, v_cache in self._caches:
-                    k_cache[target] = k_cache[source]
-                    v_cache[target] = v_cache[source]
+                origins[target] = origins.get(source, source)
+            sources, targets = send([list(origins.values()), list(origins)], self.device).unbind()
+            for cache in caches:
+                cache.index_copy_(0, targets, cache.index_select(0, sources))
 
     @property
     def decoder(self) -> Decoder | None:

@@ -81,6 +81,16 @@ def test_rollback_then_continue_equals_fresh(
     llama.pool.release(sequence)
 
 
+def test_copies_of_copies_hold_what_they_would_one_by_one(llama: Engine) -> None:
+    for caches in llama._caches:
+        for cache in caches:
+            cache[1:6] = torch.arange(1.0, 6.0)[:, None, None, None]
+    llama.pool._copies.extend([(1, 2), (2, 3), (4, 1), (1, 5)])
+    llama.copy_blocks()
+    for k_cache, v_cache in llama._caches:
+        assert k_cache[1:6, 0, 0, 0].tolist() == v_cache[1:6, 0, 0, 0].tolist() == [4.0, 1.0, 1.0, 4.0, 4.0]
+
+
 @pytest.mark.parametrize("shared", [3, 8, 11])
 def test_a_fork_and_its_parent_go_their_own_ways(
     shared: int, llama: Engine, stock_llama: PreTrainedModel, tools: SimpleNamespace

@@ -25,12 +25,16 @@ from specdec.engine.plan import BatchPlan
 logger = logging.getLogger(__name__)
 
 #: Rows of captured passes; larger passes run as they are, since launching them takes no longer than running them.
-ROW_SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+ROW_SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+#: Rows of logits a captured pass gives at most: with more rows than that, most are of prompts.
+MAX_LOGITS: Final = 256
 #: Passes of at most so many rows are captured at start, others when they first come.
 _WARM_ROWS: Final = 64
 #: Memory for graphs and what they compute in, at most, and as a share of the device's.
 _MAX_BYTES: Final = 2**30
 _MAX_SHARE: Final = 0.05
+#: What the driver keeps of a graph besides, taken to be so much.
+_DRIVER_BYTES: Final = 2**21
 
 #: Runs the model's modules on a batch on the device: logits [N, V] of its logit rows.
 Forward = Callable[[Batch], torch.Tensor]
@@ -75,7 +79,7 @@ class Inputs:
             block_size=block_size,
         )
         #: The batch a pass is captured on; its values change, its lists are empty.
-        self.batch = Batch(plan, numbers[:1], numbers[3], [], [])
+        self.batch = Batch(plan, numbers[:1], numbers[3, :MAX_LOGITS], [], [])
 
     def fill(self, batch: Batch) -> None:
         """Bring a batch from the host, without waiting. Its token ids may be on the device already."""
@@ -132,7 +136,7 @@ class GraphRunner:
         self._max_model_len = max_model_len
         self._block_size = block_size
         #: Where every captured pass leaves its logits, float32.
-        self._logits = torch.empty(ROW_SIZES[-1], vocab_size, device=device)
+        self._logits = torch.empty(MAX_LOGITS, vocab_size, device=device)
         self._captured: dict[Bucket, tuple[Inputs, Callable[[], object]] | None] = {}
 
     @property
@@ -146,7 +150,7 @@ class GraphRunner:
         None where it has to run without a graph: it is too large, it holds a tree, or there is no memory for the graph.
         """
         bucket = Bucket.of(batch.plan.num_rows, batch.plan.num_sequences)
-        if bucket is None or batch.plan.ancestors is not None:
+        if bucket is None or batch.logit_rows.shape[0] > MAX_LOGITS or batch.plan.ancestors is not None:
             return None
         captured = self._captured_for(bucket)
         if captured is None:
@@ -165,11 +169,15 @@ class GraphRunner:
     def _captured_for(self, bucket: Bucket) -> tuple[Inputs, Callable[[], object]] | None:
         if bucket not in self._captured:
             self._captured[bucket] = None  # a capture that fails is not tried again
-            inputs = Inputs(
-                bucket, max_model_len=self._max_model_len, block_size=self._block_size, device=self._logits.device
-            )
             logits = self._logits[: bucket.num_rows]
-            replay = self._capture(lambda: logits.copy_(self._forward(inputs.batch)))
+            try:
+                inputs = Inputs(
+                    bucket, max_model_len=self._max_model_len, block_size=self._block_size, device=logits.device
+                )
+                replay = self._capture(lambda: logits.copy_(self._forward(inputs.batch)))
+            except torch.OutOfMemoryError as error:
+                logger.warning("passes of %d rows run without a CUDA graph: %s", bucket.num_rows, error)
+                return None
             self._captured[bucket] = None if replay is None else (inputs, replay)
         return self._captured[bucket]
 
@@ -194,7 +202,7 @@ class CudaCapture:
         """
         if self._left <= 0:
             return None
-        before, _ = torch.cuda.mem_get_info(self._device)
+        before = torch.cuda.memory_reserved(self._device)  # of this process: others may fill the device meanwhile
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -210,8 +218,7 @@ class CudaCapture:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        after, _ = torch.cuda.mem_get_info(self._device)
-        self._left -= before - after
+        self._left -= torch.cuda.memory_reserved(self._device) - before + _DRIVER_BYTES
         if self._left <= 0:
             logger.warning("CUDA graphs have taken their share of memory: passes of further shapes run without")
         return graph.replay
@@ -224,4 +231,4 @@ def max_bytes(device: torch.device) -> int:
 
 def reserved_bytes(vocab_size: int, device: torch.device) -> int:
     """Memory to keep free of cache blocks: for the graphs and their logits."""
-    return max_bytes(device) + 4 * ROW_SIZES[-1] * vocab_size
+    return max_bytes(device) + 4 * MAX_LOGITS * vocab_size

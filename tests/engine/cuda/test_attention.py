@@ -126,6 +126,20 @@ def test_padding_disturbs_nobody_and_comes_out_zero(num_programs: int) -> None:
     assert not out[4:].any()
 
 
+def test_caches_may_have_more_numbers_than_32_bits_count() -> None:
+    case = Case([(6, 5), (30, 1)], dtype=torch.float16, device=DEVICE)
+    expected = case.expected(scale=0.4)
+    last_block = int(case.plan.slots.max()) // case.plan.block_size
+    stride = 2**31 // last_block + 1  # so that this one lies behind 2**31
+    storage = torch.empty(stride * case.k_cache.shape[0], dtype=torch.float16, device=DEVICE)  # hardly ever touched
+    for name, offset in (("k_cache", 0), ("v_cache", stride // 2)):
+        cache = getattr(case, name)
+        far = storage.as_strided(cache.shape, (stride, *cache.stride()[1:]), offset)
+        setattr(case, name, far.copy_(cache))
+    for num_programs in (ONE, MANY):
+        close(attend(case, num_programs=num_programs), expected, 3e-3)
+
+
 def test_rows_are_read_and_written_in_any_layout() -> None:
     case = Case([(6, 5), (30, 1)], device=DEVICE)
     expected = case.expected(scale=0.4)

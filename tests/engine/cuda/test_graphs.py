@@ -65,10 +65,10 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-@given(num_rows=st.integers(1, 300), num_sequences=st.integers(1, 300))
+@given(num_rows=st.integers(1, 600), num_sequences=st.integers(1, 600))
 def test_a_bucket_is_the_smallest_that_holds_the_batch(num_rows: int, num_sequences: int) -> None:
     bucket = Bucket.of(num_rows, num_sequences)
-    if num_rows > 256:
+    if num_rows > 512:
         assert bucket is None
         return
     assert bucket is not None
@@ -171,7 +171,7 @@ def test_what_no_graph_holds_runs_without(load_captured: Load, tools: SimpleName
     runner = engine._graphs
     assert runner is not None
     before = runner.buckets
-    feed(engine, [(engine.pool.open(300), tools.random_ids(300, seed=5))])
+    feed(engine, [(engine.pool.open(300), tools.random_ids(300, seed=5))])  # more logits than a graph gives
     assert runner.buckets == before
     segments = [Segment(engine.pool.open(2), [1, 2], 2)]
     batch = build_batch(segments, block_size=4, vocab_size=97, max_model_len=512)
@@ -179,6 +179,33 @@ def test_what_no_graph_holds_runs_without(load_captured: Load, tools: SimpleName
         assert runner.run(batch) is not None
         tree = replace(batch, plan=replace(batch.plan, ancestors=torch.tensor([1, 3])))
         assert runner.run(tree) is None
+
+
+def test_long_prompts_are_replayed_beside_rounds(
+    load_captured: Load, load_stock: Callable[[str], PreTrainedModel], tools: SimpleNamespace
+) -> None:
+    engine, stock = load_captured("llama_long"), load_stock("llama_long")
+    prompt, text = tools.random_ids(400, seed=8), tools.random_ids(9, seed=9)
+    one, two = engine.pool.open(400), engine.pool.open(9)
+    engine.forward([Segment(two, text[:4], 0)])
+    logits = engine.forward([Segment(one, prompt, 1), Segment(two, text[4:], 5)]).cpu()
+    close(logits, torch.cat([tools.stock_logits(stock, prompt)[-1:], tools.stock_logits(stock, text)[4:]]))
+    assert engine._graphs is not None
+    assert Bucket(512, 2) in engine._graphs.buckets
+
+
+def test_memory_that_runs_out_in_a_capture_costs_the_graph_alone(
+    load_captured: Load, stock_llama: PreTrainedModel, tools: SimpleNamespace
+) -> None:
+    def full(run: Callable[[], object]) -> Callable[[], object]:
+        raise torch.OutOfMemoryError("all of it")
+
+    engine, ids = load_captured("llama"), tools.random_ids(6, seed=6)
+    assert engine._graphs is not None
+    engine._graphs._capture = full
+    engine._graphs._captured.clear()
+    close(feed(engine, [(engine.pool.open(6), ids)])[0], tools.stock_logits(stock_llama, ids))
+    assert engine._graphs.buckets == []
 
 
 def test_without_memory_for_a_graph_the_pass_runs_without(
