@@ -32,10 +32,14 @@ struct AttentionShape {
   float scale;
   float softcap;  // 0: none
   int64_t window;  // positions a row sees, its own included; 0: all
+  // How the keys of a block and head lie: 0: [block][D]; 1: [D][block], for blocks of whole tiles, which are multiplied
+  // where they lie. Values always lie [block][Dv].
+  int64_t keys_in_columns;
 };
 
 constexpr int kKeys = 2 * kLanes;  // positions of a tile
 constexpr int kSplit = 512;        // positions of a split, whole tiles
+constexpr int kScoreDepth = 8;     // products of a score's sub-sum
 constexpr int kTaskRows = 48;      // rows x query heads of a task: whole register tiles
 constexpr int kSplitTasks = 4;     // tasks for each thread below which splits are shared out
 
@@ -236,6 +240,11 @@ void attend_split(const Plan& plan, const AttentionShape& shape, const Attention
     const int64_t first = shape.window ? position[r] - shape.window + 1 : 0;
     return first > 0 ? first : 0;
   };
+  // Where a tile's keys begin, if they lie in columns: within one block, and the mask drops those that nobody may see.
+  auto first_column = [&](int64_t tile) {
+    const Cache* block = k_cache + table[tile / plan.block_size] * shape.k_block_stride;
+    return block + kv_head * plan.block_size * dim + tile % plan.block_size;
+  };
   for (int m = 0; m < rows * group; m++) {
     for (int64_t i = 0; i < out_width; i += kLanes) store(sums.out + m * s.out_stride + i, Vec{});
     sums.peak[m] = -1e30f;
@@ -256,32 +265,47 @@ void attend_split(const Plan& plan, const AttentionShape& shape, const Attention
     const int m0 = from * group, count = (to - from) * group;
 
     const Cache *key_rows[kKeys], *value_rows[kKeys];
-    const int keys = int(end - tile_begin < kKeys ? end - tile_begin : kKeys);
-    find_rows(plan, shape, table, kv_head, tile_begin < begin ? begin : tile_begin, tile_begin, keys, k_cache, v_cache,
-              key_rows, value_rows);
-    if (tile_begin + kKeys < end) {  // fetch the next tile while this one is computed
-      const int64_t next = tile_begin + kKeys;
-      const Cache *next_keys[kKeys], *next_values[kKeys];
-      const int next_count = int(end - next < kKeys ? end - next : kKeys);
-      find_rows(plan, shape, table, kv_head, next, next, next_count, k_cache, v_cache, next_keys, next_values);
-      for (int j = 0; j < next_count; j++) {
-        prefetch(next_keys[j], dim);
-        prefetch(next_values[j], value_dim);
-      }
+    const int count_keys = int(end - tile_begin < kKeys ? end - tile_begin : kKeys);
+    find_rows(plan, shape, table, kv_head, tile_begin < begin ? begin : tile_begin, tile_begin, count_keys, k_cache,
+              v_cache, key_rows, value_rows);
+    const float* keys = s.keys;
+    int64_t key_stride = kKeys;
+    if (!shape.keys_in_columns) {
+      transpose_tile(key_rows, count_keys, dim, s.keys);
+    } else if constexpr (sizeof(Cache) == sizeof(float)) {
+      keys = first_column(tile_begin), key_stride = plan.block_size;
+    } else {
+      const Cache* column = first_column(tile_begin);
+      for (int d = 0; d < dim; d++, column += plan.block_size)
+        for (int h = 0; h < kKeys; h += kLanes) store(s.keys + d * kKeys + h, load(column + h));
     }
-    transpose_tile(key_rows, keys, dim, s.keys);
     const float* values = s.values;
     int64_t value_stride = s.out_stride;
-    if (sizeof(Cache) == sizeof(float) && value_dim % kKeys == 0 && plan.block_size % kKeys == 0 && keys == kKeys &&
+    if (sizeof(Cache) == sizeof(float) && value_dim % kKeys == 0 && plan.block_size % kKeys == 0 && count_keys == kKeys &&
         tile_begin >= begin) {
       values = reinterpret_cast<const float*>(value_rows[0]);  // they already lie as the kernel wants them
       value_stride = value_dim;
     } else {
-      copy_tile(value_rows, keys, value_dim, s.values, s.out_stride);
+      copy_tile(value_rows, count_keys, value_dim, s.values, s.out_stride);
     }
 
     float* scores = s.scores + m0 * kKeys;
-    float_tiles(count, s.query + m0 * s.query_stride, s.query_stride, s.keys, kKeys, dim, 2, scores, kKeys, false);
+    // The next tile is fetched bit by bit: a burst would hold up the loads of this one.
+    const int64_t next = tile_begin + kKeys;
+    const int next_count = next >= end ? 0 : int(end - next < kKeys ? end - next : kKeys);
+    if (next_count)
+      find_rows(plan, shape, table, kv_head, next, next, next_count, k_cache, v_cache, key_rows, value_rows);
+    for (int d = 0, fetched = 0; d < dim; d += kScoreDepth) {
+      const int depth = dim - d < kScoreDepth ? dim - d : kScoreDepth;
+      for (; fetched < next_count * (d + depth) / dim; fetched++) {
+        if (!shape.keys_in_columns) prefetch(key_rows[fetched], dim);
+        prefetch(value_rows[fetched], value_dim);
+      }
+      if (next_count && shape.keys_in_columns)
+        for (int i = d; i < d + depth; i++) prefetch(first_column(next) + i * plan.block_size, kKeys);
+      float_tiles(count, s.query + m0 * s.query_stride + d, s.query_stride, keys + d * key_stride, key_stride, depth, 2,
+                  scores, kKeys, d > 0);
+    }
     for (int r = from; r < to; r++) {
       const Vec low = splat(float(first_key(r) - tile_begin)), high = splat(float(position[r] - tile_begin));
       for (int m = r * group; m < (r + 1) * group; m++) {

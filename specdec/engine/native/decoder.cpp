@@ -84,7 +84,8 @@ class Pass {
         mid_stride(row_stride(m.intermediate)),
         out_stride(row_stride(query_width)),
         block_stride(m.kv_heads * plan.block_size * dim),
-        shape{int(m.heads), int(m.kv_heads), dim, dim, block_stride, block_stride, m.scale, 0.0f, 0} {}
+        shape{int(m.heads), int(m.kv_heads), dim, dim, block_stride, block_stride, m.scale, 0.0f, 0,
+              plan.block_size % kKeys == 0} {}
 
   int run() {
     for (int r = 0; r < rows; r++)
@@ -344,7 +345,13 @@ class Pass {
       rotate(key, cosine, sine, dim / 2);
       const int64_t block = p.plan.slots[r] / p.plan.block_size, offset = p.plan.slots[r] % p.plan.block_size;
       const int64_t at = block * p.block_stride + (h * p.plan.block_size + offset) * dim;
-      store_row(key, dim, static_cast<Cache*>(p.batch.k_caches[l]) + at);
+      if (p.shape.keys_in_columns) {
+        const int64_t column = block * p.block_stride + h * p.plan.block_size * dim + offset;
+        Cache* to = static_cast<Cache*>(p.batch.k_caches[l]) + column;
+        for (int d = 0; d < dim; d++) store_one(to + d * p.plan.block_size, key[d]);
+      } else {
+        store_row(key, dim, static_cast<Cache*>(p.batch.k_caches[l]) + at);
+      }
       store_row(row + p.value_at + h * dim, dim, static_cast<Cache*>(p.batch.v_caches[l]) + at);
     }
 

@@ -91,6 +91,7 @@ class CAttentionShape(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("window", _Int64),
+        ("keys_in_columns", _Int64),
     )
 
 

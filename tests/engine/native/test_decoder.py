@@ -21,23 +21,30 @@ BLOCK = 8
 class Runner:
     """A native decoder and sequences of its cache; ids are fed chunk by chunk."""
 
-    def __init__(self, model: PreTrainedModel, num_threads: int = 2, cache_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_threads: int = 2,
+        cache_dtype: torch.dtype | None = None,
+        block_size: int = BLOCK,
+    ) -> None:
         self.vocab_size = model.config.vocab_size
-        self.caches = make_caches(model, 200, BLOCK, cache_dtype)
+        self.block_size = block_size
+        self.caches = make_caches(model, 200, block_size, cache_dtype)
         built = NativeDecoder.build(model, self.caches, windows_of(model), num_threads)
         assert built is not None
         self.decoder = built
         self._next = 1
 
     def open(self, length: int) -> list[int]:
-        count = -(-length // BLOCK)
+        count = -(-length // self.block_size)
         self._next += count
         return list(range(self._next - 1, self._next - 1 - count, -1))
 
     def feed(self, parts: Sequence[tuple[list[int], int, torch.Tensor]]) -> list[torch.Tensor]:
         """Parts (table, entries before, ids); all rows' logits of each part."""
         counts = [ids.shape[0] for _, _, ids in parts]
-        plan = make_plan([start for _, start, _ in parts], counts, [table for table, _, _ in parts], BLOCK)
+        plan = make_plan([start for _, start, _ in parts], counts, [table for table, _, _ in parts], self.block_size)
         logits = self.decoder.forward(torch.cat([ids for _, _, ids in parts]), plan, torch.arange(sum(counts)))
         return list(logits.split(counts))
 
@@ -166,6 +173,24 @@ def test_long_contexts_and_wide_layers_give_the_same_bits_to_every_batch_and_num
             assert torch.equal(runner.feed([(table, 1200 - count, ids[1200 - count :])])[0], wanted[-count:])
             beside = runner.feed([(other, 25, ids[25:30]), (table, 1200 - count, ids[1200 - count :])])
             assert torch.equal(beside[1], wanted[-count:])
+
+
+@pytest.mark.parametrize(("name", "cache"), [("llama", torch.bfloat16), ("qwen3", None), ("mistral-window", None)])
+def test_the_size_of_a_block_changes_no_bit(name: str, cache: torch.dtype | None) -> None:
+    """Blocks of whole tiles keep keys in columns, others in rows; a longer text spans several splits."""
+    ids, other = _ids(620), _ids(40, seed=4)
+    wanted = None
+    for block_size in (5, 8, 32, 64, 96):
+        runner = Runner(make_model(name, max_position_embeddings=1024), cache_dtype=cache, block_size=block_size)
+        table, beside = runner.open(620), runner.open(40)
+        rows = runner.feed([(table, 0, ids[:300]), (beside, 0, other[:33])])
+        rows += runner.feed([(table, 300, ids[300:611])])
+        rows += runner.feed([(beside, 33, other[33:]), (table, 611, ids[611:616])])
+        rows += [runner.feed([(table, i, ids[i : i + 1])])[0] for i in range(616, 620)]
+        logits = torch.cat(rows)
+        wanted = logits if wanted is None else wanted
+        assert bool(logits.isfinite().all())
+        assert torch.equal(logits, wanted)
 
 
 def test_a_pass_without_logits_still_writes_the_cache() -> None:
