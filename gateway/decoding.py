@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from gateway.drafting import Drafting, close_session
+from gateway.lookahead import Lookahead
 from gateway.routing import Replica, Router
 from gateway.speculation import SpeculationMetrics
 from specdec.branches import Branches, Path
@@ -76,8 +77,8 @@ class DecodingSettings:
 
     draft_timeout_s: float = 1.0
     max_target_retries: int = 3
-    #: Proposals the draft may send ahead of each verdict; 0 drafts and verifies in turns.
-    num_ahead_proposals: int = 0
+    #: Proposals the draft may send ahead of each verdict; 0 drafts and verifies in turns, None is what is faster.
+    num_ahead_proposals: int | None = 0
     #: Those that are at least this likely to be needed go to the target before the verdict is known.
     min_offer_likelihood: float = 0.3
     #: No drafting while more sequences than this are open; None always drafts.
@@ -90,6 +91,7 @@ class Decoder:
     def __init__(self, router: Router, settings: DecodingSettings | None = None) -> None:
         self.router = router
         self.settings = settings or DecodingSettings()
+        self.lookahead = Lookahead(self.settings.num_ahead_proposals)
         self.open_sessions = 0
         #: Closings that outlive their caller (a cancelled one); kept so that they are not collected.
         self.closings: set[asyncio.Task[None]] = set()
@@ -125,6 +127,10 @@ class Decoding:
         #: A round is under way on the target, asked for at ``_asked_ns``, or before the last verdict, which came then.
         self._in_round = False
         self._asked_ns = 0
+        #: When the last round's verdict came, 0 where the last verdict was not a round's, and the turns of the
+        #: lookahead in which the draft was asked at the last two verdicts.
+        self._round_ended_ns = 0
+        self._turns = (0, 0)
         #: Proposals the target has for rounds after the one under way.
         self._offers = Branches()
         #: The target decodes up to this length without being asked again.
@@ -140,7 +146,7 @@ class Decoding:
             self.token_ids,
             self.metrics,
             num_speculative_tokens=min(request.num_speculative_tokens, self._max_tokens - 1),
-            num_ahead=decoder.settings.num_ahead_proposals,
+            num_ahead=decoder.lookahead.num_ahead,
             timeout_s=decoder.settings.draft_timeout_s,
             on_ahead=self._offer,
         )
@@ -233,6 +239,7 @@ class Decoding:
             return
         if not self._in_round and (proposal := self._drafting.take()) is not None:
             self._start(target, proposal)
+        self._turns = self._turns[1], self._decoder.lookahead.turn
         if await self._drafting.request(self._num_draft_tokens()) or self._in_round:
             await asyncio.sleep(0)  # the messages leave now
 
@@ -267,8 +274,12 @@ class Decoding:
             or self._offers.full
         ):
             return
-        target.offer(replace(proposal, epoch=self._epoch))
-        self._offers.keep(path, proposal)
+        try:
+            target.offer(replace(proposal, epoch=self._epoch))
+        except InvalidRequest as error:
+            self._drafting.refuse(error)
+        else:
+            self._offers.keep(path, proposal)
 
     def _next_chunk(self) -> int:
         """Tokens to decode ahead: all of them when no draft can come back, else chunks of 1, 2, 4, … 16."""
@@ -280,7 +291,13 @@ class Decoding:
 
     def _received(self, verdict: Verdict) -> Verdict:
         self._in_round = False
-        self.metrics.record(self._checked(verdict), time.perf_counter_ns() - self._asked_ns)
+        now_ns = time.perf_counter_ns()
+        self.metrics.record(self._checked(verdict), now_ns - self._asked_ns)
+        in_round = verdict.num_draft_tokens > 0
+        if in_round and self._round_ended_ns:
+            lookahead, sessions = self._decoder.lookahead, self._decoder.open_sessions
+            lookahead.record(now_ns - self._round_ended_ns, sessions, self._turns[0])
+        self._round_ended_ns = now_ns if in_round else 0
         return verdict
 
     def _checked(self, verdict: Verdict) -> Verdict:

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 from gateway.routing import Replica, Router
 from gateway.speculation import SpeculationMetrics
-from specdec.branches import Branches, Path, path_of
+from specdec.branches import MAX_BRANCHES, Branches, Path, path_of
 from specdec.errors import (
     Cancelled,
     InvalidRequest,
@@ -65,6 +65,8 @@ class DraftState:
     num_speculative_tokens: int
     #: Drafted tokens asked for in the next round; 0: none.
     k: int = 0
+    #: Proposals it may send ahead of the next verdict.
+    num_ahead: int = 0
     #: What arrived and may still be of use; the proposal for the tokens committed now has the empty path.
     branches: Branches = field(default_factory=Branches)
     reader: asyncio.Task[None] | None = None
@@ -89,12 +91,13 @@ class Drafting:
         metrics: SpeculationMetrics,
         *,
         num_speculative_tokens: int,
-        num_ahead: int,
+        num_ahead: Callable[[], int],
         timeout_s: float,
         on_ahead: Callable[[Path, Proposal], None],
     ) -> None:
         """``make_spec`` builds the spec of an opening (by its epoch) from the tokens committed by then; ``token_ids``
-        are those tokens, which grow. ``on_ahead`` gets proposals for tokens that are not committed yet.
+        are those tokens, which grow. ``num_ahead`` tells how many proposals may be drafted ahead; ``on_ahead`` gets
+        proposals for tokens that are not committed yet.
         """
         self._router = router
         self._session_id = session_id
@@ -120,7 +123,7 @@ class Drafting:
         if state is None:
             return
         state.branches.commit(token_ids)
-        if state.k and self._num_ahead:
+        if state.num_ahead:
             hit = () in state.branches
             self._metrics.num_ahead_hits += hit
             self._metrics.num_ahead_misses += not hit
@@ -149,13 +152,21 @@ class Drafting:
         if not k and not state.k:
             return False
         state.k = k
+        state.num_ahead = self._num_ahead_of(state)
         news = tuple(self._token_ids[state.known_len :])
         try:
-            await state.session.advance(state.known_len, news, k, self._num_ahead if k else 0)
+            await state.session.advance(state.known_len, news, k, state.num_ahead)
         except Exception as error:
             self._lose(state, error)
         state.known_len = len(self._token_ids)
         return True
+
+    def _num_ahead_of(self, state: DraftState) -> int:
+        """Proposals the draft may send ahead now: with those kept and those on their way no more than may be kept."""
+        if not state.k:
+            return 0
+        num_ahead = self._num_ahead()
+        return max(0, min(num_ahead, MAX_BRANCHES - 1 - len(state.branches) - max(num_ahead, state.num_ahead)))
 
     async def proposal(self) -> Proposal | None:
         """The proposal asked for, once it is there; None when nothing was asked for or the draft failed."""

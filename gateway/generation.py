@@ -48,6 +48,8 @@ class Generation:
             DecodingSettings(
                 draft_timeout_s=self.settings.draft_timeout_s,
                 max_target_retries=self.settings.max_target_retries,
+                num_ahead_proposals=self.settings.num_ahead_proposals,
+                min_offer_likelihood=self.settings.min_offer_likelihood,
                 disable_by_batch_size=self.settings.disable_by_batch_size,
             ),
         )
@@ -214,7 +216,13 @@ class Generation:
             raise
         finally:
             self.metrics.running.dec()
-            self.metrics.finish(outcome, decoding.metrics, assembler.usage if decoding.opened else None)
+            opened = decoding.opened
+            self.metrics.finish(
+                outcome,
+                decoding.metrics,
+                None if opened is None else assembler.usage,
+                None if opened is None else opened.rule,
+            )
 
     @contextmanager
     def _pinned(self, samples: list[DecodingRequest]) -> Iterator[None]:

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from gateway.requests import Usage
 from gateway.speculation import SpeculationMetrics
+from specdec.sessions import Rule
 
 LATENCY_BUCKETS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
@@ -34,12 +35,29 @@ class GatewayMetrics:
         self.accepted_per_round = self._counter(
             "spec_decode_rounds", "Rounds by the number of drafted tokens accepted", ("accepted",)
         )
+        self.ahead_hits = self._counter(
+            "spec_decode_num_ahead_hits", "Verdicts that found the next proposal drafted ahead", ("rule",)
+        )
+        self.ahead_misses = self._counter(
+            "spec_decode_num_ahead_misses", "Verdicts that found none, where drafting ahead is on", ("rule",)
+        )
+        self.wasted_tokens = self._counter("spec_decode_num_wasted_tokens", "Drafted tokens never verified")
+        self.draft_wait = self._counter(
+            "spec_decode_draft_wait_seconds", "Time with a verdict but no proposal for the next round yet"
+        )
+        self.wire = self._counter(
+            "spec_decode_wire_seconds", "Time of rounds beyond the target's queue and work: network and hand-overs"
+        )
         self.draft_failures = self._counter("draft_failures", "Times a draft was lost, slow or refused")
         self.target_failures = self._counter("target_failures", "Times a session was lost on a target")
         self.stale = self._counter("stale_messages", "Failures whose cause was a stale message")
 
-    def finish(self, outcome: str, speculation: SpeculationMetrics, usage: Usage | None) -> None:
-        """Count a sample that ended; ``outcome`` is its finish reason or the name of its error."""
+    def finish(
+        self, outcome: str, speculation: SpeculationMetrics, usage: Usage | None, rule: Rule | None = None
+    ) -> None:
+        """Count a sample that ended; ``outcome`` is its finish reason or the name of its error, ``rule`` the one it ran
+        under.
+        """
         self.requests.labels(outcome).inc()
         if usage is not None:
             self.prompt_tokens.inc(usage.prompt_tokens)
@@ -51,6 +69,12 @@ class GatewayMetrics:
         for accepted, rounds in enumerate(speculation.acceptance_histogram):
             if rounds:
                 self.accepted_per_round.labels(str(accepted)).inc(rounds)
+        if rule is not None:
+            self.ahead_hits.labels(rule).inc(speculation.num_ahead_hits)
+            self.ahead_misses.labels(rule).inc(speculation.num_ahead_misses)
+        self.wasted_tokens.inc(speculation.num_wasted_draft_tokens)
+        self.draft_wait.inc(speculation.draft_wait_ns / 1e9)
+        self.wire.inc(speculation.wire_ns / 1e9)
         self.draft_failures.inc(speculation.num_draft_failures)
         self.target_failures.inc(speculation.num_target_failures)
         self.stale.inc(speculation.num_stale)

@@ -142,6 +142,13 @@ def _write_metrics(metrics: SpeculationMetrics) -> pb.SpeculationMetrics:
         num_draft_failures=metrics.num_draft_failures,
         num_target_failures=metrics.num_target_failures,
         num_rejections=metrics.num_rejections,
+        num_ahead_hits=metrics.num_ahead_hits,
+        num_ahead_misses=metrics.num_ahead_misses,
+        num_wasted_draft_tokens=metrics.num_wasted_draft_tokens,
+        draft_ns=metrics.draft_ns,
+        draft_wait_ns=metrics.draft_wait_ns,
+        wire_ns=metrics.wire_ns,
+        num_stale=metrics.num_stale,
     )
 
 

@@ -65,6 +65,8 @@ HELP: Final[Mapping[type, Mapping[str, str]]] = {
         "tokenizer": "folder of the tokenizer; without it only token ids are served",
         "chat_template": "Jinja text, or a file with it, instead of the tokenizer's own chat template",
         "num_speculative_tokens": "drafted tokens a round at most; 0 switches speculation off",
+        "num_ahead_proposals": "proposals drafted ahead of each verdict; a few, where that is faster, if not given",
+        "min_offer_likelihood": "how likely a proposal drafted ahead must be to go to the target before its verdict",
         "disable_by_batch_size": "no drafting while more sequences than this are open",
         "request_timeout_s": "seconds a request may take when it names no deadline; unlimited where not given",
         "draft_timeout_s": "seconds a draft may take before the round goes on without it",

@@ -32,6 +32,8 @@ _IGNORED: Final = frozenset(
 )
 #: vLLM's other names of types.
 _DTYPES: Final[Mapping[str, str]] = {"half": "float16", "float": "float32"}
+#: Fields of the gateway's settings that are arguments here, too.
+_GATEWAY_OPTIONS: Final[Sequence[str]] = ("seed", "chat_template", "num_ahead_proposals", "min_offer_likelihood")
 #: Offline, all prompts are there at once and each waits for its turn.
 _PATIENCE_S: Final = 1e6
 
@@ -46,8 +48,8 @@ class LLM:
         verification: "token", "block" or "coupled"; None is "block", and "coupled" for requests with a seed.
         options: Fields of :class:`~specdec.settings.ModelSettings` and
             :class:`~specdec.settings.SchedulerSettings` (``dtype``, ``max_model_len``, ``tokenizer``,
-            ``gpu_memory_utilization``, …), ``seed``, ``chat_template``, and vLLM's older ``speculative_model``,
-            ``num_speculative_tokens``, ``ngram_prompt_lookup_max``, ….
+            ``gpu_memory_utilization``, …), ``seed``, ``chat_template``, ``num_ahead_proposals``, and vLLM's older
+            ``speculative_model``, ``num_speculative_tokens``, ``ngram_prompt_lookup_max``, ….
 
     Raises:
         InvalidRequest: an argument is unknown, out of range, or names a checkpoint that does not exist.
@@ -224,7 +226,7 @@ def _deployment(
 ) -> Deployment:
     """Settings from the arguments of :class:`LLM`."""
     older = {name: options.pop(name) for name in OLDER_NAMES if name in options}
-    gateway = {name: options.pop(name, None) for name in ("seed", "chat_template")}
+    gateway = {name: options.pop(name) for name in _GATEWAY_OPTIONS if name in options}
     groups: dict[type, dict[str, Any]] = {ModelSettings: {}, SchedulerSettings: {}}
     for name, value in options.items():
         if name in _IGNORED:
@@ -254,7 +256,7 @@ def _deployment(
 
 def _suggest(name: str) -> str:
     known = {field.name for settings in (ModelSettings, SchedulerSettings) for field in fields(settings)}
-    known |= {*OLDER_NAMES, "speculative_config", "verification", "seed", "chat_template"}
+    known |= {*OLDER_NAMES, *_GATEWAY_OPTIONS, "speculative_config", "verification"}
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; it knows {', '.join(sorted(known))}"
 

@@ -253,6 +253,13 @@ class SpeculationMetrics(_message.Message):
     NUM_DRAFT_FAILURES_FIELD_NUMBER: _builtins.int
     NUM_TARGET_FAILURES_FIELD_NUMBER: _builtins.int
     NUM_REJECTIONS_FIELD_NUMBER: _builtins.int
+    NUM_AHEAD_HITS_FIELD_NUMBER: _builtins.int
+    NUM_AHEAD_MISSES_FIELD_NUMBER: _builtins.int
+    NUM_WASTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_NS_FIELD_NUMBER: _builtins.int
+    DRAFT_WAIT_NS_FIELD_NUMBER: _builtins.int
+    WIRE_NS_FIELD_NUMBER: _builtins.int
+    NUM_STALE_FIELD_NUMBER: _builtins.int
     num_spec_steps: _builtins.int
     """Rounds that verified at least one drafted token."""
     num_draft_tokens: _builtins.int
@@ -269,6 +276,20 @@ class SpeculationMetrics(_message.Message):
     """Times the session was reopened on another target."""
     num_rejections: _builtins.int
     """Rounds in which a drafted token was rejected. Acceptance per token: accepted / (accepted + rejections)."""
+    num_ahead_hits: _builtins.int
+    """Verdicts that found the next proposal drafted ahead, and verdicts that did not. Counted where drafting ahead is on."""
+    num_ahead_misses: _builtins.int
+    """See num_ahead_hits."""
+    num_wasted_draft_tokens: _builtins.int
+    """Drafted tokens the draft sent that were never verified."""
+    draft_ns: _builtins.int
+    """Nanoseconds the draft computed for the proposals that were verified."""
+    draft_wait_ns: _builtins.int
+    """Nanoseconds in which there was a verdict but no proposal yet: the target waited for the draft."""
+    wire_ns: _builtins.int
+    """Nanoseconds that rounds took beyond their place in the target's queue and its work: network, messages, hand-overs."""
+    num_stale: _builtins.int
+    """Messages of draft or target that did not fit the state of the request."""
     @_builtins.property
     def acceptance_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """acceptance_histogram[a] = rounds in which exactly a drafted tokens were accepted."""
@@ -285,10 +306,17 @@ class SpeculationMetrics(_message.Message):
         num_draft_failures: _builtins.int = ...,
         num_target_failures: _builtins.int = ...,
         num_rejections: _builtins.int = ...,
+        num_ahead_hits: _builtins.int = ...,
+        num_ahead_misses: _builtins.int = ...,
+        num_wasted_draft_tokens: _builtins.int = ...,
+        draft_ns: _builtins.int = ...,
+        draft_wait_ns: _builtins.int = ...,
+        wire_ns: _builtins.int = ...,
+        num_stale: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "draft_acceptance_rate", b"draft_acceptance_rate", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_draft_failures", b"num_draft_failures", "num_draft_tokens", b"num_draft_tokens", "num_rejections", b"num_rejections", "num_spec_steps", b"num_spec_steps", "num_target_failures", b"num_target_failures"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_ns", b"draft_ns", "draft_wait_ns", b"draft_wait_ns", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_ahead_hits", b"num_ahead_hits", "num_ahead_misses", b"num_ahead_misses", "num_draft_failures", b"num_draft_failures", "num_draft_tokens", b"num_draft_tokens", "num_rejections", b"num_rejections", "num_spec_steps", b"num_spec_steps", "num_stale", b"num_stale", "num_target_failures", b"num_target_failures", "num_wasted_draft_tokens", b"num_wasted_draft_tokens", "wire_ns", b"wire_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

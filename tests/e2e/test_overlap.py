@@ -1,0 +1,144 @@
+"""Drafting ahead of verdicts in real processes: the same text, hits that are counted, nothing stale, nothing left."""
+
+import asyncio
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+
+from specdec.v1 import generation_service_pb2 as pb
+from specdec.v1 import generation_service_pb2_grpc, types_pb2
+from tests.e2e.servers import TARGET_MODEL, ServerProcess, Stack, wait_until
+from tests.e2e.test_failures import collect, ids_of, no_block_held, request_of
+
+pytestmark = pytest.mark.e2e
+K = 4
+
+
+@pytest.fixture(scope="module")
+def overlapped():
+    """A gateway that lets the draft draft ahead."""
+    running = Stack.start(gateway_arguments=("--num-ahead-proposals", "8"))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def serial(overlapped):
+    """Another one on the same services that drafts and verifies in turns."""
+    gateway = ServerProcess(
+        "gateway",
+        *("--targets", overlapped.targets[0].address, "--drafts", overlapped.drafts[0].address),
+        *("--tokenizer", TARGET_MODEL, "--port", "0", "--grpc-port", "0", "--num-ahead-proposals", "0"),
+    ).start()
+    yield Stack(overlapped.targets, overlapped.drafts, gateway)
+    gateway.stop()
+
+
+def metrics_of(stack):
+    """The gateway's Prometheus metrics, by name and labels."""
+    text = httpx.get(f"{stack.base_url}/metrics").text
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")}
+
+
+@pytest.mark.parametrize(
+    ("temperature", "rule"),
+    [
+        (0.0, types_pb2.VERIFICATION_RULE_UNSPECIFIED),
+        (1.0, types_pb2.VERIFICATION_RULE_COUPLED),
+        (1.0, types_pb2.VERIFICATION_RULE_BLOCK),
+        (0.8, types_pb2.VERIFICATION_RULE_TOKEN),
+    ],
+)
+def test_requests_with_and_without(overlapped, serial, prompts, temperature, rule):
+    """Under the ratio rules the text depends on where rounds start, so on when the draft is there: only its length is
+    the same, and what is counted.
+    """
+    depends_on_rounds = rule in (types_pb2.VERIFICATION_RULE_BLOCK, types_pb2.VERIFICATION_RULE_TOKEN)
+    for number, prompt in enumerate(prompts[:3]):
+        for k in (K, 1):
+            request = request_of(
+                prompt,
+                max_tokens=160,
+                temperature=temperature,
+                seed=40 + number,
+                speculation=pb.SpeculationOptions(num_speculative_tokens=k, verification=rule),
+            )
+            ahead, in_turns = collect(overlapped, request), collect(serial, request)
+            assert len(ids_of(ahead)) == len(ids_of(in_turns)) == 160
+            assert depends_on_rounds or ids_of(ahead) == ids_of(in_turns)
+            speculation = ahead[-1].speculation
+            assert speculation.num_spec_steps > 20
+            assert speculation.num_stale == speculation.num_draft_failures == speculation.num_target_failures == 0
+            assert in_turns[-1].speculation.num_ahead_hits == in_turns[-1].speculation.num_ahead_misses == 0
+            assert in_turns[-1].speculation.num_wasted_draft_tokens <= k
+
+
+def test_hits_are_counted_by_rule(overlapped, prompts):
+    before = metrics_of(overlapped)
+    requests = [
+        request_of(
+            prompt,
+            max_tokens=200,
+            temperature=1.0,
+            seed=number,
+            speculation=pb.SpeculationOptions(num_speculative_tokens=K, verification=rule),
+        )
+        for number, prompt in enumerate(prompts)
+        for rule in (types_pb2.VERIFICATION_RULE_COUPLED, types_pb2.VERIFICATION_RULE_BLOCK)
+    ]
+    reports = [collect(overlapped, request)[-1].speculation for request in requests]
+    after = metrics_of(overlapped)
+
+    def grown(name):
+        return after.get(name, 0.0) - before.get(name, 0.0)
+
+    for index, rule in enumerate(("coupled", "block")):
+        hits, misses = (
+            grown(f'tandem_spec_decode_num_ahead_{what}_total{{rule="{rule}"}}') for what in ("hits", "misses")
+        )
+        assert hits == sum(report.num_ahead_hits for report in reports[index::2]) > 0
+        assert misses == sum(report.num_ahead_misses for report in reports[index::2]) > 0
+    # What the draft sent after the last verdict of a request counts, too.
+    assert grown("tandem_spec_decode_num_wasted_tokens_total") >= sum(r.num_wasted_draft_tokens for r in reports) > 0
+    for name in ("draft_wait", "wire"):
+        seconds = sum(getattr(report, f"{name}_ns") for report in reports) / 1e9
+        assert seconds > 0
+        assert grown(f"tandem_spec_decode_{name}_seconds_total") == pytest.approx(seconds)
+    # What the draft sent ahead went to the target, and what came true started rounds there.
+    assert overlapped.load_of_target().superseded_proposals > 0
+
+
+def test_many_at_once(overlapped, serial, prompts):
+    requests = [
+        request_of(prompts[i % len(prompts)], max_tokens=40 + 7 * i, temperature=i % 2, seed=i) for i in range(12)
+    ]
+
+    async def together(stack):
+        async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+            stub = generation_service_pb2_grpc.GenerationServiceStub(channel)
+
+            async def one(request):
+                return [token async for piece in stub.Generate(request, timeout=120) for token in piece.token_ids]
+
+            return await asyncio.gather(*map(one, requests))
+
+    assert asyncio.run(together(overlapped)) == asyncio.run(together(serial))
+    wait_until(lambda: no_block_held(overlapped), 3, "the target to free the sessions")
+    assert overlapped.load_of_target().stale_messages == 0
+    assert overlapped.load_of_draft().stale_messages == 0
+
+
+def test_a_deadline_and_a_cancel_leave_nothing_behind(overlapped, prompts):
+    with grpc.insecure_channel(overlapped.grpc_address) as channel:
+        stub = overlapped.generation(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(request_of(prompts[4], max_tokens=1900), timeout=0.4))
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        call = stub.Generate(request_of(prompts[3], max_tokens=1900))
+        for _ in range(10):
+            next(call)
+        call.cancel()
+    wait_until(lambda: no_block_held(overlapped), 3, "the target to free the sessions")
+    wait_until(lambda: overlapped.load_of_draft().open_sessions == 0, 3, "the draft to free the sessions")
