@@ -8,8 +8,8 @@ transformers' is, and where the machine multiplies bfloat16 directly, what enter
 every rounding here is one transformers makes too, among many more. What enters a layer with int8 weights is rounded to
 16 bits of its row's largest element.
 
-The cache is this decoder's own: a block whose size is a multiple of the kernels' tile (32 entries with AVX-512) holds its
-keys as [Hkv, D, block], not [Hkv, block, D], in the same memory.
+The cache is this decoder's own: a block whose size is a multiple of the kernels' tile (32 entries with AVX-512) holds
+its keys as [Hkv, D, block], not [Hkv, block, D], in the same memory.
 """
 
 from __future__ import annotations
