@@ -17,8 +17,6 @@ MAX_ROWS: Final = 8
 BATCH_NS: Final = 2_000_000
 #: Time over which the share of fresh work is measured.
 WINDOW_NS: Final = 100_000_000
-#: Share of the device's time for fresh work above which less and less is drafted ahead; at 1 nothing is.
-BUSY: Final = 0.5
 
 
 class Guessing(Protocol):
@@ -59,7 +57,8 @@ class Lookahead:
     """Plans the batches that are drafted ahead; the batcher's work while no wish waits.
 
     The likeliest hypotheses come first, whoever's they are. A batch is small, so that a wish that arrives meanwhile
-    does not wait long for its end. The busier the device is with wishes, the likelier a hypothesis must be.
+    does not wait long for its end. A hypothesis must be at least as likely to be of use as the device is to be wanted
+    for a wish: the share of time that wishes take.
     """
 
     def __init__(self) -> None:
@@ -80,8 +79,7 @@ class Lookahead:
         """The next batch: the likeliest hypotheses that are worth it."""
         if not self._sessions:
             return []
-        floor = (self._load.share() - BUSY) / (1.0 - BUSY)
-        best = nlargest(self._pace.max_rows(), self._worthwhile(floor), key=_likelihood)
+        best = nlargest(self._pace.max_rows(), self._worthwhile(self._load.share()), key=_likelihood)
         return [session.draft_for(hypothesis) for session, hypothesis in best]
 
     def landed(self, flight: Flight, num_steps: int, spent_ns: int) -> None:

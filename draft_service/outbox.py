@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from specdec.errors import Cancelled, StaleSession
+from specdec.errors import Cancelled
 from specdec.sessions import Proposal
 
 
@@ -34,17 +34,15 @@ class Outbox:
         self._wake()
 
     async def take(self) -> Proposal:
-        """The next proposal; an error that comes before it is raised."""
-        if self._closed:
-            raise StaleSession("the session is closed; open it anew")
+        """The next proposal; an error that comes before it is raised, :class:`Cancelled` once it is closed."""
         while not self._waiting:
+            if self._closed:
+                raise Cancelled("the session was closed")
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader
             finally:
                 self._reader = None
-            if self._closed:
-                raise Cancelled("the session was closed")
         item = self._waiting.popleft()
         if isinstance(item, BaseException):
             raise item

@@ -143,8 +143,8 @@ class CoreSession:
         """The next proposal, in the order they were drafted.
 
         Raises:
-            StaleSession: a message did not fit, or the session is closed.
-            Cancelled: the session was closed meanwhile.
+            StaleSession: a message did not fit.
+            Cancelled: the session is closed.
             TandemError: drafting failed; the session goes on.
         """
         return await self._outbox.take()

@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 
 from draft_service import draft_model
-from specdec.errors import Cancelled, StaleSession
+from specdec.errors import Cancelled
 from specdec.sessions import Rule
 
 PROMPT = [3, 14, 15, 9, 26, 5]
@@ -360,7 +360,7 @@ async def test_closing_while_branches_are_drafted_frees_everything(start_core, s
         await client.session.close()
         assert gate.flags.all()
         assert (await core.load()).used_blocks == 0
-        with pytest.raises(StaleSession):
+        with pytest.raises(Cancelled):
             await client.session.receive()
 
 
