@@ -14,8 +14,9 @@ from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
 
 from specdec.engine.batch import Batch
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 ROW_SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 #: Rows of logits a captured pass gives at most: with more rows than that, most are of prompts.
 MAX_LOGITS: Final = 256
-#: Passes of at most so many rows are captured at start, others when they first come.
+#: Passes of at most so many rows, and the largest of one sequence, are captured at start, others when they first come.
 _WARM_ROWS: Final = 64
 #: Memory for graphs and what they compute in, at most, and as a share of the device's.
 _MAX_BYTES: Final = 2**30
@@ -66,7 +67,7 @@ class Inputs:
         self._shape = (num_rows, num_sequences, -(-max_model_len // block_size))
         num_int32 = 2 * num_sequences + 1 + num_sequences * self._shape[2]
         self._buffer = torch.zeros(4 * num_rows + (num_int32 + 1) // 2, dtype=torch.int64, device=device)
-        numbers, row_starts, kv_lens, block_tables = self._parts(self._buffer)
+        numbers, row_starts, kv_lens, block_tables = self._parts(self._buffer, torch.int32)
         row_starts[-1] = num_rows
         plan = BatchPlan(
             positions=numbers[1],
@@ -87,7 +88,7 @@ class Inputs:
         used_rows, used_sequences, num_logits = plan.num_rows, plan.num_sequences, batch.logit_rows.shape[0]
         # Memory of its own for each copy: torch takes pinned memory back when the copy out of it has been made.
         staged = torch.empty(self._buffer.shape, dtype=torch.int64, pin_memory=self._buffer.is_cuda)
-        numbers, row_starts, kv_lens, block_tables = (part.numpy() for part in self._parts(staged))
+        numbers, row_starts, kv_lens, block_tables = self._parts(staged.numpy(), np.int32)
         numbers[:, min(used_rows, num_logits) :] = 0
         on_host = ids.device.type == "cpu"
         if on_host:
@@ -107,14 +108,20 @@ class Inputs:
         if not on_host:
             self.batch.input_ids[0, :used_rows].copy_(ids)
 
-    def _parts(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids, positions, slots and logit rows int64 [4, T]; then row starts, kv_lens and block tables, int32."""
+    def _parts(self, buffer: Any, int32: Any) -> tuple[Any, Any, Any, Any]:
+        """Ids, positions, slots and logit rows int64 [4, T]; then row starts, kv_lens and block tables, ``int32``.
+
+        They are views of a tensor or of an array.
+        """
         num_rows, num_sequences, num_columns = self._shape
-        sizes = buffer[4 * num_rows :].view(torch.int32)
-        row_starts, kv_lens, tables, _ = sizes.tensor_split(
-            [num_sequences + 1, 2 * num_sequences + 1, 2 * num_sequences + 1 + num_sequences * num_columns]
+        tables_at, end = 2 * num_sequences + 1, 2 * num_sequences + 1 + num_sequences * num_columns
+        sizes = buffer[4 * num_rows :].view(int32)
+        return (
+            buffer[: 4 * num_rows].reshape(4, num_rows),
+            sizes[: num_sequences + 1],
+            sizes[num_sequences + 1 : tables_at],
+            sizes[tables_at:end].reshape(num_sequences, num_columns),
         )
-        return buffer[: 4 * num_rows].view(4, num_rows), row_starts, kv_lens, tables.view(num_sequences, num_columns)
 
 
 class GraphRunner:
@@ -161,8 +168,13 @@ class GraphRunner:
         return self._logits[: batch.logit_rows.shape[0]].clone()
 
     def warm_up(self) -> None:
-        """Capture small passes of any number of sequences, the largest first: the others compute in its memory."""
-        for num_rows in reversed([size for size in ROW_SIZES if size <= min(_WARM_ROWS, self._max_model_len)]):
+        """Capture a pass of a long prompt, then small ones of any number of sequences.
+
+        The largest come first: the others compute in its memory.
+        """
+        sizes = [size for size in ROW_SIZES if size <= self._max_model_len]
+        self._captured_for(Bucket(sizes[-1], 1))
+        for num_rows in reversed([size for size in sizes if size <= _WARM_ROWS]):
             for exponent in reversed(range((num_rows - 1).bit_length() + 1)):
                 self._captured_for(Bucket(num_rows, 1 << exponent))
 
