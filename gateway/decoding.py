@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from gateway.drafting import Drafting, close_session
+from gateway.lane import Lane
 from gateway.lookahead import Lookahead
+from gateway.pacing import AdaptivePace, FixedPace, Pace
 from gateway.routing import Replica, Router
 from gateway.speculation import SpeculationMetrics
 from specdec.branches import Branches, Path
@@ -48,6 +50,8 @@ LOST: Final = (Unavailable, StaleSession, Overloaded, Cancelled, InternalError)
 
 #: Tokens decoded ahead at most while a draft may come back; the chunks double from one token.
 MAX_CHUNK: Final = 16
+#: More tokens are asked for when so many of those decoded ahead are still to come, so that the target does not wait.
+LOW_WATER: Final = 8
 #: Seconds before a target session is opened anew; doubled with every failure.
 FIRST_BACKOFF_S: Final = 0.05
 LAST_BACKOFF_S: Final = 2.0
@@ -83,6 +87,8 @@ class DecodingSettings:
     min_offer_likelihood: float = 0.3
     #: No drafting while more sequences than this are open; None always drafts.
     disable_by_batch_size: int | None = None
+    #: Every round asks for all the drafted tokens it may; otherwise for as many as pay off.
+    fixed_draft_length: bool = False
 
 
 class Decoder:
@@ -93,6 +99,7 @@ class Decoder:
         self.settings = settings or DecodingSettings()
         self.lookahead = Lookahead(self.settings.num_ahead_proposals)
         self.open_sessions = 0
+        self._lanes: dict[Replica[TargetBackend], Lane] = {}
         #: Closings that outlive their caller (a cancelled one); kept so that they are not collected.
         self.closings: set[asyncio.Task[None]] = set()
 
@@ -101,6 +108,12 @@ class Decoder:
         """Whether so many sequences are open that drafting would slow them down."""
         limit = self.settings.disable_by_batch_size
         return limit is not None and self.open_sessions > limit
+
+    def pace(self, replica: Replica[TargetBackend], limit: int) -> Pace:
+        """What decides the number of drafted tokens of one session on a target, ``limit`` at most."""
+        if self.settings.fixed_draft_length:
+            return FixedPace(limit)
+        return AdaptivePace(self._lanes.setdefault(replica, Lane()), limit)
 
     def start(self, request: DecodingRequest) -> Decoding:
         """A loop for the request; nothing happens until its verdicts are asked for."""
@@ -124,17 +137,21 @@ class Decoding:
         self._end = len(request.prompt) + self._max_tokens
         self._target: TargetSession | None = None
         self._replica: Replica[TargetBackend] | None = None
-        #: A round is under way on the target, asked for at ``_asked_ns``, or before the last verdict, which came then.
-        self._in_round = False
+        self._pace: Pace = FixedPace(0)
+        #: The proposal whose round is under way on the target, asked for at ``_asked_ns``, or before the last verdict,
+        #: which came then.
+        self._round: Proposal | None = None
         self._asked_ns = 0
+        #: Drafted tokens that were asked for with it.
+        self._num_asked = 0
         #: When the last round's verdict came, 0 where the last verdict was not a round's, and the turns of the
         #: lookahead in which the draft was asked at the last two verdicts.
         self._round_ended_ns = 0
         self._turns = (0, 0)
         #: Proposals the target has for rounds after the one under way.
         self._offers = Branches()
-        #: The target decodes up to this length without being asked again.
-        self._ahead_until = 0
+        #: The target decodes up to this length without being asked again; at the other one it is asked for more.
+        self._ahead_until = self._prolong_at = 0
         self._chunk = 1
         self._epoch = 0
         self._overloaded: set[Replica[TargetBackend]] = set()
@@ -163,7 +180,6 @@ class Decoding:
         """
         self._decoder.open_sessions += 1
         try:
-            await self._drafting.request(self._num_draft_tokens())
             while True:
                 verdict = self._commit(await self._in_time())
                 if verdict.finish_reason is None:
@@ -199,7 +215,7 @@ class Decoding:
             try:
                 if target is None:
                     return await self._open()
-                if not self._in_round and len(self.token_ids) >= self._ahead_until:
+                if self._round is None and len(self.token_ids) >= self._ahead_until:
                     await self._ask(target)
                 return self._received(await target.receive())
             except InvalidRequest as error:
@@ -218,12 +234,25 @@ class Decoding:
         if proposal is not None:
             self.metrics.draft_wait_ns += time.perf_counter_ns() - waiting_since_ns
             self._start(target, proposal)
-        if self._in_round:
-            return
-        self._offers.clear()
-        size = self._next_chunk()
-        self._ahead_until = len(self.token_ids) + size
-        target.decode_ahead(len(self.token_ids), size)
+        if self._round is None:
+            self._offers.clear()
+            self._decode_ahead(target, self._next_chunk(self._end - len(self.token_ids)))
+
+    def _decode_ahead(self, target: TargetSession, num_tokens: int) -> None:
+        """Have the target decode so many more tokens on its own account."""
+        length = len(self.token_ids)
+        self._ahead_until = max(self._ahead_until, length) + num_tokens
+        self._prolong_at = self._ahead_until - (LOW_WATER if num_tokens > LOW_WATER else 0)
+        target.decode_ahead(length, self._ahead_until - length)
+
+    def _prolong(self, target: TargetSession) -> None:
+        """Decoding ahead comes to its end: ask for more of it, or have a draft at hand when it is over."""
+        self._prolong_at = self._ahead_until
+        num_remaining = self._end - self._ahead_until
+        if self._num_draft_tokens(num_remaining):
+            self._drafting.prepare()
+        elif num_remaining > 0:
+            self._decode_ahead(target, self._next_chunk(num_remaining))
 
     async def _go_on(self, token_ids: tuple[int, ...]) -> None:
         """After a verdict: have the next round under way and the draft at work before the caller handles the text.
@@ -234,18 +263,23 @@ class Decoding:
         if (offered := self._offers.take()) is not None:
             self._begin(offered)
         self._drafting.commit(token_ids)
-        target = self._target
-        if target is None or len(self.token_ids) < self._ahead_until:
+        target, length = self._target, len(self.token_ids)
+        if target is None:
             return
-        if not self._in_round and (proposal := self._drafting.take()) is not None:
+        if length < self._ahead_until:
+            if length >= self._prolong_at:
+                self._prolong(target)
+            return
+        if self._round is None and (proposal := self._drafting.take()) is not None:
             self._start(target, proposal)
         self._turns = self._turns[1], self._decoder.lookahead.turn
-        if await self._drafting.request(self._num_draft_tokens()) or self._in_round:
+        if await self._drafting.request(self._num_draft_tokens(self._end - length)) or self._round is not None:
             await asyncio.sleep(0)  # the messages leave now
 
-    def _num_draft_tokens(self) -> int:
-        """Drafted tokens wanted in the next round; a round commits one token more."""
-        return 0 if self._decoder.crowded else self._end - len(self.token_ids) - 1
+    def _num_draft_tokens(self, num_remaining: int) -> int:
+        """Drafted tokens wanted in the next round, with so many tokens still to be generated."""
+        idle = self._decoder.crowded or self._drafting.off
+        return self._pace.num_draft_tokens(0 if idle else num_remaining, time.perf_counter_ns())
 
     def _start(self, target: TargetSession, proposal: Proposal) -> None:
         """Ask for the round of a proposal that fits what is committed."""
@@ -257,7 +291,9 @@ class Decoding:
             self._begin(proposal)
 
     def _begin(self, proposal: Proposal) -> None:
-        self._in_round = True
+        self._round = proposal
+        # Where it was drafted ahead, that was when the last round was asked for; and so was its length.
+        self._num_asked = max(self._drafting.k, len(proposal.token_ids))
         self._chunk = 1
         self._asked_ns = time.perf_counter_ns()
         self.metrics.draft_ns += proposal.draft_ns
@@ -281,16 +317,18 @@ class Decoding:
         else:
             self._offers.keep(path, proposal)
 
-    def _next_chunk(self) -> int:
-        """Tokens to decode ahead: all of them when no draft can come back, else chunks of 1, 2, 4, … 16."""
-        remaining = self._end - len(self.token_ids)
+    def _next_chunk(self, num_remaining: int) -> int:
+        """Tokens to decode ahead: all of them when no draft can come back; as many as the pace says while none is
+        wanted; else chunks of 1, 2, 4, … 16 until it is there.
+        """
         if self._drafting.off:
-            return remaining
+            return num_remaining
+        if not self._pace.k:
+            return self._pace.num_ahead(num_remaining, time.perf_counter_ns())
         size, self._chunk = self._chunk, min(2 * self._chunk, MAX_CHUNK)
-        return min(size, remaining)
+        return min(size, num_remaining)
 
     def _received(self, verdict: Verdict) -> Verdict:
-        self._in_round = False
         now_ns = time.perf_counter_ns()
         self.metrics.record(self._checked(verdict), now_ns - self._asked_ns)
         in_round = verdict.num_draft_tokens > 0
@@ -298,6 +336,14 @@ class Decoding:
             lookahead, sessions = self._decoder.lookahead, self._decoder.open_sessions
             lookahead.record(now_ns - self._round_ended_ns, sessions, self._turns[0])
         self._round_ended_ns = now_ns if in_round else 0
+        proposal, self._round = self._round, None
+        if proposal is None:
+            self._pace.record(verdict, 0, 0, now_ns)
+        else:
+            # Drafted tokens that the target cut off say nothing of their acceptance.
+            is_cut = verdict.num_draft_tokens < len(proposal.token_ids)
+            num_asked = verdict.num_draft_tokens if is_cut else self._num_asked
+            self._pace.record(verdict, num_asked, proposal.draft_ns, now_ns)
         return verdict
 
     def _checked(self, verdict: Verdict) -> Verdict:
@@ -315,12 +361,21 @@ class Decoding:
         """Open a session on a target; its first verdict."""
         self._epoch += 1
         self._replica = self._router.pick_target(self._session_id, self._overloaded)
+        self._pace.leave()
+        limit = 0 if self._drafting.off else min(self.request.num_speculative_tokens, self._max_tokens - 1)
+        self._pace = self._decoder.pace(self._replica, limit)
+        if self._num_draft_tokens(self._end - len(self.token_ids)):
+            self._drafting.prepare()
         spec = self._target_spec()
         self._target = await self._replica.backend.open(spec)
-        self._ahead_until = len(self.token_ids) + 1 + spec.decode_ahead_tokens
+        first = self._checked(self._target.first)
+        self._ahead_until = self._prolong_at = first.committed_len + spec.decode_ahead_tokens
+        if spec.decode_ahead_tokens > LOW_WATER:
+            self._prolong_at -= LOW_WATER
         if self.opened is None:
             self.opened = self._target.opened
-        return self._checked(self._target.first)
+        self._pace.record(first, 0, 0, time.perf_counter_ns())
+        return first
 
     async def _recover(self, error: TandemError) -> None:
         """Make room for a new session after the target was lost; raises when it was lost too often."""
@@ -350,7 +405,7 @@ class Decoding:
         await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (failures - 1), LAST_BACKOFF_S))
 
     async def _drop_target(self) -> None:
-        self._in_round = False
+        self._round = None
         self._offers.clear()
         target, self._target = self._target, None
         if target is not None:
@@ -360,6 +415,7 @@ class Decoding:
             await asyncio.shield(task)
 
     async def _close(self) -> None:
+        self._pace.leave()
         try:
             await self._drop_target()
         finally:
@@ -372,8 +428,9 @@ class Decoding:
         if self.opened is not None and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)
         spec = self._spec(self._epoch, params)
-        # Without a draft the whole rest can be asked for at once; the first verdict brings one token of it.
-        return replace(spec, decode_ahead_tokens=self._end - len(self.token_ids) - 1) if self._drafting.off else spec
+        # While no draft is wanted more can be asked for at once; the first verdict brings one token of it.
+        num_ahead = 0 if self._pace.k else self._next_chunk(self._end - len(self.token_ids) - 1)
+        return replace(spec, decode_ahead_tokens=num_ahead)
 
     def _draft_spec(self, epoch: int) -> SessionSpec:
         return self._spec(epoch, self.request.params)

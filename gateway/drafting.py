@@ -117,6 +117,17 @@ class Drafting:
         #: No draft will ever propose for this request.
         self.off = num_speculative_tokens == 0 or not len(router.drafts)
 
+    @property
+    def k(self) -> int:
+        """Drafted tokens asked for in the next round."""
+        return 0 if self._state is None else self._state.k
+
+    def prepare(self) -> None:
+        """Proposals will be wanted soon: open a session in the background where none is."""
+        self._collect()
+        if self._state is None:
+            self._start()
+
     def commit(self, token_ids: tuple[int, ...]) -> None:
         """Tokens were committed: forget the proposals that assumed others."""
         state = self._state

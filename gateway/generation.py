@@ -51,6 +51,7 @@ class Generation:
                 num_ahead_proposals=self.settings.num_ahead_proposals,
                 min_offer_likelihood=self.settings.min_offer_likelihood,
                 disable_by_batch_size=self.settings.disable_by_batch_size,
+                fixed_draft_length=self.settings.fixed_draft_length,
             ),
         )
         self.num_requests = 0

@@ -11,7 +11,7 @@ from gateway.cycles import Cycle, Cycles
 from specdec.pacing.acceptance import Acceptance
 from specdec.pacing.costs import TickCost
 from specdec.pacing.goodput import Choice, Goodput, choose
-from specdec.sessions import Proposal, RoundTimings, Verdict
+from specdec.sessions import RoundTimings, Verdict
 
 #: A plan holds for this long, unless the number of sessions changes by more than an eighth.
 PLAN_NS: Final = 100_000_000
@@ -144,10 +144,10 @@ class Lane:
         self._context += 0.1 * (timings.batch_context / sessions - self._context)
         self._num_foreign += 0.1 * (max(0, sessions - len(self.sessions)) - self._num_foreign)
 
-    def observe_draft(self, proposal: Proposal) -> None:
+    def observe_draft(self, num_tokens: int, draft_ns: int) -> None:
         """Learn what drafting costs."""
-        if proposal.token_ids:
-            self._draft_token_ns += 0.1 * (proposal.draft_ns / len(proposal.token_ids) - self._draft_token_ns)
+        if num_tokens:
+            self._draft_token_ns += 0.1 * (draft_ns / num_tokens - self._draft_token_ns)
 
     def observe_cycle(
         self, verdict: Verdict, cycle_ns: int, num_tokens: int, now_ns: int, *, in_rounds: bool, typical: bool

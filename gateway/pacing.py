@@ -26,6 +26,11 @@ MAX_PROBE_WAIT: Final = 64
 class Pace(Protocol):
     """What a decoding loop asks and tells, one session at a time."""
 
+    @property
+    def k(self) -> int:
+        """Drafted tokens last asked for; 0: the target decodes ahead."""
+        ...
+
     def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
         """Tokens to draft for the next round, with ``num_remaining`` still to be generated; 0: decode ahead."""
         ...
@@ -34,11 +39,11 @@ class Pace(Protocol):
         """Tokens to decode ahead before asking again, where nothing is to be drafted."""
         ...
 
-    def record(self, verdict: Verdict, num_asked: int, now_ns: int) -> None:
+    def record(self, verdict: Verdict, num_asked: int, draft_ns: int, now_ns: int) -> None:
         """A verdict arrived.
 
-        ``num_asked``: drafted tokens that were asked for, less those that were cut off before verification; 0 for
-        tokens decoded ahead.
+        ``num_asked``: drafted tokens that were asked for, less those that were cut off before verification, and
+        ``draft_ns``: what drafting them took; both 0 for tokens decoded ahead.
         """
         ...
 
@@ -52,16 +57,18 @@ class FixedPace:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self.k = 0
 
     def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
         """All that the limit and the rest of the request allow."""
-        return max(0, min(self._limit, num_remaining - 1))
+        self.k = max(0, min(self._limit, num_remaining - 1))
+        return self.k
 
     def num_ahead(self, num_remaining: int, now_ns: int) -> int:
         """Asked only when nothing may be drafted at the moment: soon that may change."""
         return min(MIN_CHUNK, num_remaining)
 
-    def record(self, verdict: Verdict, num_asked: int, now_ns: int) -> None:
+    def record(self, verdict: Verdict, num_asked: int, draft_ns: int, now_ns: int) -> None:
         """Nothing is learned."""
 
     def leave(self) -> None:
@@ -75,8 +82,7 @@ class AdaptivePace:
         self.limit = limit
         self._acceptance = Acceptance(lane.totals)
         self._lane = lane
-        #: What the last answer was.
-        self._k = 0
+        self.k = 0
         #: Rounds left of the probe that is under way, None while there is none; tokens decoded while its draft was not
         #: there yet.
         self._probe_left: int | None = None
@@ -93,25 +99,25 @@ class AdaptivePace:
 
     def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
         """See :class:`Pace`."""
-        lane, limit = self._lane, min(self.limit, num_remaining - 1)
-        if limit <= 0:
+        lane, limit = self._lane, max(0, min(self.limit, num_remaining - 1))
+        if not limit:
             k = 0
         elif self._probe_left is not None:
             k = PROBE_TOKENS
         else:
             k = lane.num_draft_tokens(self.survival, now_ns)
-            if not k and not self._k and num_remaining > PROBE_ROUNDS * (PROBE_TOKENS + 1) and lane.may_probe(now_ns):
+            if not k and not self.k and num_remaining > PROBE_ROUNDS * (PROBE_TOKENS + 1) and lane.may_probe(now_ns):
                 lane.begin_probe(now_ns)
                 self._probe_left, self._probe_wait = PROBE_ROUNDS, 0
                 k = PROBE_TOKENS
         self._turn(min(k, limit), now_ns)
-        return self._k
+        return self.k
 
     def num_ahead(self, num_remaining: int, now_ns: int) -> int:
         """See :class:`Pace`."""
         return min(self._lane.num_ahead(now_ns), num_remaining)
 
-    def record(self, verdict: Verdict, num_asked: int, now_ns: int) -> None:
+    def record(self, verdict: Verdict, num_asked: int, draft_ns: int, now_ns: int) -> None:
         """See :class:`Pace`."""
         lane, num_tokens = self._lane, len(verdict.token_ids)
         lane.observe_tick(verdict.timings)
@@ -121,9 +127,10 @@ class AdaptivePace:
         if in_rounds:
             self._acceptance.observe(num_asked, verdict.num_accepted)
             lane.totals.observe(num_asked, verdict.num_accepted)
+            lane.observe_draft(verdict.num_draft_tokens, draft_ns)
         if last_ns is not None and num_tokens:
             # The first cycle after a change is not typical of what follows.
-            typical = before is in_rounds and (in_rounds or not self._k)
+            typical = before is in_rounds and (in_rounds or not self.k)
             lane.observe_cycle(verdict, now_ns - last_ns, num_tokens, now_ns, in_rounds=in_rounds, typical=typical)
         if self._probe_left is not None:
             self._probe_left -= in_rounds
@@ -140,8 +147,8 @@ class AdaptivePace:
 
     def _turn(self, k: int, now_ns: int) -> None:
         """Change between wanting drafts and plain decoding."""
-        self._lane.num_wanting += (k > 0) - (self._k > 0)
-        self._k = k
+        self._lane.num_wanting += (k > 0) - (self.k > 0)
+        self.k = k
         if not k and self._probe_left is not None:
             self._end_probe(now_ns)
 

@@ -68,6 +68,7 @@ HELP: Final[Mapping[type, Mapping[str, str]]] = {
         "num_ahead_proposals": "proposals drafted ahead of each verdict; a few, where that is faster, if not given",
         "min_offer_likelihood": "how likely a proposal drafted ahead must be to go to the target before its verdict",
         "disable_by_batch_size": "no drafting while more sequences than this are open",
+        "fixed_draft_length": "always draft as many tokens as allowed, whether or not they pay off",
         "request_timeout_s": "seconds a request may take when it names no deadline; unlimited where not given",
         "draft_timeout_s": "seconds a draft may take before the round goes on without it",
         "max_target_retries": "times a session is opened anew on a target before its request fails",

@@ -230,6 +230,8 @@ class GatewaySettings:
     #: above 1 none does.
     min_offer_likelihood: float = 0.3
     disable_by_batch_size: int | None = None
+    #: Every round asks for num_speculative_tokens; otherwise for as many drafted tokens as pay off, none included.
+    fixed_draft_length: bool = False
     #: None leaves the choice to the target.
     verification: Rule | None = None
     #: Seconds a request may take when it names no deadline; None is unlimited.

@@ -102,6 +102,7 @@ def router_of(targets, drafts, info):
 @pytest.fixture
 def make_generation(backends, info, tokenizer):
     def make(**settings):
+        settings = {"fixed_draft_length": True} | settings
         return Generation(router_of(*backends, info), GatewaySettings(**settings), tokenizer)
 
     return make

@@ -225,7 +225,8 @@ class FakeTargetSession(FakeSession):
         self.offers = []
         self.finished = False
         self.first = self.commit([])
-        self.ahead_until = len(self.token_ids) + spec.decode_ahead_tokens
+        self.ahead_from = len(self.token_ids)
+        self.ahead_until = self.ahead_from + spec.decode_ahead_tokens
 
     @property
     def goes_ahead(self):
@@ -265,9 +266,9 @@ class FakeTargetSession(FakeSession):
     def decode_ahead(self, committed_len, num_tokens):
         assert not self.closed
         assert self.asked is None, "a round is under way"
-        assert committed_len == len(self.token_ids)
+        assert self.ahead_from <= committed_len <= len(self.token_ids)
         self.offers.clear()
-        self.ahead_until = committed_len + num_tokens
+        self.ahead_until = max(self.ahead_until, committed_len + num_tokens)
         self.wake.set()
 
     async def step(self):
@@ -278,6 +279,8 @@ class FakeTargetSession(FakeSession):
         await self.backend.work("verify" if self.asked else "ahead")
         self.backend.num_started_by_offers += started_by_offer
         verdict = self.commit(drafted)
+        if self.asked:
+            self.ahead_from = len(self.token_ids)
         self.asked = None
         self.look()
         if verdict.finish_reason:

@@ -10,7 +10,7 @@ from itertools import count
 
 from gateway.lane import Lane
 from gateway.pacing import AdaptivePace, Pace
-from specdec.sessions import Proposal, RoundTimings, Verdict
+from specdec.sessions import RoundTimings, Verdict
 
 MS = 1_000_000
 #: More tokens are asked for when so many of those asked for are left.
@@ -75,6 +75,7 @@ class Client:
     #: When the draft session is open; None: not asked for.
     open_at: float | None = None
     unseen: int = 0
+    draft_ns: int = 0
     asked_at: float = 0.0
     closed: bool = False
 
@@ -160,8 +161,7 @@ class Simulation:
             client.unseen = 0
             wait = 0.0 if hit else draft + 3 * world.network
             done = self.work(world.round_work) + wait
-            proposal = Proposal(1, 1, (1,) * k, draft_ns=int(draft * MS))
-            self.lane.observe_draft(proposal)
+            client.draft_ns = int(draft * MS)
             self.at(done, lambda: self.arrive(client))
             return
         if k:
@@ -246,7 +246,7 @@ class Simulation:
         if client.closed:
             return
         self.log.append((self.now / 1000.0, len(verdict.token_ids)))
-        client.pace.record(verdict, asked, int(self.now * MS))
+        client.pace.record(verdict, asked, client.draft_ns if asked else 0, int(self.now * MS))
         if going_on:
             return
         if client.remaining > 0:

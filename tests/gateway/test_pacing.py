@@ -147,7 +147,7 @@ def test_the_ceiling_and_the_rest_of_the_request_are_obeyed():
         for _ in range(50):
             now += 10 * MS
             assert 0 <= pace.num_draft_tokens(1000, now) <= limit
-            pace.record(verdict(limit, limit), limit, now)
+            pace.record(verdict(limit, limit), limit, 0, now)
         assert pace.num_draft_tokens(2, now) <= 1
         assert pace.num_draft_tokens(1, now) == 0
         assert pace.num_ahead(3, now) == 3
@@ -160,7 +160,7 @@ def test_a_session_leaves_nothing_behind():
     for _ in range(10):
         now += 10 * MS
         k = pace.num_draft_tokens(1000, now)
-        pace.record(verdict(0, k, rows=k + 1), k, now)
+        pace.record(verdict(0, k, rows=k + 1), k, 0, now)
     pace.leave()
     pace.leave()
     assert (lane.num_wanting, lane.num_in_rounds, lane.num_probing, len(lane.sessions)) == (0, 0, 0, 0)
@@ -171,7 +171,7 @@ def test_a_session_that_leaves_in_its_probe_ends_it():
     lane.begin_probe(0)
     first = AdaptivePace(lane, 4)
     first._probe_left = 2
-    first._k = 2
+    first.k = 2
     lane.num_wanting = 1
     first.leave()
     assert (lane.num_probing, lane.num_wanting) == (0, 0)
@@ -189,7 +189,7 @@ def test_answers_depend_on_what_was_counted_alone():
             accepted = min(k, step * 7 % 5)
             now += (10 + k) * MS
             told = verdict(accepted, k, ms=10.0 + k, rows=k + 1)
-            pace.record(Verdict(1, 1, (token_id,) * (accepted + 1), accepted, k, timings=told.timings), k, now)
+            pace.record(Verdict(1, 1, (token_id,) * (accepted + 1), accepted, k, timings=told.timings), k, 0, now)
         return result
 
     assert lengths(1) == lengths(2)
@@ -199,6 +199,6 @@ def test_answers_depend_on_what_was_counted_alone():
 def test_a_fixed_pace_asks_for_all_that_is_allowed():
     pace = FixedPace(4)
     assert [pace.num_draft_tokens(remaining, 0) for remaining in (100, 5, 4, 2, 1)] == [4, 4, 3, 1, 0]
-    pace.record(verdict(), 4, 0)
+    pace.record(verdict(), 4, 0, 0)
     pace.leave()
     assert pace.num_draft_tokens(100, 0) == 4
