@@ -245,8 +245,11 @@ class Lane:
             gain = choice.goodput / self._goodput_plain - 1.0
             if now_ns - plain.updated_ns < gain * CHECK_AGE_NS or not self.allowance.suffices:
                 return choice
-        elif now_ns - self._check_until_ns < FIRST_TRIAL_PAUSE_NS and self._check_until_ns:
-            return choice  # it was looked for a moment ago
+        else:
+            rounds = self.speculative.nearest(self.num_sessions)
+            was_looked_for = self._check_until_ns and now_ns - self._check_until_ns < FIRST_TRIAL_PAUSE_NS
+            if was_looked_for or rounds is None or not rounds.is_measured:
+                return choice
         self.num_checks += 1
         self.plain.refresh()
         self._check_until_ns = now_ns + int(CHECK_CYCLES * self._plain_cycle_ns())
