@@ -7,7 +7,7 @@ from collections import deque
 from typing import Final, Protocol
 
 from gateway.allowance import Allowance
-from gateway.cycles import Cycle, Cycles
+from gateway.cycles import MEASURED, Cycle, Cycles
 from specdec.pacing.acceptance import Acceptance
 from specdec.pacing.costs import TickCost
 from specdec.pacing.goodput import Choice, Goodput, choose
@@ -248,7 +248,7 @@ class Lane:
         else:
             rounds = self.speculative.nearest(self.num_sessions)
             was_looked_for = self._check_until_ns and now_ns - self._check_until_ns < FIRST_TRIAL_PAUSE_NS
-            if was_looked_for or rounds is None or not rounds.is_measured:
+            if was_looked_for or rounds is None or rounds.count < MEASURED:
                 return choice
         self.num_checks += 1
         self.plain.refresh()
@@ -268,7 +268,7 @@ class Lane:
         def goodput(num_tokens: int, num_rounds: int, num_accepted: float) -> float:
             if not num_rounds:
                 return count / plain_ns
-            k, speculating = num_tokens / num_rounds, num_rounds * weight
+            k, speculating, hidden = num_tokens / num_rounds, num_rounds * weight, 1.0
             rows = 1.0 + num_tokens * weight / count  # of each session, on average
             if hopeful or rounds is None:
                 sessions = count
@@ -278,21 +278,22 @@ class Lane:
             else:
                 sessions = max(rounds.sessions * count / rounds.num_sessions, 1.0)
                 longer = self._tick_ns(rows * sessions, sessions) / self._tick_ns(rounds.rows, rounds.sessions)
-                cycle_ns = rounds.target_ns * longer + rounds.rest_ns + self._drafting_ns(rounds, k, plain_rest_ns)
+                hidden = self._hidden_share(rounds, plain_rest_ns)
+                longer_ns = (k - rounds.num_draft_tokens) * self._draft_token_ns * (1.0 - hidden)
+                cycle_ns = rounds.target_ns * longer + rounds.rest_ns + longer_ns
             others = max(0.0, count - speculating)
             others_ns = max(self._tick_ns(rows * sessions, sessions) + plain_rest_ns, plain_ns)
+            if others and rounds is not None and not hopeful:
+                # Who drafts misses a tick of those that decode plainly.
+                cycle_ns = max(cycle_ns, others_ns * (1.0 + (1.0 - hidden) * others / count))
             return (speculating + weight * num_accepted) / max(cycle_ns, 1.0) + others / others_ns
 
         return goodput
 
-    def _drafting_ns(self, rounds: Cycle, k: float, plain_rest_ns: float) -> float:
-        """By how much a cycle gets longer where ``k`` tokens are drafted instead of those of the measured rounds.
-
-        That is at most their time; less where part of it is hidden, which what the cycle has beyond a plain one shows.
-        """
-        longer_ns = (k - rounds.num_draft_tokens) * self._draft_token_ns
+    def _hidden_share(self, rounds: Cycle, plain_rest_ns: float) -> float:
+        """Share of the drafting that cycles do not wait for: what they have beyond plain ones shows the other part."""
         drafting_ns = max(rounds.num_draft_tokens * self._draft_token_ns, 1.0)
-        return longer_ns * min(1.0, max(0.0, rounds.rest_ns - plain_rest_ns) / drafting_ns)
+        return max(0.0, 1.0 - max(0.0, rounds.rest_ns - plain_rest_ns) / drafting_ns)
 
     def _plain_cycle_ns(self) -> float:
         """What a token takes each session while nobody speculates."""
