@@ -68,7 +68,7 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         ("--speculative-disable-by-batch-size", "disable_by_batch_size"),
     ):
         group.add_argument(flag, type=int, metavar="N", help=f'{older}"{key}"')
-    add_flags(group, GatewaySettings, "num_ahead_proposals", "min_offer_likelihood")
+    add_flags(group, GatewaySettings, "fixed_draft_length", "num_ahead_proposals", "min_offer_likelihood")
 
 
 def add_ignored_flags(parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,9 @@ _IGNORED: Final = frozenset(
 #: vLLM's other names of types.
 _DTYPES: Final[Mapping[str, str]] = {"half": "float16", "float": "float32"}
 #: Fields of the gateway's settings that are arguments here, too.
-_GATEWAY_OPTIONS: Final[Sequence[str]] = ("seed", "chat_template", "num_ahead_proposals", "min_offer_likelihood")
+_GATEWAY_OPTIONS: Final[Sequence[str]] = (
+    *("seed", "chat_template", "fixed_draft_length", "num_ahead_proposals", "min_offer_likelihood"),
+)
 #: Offline, all prompts are there at once and each waits for its turn.
 _PATIENCE_S: Final = 1e6
 
@@ -48,8 +50,9 @@ class LLM:
         verification: "token", "block" or "coupled"; None is "block", and "coupled" for requests with a seed.
         options: Fields of :class:`~specdec.settings.ModelSettings` and
             :class:`~specdec.settings.SchedulerSettings` (``dtype``, ``max_model_len``, ``tokenizer``,
-            ``gpu_memory_utilization``, …), ``seed``, ``chat_template``, ``num_ahead_proposals``, and vLLM's older
-            ``speculative_model``, ``num_speculative_tokens``, ``ngram_prompt_lookup_max``, ….
+            ``gpu_memory_utilization``, …), ``seed``, ``chat_template``, ``num_ahead_proposals``,
+            ``fixed_draft_length``, and vLLM's older ``speculative_model``, ``num_speculative_tokens``,
+            ``ngram_prompt_lookup_max``, ….
 
     Raises:
         InvalidRequest: an argument is unknown, out of range, or names a checkpoint that does not exist.

@@ -77,6 +77,7 @@ def check_greedy(reference, expected, outputs):
 
 def make_llm(drafter, k, **settings):
     config = DRAFTERS[drafter] and {**DRAFTERS[drafter], "num_speculative_tokens": k}
+    settings = {"fixed_draft_length": True} | settings  # drafts are verified whether or not they pay off here
     return LLM(model=TARGET_MODEL, speculative_config=config, dtype="float32", **settings)
 
 
