@@ -262,7 +262,7 @@ async def test_a_dying_target_loses_nothing():
 async def test_a_draft_that_comes_back_is_used_again():
     target, draft = FakeTarget(latency_s=0.004), FakeDraft(quality=1.0)
     async with fleet_of([target], [draft]) as (fleet, services):
-        decoder = Decoder(fleet.router, DecodingSettings(draft_timeout_s=0.2))
+        decoder = Decoder(fleet.router, DecodingSettings(draft_timeout_s=0.2, fixed_draft_length=True))
         task = asyncio.create_task(run(decoder, max_tokens=450))
         await until(lambda: draft.num_proposals > 3)
         await services[1].stop()
