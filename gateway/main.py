@@ -40,7 +40,7 @@ def settings_of(args: argparse.Namespace) -> GatewaySettings:
     """The settings that parsed flags stand for.
 
     Raises:
-        InvalidRequest: an address is not ``host:port``.
+        InvalidRequest: an address is neither ``host:port`` nor a Unix domain socket.
     """
     return settings_from(
         GatewaySettings,
@@ -56,8 +56,10 @@ def _addresses(param: str, given: Sequence[str]) -> tuple[str, ...]:
     addresses = tuple(part.strip() for text in given for part in text.split(",") if part.strip())
     for address in addresses:
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise InvalidRequest(f"{param} holds {address!r}; write each as host:port", param=param)
+        if not address.startswith(("unix:/", "unix-abstract:")) and not (host and port.isdecimal()):
+            raise InvalidRequest(
+                f"{param} holds {address!r}; write each as host:port, unix:/path or unix-abstract:name", param=param
+            )
     return tuple(dict.fromkeys(addresses))
 
 

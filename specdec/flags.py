@@ -55,6 +55,7 @@ HELP: Final[Mapping[type, Mapping[str, str]]] = {
     ServerSettings: {
         "host": "address to listen on",
         "port": "port to listen on; 0 takes a free one",
+        "socket": "Unix domain socket to listen on as well: unix:/path or unix-abstract:name",
         "drain_s": "seconds open streams get to finish after SIGTERM",
         "max_concurrent_rpcs": "streams and calls at once",
     },

@@ -199,10 +199,20 @@ class ServerSettings:
     host: str = "127.0.0.1"
     #: 0 takes a free port.
     port: int = 0
+    #: A Unix domain socket to listen on as well, for gateways on the same machine: "unix:/path", or on Linux
+    #: "unix-abstract:name".
+    socket: str | None = None
     #: Seconds open streams get to finish after SIGTERM.
     drain_s: float = 20.0
     #: Streams and calls at once; more get RESOURCE_EXHAUSTED.
     max_concurrent_rpcs: int = 1024
+
+    def __post_init__(self) -> None:
+        _require(
+            self.socket is None or self.socket.startswith(("unix:/", "unix-abstract:")),
+            "socket",
+            f"socket is {self.socket!r}; write unix:/path or unix-abstract:name",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

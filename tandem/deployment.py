@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -145,7 +146,8 @@ def services_of(deployment: Deployment, *, target: str | None = None) -> list[Se
             name="target",
             module="target_service",
             arguments=(*flags_of(deployment.target.model), *flags_of(deployment.target.scheduler),
-                       "--verification", str(deployment.target.verification), "--port", str(target_port), *drain),
+                       "--verification", str(deployment.target.verification),
+                       *_listening_flags(target_port), *drain),
             environment=environment,
             address=f"127.0.0.1:{target_port}",
         )
@@ -159,15 +161,15 @@ def services_of(deployment: Deployment, *, target: str | None = None) -> list[Se
                 module="draft_service",
                 arguments=(
                     *flags_of(draft.speculative, skip={"draft_tensor_parallel_size", "disable_by_batch_size"}),
-                    *model, *flags_of(draft.scheduler, skip={"max_wait_s"}), "--port", str(port), *drain),
+                    *model, *flags_of(draft.scheduler, skip={"max_wait_s"}), *_listening_flags(port), *drain),
                 environment=environment,
                 address=f"127.0.0.1:{port}",
             )
         )  # fmt: skip
     gateway = replace(
         deployment.gateway,
-        targets=(target or services[0].address,),
-        drafts=tuple(service.address for service in services[1:]),
+        targets=(_nearest(target or services[0].address),),
+        drafts=tuple(_nearest(service.address) for service in services[1:]),
     )
     services.append(
         Service(
@@ -178,6 +180,17 @@ def services_of(deployment: Deployment, *, target: str | None = None) -> list[Se
         )
     )
     return services[1:] if target else services
+
+
+def _listening_flags(port: int) -> tuple[str, ...]:
+    address = f"127.0.0.1:{port}"
+    socket = _nearest(address)
+    return ("--port", str(port)) if socket == address else ("--port", str(port), "--socket", socket)
+
+
+def _nearest(address: str) -> str:
+    """How the gateway reaches a service of this machine: past TCP where the system has sockets without a file."""
+    return f"unix-abstract:tandem-{address.rpartition(':')[2]}" if sys.platform == "linux" else address
 
 
 def flags_of(settings: Any, *, skip: set[str] = frozenset()) -> tuple[str, ...]:  # type: ignore[assignment]

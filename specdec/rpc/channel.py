@@ -44,6 +44,9 @@ CHANNEL_OPTIONS: Final = (
 
 
 def open_channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
-    """A channel to ``host:port``; ``options`` are added to ours and win over them. Close it when done."""
+    """A channel to ``host:port`` or to a Unix domain socket (``unix:/path``, ``unix-abstract:name``).
+
+    ``options`` are added to ours and win over them. Close it when done.
+    """
     ours = dict(CHANNEL_OPTIONS) | dict(options)
     return grpc.aio.insecure_channel(address, options=list(ours.items()))

@@ -83,6 +83,14 @@ class RpcServer:
                 " (0 takes a free one)",
                 param="port",
             ) from error
+        if (socket := self.settings.socket) is not None:
+            try:
+                self._server.add_insecure_port(socket)
+            except RuntimeError as error:
+                raise InvalidRequest(
+                    f"cannot listen on {socket}: the name is taken or not allowed; choose another socket",
+                    param="socket",
+                ) from error
         await self._server.start()
 
     async def set_serving(self, serving: bool) -> None:

@@ -144,11 +144,12 @@ def parse(*argv):
 def test_flags():
     assert parse() == GatewaySettings()
     given = parse(
-        "--targets", "a:1,b:2", "--targets", "c:3", "--drafts", "[::1]:4", "--served-model-name", "m", "--verification",
-        "coupled", "--num-speculative-tokens", "7", "--request-timeout-s", "2.5", "--seed", "1", "--chat-template", "x",
+        "--targets", "a:1,b:2", "--targets", "c:3", "--drafts", "[::1]:4,unix:/d,unix-abstract:d",
+        "--served-model-name", "m", "--verification", "coupled", "--num-speculative-tokens", "7",
+        "--request-timeout-s", "2.5", "--seed", "1", "--chat-template", "x",
     )  # fmt: skip
     assert given.targets == ("a:1", "b:2", "c:3")
-    assert given.drafts == ("[::1]:4",)
+    assert given.drafts == ("[::1]:4", "unix:/d", "unix-abstract:d")
     assert given.served_model_name == ("m",)
     assert given.verification is Rule.COUPLED
     assert (given.num_speculative_tokens, given.request_timeout_s, given.seed) == (7, 2.5, 1)

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import sys
 from contextlib import asynccontextmanager
 
 import grpc
@@ -255,6 +257,28 @@ async def test_a_taken_port_is_a_clear_error():
         with pytest.raises(errors.InvalidRequest, match=rf"cannot listen on 127\.0\.0\.1:{server.port}: the port is"):
             await other.start()
         await other.stop()
+
+
+@pytest.mark.parametrize("kind", ["unix-abstract:", "unix:"])
+async def test_a_socket_serves_beside_the_port(kind, tmp_path):
+    if kind == "unix-abstract:" and sys.platform != "linux":
+        pytest.skip("abstract sockets are Linux's")
+    socket = kind + (f"tandem-test-{os.getpid()}" if kind == "unix-abstract:" else str(tmp_path / "socket"))
+    async with serving(socket=socket) as (server, by_port), open_channel(socket) as by_socket:
+        assert server.port > 0
+        for channel in (by_port, by_socket):
+            async with SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
+                assert (await stream.turn(open_message())).opened.epoch == 1
+                assert (await stream.turn(round_message(7), timeout_s=5)).verdict.base_len == 7
+
+
+async def test_sockets_that_cannot_be_had_are_clear_errors(tmp_path):
+    with pytest.raises(errors.InvalidRequest, match="write unix:/path or unix-abstract:name"):
+        ServerSettings(socket="/tmp/socket")
+    server = RpcServer(ServerSettings(socket=f"unix:{tmp_path}/none/socket"))
+    with pytest.raises(errors.InvalidRequest, match="cannot listen on unix:"):
+        await server.start()
+    await server.stop()
 
 
 async def test_health_and_reflection():

@@ -152,8 +152,14 @@ def test_services_get_what_differs_from_the_defaults() -> None:
     assert "--dtype float32" in draft
     assert f"--model {DRAFT}" in draft
     assert "--num-threads 1" in draft
-    assert f"--targets {services['target'].address}" in gateway
-    assert f"--drafts {services['draft'].address}" in gateway
+    for name, arguments in (("target", target), ("draft", draft)):
+        host, port = services[name].address.split(":")
+        assert f"--port {port}" in arguments
+        if sys.platform == "linux":  # the gateway goes past TCP
+            assert f"--socket unix-abstract:tandem-{port}" in arguments
+            assert f"--{name}s unix-abstract:tandem-{port}" in gateway
+        else:
+            assert f"--{name}s {host}:{port}" in gateway
     assert all("--drain-s 3" in arguments for arguments in (target, draft))
 
 
