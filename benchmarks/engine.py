@@ -186,6 +186,7 @@ def measure(
     while len(bandwidths) < _MIN_ROUNDS or time.perf_counter() < ends:
         bandwidths.append(read_bandwidth(memory, threads))
         time.sleep(_PAUSE_S)
+        run_pass(engine, wanted[0])  # wakes the engine's threads
         for load, found in times.items():
             found.append(run_pass(engine, load))
     entry_bytes = sum(cache[0, :, 0].nbytes for pair in engine._caches for cache in pair)
@@ -206,8 +207,9 @@ def show(report: Report) -> Iterator[Table | str]:
     memory = f"memory is read at {report.bandwidth / 1e9:.1f} GB/s"
     yield f"[bold]{report.model}[/]: {weights}, {report.threads} threads; {memory}"
     for title, of_one_session in (("rows of one session", True), ("sessions, one row each", False)):
-        table = Table(title=f"{title}: ms (share of the bandwidth)", title_justify="left")
-        table.add_column(title.partition(",")[0], justify="right")
+        yield f"{title}: ms (share of the bandwidth)"
+        table = Table()
+        table.add_column(title.partition(" ")[0], justify="right")
         for context in contexts:
             table.add_column(f"context {context}", justify="right")
         numbers = {p.rows if of_one_session else p.sessions for p in report.points if of_one_session or p.rows == 1}
