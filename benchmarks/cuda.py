@@ -70,14 +70,15 @@ def main() -> int:
         raise Unavailable(
             "there is no CUDA device here; --device cpu --sizes tiny tries the command itself, without its meaning"
         )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     console = Console(width=130)
+    console.print(f"{name}, torch {torch.__version__}", style="bold", highlight=False)
     with TemporaryDirectory() as scratch:
         found = {size: measure(size, args, args.folder or Path(scratch), console) for size in args.sizes}
     passed = all(check["passed"] for each in found.values() for check in each["checks"])
     if args.json:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        arguments = {name: value for name, value in vars(args).items() if name != "json"}
-        content = {"device": name, "torch": torch.__version__, "arguments": arguments, "sizes": found}
+        arguments = {flag: value for flag, value in vars(args).items() if flag != "json"}
+        content = {"device": name, "torch": str(torch.__version__), "arguments": arguments, "sizes": found}
         Path(args.json).write_text(json.dumps(content, indent=1, default=str) + "\n")
     if not passed:
         print(f"benchmarks.cuda: error: {args.device} does not answer as the CPU does", file=sys.stderr)

@@ -154,7 +154,8 @@ async def _measure_here(args: argparse.Namespace) -> Report:
         drafts = [system.router.draft_model() for system in systems.values() if system.router is not None]
     sizes = [f"draft {each.num_parameters / 1e6:.1f} M" for each in drafts if each is not None and each.num_parameters]
     names = ", ".join(next(iter(deployments.values())).gateway.served_model_name)
-    parts = [f"{names}: target {info.num_parameters / 1e6:.1f} M", *sizes, info.dtype, f"k = {k} at most"]
+    where = info.dtype if info.device == "cpu" else f"{info.dtype} on {info.device}"
+    parts = [f"{names}: target {info.num_parameters / 1e6:.1f} M", *sizes, where, f"k = {k} at most"]
     notes = [*_plan_notes(args, plans), f"services: {args.services}", *machine_notes(threads)]
     return Report(", ".join(parts), sections, notes)
 
