@@ -85,24 +85,28 @@ class TickResult:
 def run_tick(model: Model, verifier: Verifier, parts: Sequence[Part]) -> TickResult:
     """Feed all parts in one forward pass, verify all rounds at once, and commit their tokens to the states."""
     started_ns = time.perf_counter_ns()
-    logits = model.forward([Segment(part.subject.sequence, part.token_ids, part.num_logits) for part in parts])
-    forward_done_ns = time.perf_counter_ns()
+    segments: list[Segment] = []
     rounds: list[Round] = []
     row = 0
     for part in parts:
-        row += part.num_logits
+        subject, num_logits = part.subject, part.num_logits
+        segments.append(Segment(subject.sequence, part.token_ids, num_logits))
+        row += num_logits
         if part.decides:
-            subject = part.subject
             start_row = row - len(part.draft_token_ids) - 1
             rounds.append(
                 Round(subject.state, subject.rule, start_row, part.draft_token_ids, part.q_rows, subject.logprobs)
             )
+    logits = model.forward(segments)
+    forward_done_ns = time.perf_counter_ns()
     outcomes = iter(verifier.verify(logits, rounds))
     results = []
     row = 0
-    for part in parts:
-        scored = _score_prompt(part, logits[row : row + part.num_logits])
-        row += part.num_logits
+    for part, segment in zip(parts, segments, strict=True):
+        scored: Sequence[PositionLogprobs] = ()
+        if part.is_prefill and part.subject.prompt_logprobs is not None:
+            scored = _score_prompt(part, part.subject.prompt_logprobs, logits[row : row + segment.num_logits])
+        row += segment.num_logits
         results.append(_commit(part, next(outcomes), scored) if part.decides else PartResult(prompt_logprobs=scored))
     timings = RoundTimings(
         forward_ns=forward_done_ns - started_ns,
@@ -123,15 +127,12 @@ def _commit(part: Part, outcome: Outcome, scored: Sequence[PositionLogprobs]) ->
     return PartResult(cut, outcome.num_accepted, outcome.logprobs[: len(cut.token_ids)], scored)
 
 
-def _score_prompt(part: Part, logits: torch.Tensor) -> Sequence[PositionLogprobs]:
+def _score_prompt(part: Part, num_top: int, logits: torch.Tensor) -> Sequence[PositionLogprobs]:
     """Log-probabilities of the prompt's tokens that follow those of the chunk; its last token decides the output."""
     subject = part.subject
-    if not part.is_prefill or subject.prompt_logprobs is None:
-        return ()
     end = subject.sequence.length
     start = end - len(part.token_ids)
     following = subject.state.token_ids[start + 1 : min(end + 1, subject.ending.prompt_len)]
     if not following:
         return ()
-    num_tokens = subject.state.num_tokens
-    return position_logprobs(logits[: len(following)], following, subject.prompt_logprobs, num_tokens)
+    return position_logprobs(logits[: len(following)], following, num_top, subject.state.num_tokens)

@@ -19,6 +19,8 @@ from specdec.engine.batch import Batch, Segment, build_batch
 from specdec.engine.cuda.graphs import CudaCapture, GraphRunner, reserved_bytes
 from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, bind, record_layers
+from specdec.engine.native.decoder import NativeDecoder
+from specdec.engine.native.feed import feed, takes
 from specdec.engine.self_check import Reference
 from specdec.errors import InvalidRequest, ModelNotSupported, Unavailable
 from specdec.sampling.transfer import send
@@ -177,6 +179,11 @@ class Engine:
         """
         if self._model is None:
             raise Unavailable("the engine is closed")
+        if isinstance(self._decoder, NativeDecoder) and takes(segments):
+            self.copy_blocks()
+            limit = self.info.max_model_len
+            size, vocab_size = self.pool.block_size, self.info.vocab_size
+            return feed(self._decoder, segments, block_size=size, vocab_size=vocab_size, max_model_len=limit)
         with torch.inference_mode():
             batch = self.prepare(segments)
             logits = self._run(batch)

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "decoder.h"
+#include "layout.h"
 #include "sampling.h"
 
 namespace tandem {
@@ -63,12 +64,13 @@ class Drafting {
  private:
   // Takes all working memory; false if there is none.
   bool lay_out() {
-    num_rows_ = width_ = 0;
+    num_rows_ = 0;
+    layout_.block_size = batch_.plan.block_size;
     for (int64_t c = 0; c < num_chains_; c++) {
       const Chain& chain = chains_[c];
       num_rows_ += chain.num_token_ids;
       const int64_t longest = chain.length + chain.num_token_ids + chain.num_tokens;
-      width_ = std::max(width_, (longest + batch_.plan.block_size - 1) / batch_.plan.block_size);
+      layout_.width = std::max(layout_.width, layout_.blocks_of(longest));
       prefix_ = std::max(prefix_, chain.num_assumed + out_.depth);
     }
     char* memory = nullptr;
@@ -80,15 +82,12 @@ class Drafting {
     };
     for (int pass = 0; pass < 2; pass++) {
       end = 0;
-      positions_ = reinterpret_cast<int64_t*>(take(num_rows_ * 8));
-      slots_ = reinterpret_cast<int64_t*>(take(num_rows_ * 8));
+      layout_.take(take, num_rows_, num_chains_);
       ids_ = reinterpret_cast<int64_t*>(take(num_rows_ * 8));
       logit_rows_ = reinterpret_cast<int64_t*>(take(num_chains_ * 8));
       active_ = reinterpret_cast<int64_t*>(take(num_chains_ * 8));
       row_of_ = reinterpret_cast<int64_t*>(take(num_chains_ * 8));
       prefixes_ = reinterpret_cast<int64_t*>(take(num_chains_ * prefix_ * 8));
-      row_starts_ = reinterpret_cast<int32_t*>(take((num_chains_ + 1) * 4));
-      tables_ = reinterpret_cast<int32_t*>(take(num_chains_ * width_ * 4));
       logits_ = reinterpret_cast<float*>(take(num_chains_ * model_.vocab * 4));
       own_ = take(threads_ * own_bytes());
       if (pass == 0 && !(memory = working_memory(size_t(end)))) return false;
@@ -98,30 +97,12 @@ class Drafting {
 
   int64_t own_bytes() const { return round_up(Workspace::bytes(model_.vocab), 64); }
 
-  // Rows of one sequence, and its table.
   void place(int64_t sequence, int64_t c, int64_t from, int64_t count, int64_t row) {
-    const Chain& chain = chains_[c];
-    const int64_t block_size = batch_.plan.block_size;
-    int32_t* table = tables_ + sequence * width_;
-    for (int64_t i = 0; i < width_; i++)
-      table[i] = chain.blocks && i * block_size < from + count ? chain.blocks[i] : 0;
-    for (int64_t i = 0; i < count; i++) {
-      positions_[row + i] = from + i;
-      slots_[row + i] = table[(from + i) / block_size] * block_size + (from + i) % block_size;
-    }
-    row_starts_[sequence] = int32_t(row);
+    layout_.place(sequence, chains_[c].blocks, from, count, row);
   }
 
   int pass(int64_t num_sequences, int64_t num_rows, int64_t num_logits) {
-    row_starts_[num_sequences] = int32_t(num_rows);
-    Plan& plan = batch_.plan;
-    plan.positions = positions_;
-    plan.slots = slots_;
-    plan.row_starts = row_starts_;
-    plan.block_tables = tables_;
-    plan.num_rows = num_rows;
-    plan.num_sequences = num_sequences;
-    plan.table_width = width_;
+    batch_.plan = layout_.plan(num_sequences, num_rows);
     batch_.token_ids = ids_;
     batch_.logit_rows = logit_rows_;
     batch_.num_logits = num_logits;
@@ -194,12 +175,12 @@ class Drafting {
   const volatile int32_t* stop_;  // [chains] or null; written by another thread
   const Drafted out_;
   const int threads_;
-  int64_t num_rows_ = 0, width_ = 0, prefix_ = 0, num_active_ = 0;
-  int64_t *positions_, *slots_, *ids_, *logit_rows_;
+  int64_t num_rows_ = 0, prefix_ = 0, num_active_ = 0;
+  Layout layout_{};
+  int64_t *ids_, *logit_rows_;
   int64_t* active_;  // chains that go on
   int64_t* row_of_;  // and where their logits are
   int64_t* prefixes_;
-  int32_t *row_starts_, *tables_;
   float* logits_;
   char* own_;
 };

@@ -154,6 +154,8 @@ class NativeLibrary:
         self.write_rows.restype = None
         self.decoder_forward = lib.tandem_decoder_forward
         self.decoder_forward.argtypes = (_Pointer, _Pointer, _Int)
+        self.feed = lib.tandem_feed
+        self.feed.argtypes = (_Pointer, _Pointer, _Pointer, _Int64, _Pointer, _Int)
         self.draft_chains = lib.tandem_draft_chains
         self.draft_chains.argtypes = (_Pointer, _Pointer, _Pointer, _Int64, _Pointer, _Pointer, _Int)
         self.draft_rows = lib.tandem_draft_rows

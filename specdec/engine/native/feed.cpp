@@ -1,0 +1,61 @@
+// One pass over segments: tokens fed to sequences, laid out here.
+#include <algorithm>
+
+#include "decoder.h"
+#include "layout.h"
+#include "sampling.h"
+
+namespace tandem {
+
+// Mirrors _FEED of feed.py.
+struct Feed {
+  const int32_t* blocks;     // of its sequence; null: block 0 takes all rows
+  const int64_t* token_ids;  // [num_tokens]; those of the next feed follow
+  int64_t num_tokens;
+  int64_t length;      // entries in the cache
+  int64_t num_logits;  // of the last rows
+};
+
+}  // namespace tandem
+
+using namespace tandem;
+
+// Feeds every segment. `caches` names caches, rotary tables and block size; the rest of it is not read. `logits` takes the
+// rows wanted, in order. Returns what forward() returns.
+extern "C" __attribute__((visibility("default"))) int tandem_feed(const Model* model, const Batch* caches, const Feed* feeds,
+                                                                  int64_t num_feeds, float* logits, int threads) {
+  Batch batch = *caches;
+  Layout layout{};
+  layout.block_size = batch.plan.block_size;
+  int64_t num_rows = 0, num_logits = 0;
+  for (int64_t s = 0; s < num_feeds; s++) {
+    num_rows += feeds[s].num_tokens;
+    num_logits += feeds[s].num_logits;
+    layout.width = std::max(layout.width, layout.blocks_of(feeds[s].length + feeds[s].num_tokens));
+  }
+  char* memory = nullptr;
+  int64_t* logit_rows = nullptr;
+  for (int pass = 0; pass < 2; pass++) {
+    int64_t end = 0;
+    auto take = [&](int64_t bytes) {
+      char* at = memory ? memory + end : nullptr;
+      end += round_up(bytes, 64);
+      return at;
+    };
+    layout.take(take, num_rows, num_feeds);
+    logit_rows = reinterpret_cast<int64_t*>(take(num_logits * 8));
+    if (pass == 0 && !(memory = working_memory(size_t(end)))) return -1;
+  }
+  int64_t row = 0, wanted = 0;
+  for (int64_t s = 0; s < num_feeds; s++) {
+    layout.place(s, feeds[s].blocks, feeds[s].length, feeds[s].num_tokens, row);
+    row += feeds[s].num_tokens;
+    for (int64_t i = row - feeds[s].num_logits; i < row; i++) logit_rows[wanted++] = i;
+  }
+  batch.plan = layout.plan(num_feeds, num_rows);
+  batch.token_ids = num_feeds ? feeds[0].token_ids : nullptr;
+  batch.logit_rows = logit_rows;
+  batch.num_logits = num_logits;
+  batch.logits = logits;
+  return forward(*model, batch, threads);
+}

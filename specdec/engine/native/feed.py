@@ -1,0 +1,85 @@
+"""A pass over segments in one native call: a small one costs no torch operation but the memory for its logits."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from specdec.engine.batch import Segment
+from specdec.engine.native.decoder import NativeDecoder
+from specdec.errors import InvalidRequest
+
+#: ``Feed`` of feed.cpp.
+_FEED: Final = struct.Struct("5q")
+
+
+def takes(segments: Sequence[Segment]) -> bool:
+    """Whether all token ids are host integers."""
+    return not any(isinstance(segment.token_ids, torch.Tensor) for segment in segments)
+
+
+def feed(
+    decoder: NativeDecoder, segments: Sequence[Segment], *, block_size: int, vocab_size: int, max_model_len: int
+) -> torch.Tensor:
+    """:meth:`specdec.engine.engine.Engine.forward` on a native decoder whose engine has begun a pass.
+
+    Raises as :func:`specdec.engine.batch.build_batch`.
+    """
+    tokens = array("q")
+    starts = []
+    longest = num_logits = 0
+    for segment in segments:
+        sequence, count = segment.sequence, len(segment.token_ids)
+        if not 0 <= segment.num_logits <= count or count == 0:
+            raise ValueError(f"a segment of {count} tokens cannot give {segment.num_logits} rows of logits")
+        end = sequence.length + count
+        if end > min(sequence.max_tokens, max_model_len):
+            raise ValueError(
+                f"{sequence.length} entries and {count} tokens exceed the {sequence.max_tokens} the sequence has room"
+                f" for (the model takes {max_model_len})"
+            )
+        longest = max(longest, end)
+        num_logits += segment.num_logits
+        starts.append(len(tokens))
+        tokens.extend(segment.token_ids)
+    if len({id(segment.sequence) for segment in segments}) != len(segments):
+        raise ValueError("a sequence stands in two segments of one batch")
+    smallest, largest = min(tokens), max(tokens)
+    if smallest < 0 or largest >= vocab_size:
+        wrong = smallest if smallest < 0 else largest
+        raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {vocab_size} tokens", param="token_ids")
+
+    at, _ = tokens.buffer_info()
+    packed = bytearray(_FEED.size * len(segments))
+    blocks = [segment.sequence.blocks for segment in segments]  # held: the event loop may replace a sequence's own
+    for s, (segment, start) in enumerate(zip(segments, starts, strict=True)):
+        _FEED.pack_into(
+            packed,
+            s * _FEED.size,
+            0 if segment.sequence.released else blocks[s].__array_interface__["data"][0],
+            at + 8 * start,
+            len(segment.token_ids),
+            segment.sequence.length,
+            segment.num_logits,
+        )
+    logits = torch.empty(num_logits, decoder.vocab_size)
+    caches = decoder.caches_for(longest)
+    caches.plan.block_size = block_size
+    decoder.check(
+        decoder.library.feed(
+            decoder.address,
+            ctypes.addressof(caches),
+            ctypes.addressof(ctypes.c_char.from_buffer(packed)),
+            len(segments),
+            logits.data_ptr(),
+            decoder.num_threads,
+        )
+    )
+    for segment in segments:
+        segment.sequence.length += len(segment.token_ids)
+    return logits
