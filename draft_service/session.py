@@ -291,7 +291,7 @@ class CoreSession:
                 self._outbox.put(outcome)
                 return
             self._send(outcome, wish)
-            if outcome.token_ids:
+            if num_guesses and outcome.token_ids:
                 self._tree.plant(length, outcome)
             self._look_ahead(message.num_ahead)
 
