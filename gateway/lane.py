@@ -35,8 +35,8 @@ CHECK_AGE_NS: Final = 20_000_000_000
 FIRST_TRIAL_PAUSE_NS: Final = 2_000_000_000
 LAST_TRIAL_PAUSE_NS: Final = 60_000_000_000
 #: The same for probes, in plain cycles; for so many sessions one may probe at a time.
-FIRST_PROBE_PAUSE: Final = 16
-LAST_PROBE_PAUSE: Final = 512
+FIRST_PROBE_PAUSE: Final = 256
+LAST_PROBE_PAUSE: Final = 1024
 PROBE_SHARE: Final = 8
 #: Tokens decoded ahead on one request, at least and at most.
 MIN_CHUNK: Final = 16
@@ -89,6 +89,8 @@ class Lane:
         self._planned_ns: int | None = None
         self._planned_sessions = 0.0
         self._goodput_plain = 0.0
+        #: Whether speculation would pay at best, so that a trial may come.
+        self._may_pay = True
         #: A trial or a check is under way until then.
         self._trial_until_ns = self._check_until_ns = 0
         self._next_trial_ns = 0
@@ -124,7 +126,13 @@ class Lane:
         """Tokens a session should decode ahead before it asks again."""
         if now_ns < self._check_until_ns:
             return CHECK_CYCLES // 2
-        soonest_ns = min(self._next_probe_ns, max(self._next_trial_ns, now_ns + PLAN_NS)) - now_ns
+        # A trial is for all sessions; of many one always asks soon enough to probe.
+        if self._may_pay:
+            soonest_ns = max(self._next_trial_ns, now_ns + PLAN_NS) - now_ns
+        elif len(self.sessions) < PROBE_SHARE:
+            soonest_ns = self._next_probe_ns - now_ns
+        else:
+            return MAX_CHUNK
         return min(max(int(soonest_ns / self._plain_cycle_ns()), MIN_CHUNK), MAX_CHUNK)
 
     def may_probe(self, now_ns: int) -> bool:
@@ -219,12 +227,13 @@ class Lane:
         if gain >= SURE or (gain >= BEGIN and may_try):
             self._back_off(now_ns)
             return self._check(choice, now_ns)
-        if now_ns < self._trial_until_ns or (may_try and self.allowance.suffices):
-            hoped = choose(survivals, self._goodput(weight, hopeful=True))
-            if hoped.num_tokens and hoped.goodput >= BEGIN * self._goodput_plain:
-                if may_try:
-                    self._begin_trial(now_ns)
-                return hoped
+        hoped = choose(survivals, self._goodput(weight, hopeful=True))
+        self._may_pay = hoped.num_tokens > 0 and hoped.goodput >= BEGIN * self._goodput_plain
+        is_trial = now_ns < self._trial_until_ns
+        if self._may_pay and (is_trial or (may_try and self.allowance.suffices)):
+            if not is_trial:
+                self._begin_trial(now_ns)
+            return hoped
         return _NOTHING
 
     def _begin_trial(self, now_ns: int) -> None:

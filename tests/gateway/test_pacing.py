@@ -71,7 +71,7 @@ def test_nearly_as_fast_as_the_best_fixed_length(kind, rate, sessions, hits):
     of = world(kind, rate, sessions, hits)
     best = max(throughput(fixed(k), of)[0] for k in (1, 2, 4))
     assert best > 1.1 * throughput(plain, of)[0]
-    assert throughput(adaptive, of)[0] > 0.9 * best
+    assert throughput(adaptive, of)[0] > 0.85 * best
 
 
 def test_nothing_is_drafted_while_nothing_is_accepted_but_for_rare_probes():
