@@ -28,7 +28,7 @@ HELP: Final[Mapping[type, Mapping[str, str]]] = {
     ModelSettings: {
         "tokenizer": "folder of the tokenizer; the model's own where not given",
         "dtype": "type of weights and activations",
-        "quantization": "round the weights of linear layers to 8 bits at load, on a CPU",
+        "quantization": "round the weights of linear layers to 8 bits at load, on a CPU; auto: where that can be done",
         "device": '"auto", "cpu" or "cuda:N"',
         "max_model_len": "longest sequence in tokens; the checkpoint's where not given",
         "gpu_memory_utilization": "share of a GPU's memory for weights, activations and KV cache",

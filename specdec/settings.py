@@ -14,7 +14,7 @@ from specdec.errors import InvalidRequest
 from specdec.sessions import Rule
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "auto")
 METHODS = ("draft_model", "ngram", "none")
 
 
@@ -33,8 +33,8 @@ class ModelSettings:
     tokenizer: str | None = None
     #: "auto" takes the checkpoint's.
     dtype: str = "auto"
-    #: Weights of linear layers are rounded at load, on a CPU: "int8", or None for not at all. A checkpoint that is
-    #: quantised already loads as it is.
+    #: Weights of linear layers are rounded at load, on a CPU: "int8", "auto" for int8 where that can be done, or None
+    #: for not at all. A checkpoint that is quantised already loads as it is.
     quantization: str | None = None
     #: "auto", "cpu" or "cuda:N".
     device: str = "auto"
@@ -64,7 +64,7 @@ class ModelSettings:
             f"quantization is {self.quantization!r}; choose one of {', '.join(QUANTIZATIONS)}, or none",
         )
         _require(
-            self.quantization is None or not self.enforce_eager,
+            self.quantization in (None, "auto") or not self.enforce_eager,
             "quantization",
             "quantization needs the packed layers that enforce_eager switches off; give one of the two",
         )
@@ -117,6 +117,8 @@ class SpeculativeSettings:
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
     draft_tensor_parallel_size: int = 1
+    #: The draft model's :attr:`ModelSettings.quantization`. Rounding it costs a little acceptance and no exactness.
+    quantization: str | None = "auto"
     #: Speculation pauses while more sessions than this are open; None never pauses.
     disable_by_batch_size: int | None = None
 

@@ -123,7 +123,12 @@ def _share_device(model: ModelSettings, speculative: SpeculativeSettings) -> tup
     """The draft's settings and the target's, so that both fit the device."""
     assert speculative.model is not None
     draft = replace(
-        model, model=speculative.model, tokenizer=None, num_threads=_DRAFT_THREADS, kv_cache_memory_bytes=None
+        model,
+        model=speculative.model,
+        tokenizer=None,
+        quantization=speculative.quantization,
+        num_threads=_DRAFT_THREADS,
+        kv_cache_memory_bytes=None,
     )
     if model.device.startswith("cuda") or (model.device == "auto" and Path("/dev/nvidia0").exists()):
         share = model.gpu_memory_utilization
@@ -160,7 +165,9 @@ def services_of(deployment: Deployment, *, target: str | None = None) -> list[Se
                 name="draft",
                 module="draft_service",
                 arguments=(
-                    *flags_of(draft.speculative, skip={"draft_tensor_parallel_size", "disable_by_batch_size"}),
+                    *flags_of(
+                        draft.speculative, skip={"draft_tensor_parallel_size", "disable_by_batch_size", "quantization"}
+                    ),
                     *model, *flags_of(draft.scheduler, skip={"max_wait_s"}), *_listening_flags(port), *drain),
                 environment=environment,
                 address=f"127.0.0.1:{port}",

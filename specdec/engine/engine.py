@@ -96,12 +96,13 @@ class Engine:
             torch.cuda.set_device(device)  # of this thread: Triton launches on the current device
         config = checkpoint.load_config(settings)
         support.check_config(config)
-        support.check_quantization(settings, config, device)
+        is_rounded = support.check_quantization(settings, config, device)
         model = checkpoint.load_model(settings, config, device)
         support.check_model(model)
         tokenizer = checkpoint.read_tokenizer(settings)
         num_parameters = model.num_parameters()
-        support.quantise(settings, model)
+        if is_rounded:
+            support.quantise(settings, model)
         text = config.get_text_config(decoder=True)
         shapes, vocab_size = record_layers(model, text.num_hidden_layers, device)
         max_model_len = support.resolve_max_model_len(config, shapes, settings.max_model_len)

@@ -30,33 +30,33 @@ def check_config(config: PreTrainedConfig) -> None:
         )
 
 
-def check_quantization(settings: ModelSettings, config: PreTrainedConfig, device: torch.device) -> None:
-    """Refuse to round weights where nothing here multiplies the result.
+def check_quantization(settings: ModelSettings, config: PreTrainedConfig, device: torch.device) -> bool:
+    """Whether weights are to be rounded. Where nothing here multiplies the result "auto" leaves them alone.
 
     Raises:
-        InvalidRequest: weights are to be rounded on a GPU, without kernels, or once more.
+        InvalidRequest: weights must be rounded on a GPU, without kernels, or once more.
     """
-    if settings.quantization is None:
-        return
-    name = f"quantization {settings.quantization!r}"
+    if settings.quantization is None or (settings.quantization == "auto" and settings.enforce_eager):
+        return False
+    name, problem = f"quantization {settings.quantization!r}", None
     if device.type != "cpu":
-        raise InvalidRequest(f"{name} is for CPUs, not for {device}; leave it out", param="quantization")
-    if getattr(config, "quantization_config", None) is not None:
-        raise InvalidRequest(f"{settings.model} is quantised already; leave {name} out", param="quantization")
-    if library.load() is None:
-        raise InvalidRequest(
-            f"{name} needs the CPU kernels, which did not compile here (the log says why); leave it out",
-            param="quantization",
-        )
+        problem = f"{name} is for CPUs, not for {device}; leave it out"
+    elif getattr(config, "quantization_config", None) is not None:
+        problem = f"{settings.model} is quantised already; leave {name} out"
+    elif library.load() is None:
+        problem = f"{name} needs the CPU kernels, which did not compile here (the log says why); leave it out"
+    if problem is not None and settings.quantization != "auto":
+        raise InvalidRequest(problem, param="quantization")
+    return problem is None
 
 
 def quantise(settings: ModelSettings, model: PreTrainedModel) -> None:
-    """Round a model's weights where the settings ask for it.
+    """Round a model's weights.
 
     Raises:
-        ModelNotSupported: the model has no linear layers of a known type and dtype.
+        ModelNotSupported: the model has no linear layers of a known type and dtype, and "auto" would not do.
     """
-    if settings.quantization is not None and not quantise_linears(model):
+    if not quantise_linears(model) and settings.quantization != "auto":
         raise ModelNotSupported(
             f"{type(model).__name__} in {model.dtype} has no linear layers that can be rounded to 8 bits: they must be"
             " plain ones of float32 or bfloat16"

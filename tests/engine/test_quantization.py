@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,9 +53,13 @@ def test_what_cannot_be_rounded_is_refused(
         load_engine("llama", quantization="int8", dtype="float16")
 
     settings = ModelSettings(model=checkpoint("llama"), quantization="int8")
+    auto = replace(settings, quantization="auto")
     config = AutoConfig.from_pretrained(settings.model)
     with pytest.raises(InvalidRequest, match="'int8' is for CPUs, not for cuda:0"):
         support.check_quantization(settings, config, torch.device("cuda:0"))
+    assert not support.check_quantization(auto, config, torch.device("cuda:0"))
+    assert not support.check_quantization(replace(auto, enforce_eager=True), config, torch.device("cpu"))
+    assert support.check_quantization(auto, config, torch.device("cpu"))
     rounded = json.loads(Path(settings.model, "config.json").read_text())
     rounded["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "config.json").write_text(json.dumps(rounded))
@@ -63,6 +68,11 @@ def test_what_cannot_be_rounded_is_refused(
     monkeypatch.setattr(library, "load", lambda: None)
     with pytest.raises(InvalidRequest, match="needs the CPU kernels"):
         load_engine("llama", quantization="int8")
+    assert not support.check_quantization(auto, config, torch.device("cpu"))
+
+
+def test_auto_loads_what_cannot_be_rounded_as_it_is(load_engine: Callable[..., Engine]) -> None:
+    assert load_engine("llama", quantization="auto", dtype="float16").info.dtype == "float16"
 
 
 def test_the_bundled_target_predicts_as_well_with_rounded_weights() -> None:

@@ -152,6 +152,8 @@ def test_services_get_what_differs_from_the_defaults() -> None:
     assert "--dtype float32" in draft
     assert f"--model {DRAFT}" in draft
     assert "--num-threads 1" in draft
+    assert "--quantization auto" in draft
+    assert "--quantization" not in target
     for name, arguments in (("target", target), ("draft", draft)):
         host, port = services[name].address.split(":")
         assert f"--port {port}" in arguments
@@ -161,6 +163,14 @@ def test_services_get_what_differs_from_the_defaults() -> None:
         else:
             assert f"--{name}s {host}:{port}" in gateway
     assert all("--drain-s 3" in arguments for arguments in (target, draft))
+
+
+def test_the_draft_is_rounded_unless_its_config_says_no() -> None:
+    exact = deploy("--quantization", "int8", "--speculative-config", json.dumps({"model": DRAFT, "quantization": None}))
+    assert exact.target.model.quantization == "int8"
+    assert exact.draft is not None
+    assert exact.draft.model is not None
+    assert exact.draft.model.quantization is None
 
 
 def test_flags_of_leaves_defaults_out() -> None:
