@@ -205,7 +205,13 @@ class NativeDecoder:
     def batch_of(
         self, input_ids: torch.Tensor, plan: BatchPlan, logit_rows: torch.Tensor, logits: torch.Tensor
     ) -> CBatch:
-        """The native ``Batch`` (decoder.h) of a pass; the tensors must outlive it. ``logits`` float32 [N, V]."""
+        """The native ``Batch`` (decoder.h) of a pass; the tensors must outlive it. ``logits`` float32 [N, V].
+
+        Raises:
+            NotImplementedError: rows of a sequence form a tree.
+        """
+        if plan.ancestors is not None:
+            raise NotImplementedError("the native decoder attends over chains of rows, not over trees")
         batch = self.caches_for(plan.max_kv_len)
         batch.token_ids = input_ids.data_ptr()
         batch.logit_rows = logit_rows.data_ptr()
