@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, median
 from typing import Final
 
 #: Proposals ahead of each verdict where it pays. More of them are rarely right, and cost as much.
@@ -19,8 +20,11 @@ FEW: Final = 4
 #: A comparison is so many turns of each way, alternating; a turn is so many rounds of each session.
 TURNS: Final = 3
 TURN_ROUNDS: Final = 12
-#: Of a turn's rounds the slowest are left out, this share of them: prompts of others, hiccups of the machine.
-TRIMMED: Final = 1 / 6
+#: A round that took so many times the median of its turn is left out: prompts of others, hiccups of the machine. No
+#: more than that, for hits and misses are far apart, too, and both belong to the mean.
+HICCUP: Final = 3.0
+#: Drafting ahead takes power and the draft's time from others; it must be faster by this share to be on.
+MARGIN: Final = 0.02
 #: Rounds of each session between two comparisons; doubled while they agree, up to the second.
 FIRST_PAUSE: Final = 256
 LAST_PAUSE: Final = 4096
@@ -48,7 +52,7 @@ class Comparison:
 
     def log_ratio(self) -> float:
         """Logarithm of the time of a round with drafting ahead over that without: the mean over pairs of turns."""
-        means = [_trimmed_mean(turn) for turn in self.rounds_ns[: 2 * TURNS]]
+        means = [_mean(turn) for turn in self.rounds_ns[: 2 * TURNS]]
         pairs = zip(means[::2], means[1::2], strict=True)
         mean = sum(math.log(one / other) for one, other in pairs) / TURNS
         return mean if self.first else -mean
@@ -76,13 +80,13 @@ class Standing:
     @property
     def wins(self) -> bool:
         """Whether drafting ahead was faster."""
-        return self.log_ratio is None or self.log_ratio < 0.0
+        return self.log_ratio is None or self.log_ratio < -MARGIN
 
     def learn(self, log_ratio: float) -> None:
         """Add a comparison."""
         before = self.log_ratio
         self.log_ratio = log_ratio if before is None else before + NEWEST * (log_ratio - before)
-        agrees = before is not None and (before < 0.0) == (log_ratio < 0.0)
+        agrees = before is not None and (before < -MARGIN) == (log_ratio < -MARGIN)
         self.pause = min(2 * self.pause, LAST_PAUSE) if agrees else FIRST_PAUSE
 
 
@@ -138,6 +142,6 @@ class Lookahead:
         self.turn += 1
 
 
-def _trimmed_mean(values: Sequence[int]) -> float:
-    kept = sorted(values)[: math.ceil(len(values) * (1.0 - TRIMMED))]
-    return max(sum(kept) / len(kept), 1.0)
+def _mean(values: Sequence[int]) -> float:
+    longest = HICCUP * median(values)
+    return max(fmean(value for value in values if value <= longest), 1.0)

@@ -84,6 +84,18 @@ def test_each_load_has_a_winner_of_its_own():
     assert crowd.share < 0.1
 
 
+def test_misses_count_as_much_as_hits():
+    """Most rounds are faster with drafting ahead, but their mean is not."""
+    lookahead = Lookahead(None)
+    clock = Clock(lookahead, ahead_ns=0, serial_ns=1_000_000)
+    outcomes = random.Random(1)
+    for _ in range(1500):
+        clock.ahead_ns = 850_000 if outcomes.random() < 0.6 else 1_500_000
+        clock.run(1)
+    assert clock.share < 0.3
+    assert lookahead.num_ahead() == 0
+
+
 def test_hiccups_do_not_decide():
     lookahead = Lookahead(None)
     clock = Clock(lookahead, ahead_ns=950_000, serial_ns=1_000_000, noise=0.01)
