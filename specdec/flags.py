@@ -66,7 +66,7 @@ HELP: Final[Mapping[type, Mapping[str, str]]] = {
         "tokenizer": "folder of the tokenizer; without it only token ids are served",
         "chat_template": "Jinja text, or a file with it, instead of the tokenizer's own chat template",
         "num_speculative_tokens": "drafted tokens a round at most; 0 switches speculation off",
-        "num_ahead_proposals": "proposals drafted ahead of each verdict; a few, where that is faster, if not given",
+        "num_ahead_proposals": "proposals drafted ahead of each verdict, for a draft with cores or a device of its own",
         "min_offer_likelihood": "how likely a proposal drafted ahead must be to go to the target before its verdict",
         "disable_by_batch_size": "no drafting while more sequences than this are open",
         "fixed_draft_length": "always draft as many tokens as allowed, whether or not they pay off",

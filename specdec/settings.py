@@ -237,7 +237,7 @@ class GatewaySettings:
     num_speculative_tokens: int = 4
     #: Proposals the draft may send ahead of each verdict, 15 at most; 0 drafts and verifies in turns. None: a few,
     #: where rounds turn out faster with them than without.
-    num_ahead_proposals: int | None = None
+    num_ahead_proposals: int | None = 0
     #: A proposal drafted ahead goes to the target before its verdict when it is at least this likely to be needed;
     #: above 1 none does.
     min_offer_likelihood: float = 0.3
