@@ -19,7 +19,7 @@ K = 4
 @pytest.fixture(scope="module")
 def overlapped():
     """A gateway that lets the draft draft ahead."""
-    running = Stack.start(gateway_arguments=("--num-ahead-proposals", "8"))
+    running = Stack.start(gateway_arguments=("--num-ahead-proposals", "8", "--fixed-draft-length"))
     yield running
     running.close()
 
@@ -30,7 +30,17 @@ def serial(overlapped):
     gateway = ServerProcess(
         "gateway",
         *("--targets", overlapped.targets[0].address, "--drafts", overlapped.drafts[0].address),
-        *("--tokenizer", TARGET_MODEL, "--port", "0", "--grpc-port", "0", "--num-ahead-proposals", "0"),
+        *(
+            "--tokenizer",
+            TARGET_MODEL,
+            "--port",
+            "0",
+            "--grpc-port",
+            "0",
+            "--num-ahead-proposals",
+            "0",
+            "--fixed-draft-length",
+        ),
     ).start()
     yield Stack(overlapped.targets, overlapped.drafts, gateway)
     gateway.stop()
