@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from specdec.errors import InternalError, TandemError
+from target_service.budget import Budget
 from target_service.schedule import share_prefill, take_rounds
 from target_service.session import Session
 from target_service.tick import Part, TickResult
@@ -21,10 +22,19 @@ class Batcher:
     meanwhile is in the next one. An idle batcher sleeps.
     """
 
-    def __init__(self, run: Callable[[Sequence[Part]], Awaitable[TickResult]], max_num_batched_tokens: int) -> None:
-        """``run`` feeds the parts on the device thread; ``max_num_batched_tokens`` is the rows of one tick."""
+    def __init__(
+        self,
+        run: Callable[[Sequence[Part]], Awaitable[TickResult]],
+        max_num_batched_tokens: int,
+        budget: Budget | None = None,
+    ) -> None:
+        """``run`` feeds the parts on the device thread; ``max_num_batched_tokens`` is the rows of one tick; ``budget``
+        cuts drafted tokens that are not worth theirs.
+        """
         self._run = run
         self._max_rows = max_num_batched_tokens
+        self._budget = budget or Budget()
+        self._ended_ns: int | None = None
         #: In order of arrival; a dict because a session may call twice.
         self._ready: dict[Session, None] = {}
         self._wake = asyncio.Event()
@@ -68,7 +78,10 @@ class Batcher:
         self._ready.clear()
         needs = [session.num_prefill for session in prompts]
         count = take_rounds([session.num_round_rows for session in rounds], sum(needs), self._max_rows)
-        taken = [(session, session.next_round()) for session in rounds[:count]]
+        taken = [
+            (session, session.next_round(num_drafts))
+            for session, num_drafts in zip(rounds[:count], self._allot(rounds[:count]), strict=True)
+        ]
         room = self._max_rows - sum(len(part.token_ids) for _, part in taken)
         for session, num_rows in zip(prompts, share_prefill(needs, room), strict=True):
             if num_rows:
@@ -79,11 +92,32 @@ class Batcher:
                 self._ready[session] = None
         return taken
 
+    def _allot(self, rounds: Sequence[Session]) -> list[int]:
+        """Drafted tokens to verify of each round: those the tick's budget has rows for."""
+        wanted = [session.num_draft_tokens for session in rounds]
+        if sum(map(bool, wanted)) < 2:
+            return wanted  # of one alone the gateway knows more: what its rounds wait for besides
+        survivals = [session.acceptance.survival(count) for session, count in zip(rounds, wanted, strict=True)]
+        context = sum(session.subject.sequence.length for session in rounds)
+        return self._budget.allot(survivals, context)
+
+    def _learn(self, taken: Sequence[tuple[Session, Part]], result: TickResult) -> None:
+        """What the tick took, and what was accepted."""
+        ended_ns = result.started_ns + result.timings.forward_ns + result.timings.verify_ns
+        if self._ended_ns is not None:
+            self._budget.observe(result.timings, max(0, result.started_ns - self._ended_ns))
+        self._ended_ns = ended_ns
+        for (session, part), outcome in zip(taken, result.parts, strict=True):
+            if part.draft_token_ids and outcome.error is None:
+                self._budget.totals.observe(len(part.draft_token_ids), outcome.num_accepted)
+                session.acceptance.observe(len(part.draft_token_ids), outcome.num_accepted)
+
     async def _tick(self, taken: list[tuple[Session, Part]]) -> None:
         self.num_ticks += 1
         settled = 0
         try:
             result = await self._run([part for _, part in taken])
+            self._learn(taken, result)
             for (session, part), part_result in zip(taken, result.parts, strict=True):
                 session.settle(part, part_result, result)
                 settled += 1

@@ -19,6 +19,7 @@ from specdec.sessions import ModelInfo, ServerLoad, SessionSpec
 from specdec.settings import TargetSettings
 from target_service.admission import Admission
 from target_service.batcher import Batcher
+from target_service.budget import Budget
 from target_service.ending import Ending
 from target_service.session import Session
 from target_service.tick import Part, Subject, TickResult, run_tick
@@ -40,7 +41,8 @@ class TargetCore:
         self._device = device
         self._settings = settings
         self._verifier = Verifier()
-        self._batcher = Batcher(self._run_tick, scheduler.max_num_batched_tokens)
+        self._budget = Budget()
+        self._batcher = Batcher(self._run_tick, scheduler.max_num_batched_tokens, self._budget)
         self._admission: Admission[KVSequence] = Admission(
             max_open=scheduler.max_num_seqs,
             max_waiting=scheduler.max_waiting,
@@ -97,7 +99,7 @@ class TargetCore:
         sequence = await self._admission.admit(partial(self._reserve, spec, ending.max_len - 1))
         rule = spec.rule or self._settings.verification
         subject = Subject(state, sequence, rule, ending, params.logprobs, params.prompt_logprobs)
-        session = Session(spec, subject, self, asked_ns)
+        session = Session(spec, subject, self, asked_ns, self._budget.totals)
         self._sessions.add(session)
         try:
             await session.start()

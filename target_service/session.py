@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from specdec.branches import MAX_BRANCHES, MAX_BYTES, Branches, Path, path_of
 from specdec.engine.kv_pool import KVSequence
 from specdec.errors import InvalidRequest, TandemError, Unavailable
+from specdec.pacing.acceptance import Acceptance
 from specdec.sessions import (
     FinishReason,
     PositionLogprobs,
@@ -62,14 +63,20 @@ class Session:
     belongs to the device thread; closing then waits for the end of the tick.
     """
 
-    def __init__(self, spec: SessionSpec, subject: Subject, host: Host, asked_ns: int) -> None:
-        """``asked_ns``: when the session was asked for (``time.perf_counter_ns``); it is admitted now."""
+    def __init__(
+        self, spec: SessionSpec, subject: Subject, host: Host, asked_ns: int, totals: Acceptance | None = None
+    ) -> None:
+        """``asked_ns``: when the session was asked for (``time.perf_counter_ns``); it is admitted now. ``totals``: what
+        is known of the acceptance in other sessions.
+        """
         self.spec = spec
         self.subject = subject
         self.committed_len = len(spec.token_ids)
         self.finish_reason: FinishReason | None = None
         self.in_flight = False
         self.num_cached_tokens = subject.sequence.length
+        #: How likely its drafted tokens are to be accepted, from its past rounds.
+        self.acceptance = Acceptance(totals)
         self._host = host
         self._admitted_ns = self._asked_ns = time.perf_counter_ns()
         self._queue_ns = self._admitted_ns - asked_ns
@@ -219,6 +226,11 @@ class Session:
             return len(self._asked.token_ids) + 1
         return 1 if self._ahead_until > self.committed_len else 0
 
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafted tokens of the round that is ready."""
+        return len(self._asked.token_ids) if self._asked is not None else 0
+
     def next_chunk(self, num_rows: int) -> Part:
         """The prompt's next ``num_rows`` tokens or fewer, now in flight."""
         self.in_flight = True
@@ -228,13 +240,13 @@ class Session:
         token_ids = self.spec.token_ids[start : start + num_rows]
         return Part(self.subject, token_ids, decides=num_rows >= self.num_prefill, is_prefill=True)
 
-    def next_round(self) -> Part:
-        """The round that is ready, now in flight."""
+    def next_round(self, max_draft_tokens: int | None = None) -> Part:
+        """The round that is ready, now in flight, without the drafted tokens beyond ``max_draft_tokens``."""
         self.in_flight = True
         asked, self._asked = self._asked, None
-        draft = asked.token_ids if asked is not None else ()
+        draft = asked.token_ids[:max_draft_tokens] if asked is not None else ()
         fed = (self.subject.state.token_ids[-1], *draft)
-        q_rows = asked.q_rows if asked is not None else ()
+        q_rows = asked.q_rows[:max_draft_tokens] if asked is not None else ()
         return Part(self.subject, fed, decides=True, draft_token_ids=draft, q_rows=q_rows)
 
     def settle(self, part: Part, result: PartResult, tick: TickResult) -> None:

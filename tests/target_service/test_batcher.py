@@ -7,7 +7,7 @@ import time
 import pytest
 
 from specdec.errors import InternalError, TandemError, Unavailable
-from specdec.sessions import FinishReason, Proposal
+from specdec.sessions import FinishReason, Proposal, RoundTimings
 from target_service.ending import Cut, Ending
 from target_service.schedule import MIN_CHUNK, share_prefill, take_rounds
 from tests.target_service.conftest import decode, decode_ahead, make_prompt, make_spec, until, until_clean, verify
@@ -62,6 +62,25 @@ async def test_many_sessions_in_ragged_batches_are_the_stock_model(start_core, p
         assert len(watch.batches) == core.num_ticks
         assert max(len(batch) for batch in watch.batches) >= 4
         assert max(sum(rows for rows, _ in batch) for batch in watch.batches) <= budget
+
+
+async def test_drafted_tokens_that_are_not_worth_their_rows_are_cut_off(start_core, plain):
+    """Every row is taught to cost as much as a tick: of guesses that are never right nothing is verified any more."""
+    async with start_core() as core:
+        for step in range(200):
+            rows = 1 + step % 16
+            timings = RoundTimings(forward_ns=rows * 10**9, batch_sessions=1, batch_rows=rows, batch_context=20)
+            core._budget.observe(timings, pause_ns=0)
+            core._budget.totals.observe(4, 0)
+        watch = Watch(core)
+        prompts = [make_prompt(seed) for seed in range(4)]
+        sessions = [await core.open(make_spec(prompt, 12)) for prompt in prompts]
+        outputs = await asyncio.gather(*(decode(session, k=4, draft=lambda *_: (1, 2, 3, 4)) for session in sessions))
+        assert list(outputs) == [plain(prompt, 12) for prompt in prompts]
+        for session in sessions:
+            await session.close()
+        assert core._budget.num_cut > 50
+        assert max(rows for batch in watch.batches if len(batch) == 4 for rows, _ in batch) < 5
 
 
 async def test_one_tick_is_one_forward_pass(start_core):
