@@ -224,7 +224,9 @@ class Lane:
             if may_try:
                 self._trial_pause_ns = FIRST_TRIAL_PAUSE_NS
             return self._check(choice, now_ns)
-        if gain >= SURE or (gain >= BEGIN and may_try):
+        # After an attempt in vain the next one has to be paid for.
+        affordable = self.allowance.suffices or self._trial_pause_ns == FIRST_TRIAL_PAUSE_NS
+        if gain >= SURE or (gain >= BEGIN and may_try and affordable):
             self._back_off(now_ns)
             return self._check(choice, now_ns)
         hoped = choose(survivals, self._goodput(weight, hopeful=True))
