@@ -75,9 +75,9 @@ class Waits:
 
 
 def gaps_between(logs: Sequence[Log], start: float, end: float) -> list[tuple[float, int]]:
-    """Waits, within answers, for the pieces that arrived from ``start`` to ``end``."""
+    """Waits, within answers, that began and ended from ``start`` to ``end``."""
     pairs = [pair for log in logs for pair in pairwise(log)]
-    return [(at - before, count) for (before, _), (at, count) in pairs if start <= at <= end]
+    return [(at - before, count) for (before, _), (at, count) in pairs if start <= before and at <= end]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,10 @@ from specdec.sessions import Rule
 from tandem.bench.answers import Piece
 
 
-def test_waits_are_those_that_end_in_the_window() -> None:
+def test_waits_are_those_within_the_window() -> None:
     logs = [[(0.0, 1), (1.0, 2), (3.0, 1)], [(2.0, 1), (2.5, 4)], []]
-    assert gaps_between(logs, 0.5, 2.6) == [(1.0, 2), (0.5, 4)]
-    waits = Waits.of(gaps_between(logs, 0.5, 3.0))
+    assert gaps_between(logs, 0.5, 2.6) == [(0.5, 4)]
+    waits = Waits.of(gaps_between(logs, 0.0, 3.0))
     assert waits.longest_ms == 2000.0
     assert waits.itl_ms[0] == pytest.approx(125.0), "four tokens shared a wait of half a second"
     with pytest.raises(Unavailable, match="--seconds"):
@@ -59,7 +59,7 @@ async def test_long_prompts_are_seen_in_the_waits() -> None:
         system, [(1,), (2,)], iter([(0,) * 20] * 99), max_tokens=9, k=0, seconds=0.15
     )
     assert alone.itl_ms[0] < 15 < beside.itl_ms[0]
-    assert beside.longest_ms > alone.longest_ms
+    assert beside.longest_ms >= 20
     assert len(ttft_ms) == system.num_long >= 4
     assert min(ttft_ms) > 55
 
