@@ -58,6 +58,11 @@ class Answer:
         return self.pieces[-1].at - self.pieces[0].at
 
     @property
+    def decode_rate(self) -> float | None:
+        """Tokens per second from the first piece on; None where nothing follows it."""
+        return (self.num_tokens - self.pieces[0].num_tokens) / self.decode_s if self.num_rounds else None
+
+    @property
     def num_rounds(self) -> int:
         """Pieces after the first: one per round."""
         return len(self.pieces) - 1

@@ -53,7 +53,10 @@ def _speeds(section: Section) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the explanation; ``show`` gives None where a way has no such number."""
+    """A line of the explanation; ``show`` gives None where a way has no such number.
+
+    It is given the way, and its speed over plain decoding from the first token on.
+    """
 
     label: str
     show: Callable[[Measurement, Spread | None], str | None]
@@ -125,6 +128,7 @@ ROWS: Final = (
     counted("drafted tokens thrown away, a round", "num_wasted_draft_tokens"),
     timed("waiting for the draft, a round", "draft_wait_ns"),
     timed("on the way to the target and back, a round", "wire_ns"),
+    Row("over plain from the first token on", lambda _, speedup: None if speedup is None else speedup.show(2)),
     Row("target at work", lambda way, _: _number(way.busy_share(0), ".0%")),
     Row("draft at work", lambda way, _: _number(way.busy_share(1), ".0%")),
     Row("limit, serial; share of it reached", _limit("serial")),
@@ -141,7 +145,7 @@ def _explanation(section: Section) -> Table:
     for name in ways:
         table.add_column(name)
     for row in ROWS:
-        values = [row.show(way, section.speedup(name)) for name, way in ways.items()]
+        values = [row.show(way, section.decode_speedup(name)) for name, way in ways.items()]
         if any(value is not None for value in values):
             table.add_row(row.label, *("–" if value is None else value for value in values))
     return table

@@ -22,6 +22,8 @@ class Measurement:
     k: int | None
     #: Tokens per second, one entry per batch, in the order of the batches.
     rates: list[float] = field(default_factory=list)
+    #: The same from each answer's first token on, without the time it takes to take in the prompt.
+    decode_rates: list[float] = field(default_factory=list)
     #: Seconds: one entry per answer, per token, per piece.
     ttft_s: list[float] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)
@@ -39,6 +41,9 @@ class Measurement:
     def add_run(self, rate: float, answers: Sequence[Answer] = ()) -> None:
         """Take in one batch."""
         self.rates.append(rate)
+        decode_rates = [answer.decode_rate for answer in answers]
+        if (of_all := [each for each in decode_rates if each is not None]) and len(of_all) == len(decode_rates):
+            self.decode_rates.append(sum(of_all))
         for answer in answers:
             self.ttft_s.append(answer.ttft_s)
             self.itl_s += answer.itl_s
@@ -119,21 +124,25 @@ class Section:
     def speedup(self, name: str) -> Spread | None:
         """Speed over plain decoding, from pairs on the same prompts; None where plain was not measured."""
         plain = self.ways.get(PLAIN)
-        if plain is None:
-            return None
-        pairs = zip(self.ways[name].rates, plain.rates, strict=True)
-        return Spread.of([ours / theirs for ours, theirs in pairs])
+        return None if plain is None else _ratio(self.ways[name].rates, plain.rates)
+
+    def decode_speedup(self, name: str) -> Spread | None:
+        """The same from the first token on, which is what the limits are about; None also where that is not known."""
+        plain = self.ways.get(PLAIN)
+        return None if plain is None else _ratio(self.ways[name].decode_rates, plain.decode_rates)
 
     def summary(self) -> dict[str, Any]:
         """Everything, for a JSON file."""
         return {"num_sessions": self.num_sessions, "ways": {name: self._summary(name) for name in self.ways}}
 
     def _summary(self, name: str) -> Mapping[str, Any]:
-        way, speedup = self.ways[name], self.speedup(name)
+        way, speedup, decode_speedup = self.ways[name], self.speedup(name), self.decode_speedup(name)
         limits = way.limits
         values: dict[str, Any] = {
             "tokens_per_s": way.rates,
+            "decode_tokens_per_s": way.decode_rates,
             "speedup": None if speedup is None else asdict(speedup),
+            "decode_speedup": None if decode_speedup is None else asdict(decode_speedup),
             "ttft_ms": way.percentiles_ms(way.ttft_s),
             "itl_ms": way.percentiles_ms(way.itl_s),
             "gap_ms": way.percentiles_ms(way.gaps_s),
@@ -153,13 +162,20 @@ class Section:
         if way.costs is not None:
             costs = way.costs
             values |= {**asdict(costs), "c": costs.c, "d": costs.d, "verify_ratio": costs.verify_ratio}
-        if limits is not None and speedup is not None:
+        if limits is not None and decode_speedup is not None:
             values |= {
                 "serial_limit": limits.serial,
                 "overlapped_limit": limits.overlapped,
                 "priced_limit": limits.priced,
-                "share_of_serial_limit": speedup.median / limits.serial,
-                "share_of_overlapped_limit": speedup.median / limits.overlapped,
-                "share_of_priced_limit": speedup.median / limits.priced,
+                "share_of_serial_limit": decode_speedup.median / limits.serial,
+                "share_of_overlapped_limit": decode_speedup.median / limits.overlapped,
+                "share_of_priced_limit": decode_speedup.median / limits.priced,
             }
         return values
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread | None:
+    """Of pairs; None where not every run of both has a number."""
+    if not ours or len(ours) != len(theirs):
+        return None
+    return Spread.of([one / other for one, other in zip(ours, theirs, strict=True)])

@@ -37,6 +37,8 @@ def test_times_of_an_answer() -> None:
     assert seen.gaps_s == [1.0, 0.5]
     assert seen.itl_s == [0.25, 0.25, 0.25, 0.25, 0.5], "the wait for a piece is shared by its tokens"
     assert seen.text == "xxxxxx"
+    assert seen.decode_rate == pytest.approx(5 / 1.5)
+    assert answer((0.5, 3)).decode_rate is None
 
 
 async def test_collecting_pieces() -> None:
@@ -98,14 +100,16 @@ def test_what_follows_from_known_numbers() -> None:
     assert (drafted.busy_share(0), drafted.busy_share(1), drafted.busy_share(2)) == (0.5, 0.25, None)
     assert drafted.costs is not None
     assert (drafted.costs.c, drafted.costs.d, drafted.costs.verify_ratio) == (0.125, 0.25, 1.25)
-    speedup, limits = both.speedup("draft_model"), drafted.limits
+    speedup, decode_speedup, limits = both.speedup("draft_model"), both.decode_speedup("draft_model"), drafted.limits
     assert speedup is not None
+    assert decode_speedup is not None
     assert limits is not None
     assert speedup.median == 2.0
+    assert decode_speedup.median == pytest.approx(5.0), "5 tokens in 0.1 s, and 2 in 0.2 s"
     assert limits.serial == pytest.approx((1 - 0.8**5) / 0.2 / 1.75)
     assert limits.overlapped == pytest.approx((1 - 0.8**5) / 0.2)
     summary = json.loads(json.dumps(both.summary()))["ways"]["draft_model"]
-    assert summary["share_of_overlapped_limit"] == pytest.approx(2.0 / limits.overlapped)
+    assert summary["share_of_overlapped_limit"] == pytest.approx(5.0 / limits.overlapped)
     assert summary["num_ahead_hits"] == 6
     assert both.ways["plain"].alpha is None
 
@@ -122,7 +126,8 @@ def test_tables_show_what_is_known_and_nothing_else(capsys: pytest.CaptureFixtur
     assert cell("drafted ahead of the verdict") == "75%"
     assert cell("drafted tokens thrown away") == "3.00"
     assert cell("waiting for the draft") == "2.00 ms"
-    assert cell("limit, serial") == f"{(1 - 0.8**5) / 0.2 / 1.75:.2f}x, 104%"
+    assert cell("limit, serial") == f"{(1 - 0.8**5) / 0.2 / 1.75:.2f}x, 260%"
+    assert cell("over plain from the first token on") == "5.00 (5.00–5.00)"
     assert not any("on the way to the target" in line for line in lines), "not reported, so not shown"
     assert "a note" in lines
 
