@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from specdec.errors import Unavailable
 from specdec.sampling.params import SamplingParams
 from tandem.bench.answers import collect
 from tandem.bench.huggingface import HuggingFace
@@ -27,6 +28,8 @@ class Bench:
     rival: HuggingFace | None = None
     #: Called after every batch of every way, with what comes next in words.
     tell: Callable[[str], None] = field(default=lambda _: None)
+    #: What could not be measured, and why.
+    notes: list[str] = field(default_factory=list)
 
     def num_steps(self, plan: Plan) -> int:
         """How often ``tell`` will be called."""
@@ -51,7 +54,10 @@ class Bench:
             router = self.systems[way.system].router
             assert router is not None
             assert way.k is not None
-            section.ways[way.name].costs = await time_parts(router, plan.probes, self.params, way.rule, way.k)
+            try:
+                section.ways[way.name].costs = await time_parts(router, plan.probes, self.params, way.rule, way.k)
+            except Unavailable as error:
+                self.notes.append(f"{way.name}, {plan.num_sessions} sessions: no parts of a round, {error}")
             self.tell(f"{plan.num_sessions} sessions, parts of a round")
         return section
 

@@ -88,7 +88,7 @@ async def time_parts(
         await _decode(router, batch, params, samples)
         await _rounds(router, batch, params=params, rule=rule, k=k, samples=samples)
     if not samples.verify or not samples.draft or not samples.decode:
-        raise Unavailable(f"no round carried all {k} drafted tokens; take longer answers or check the draft's log")
+        raise Unavailable(f"no round verified all {k} drafted tokens; take longer answers or check the draft's log")
     size = len(batches[0])
     return Costs(
         decode_ms=_of_full_ticks(samples.decode, size) / 1e6,

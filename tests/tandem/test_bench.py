@@ -23,7 +23,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.e2e
 def test_every_drafter_over_grpc(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
-    done = bench("--k", "3", "--drafter", "all", "--batch-size", "1,2", *files)
+    done = bench("--k", "3", "--fixed-draft-length", "--drafter", "all", "--batch-size", "1,2", *files)
     assert done.returncode == 0, done.stderr
     for text in ("plain", "draft_model", "ngram", "1 session", "2 sessions", "acceptance per token", "limit", "torch"):
         assert text in done.stdout
@@ -37,8 +37,9 @@ def test_every_drafter_over_grpc(tmp_path: Path) -> None:
         drafted = section["ways"]["draft_model"]
         assert 0 <= drafted["alpha"] <= 1
         assert 1 <= drafted["acceptance_length"] <= 4
-        assert min(drafted[name] for name in ("decode_ms", "verify_ms", "draft_ms", "c", "wire_bytes")) > 0
-        assert drafted["serial_limit"] <= drafted["overlapped_limit"]
+    alone = sections[0]["ways"]["draft_model"]  # of several rounds in a tick the target may cut what does not pay off
+    assert min(alone[name] for name in ("decode_ms", "verify_ms", "draft_ms", "c", "wire_bytes")) > 0
+    assert alone["serial_limit"] <= alone["overlapped_limit"]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -204,3 +204,19 @@ def test_own_prompts_are_all_measured(tmp_path: Path) -> None:
     file.write_text("a\nb\nc\n")
     (plan,) = make_plans(options(prompts=str(file), batch_size=(2,)), lambda text: tuple(text.encode()))
     assert plan.batches == [[(97,), (98,)], [(99,), (97,)]]
+
+
+async def test_parts_that_could_not_be_timed_are_told_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_parts(*_: object) -> Costs:
+        raise Unavailable("the target verified less")
+
+    class Served(FakeSystem):
+        router = object()
+
+    monkeypatch.setattr("tandem.bench.measure.time_parts", no_parts)
+    monkeypatch.setattr(Bench, "_busy_ns", lambda *_: asyncio.sleep(0, []))
+    bench = Bench({"s": Served()}, [plain_way("s"), *speculative_ways({"s": 4}, [None])], SamplingParams(max_tokens=3))
+    measured = await bench.run(Plan(warm_up=[], batches=[["a"]], probes=[[(1,)]]))
+    assert [way.costs for way in measured.ways.values()] == [None, None]
+    assert len(measured.ways["plain"].rates) == 1
+    assert bench.notes == ["s, 1 sessions: no parts of a round, the target verified less"]
