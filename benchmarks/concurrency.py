@@ -1,11 +1,15 @@
 """Is speculation ever slower? Throughput with it on over throughput with it off, from 1 to 64 sessions.
 
-``python -m benchmarks.concurrency`` starts the services as ``tandem serve`` does, once for each target and draft, and
-holds a steady load of so many sessions, by turns with and without speculation. Drafts are the bundled one ("good"),
-the same with noise on its output rows ("fair") and with its output rows shuffled ("bad": nothing is accepted); targets
-are the bundled one and the same padded to 200 M parameters. ``--quick`` measures a few points in less than 100 seconds.
-``--json`` adds to what the file holds already, so that a long run can be made in parts. Exit status 1 when a median is
-below ``--floor``.
+``python -m benchmarks.concurrency`` starts the services as ``tandem serve`` does, once for each target and draft, with
+a second gateway that never drafts on the same target, and holds a steady load of so many sessions through the one and
+the other: on, off, off, on, and so forth. A pair is two windows next to each other, so what drifts cancels. Pairs of
+two windows without speculation are the control: they show what the measurement itself is worth. Before that the pace
+learns for ``--warm-up`` seconds, reported apart.
+
+Drafts are the bundled one ("good"), the same with noise on its output rows ("fair") and with its output rows shuffled
+("bad": nothing is accepted); targets are the bundled one and the same padded to 200 M parameters. ``--quick`` measures
+a few points in less than 100 seconds. ``--json`` adds to what the file holds already, so that a long run can be made in
+parts. Exit status 1 when a median is below ``--floor`` by more than its standard error.
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +33,7 @@ from rich.table import Table
 
 from benchmarks import command
 from benchmarks.pairs import DRAFTS, TARGETS, pair
+from benchmarks.reasons import Reasons, look
 from specdec.flags import Parser
 from specdec.sampling.params import SamplingParams
 from tandem.bench.limits import Spread
@@ -35,20 +42,51 @@ from tandem.flags import rule_of
 
 if TYPE_CHECKING:
     from tandem.bench.systems import System
+    from tandem.deployment import Deployment
 
 SESSIONS: Final = (1, 2, 4, 8, 16, 32, 64)
 #: What ``--quick`` measures: targets, drafts, sessions.
-QUICK: Final = ((("bundled",), ("good", "bad"), (1, 8, 32)), (("padded",), ("bad",), (1, 8)))
+QUICK: Final = ((("bundled",), ("good", "bad"), (1, 8)), (("padded",), ("bad",), (8,)))
 #: Prompts are short: what is measured is decoding.
 _PROMPT_TOKENS: Final = 16
 _NUM_PROMPTS: Final = 256
-_WINDOW_S: Final = 1.5
+_QUICK_WARM_UP_S: Final = 4.0
+_QUICK_REPEATS: Final = 2
 _QUICK_WINDOW_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """The median of ratios, the quartiles around it, and its standard error."""
+
+    spread: Spread
+    error: float
+
+    @classmethod
+    def of(cls, numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+        """Ratios of windows next to each other.
+
+        The error is that of the median of normal values, sqrt(pi / 2) times that of their mean; their deviation is
+        taken from the quartiles, which one bad window does not move.
+        """
+        ratios = [one / max(other, 1e-9) for one, other in zip(numerators, denominators, strict=True)]
+        spread = Spread.of(ratios)
+        deviation = (spread.high - spread.low) / 1.349
+        return cls(spread, math.sqrt(math.pi / 2.0 / len(ratios)) * deviation)
+
+    def show(self) -> str:
+        """``median ± error``."""
+        return f"{self.spread.median:.3f} ± {self.error:.3f}"
+
+    @property
+    def quartiles(self) -> str:
+        """``low–high``."""
+        return f"{self.spread.low:.2f}–{self.spread.high:.2f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One target, one draft, so many sessions: tokens per second of both ways, turn by turn."""
+    """One target, one draft, so many sessions: tokens per second of both ways, in the order on, off, off, on, …"""
 
     target: str
     draft: str
@@ -58,8 +96,11 @@ class Point:
     rule: str | None
     plain: Sequence[float] = ()
     speculative: Sequence[float] = ()
+    #: With speculation on, while the pace learned.
+    learning: Sequence[float] = ()
     #: Tokens a round brought with speculation on, rounds without drafts included.
     tokens_per_round: float = 0.0
+    reasons: Reasons = field(default_factory=Reasons)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -67,51 +108,83 @@ class Point:
         return self.target, self.draft, self.sessions, self.k, self.temperature, self.rule
 
     @property
-    def ratio(self) -> Spread:
-        """Speed with speculation on over off, turn by turn."""
-        return Spread.of([on / off for on, off in zip(self.speculative, self.plain, strict=True)])
+    def ratio(self) -> Ratio:
+        """Speed with speculation on over off."""
+        return Ratio.of(self.speculative, self.plain)
+
+    @property
+    def control(self) -> Ratio:
+        """Speed with speculation off over off: 1 but for noise."""
+        return Ratio.of(self.plain[1::2], self.plain[: len(self.plain) // 2 * 2 : 2])
+
+    def show(self) -> str:
+        """What was measured, and why it is so."""
+        learning = " ".join(f"{value / Spread.of(self.plain).median:.2f}" for value in self.learning)
+        return (
+            f"{self.target}, {self.draft}, {self.sessions}: {self.ratio.show()} ({self.ratio.quartiles}),"
+            f" off/off {self.control.show()}, learning {learning or '-'}\n    {self.reasons.show()}"
+        )
 
 
 async def measure_points(
-    system: System,
+    on: System,
+    off: System,
     prompts: Sequence[tuple[int, ...]],
     label: Point,
     sessions: Iterable[int],
     *,
+    warm_up_s: float,
     repeats: int,
     seconds: float,
     max_tokens: int,
     tell: Callable[[Point], None] = lambda _: None,
 ) -> list[Point]:
-    """Hold each number of sessions ``repeats`` times both ways; ``label`` names target, draft, k and rule."""
+    """Hold each number of sessions, ``repeats`` times on, off, off, on; ``label`` names target, draft, k and rule."""
     from benchmarks.load import Window, hold  # noqa: PLC0415 (gRPC)
 
     rule = rule_of(label.rule)
+    starts = count(0, 31)
 
-    async def window(count: int, k: int, first: int) -> Window:
+    async def window(system: System, num_clients: int) -> Window:
+        k, first = label.k if system is on else 0, next(starts) % len(prompts)
+
         def ask(prompt: tuple[int, ...], length: int) -> Any:
             params = SamplingParams(temperature=label.temperature, max_tokens=length, ignore_eos=True)
             return system.stream(prompt, params, rule, k)
 
         turned = [*prompts[first:], *prompts[:first]]
-        return await hold(ask, turned, num_clients=count, max_tokens=max_tokens, seconds=seconds)
+        return await hold(ask, turned, num_clients=num_clients, max_tokens=max_tokens, seconds=seconds)
 
     points = []
-    for count in sessions:
-        await window(count, label.k, 0)  # warms up, also what adapts itself to the load
+    for num_clients in sessions:
+        begun = time.monotonic()
+        learning: list[float] = []
+        await window(off, num_clients)
+        while not learning or time.monotonic() - begun < warm_up_s:
+            learning.append((await window(on, num_clients)).tokens_per_s)
         plain: list[float] = []
         speculative: list[float] = []
         lengths: list[float] = []
-        for turn in range(repeats):
-            first = (turn + 1) * count % len(prompts)
-            for k in (0, label.k) if turn % 2 else (label.k, 0):
-                held = await window(count, k, first)
-                (speculative if k else plain).append(held.tokens_per_s)
-                if k:
+        reasons = Reasons()
+        for turn in range(2 * repeats):
+            for system in (off, on) if turn % 2 else (on, off):
+                before = await look(system)
+                held = await window(system, num_clients)
+                if system is on:
+                    reasons = reasons.plus((await look(system)).since(before))
                     lengths.append(held.tokens_per_piece)
-        length = sum(lengths) / len(lengths)
-        points.append(replace(label, sessions=count, plain=plain, speculative=speculative, tokens_per_round=length))
-        tell(points[-1])
+                (speculative if system is on else plain).append(held.tokens_per_s)
+        point = replace(
+            label,
+            sessions=num_clients,
+            plain=plain,
+            speculative=speculative,
+            learning=learning,
+            tokens_per_round=sum(lengths) / len(lengths),
+            reasons=reasons,
+        )
+        points.append(point)
+        tell(point)
     return points
 
 
@@ -120,13 +193,14 @@ def show(points: Iterable[Point], title: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in ("target", "draft"):
         table.add_column(column)
-    for column in ("sessions", "plain, tokens/s", "speculative", "tokens a round", "on / off (quartiles)"):
+    for column in ("sessions", "plain, tok/s", "on", "tok/round", "drafted", "on / off", "quartiles", "off / off"):
         table.add_column(column, justify="right")
     for point in points:
         plain, speculative = Spread.of(point.plain).median, Spread.of(point.speculative).median
         table.add_row(
             *(point.target, point.draft, str(point.sessions), f"{plain:.0f}", f"{speculative:.0f}"),
-            *(f"{point.tokens_per_round:.2f}", point.ratio.show(2)),
+            *(f"{point.tokens_per_round:.2f}", f"{point.reasons.drafted_share:.0%}"),
+            *(point.ratio.show(), point.ratio.quartiles, point.control.show()),
         )
     return table
 
@@ -139,7 +213,7 @@ def draw(pyplot: Any, points: Sequence[Point], floor: float, path: str) -> None:
         for draft in DRAFTS:
             line = sorted((p for p in points if (p.target, p.draft) == (target, draft)), key=lambda p: p.sessions)
             if line:
-                counts, ratios = [point.sessions for point in line], [point.ratio for point in line]
+                counts, ratios = [point.sessions for point in line], [point.ratio.spread for point in line]
                 colour = f"C{DRAFTS.index(draft)}"
                 panel.plot(counts, [ratio.median for ratio in ratios], "o-", color=colour, label=f"{draft} draft")
                 low, high = [ratio.low for ratio in ratios], [ratio.high for ratio in ratios]
@@ -161,7 +235,8 @@ def read_points(path: Path) -> list[Point]:
     """What a JSON file holds; nothing where there is none."""
     if not path.is_file():
         return []
-    return [Point(**values) for values in json.loads(path.read_text())["points"]]
+    points = json.loads(path.read_text())["points"]
+    return [Point(**(values | {"reasons": Reasons(**values["reasons"])})) for values in points]
 
 
 def merge(old: Iterable[Point], new: Iterable[Point]) -> list[Point]:
@@ -171,11 +246,16 @@ def merge(old: Iterable[Point], new: Iterable[Point]) -> list[Point]:
     return sorted(merged.values(), key=lambda p: (order[0](p.target), order[1](p.draft), p.sessions))
 
 
+def without_draft(deployment: Deployment) -> Deployment:
+    """The same target behind a gateway that never drafts."""
+    return replace(deployment, draft=None, gateway=replace(deployment.gateway, num_speculative_tokens=0))
+
+
 async def measure(args: argparse.Namespace, console: Console) -> list[Point]:
     """Every pair asked for, one deployment after the other."""
     from gateway.tokenizer import TextTokenizer  # noqa: PLC0415
     from tandem.bench.prompts import pick_prompts  # noqa: PLC0415
-    from tandem.bench.systems import start_system  # noqa: PLC0415 (gRPC)
+    from tandem.bench.systems import start_systems  # noqa: PLC0415 (gRPC)
 
     points: list[Point] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -187,18 +267,18 @@ async def measure(args: argparse.Namespace, console: Console) -> list[Point]:
                 label = Point(target=target, draft=draft, k=args.k, temperature=args.temperature, rule=args.rule)
                 status: AbstractContextManager[Any] = console.status(f"{target} target, {draft} draft")
                 with status:
-                    async with start_system("grpc", deployment) as system:
+                    async with start_systems("grpc", {"on": deployment, "off": without_draft(deployment)}) as systems:
                         points += await measure_points(
-                            system,
+                            systems["on"],
+                            systems["off"],
                             prompts,
                             label,
                             sessions,
+                            warm_up_s=args.warm_up,
                             repeats=args.repeats,
-                            seconds=args.seconds or (_QUICK_WINDOW_S if args.quick else _WINDOW_S),
+                            seconds=args.seconds,
                             max_tokens=args.max_tokens,
-                            tell=lambda point: console.print(
-                                f"{point.target}, {point.draft}, {point.sessions}: {point.ratio.show(2)}"
-                            ),
+                            tell=lambda point: console.print(point.show(), highlight=False, soft_wrap=True),
                         )
     return points
 
@@ -214,8 +294,9 @@ def parser() -> Parser:
     flags.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     flags.add_argument("--rule", choices=("token", "block", "coupled"), help="verification rule (default: block)")
     flags.add_argument("--dtype", default="float32", help="of all models (default: float32)")
-    flags.add_argument("--repeats", type=int, default=3, help="turns, both ways in each (default: 3)")
-    flags.add_argument("--seconds", type=float, help="length of each window (default: 1.5, --quick: 1)")
+    flags.add_argument("--warm-up", type=float, default=10.0, help="seconds the pace learns at first (default: 10)")
+    flags.add_argument("--repeats", type=int, default=4, help="times on, off, off, on (default: 4)")
+    flags.add_argument("--seconds", type=float, default=1.5, help="length of each window (default: 1.5)")
     flags.add_argument("--max-tokens", type=int, default=64, help="tokens of a request (default: 64)")
     flags.add_argument("--floor", type=float, default=0.97, help="the least ratio that is good enough (default: 0.97)")
     flags.add_argument("--json", metavar="FILE", help="add the points to this file")
@@ -226,8 +307,10 @@ def parser() -> Parser:
 def main() -> int:
     """Measure, print, write, draw."""
     args = parser().parse_args()
+    if args.quick:
+        args.warm_up, args.repeats, args.seconds = _QUICK_WARM_UP_S, _QUICK_REPEATS, _QUICK_WINDOW_S
     pyplot = load_pyplot() if args.plot else None
-    console = Console(width=100)
+    console = Console(width=120)
     begun = time.monotonic()
     new = asyncio.run(measure(args, console))
     points = merge(read_points(Path(args.json)) if args.json else [], new)
@@ -237,7 +320,7 @@ def main() -> int:
         Path(args.json).write_text(json.dumps({"points": [asdict(point) for point in points]}, indent=1) + "\n")
     if pyplot is not None:
         draw(pyplot, points, args.floor, args.plot)
-    return 0 if all(point.ratio.median >= args.floor for point in new) else 1
+    return 0 if all(point.ratio.spread.median + point.ratio.error >= args.floor for point in new) else 1
 
 
 if __name__ == "__main__":

@@ -115,6 +115,11 @@ class Decoder:
             return FixedPace(limit)
         return AdaptivePace(self._lanes.setdefault(replica, Lane()), limit)
 
+    @property
+    def lanes(self) -> dict[str, Lane]:
+        """What was learned of each target, by its name."""
+        return {replica.name: lane for replica, lane in self._lanes.items()}
+
     def start(self, request: DecodingRequest) -> Decoding:
         """A loop for the request; nothing happens until its verdicts are asked for."""
         return Decoding(self, request)

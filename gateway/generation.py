@@ -19,6 +19,7 @@ from gateway.preparation import Preparation
 from gateway.requests import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
 from gateway.routing import Router
 from gateway.samples import SampleAssembler
+from gateway.tally import TallyCollector
 from gateway.tokenizer import TextTokenizer
 from specdec.errors import InvalidRequest, NotFound, Overloaded, Unavailable
 from specdec.settings import GatewaySettings
@@ -54,6 +55,7 @@ class Generation:
                 fixed_draft_length=self.settings.fixed_draft_length,
             ),
         )
+        self.metrics.registry.register(TallyCollector(lambda: self.decoder.lanes))
         self.num_requests = 0
         #: New requests are refused; those in flight go on.
         self.draining = False

@@ -8,6 +8,7 @@ from typing import Final, Protocol
 
 from gateway.allowance import Allowance
 from gateway.cycles import MEASURED, Cycle, Cycles
+from gateway.tally import Activity, Tally
 from specdec.pacing.acceptance import Acceptance
 from specdec.pacing.costs import TickCost
 from specdec.pacing.goodput import Choice, Goodput, choose
@@ -76,11 +77,11 @@ class Lane:
         self.plain = Cycles()
         self.speculative = Cycles()
         self.allowance = Allowance()
+        self.tally = Tally()
         self.sessions: dict[Member, None] = {}
         #: Sessions whose last verdict was a round's, those that want drafts (theirs may still be opened), and those of
         #: them that probe.
         self.num_in_rounds = self.num_wanting = self.num_probing = 0
-        self.num_probes = self.num_trials = self.num_checks = 0
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_TICKS)
         self._draft_token_ns = 0.0
         self._context = 0.0
@@ -181,10 +182,14 @@ class Lane:
             # Speculation slows down sessions that decode plainly, too: they share its ticks, perhaps its machine.
             lost_ns = spent_ns - num_tokens * plain_ns
         self.allowance.book(spent_ns, lost_ns, count, plain_ns)
+        self.tally.savings = self.allowance.savings_ns / (plain_ns * max(count, 1))
+        activity = self._activity(now_ns)
+        self.tally.lost_ns[activity] += lost_ns
+        self.tally.spent_ns[activity] += spent_ns
 
     def begin_probe(self, now_ns: int) -> None:
         """A session looks whether speculation pays for it; the next one may in a while."""
-        self.num_probes += 1
+        self.tally.begun[Activity.PROBE] += 1
         self.num_probing += 1
         self._next_probe_ns = now_ns + self._probe_pause_ns()
 
@@ -197,6 +202,15 @@ class Lane:
         self._next_probe_ns = now_ns + self._probe_pause_ns()
 
     # --- inside ---
+
+    def _activity(self, now_ns: int) -> Activity:
+        if now_ns < self._check_until_ns:
+            return Activity.CHECK
+        if now_ns < self._trial_until_ns:
+            return Activity.TRIAL
+        if self._choice.num_tokens:
+            return Activity.SPECULATION
+        return Activity.PROBE if self.num_wanting or self.num_in_rounds else Activity.PLAIN
 
     @property
     def _most_probing(self) -> int:
@@ -239,7 +253,7 @@ class Lane:
         return _NOTHING
 
     def _begin_trial(self, now_ns: int) -> None:
-        self.num_trials += 1
+        self.tally.begun[Activity.TRIAL] += 1
         self.speculative.refresh()
         self._trial_until_ns = now_ns + int(TRIAL_CYCLES * self._plain_cycle_ns())
         self._back_off(self._trial_until_ns)
@@ -261,7 +275,7 @@ class Lane:
             was_looked_for = self._check_until_ns and now_ns - self._check_until_ns < FIRST_TRIAL_PAUSE_NS
             if was_looked_for or rounds is None or rounds.count < MEASURED:
                 return choice
-        self.num_checks += 1
+        self.tally.begun[Activity.CHECK] += 1
         self.plain.refresh()
         self._check_until_ns = now_ns + int(CHECK_CYCLES * self._plain_cycle_ns())
         return choice

@@ -97,22 +97,23 @@ async def _start_processes(
     deployments: Mapping[str, Deployment], stack: AsyncExitStack, lines: list[str]
 ) -> Mapping[str, System]:
     services: list[Service] = []
-    gateways: dict[str, tuple[str, list[str]]] = {}
+    gateways: dict[str, tuple[str, str, list[str]]] = {}
     target = ""
     for name, deployment in deployments.items():
         free = replace(deployment, gateway=replace(deployment.gateway, port=0, grpc_port=0)).with_ports()
         added = services_of(free, target=target or None)
         target = target or added[0].address
         drafts = [service.address for service in added if service.name == "draft"]
-        gateways[name] = f"{free.gateway.host}:{free.gateway.grpc_port}", drafts
+        host, port, grpc_port = free.gateway.host, free.gateway.port, free.gateway.grpc_port
+        gateways[name] = f"{host}:{grpc_port}", f"http://{host}:{port}", drafts
         services += added if len(deployments) == 1 else [_named(service, name) for service in added]
     supervisor = Supervisor(services, drain_s=2.0, log=lambda name, line: lines.append(f"[{name}] {line}"))
     await stack.enter_async_context(supervisor)
     systems: dict[str, System] = {}
-    for name, (address, drafts) in gateways.items():
+    for name, (address, url, drafts) in gateways.items():
         channel = open_channel(address)
         stack.push_async_callback(channel.close)
-        systems[name] = GrpcSystem(channel, await _connect(target, drafts, stack))
+        systems[name] = GrpcSystem(channel, await _connect(target, drafts, stack), url)
     return systems
 
 
@@ -134,9 +135,11 @@ async def _connect(target: str, drafts: Sequence[str], stack: AsyncExitStack) ->
 class GrpcSystem:
     """The gateway's gRPC API."""
 
-    def __init__(self, channel: grpc.aio.Channel, router: Router | None = None) -> None:
+    def __init__(self, channel: grpc.aio.Channel, router: Router | None = None, url: str | None = None) -> None:
+        """``url`` is where the gateway's HTTP can be reached, its metrics for one."""
         self._stub = GenerationServiceStub(channel)
         self.router = router
+        self.url = url
 
     async def stream(
         self, prompt: str | Sequence[int], params: SamplingParams, rule: Rule | None, k: int | None

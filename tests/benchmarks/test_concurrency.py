@@ -2,19 +2,27 @@
 
 import asyncio
 import json
+import random
+import statistics
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import command, concurrency
-from benchmarks.concurrency import Point, draw, measure_points, merge, read_points, show
+from benchmarks.concurrency import Point, Ratio, draw, measure_points, merge, read_points, show
+from benchmarks.reasons import Reasons, counted
+from gateway.lane import Lane
+from gateway.tally import Activity, TallyCollector
 from specdec.errors import InvalidRequest
 from specdec.sampling.params import SamplingParams
 from specdec.sessions import Rule
 from tandem.bench.answers import Piece
+from tandem.bench.limits import Spread
 from tandem.bench.plot import load_pyplot
 
 LABEL = Point(target="bundled", draft="good", k=4, temperature=0.0, rule="block")
@@ -34,11 +42,14 @@ class FakeSystem:
 
 async def test_ratios_of_a_system_that_is_twice_as_fast() -> None:
     told: list[int] = []
+    on, off = FakeSystem(), FakeSystem()
     points = await measure_points(
-        FakeSystem(),  # type: ignore[arg-type]
+        on,  # type: ignore[arg-type]
+        off,  # type: ignore[arg-type]
         [(1,), (2,)],
         LABEL,
         (1, 3),
+        warm_up_s=0.15,
         repeats=2,
         seconds=0.1,
         max_tokens=8,
@@ -46,13 +57,50 @@ async def test_ratios_of_a_system_that_is_twice_as_fast() -> None:
     )
     assert told == [point.sessions for point in points] == [1, 3]
     for point in points:
-        assert 1.6 < point.ratio.median < 2.4
+        assert 1.6 < point.ratio.spread.median < 2.4
+        assert 0.8 < point.control.spread.median < 1.2
         assert point.tokens_per_round == 2
-        assert len(point.plain) == len(point.speculative) == 2
+        assert len(point.plain) == len(point.speculative) == 4
+        assert len(point.learning) >= 1
 
 
 def point(draft: str = "good", sessions: int = 1, speculative: float = 20.0) -> Point:
-    return replace(LABEL, draft=draft, sessions=sessions, plain=[10.0], speculative=[speculative])
+    pairs = {"plain": [10.0, 10.0], "speculative": [speculative, speculative], "learning": [speculative]}
+    return replace(LABEL, draft=draft, sessions=sessions, **pairs)
+
+
+def test_the_error_of_a_ratio_is_that_of_the_median_of_pairs() -> None:
+    generator = random.Random(0)
+    samples = [Ratio.of([generator.gauss(0.97, 0.05) for _ in range(25)], [1.0] * 25) for _ in range(400)]
+    medians = [sample.spread.median for sample in samples]
+    assert statistics.fmean(medians) == pytest.approx(0.97, abs=0.002)
+    assert statistics.fmean(sample.error for sample in samples) == pytest.approx(statistics.stdev(medians), rel=0.15)
+
+
+def test_the_control_pairs_windows_next_to_each_other() -> None:
+    """On, off, off, on: of four windows without speculation the first two are neighbours, and the last two."""
+    measured = replace(LABEL, plain=[10.0, 11.0, 20.0, 22.0], speculative=[5.0, 22.0, 10.0, 44.0])
+    assert measured.control.spread == Spread(pytest.approx(1.1), pytest.approx(1.1), pytest.approx(1.1))
+    assert measured.ratio.spread.median == pytest.approx(1.25)
+
+
+def test_reasons_are_told_by_the_metrics_of_a_gateway() -> None:
+    lane = Lane()
+    lane.tally.num_rounds, lane.tally.num_plain, lane.tally.num_draft_tokens = 30, 10, 60
+    lane.tally.begun[Activity.TRIAL] = 2
+    lane.tally.lost_ns[Activity.TRIAL] = 3e9
+    lane.tally.spent_ns[Activity.SPECULATION] = 6e9
+    registry = CollectorRegistry()
+    registry.register(TallyCollector(lambda: {"target": lane}))
+    text = generate_latest(registry).decode()
+    before = Reasons(rounds=10.0, trials=1.0, wall_s=1.0)
+    found = Reasons(wall_s=3.0, draft_s=1.0, **counted(text_string_to_metric_families(text)))
+    reasons = found.since(before)
+    assert (reasons.rounds, reasons.plain, reasons.trials, reasons.lost_s) == (20, 10, 1, 3)
+    assert reasons.drafted_share == pytest.approx(2 / 3)
+    assert reasons.plus(reasons).mean_k == pytest.approx(3.0)
+    assert "67% of rounds drafted, k 3.0; 0 probes, 1 trials, 0 checks lost 50.0%" in reasons.show()
+    assert "draft 50% busy" in reasons.show()
 
 
 def test_a_newer_point_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
@@ -62,7 +110,7 @@ def test_a_newer_point_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
     file.write_text(json.dumps({"points": [asdict(each) for each in old]}))
     assert read_points(file) == old
     merged = merge(old, [point("good", 8, speculative=30.0)])
-    assert [(each.draft, each.sessions, each.ratio.median) for each in merged] == [
+    assert [(each.draft, each.sessions, each.ratio.spread.median) for each in merged] == [
         ("good", 1, 2.0),
         ("good", 8, 3.0),
         ("bad", 8, 2.0),
