@@ -8,20 +8,11 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Protocol
 
 from tandem.bench.answers import Piece
 
 #: A prompt and the tokens to generate after it, to the stream of the answer's pieces.
 Ask = Callable[[tuple[int, ...], int], AsyncGenerator[Piece, None]]
-
-
-class Clock(Protocol):
-    """``time.perf_counter``, or a test's own."""
-
-    def __call__(self) -> float:
-        """Seconds."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +43,7 @@ class Window:
 
 
 async def hold(
-    ask: Ask,
-    prompts: Sequence[tuple[int, ...]],
-    *,
-    num_clients: int,
-    max_tokens: int,
-    seconds: float,
-    clock: Clock = time.perf_counter,
+    ask: Ask, prompts: Sequence[tuple[int, ...]], *, num_clients: int, max_tokens: int, seconds: float
 ) -> Window:
     """Keep ``num_clients`` requests open and record ``seconds`` of it, from when every client has its first token on.
 
@@ -82,9 +67,9 @@ async def hold(
     ]
     try:
         await _while_running(tasks, all_running.wait())
-        begun = clock()
+        begun = time.perf_counter()
         await _while_running(tasks, asyncio.sleep(seconds))
-        ended = clock()
+        ended = time.perf_counter()
     finally:
         for task in tasks:
             task.cancel()

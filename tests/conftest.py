@@ -1,11 +1,53 @@
-"""For all tests: Triton's kernels run in its interpreter where there is no GPU to compile them for."""
+"""For all tests: Triton's kernels run in its interpreter where there is no GPU to compile them for, and a clock."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
+from typing import Any
 
+import pytest
 import torch
+from hypothesis import settings
 
 # Read when a kernel is defined, so it must stand before any import of triton.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Hypothesis gives an example 200 ms of real time, which a busy machine takes away.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
+
+
+@pytest.fixture
+async def virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes only where every task sleeps, and then at once: sleeps are exact, however busy the machine is.
+
+    For tests whose tasks wait for each other and for timers alone, not for threads, sockets or processes.
+    """
+    loop: Any = asyncio.get_running_loop()
+    look, now_s = loop._selector.select, time.monotonic()
+
+    def select(timeout_s: float | None) -> Any:
+        nonlocal now_s
+        events = look(timeout_s and 0)
+        if not events:
+            now_s += timeout_s or 0
+        return events
+
+    def now() -> float:
+        return now_s
+
+    def now_ns() -> int:
+        return int(now_s * 1e9)
+
+    monkeypatch.setattr(loop._selector, "select", select)
+    monkeypatch.setattr(loop, "time", now)
+    for name, clock in (
+        ("monotonic", now),
+        ("perf_counter", now),
+        ("monotonic_ns", now_ns),
+        ("perf_counter_ns", now_ns),
+    ):
+        monkeypatch.setattr(time, name, clock)

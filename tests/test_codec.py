@@ -154,7 +154,7 @@ CASES = {
 def test_round_trip(name):
     encode, decode = getattr(codec, f"encode_{name}"), getattr(codec, f"decode_{name}")
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(CASES[name])
     def check(value):
         message = encode(value)

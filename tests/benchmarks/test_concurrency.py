@@ -40,6 +40,7 @@ class FakeSystem:
             yield Piece(time.perf_counter(), 2 if k else 1, "")
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_ratios_of_a_system_that_is_twice_as_fast() -> None:
     told: list[int] = []
     on, off = FakeSystem(), FakeSystem()
@@ -57,8 +58,8 @@ async def test_ratios_of_a_system_that_is_twice_as_fast() -> None:
     )
     assert told == [point.sessions for point in points] == [1, 3]
     for point in points:
-        assert 1.6 < point.ratio.spread.median < 2.4
-        assert 0.8 < point.control.spread.median < 1.2
+        assert point.ratio.spread.median == pytest.approx(2.0)
+        assert point.control.spread.median == pytest.approx(1.0)
         assert point.tokens_per_round == 2
         assert len(point.plain) == len(point.speculative) == 4
         assert len(point.learning) >= 1

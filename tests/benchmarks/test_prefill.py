@@ -53,17 +53,19 @@ class FakeSystem:
                 raise Unavailable("gone")
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_long_prompts_are_seen_in_the_waits() -> None:
     system = FakeSystem()
     alone, beside, ttft_ms = await measure_one(
         system, [(1,), (2,)], iter([(0,) * 20] * 99), max_tokens=9, k=0, seconds=0.15
     )
-    assert alone.itl_ms[0] < 15 < beside.itl_ms[0]
-    assert beside.longest_ms >= 20
-    assert len(ttft_ms) == system.num_long >= 4
-    assert min(ttft_ms) > 55
+    assert [*alone.itl_ms, alone.longest_ms] == pytest.approx([3.0] * 4)
+    assert [*beside.itl_ms, beside.longest_ms] == pytest.approx([20.0] * 4)
+    assert len(ttft_ms) == system.num_long == 6
+    assert ttft_ms == pytest.approx([60.0] * 6)
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_session_that_fails_ends_the_measurement() -> None:
     params = SamplingParams(max_tokens=3)
     with pytest.raises(Unavailable, match="gone"):

@@ -254,10 +254,17 @@ class Gate:
 
     async def shut(self):
         """A batch is held now; returns what its jobs assume."""
-        async with asyncio.timeout(5):
-            while not self.held:  # noqa: ASYNC110 (filled by another thread)
-                await asyncio.sleep(0.001)
+        await self._until(lambda: self.held)
         return [tuple(job.assumed) for job in self.held]
+
+    async def flagged(self):
+        """Some of them are asked to stop."""
+        await self._until(self.flags.any)
+
+    async def _until(self, condition):
+        async with asyncio.timeout(10):
+            while not condition():  # noqa: ASYNC110 (another thread's doing)
+                await asyncio.sleep(0.001)
 
 
 @pytest.fixture
@@ -275,7 +282,7 @@ async def test_a_verdict_stops_the_impossible_and_what_it_makes_true_is_the_answ
         assumed = await gate.shut()
         true = next(i for i, tokens in enumerate(assumed) if len(tokens) == 2)
         answer = asyncio.create_task(client.advance(list(assumed[true]), 3, 0))
-        await asyncio.sleep(0.01)
+        await gate.flagged()
         assert [bool(flag) for flag in gate.flags] == [i != true for i in range(len(assumed))]
         assert not answer.done()
         gate.opened.set()

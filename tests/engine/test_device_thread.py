@@ -24,18 +24,18 @@ def thread() -> Iterator[DeviceThread]:
 
 async def test_calls_run_in_order_on_one_thread_while_the_loop_is_free(thread: DeviceThread) -> None:
     seen: list[tuple[int, str]] = []
+    gate = threading.Event()
 
-    def work(number: int, *, pause_s: float) -> int:
-        time.sleep(pause_s)
+    def work(number: int, *, waits: bool) -> int:
+        assert not waits or gate.wait(60)
         seen.append((number, threading.current_thread().name))
         return number * 10
 
-    calls = [asyncio.create_task(thread.run(work, number, pause_s=0.02 if number == 0 else 0)) for number in range(5)]
-    turns = 0
-    while not calls[0].done():
-        turns += 1
+    calls = [asyncio.create_task(thread.run(work, number, waits=number == 0)) for number in range(5)]
+    for _ in range(5):
         await asyncio.sleep(0.001)
-    assert turns >= 5
+    assert not any(call.done() for call in calls)
+    gate.set()
     assert await asyncio.gather(*calls) == [0, 10, 20, 30, 40]
     assert seen == [(number, "test-device") for number in range(5)]
 

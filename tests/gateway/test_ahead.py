@@ -20,6 +20,7 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr("gateway.drafting.FIRST_BACKOFF_S", 0.001)
 
 
+@pytest.mark.usefixtures("virtual_time")
 @pytest.mark.parametrize("by_round", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("quality", "ahead_quality"), [(0.8, 0.8), (1.0, 1.0), (0.3, 0.9), (0.9, 0.0)])
@@ -27,7 +28,7 @@ async def test_the_text_is_the_same_with_and_without(quality, ahead_quality, tem
     texts, metrics = [], []
     for num_ahead in (0, 1, 4, 15):
         target = FakeTarget(by_round=by_round, latency_s=0.001)
-        draft = FakeDraft(quality=quality, ahead_quality=ahead_quality)
+        draft = FakeDraft(quality=quality, ahead_quality=ahead_quality, latency_s=0.0002)
         draft.by_round = by_round
         decoder = decoder_of([target], [draft], num_ahead_proposals=num_ahead)
         out, decoding = await run(decoder, request_of(4, temperature=temperature, max_tokens=60))
@@ -158,6 +159,7 @@ async def test_proposals_of_another_epoch_are_counted_and_dropped(monkeypatch):
     assert decoding.metrics.num_stale == 1
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_deadline_and_cancellation_leave_nothing_behind():
     target, draft = FakeTarget(latency_s=0.004), FakeDraft(ahead_quality=0.9)
     decoder = decoder_of([target], [draft], num_ahead_proposals=8)

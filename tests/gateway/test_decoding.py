@@ -168,6 +168,7 @@ async def test_the_requests_own_fault_is_not_retried():
     assert_all_closed(target, draft)
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_slow_draft_is_left_behind_and_comes_back():
     target, draft = FakeTarget(latency_s=0.002), FakeDraft(quality=1.0)
     decoder = decoder_of([target], [draft], draft_timeout_s=0.02)
@@ -345,6 +346,7 @@ async def test_stop_tokens_end_the_loop():
     assert EOS not in out
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_deadline():
     target, draft = FakeTarget(latency_s=0.01), FakeDraft()
     decoder = decoder_of([target], [draft])

@@ -87,9 +87,9 @@ async def test_a_process_serves_and_drains(tokenizer_folder):
     addresses = ["--targets", services[0].address, "--drafts", services[1].address]
     try:
         async with process_of(*addresses, "--tokenizer", str(tokenizer_folder), "--drain-s", "5") as process:
-            ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 20))
+            ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 60))
             assert (ready["event"], ready["service"], ready["pid"]) == ("ready", "gateway", process.pid)
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ready['port']}", timeout=20) as http:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ready['port']}", timeout=60) as http:
                 assert (await http.get("/health")).status_code == 200
                 body = {"prompt": [5], "max_tokens": 300, "temperature": 0, "stream": True}
                 async with http.stream("POST", "/v1/completions", json=body) as response:
@@ -101,7 +101,7 @@ async def test_a_process_serves_and_drains(tokenizer_folder):
                 assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
                 with pytest.raises(httpx.ConnectError):
                     await http.get("/health")
-            assert await asyncio.wait_for(process.wait(), 10) == 0
+            assert await asyncio.wait_for(process.wait(), 60) == 0
             assert draft.num_proposals > 10
         await all_closed(target, draft)
     finally:
@@ -132,7 +132,7 @@ async def test_stop_ends_a_gateway_in_process(backends, info):
     task = asyncio.create_task(serve(gateway, stop=stop, on_ready=ready.append))
     await until(lambda: ready)
     stop.set()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 30)
 
 
 def parse(*argv):

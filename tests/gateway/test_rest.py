@@ -37,7 +37,7 @@ async def events(stand, path="/v1/completions", **body):
 
 
 async def until(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 (no event tells it)
             await asyncio.sleep(0.01)
 
@@ -254,8 +254,9 @@ async def test_a_client_that_leaves_ends_the_work(stand, stream, phase):
     else:
         target.latency_s = 0.02
     call = asyncio.create_task(post(stand, **body_of(max_tokens=400, stream=stream)))
-    await asyncio.sleep(0.2)
-    assert stand.generation.num_requests == 1
+    await until(lambda: stand.generation.num_requests == 1)
+    if phase == "decode":
+        await until(lambda: target.faults.counts.get("verify", 0) + target.faults.counts.get("ahead", 0) > 2)
     call.cancel()  # httpx closes the connection
     await until(lambda: not stand.generation.num_requests and not target.open_sessions)
     stand.assert_all_closed()
@@ -263,7 +264,7 @@ async def test_a_client_that_leaves_ends_the_work(stand, stream, phase):
 
 async def test_deadlines(stand):
     stand.targets[0].latency_s = 0.02
-    headers = {"X-Request-Timeout-S": "0.1"}
+    headers = {"X-Request-Timeout-S": "1"}
     response = await stand.http.post("/v1/completions", json=body_of(max_tokens=400), headers=headers)
     assert response.status_code == 504
     assert response.json()["error"]["type"] == "timeout_error"

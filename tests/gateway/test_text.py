@@ -40,7 +40,7 @@ def test_byte_level_text_comes_back(text):
 
 
 @given(st.text(max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_text_comes_back_without_broken_characters(text):
     text = text.replace("<|", "")
     for tokenizer in (BYTE_LEVEL, SENTENCEPIECE):
@@ -52,7 +52,7 @@ def test_any_text_comes_back_without_broken_characters(text):
 
 
 @given(st.lists(st.integers(0, BYTE_LEVEL.size - 1), max_size=60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_random_tokens_give_the_text_of_the_whole(token_ids):
     for skip in (True, False):
         streamed = "".join(pieces_of(BYTE_LEVEL, token_ids, skip_special_tokens=skip))
@@ -114,7 +114,7 @@ def oracle(text, stops, include):
     st.lists(st.integers(0, 30), max_size=10),
     st.booleans(),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_stop_strings_do_not_depend_on_the_pieces(text, stops, cuts, include):
     assert find(split(text, cuts), stops, include) == oracle(text, stops, include)
 

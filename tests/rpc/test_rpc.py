@@ -39,6 +39,8 @@ class Echo(target_grpc.TargetServiceServicer):
     def __init__(self):
         self.error = None
         self.ended = []
+        #: Set once the round of committed_len 999 may be answered.
+        self.released = asyncio.Event()
 
     async def Verify(self, request_iterator, context):
         try:
@@ -52,7 +54,7 @@ class Echo(target_grpc.TargetServiceServicer):
                         await asyncio.Event().wait()
                     await context.write(target_pb.VerifyResponse(opened=target_pb.TargetSessionOpened(epoch=1)))
                 elif request.round.committed_len == 999:
-                    await asyncio.sleep(0.3)
+                    await self.released.wait()
                     await context.write(target_pb.VerifyResponse(verdict=target_pb.Verdict(base_len=999)))
                 else:
                     verdict = target_pb.Verdict(base_len=request.round.committed_len)
@@ -102,7 +104,7 @@ def round_message(committed_len):
     return target_pb.VerifyRequest(round=target_pb.Round(committed_len=committed_len))
 
 
-async def until(condition, timeout_s=5.0):
+async def until(condition, timeout_s=10.0):
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -118,10 +120,12 @@ async def test_turns_on_one_stream():
 
 
 async def test_a_timeout_of_a_turn_leaves_the_stream_alive():
-    async with serving() as (_, channel), SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
+    echo = Echo()
+    async with serving(echo) as (_, channel), SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
         await stream.turn(open_message())
         with pytest.raises(errors.DeadlineExceeded, match=r"within 0\.05 s"):
             await stream.turn(round_message(999), timeout_s=0.05)
+        echo.released.set()
         assert (await stream.receive()).verdict.base_len == 999
         assert (await stream.turn(round_message(5))).verdict.base_len == 5
 
@@ -132,9 +136,9 @@ async def test_leaving_a_stream_while_a_read_is_pending_cancels_the_server():
         async with SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
             with pytest.raises(errors.DeadlineExceeded):
                 await stream.turn(open_message("hang"), timeout_s=0.05)
-            assert server.num_active_calls == 1
+            await until(lambda: server.num_active_calls == 1)
         await until(lambda: echo.ended)
-        assert server.num_active_calls == 0
+        await until(lambda: server.num_active_calls == 0)
         await stream.close()
         with pytest.raises(errors.TandemError):
             await stream.turn(open_message())
@@ -142,14 +146,14 @@ async def test_leaving_a_stream_while_a_read_is_pending_cancels_the_server():
 
 async def test_cancelling_the_caller_stays_a_cancellation():
     echo = Echo()
-    async with serving(echo) as (_, channel):
+    async with serving(echo) as (server, channel):
 
         async def session():
             async with SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
                 await stream.turn(open_message("hang"))
 
         task = asyncio.create_task(session())
-        await asyncio.sleep(0.1)
+        await until(lambda: server.num_active_calls)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -165,9 +169,10 @@ async def test_the_end_of_a_stream_is_never_success():
 async def test_the_deadline_of_a_stream():
     echo = Echo()
     async with serving(echo) as (_, channel):
-        async with SessionStream(target_grpc.TargetServiceStub(channel).Verify, timeout_s=0.2) as stream:
+        async with SessionStream(target_grpc.TargetServiceStub(channel).Verify, timeout_s=1.0) as stream:
+            await stream.turn(open_message())
             with pytest.raises(errors.DeadlineExceeded):
-                await stream.turn(open_message("hang"))
+                await stream.receive()
         await until(lambda: echo.ended)
 
 
@@ -235,7 +240,7 @@ async def test_a_generator_is_closed_as_soon_as_the_client_is_gone():
         assert (await call.read()).text == "a"
         assert server.num_active_calls == 1
         call.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(10):
             await texts.closed.wait()
         await until(lambda: not server.num_active_calls)
     await server.stop()

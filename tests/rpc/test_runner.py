@@ -58,6 +58,12 @@ class Fake(target_grpc.TargetServiceServicer):
             self.events.append("stream ended")
 
 
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
 async def test_start_serve_stop():
     service, ready = Fake(), asyncio.Event()
     task = asyncio.create_task(serve(service, ServerSettings(), on_ready=lambda _: ready.set()))
@@ -73,10 +79,9 @@ async def test_start_serve_stop():
 async def test_a_signal_while_starting_stops_at_once(number):
     service = Fake(start_s=60)
     task = asyncio.create_task(serve(service, ServerSettings(), on_ready=lambda _: pytest.fail("not ready")))
-    async with asyncio.timeout(5):
-        while not service.events:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        os.kill(os.getpid(), number)
+    await until(lambda: service.events)
+    os.kill(os.getpid(), number)
+    async with asyncio.timeout(30):  # far less than the start takes
         await task
     assert service.events == ["start", "start cancelled", "drain", "stop"]
 
@@ -98,11 +103,11 @@ async def test_open_streams_hold_up_the_stop_until_a_second_signal():
     ):
         await stream.turn(target_pb.VerifyRequest())
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(0.1)
+        await until(lambda: "drain" in service.events)
         await stream.turn(target_pb.VerifyRequest())
         assert service.events == ["start", "drain"]
         os.kill(os.getpid(), signal.SIGTERM)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await task
     assert service.events == ["start", "drain", "stream ended", "stop"]
 
@@ -116,8 +121,8 @@ async def test_streams_that_end_let_the_stop_go_on():
         async with SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
             await stream.turn(target_pb.VerifyRequest())
             stop.set()
-            await asyncio.sleep(0.05)
-        async with asyncio.timeout(5):
+            await until(lambda: "drain" in service.events)
+        async with asyncio.timeout(30):
             await task
     assert service.events == ["start", "drain", "stream ended", "stop"]
 

@@ -57,7 +57,7 @@ kinds = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(kinds, min_size=1, max_size=5), st.integers(0, 1000), st.booleans())
 def test_against_the_reference(params: list[dict[str, Any]], seed: int, coarse: bool) -> None:
     logits = logits_of(len(params), seed)

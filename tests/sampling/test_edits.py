@@ -78,7 +78,7 @@ parameters = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(parameters, min_size=1, max_size=4), st.lists(tokens, max_size=4), st.data())
 def test_a_mixed_batch_of_rounds_is_edited_as_sequential_decoding(
     kinds: list[dict[str, Any]], chain: list[int], data: st.DataObject
@@ -100,7 +100,7 @@ def test_a_mixed_batch_of_rounds_is_edited_as_sequential_decoding(
             r += 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(parameters, st.lists(tokens, min_size=1, max_size=5))
 def test_prefix_equals_commit(kind: dict[str, Any], chain: list[int]) -> None:
     """A token edits the same whether it is drafted, assumed or committed."""

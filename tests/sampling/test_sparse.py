@@ -14,7 +14,7 @@ from specdec.sampling.sparse import NUM_LEVELS, Q_BYTES, max_tokens, pack, unpac
 VOCABULARIES = [1, 2, 7, 16, 100, 1000, 4096, 32_000, 128_256, 262_144]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(VOCABULARIES), st.floats(0, 1), st.booleans(), st.integers(0, 10**6))
 def test_a_row_survives_and_fits(num_tokens: int, share: float, clustered: bool, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -77,7 +77,7 @@ def test_what_is_no_row_is_refused(packed: bytes) -> None:
         unpack(SparseRow(packed))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=40))
 def test_no_bytes_crash_it(packed: bytes) -> None:
     try:

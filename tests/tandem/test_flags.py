@@ -4,7 +4,6 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -177,8 +176,7 @@ def test_flags_of_leaves_defaults_out() -> None:
     assert flags_of(deploy().target.scheduler) == ()
 
 
-def test_help_and_version_are_instant() -> None:
-    started = time.perf_counter()
+def test_help_and_version_load_nothing_heavy() -> None:
     for argument, expected in (("--help", "serve"), ("--version", "tandem 0")):
         done = subprocess.run(
             [sys.executable, "-X", "importtime", "-m", "tandem", argument], capture_output=True, text=True, check=True
@@ -188,7 +186,6 @@ def test_help_and_version_are_instant() -> None:
             line.rpartition("|")[2].rstrip().lstrip() and " " + line.rpartition("|")[2].strip()
             for line in done.stderr.splitlines()
         }
-    assert time.perf_counter() - started < 10
 
 
 def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

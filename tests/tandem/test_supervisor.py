@@ -65,7 +65,7 @@ def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path)
 
 
-async def until(condition, timeout_s: float = 10.0) -> None:
+async def until(condition, timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -139,7 +139,7 @@ asyncio.run(main())
         pid = int(launcher.stdout.readline())
         assert psutil.pid_exists(pid)
         launcher.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the child outlived its launcher"
         time.sleep(0.05)

@@ -199,7 +199,7 @@ async def test_a_cancelled_receive_loses_nothing(start_core, plain):
         one, two = [await core.open(make_spec(make_prompt(seed), 20)) for seed in range(2)]
         n = one.first.committed_len
         watch = Watch(core)
-        watch.delay_s = 0.05
+        watch.gate.clear()
         flying = asyncio.create_task(verify(one, n))
         await until(lambda: watch.batches)
         queued = asyncio.create_task(verify(two, n))
@@ -207,6 +207,7 @@ async def test_a_cancelled_receive_loses_nothing(start_core, plain):
         queued.cancel()
         flying.cancel()
         await asyncio.gather(queued, flying, return_exceptions=True)
+        watch.gate.set()
         for seed, session in enumerate((one, two)):
             assert (await session.receive()).token_ids == plain(make_prompt(seed), 20)[1:2]
             await session.close()

@@ -103,7 +103,7 @@ kinds = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(SIZES), st.lists(kinds, min_size=1, max_size=32), st.integers(0, 10**6))
 def test_rounds_are_decided_as_torch_decides_them(size: int, chosen: list[Any], seed: int) -> None:
     logits, rounds = tick(size, chosen, seed)
@@ -173,7 +173,7 @@ def test_rows_without_tokens_end_a_round(rule: Rule, temperature: float) -> None
                 assert [(o.token_ids, str(o.error)) for o in native] == [(o.token_ids, str(o.error)) for o in by_torch]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_the_same_proposals_are_refused(data: st.DataObject) -> None:
     """Rows as they come and with bytes changed, cut off or appended: either both checks refuse or neither does."""

@@ -223,7 +223,7 @@ async def test_half_close_ends_the_session(start_core, serve):
 
 async def test_a_deadline_in_the_middle(start_core, serve):
     async with start_core() as core, serve(core) as (stub, _):
-        async with Client(stub, make_spec(make_prompt(0)), timeout_s=0.15) as client:
+        async with Client(stub, make_spec(make_prompt(0)), timeout_s=1.0) as client:
             await client.open()
             with pytest.raises(errors.DeadlineExceeded):
                 await client.verdict()
@@ -266,7 +266,7 @@ async def test_shutdown_lets_sessions_end_and_then_ends_them(start_core, serve, 
     prompt = make_prompt(6)
     async with (
         start_core() as core,
-        serve(core, drain_s=0.3) as (stub, server),
+        serve(core, drain_s=1.0) as (stub, server),
         Client(stub, make_spec(prompt, 30)) as client,
     ):
         n = (await client.open()).committed_len

@@ -70,7 +70,7 @@ def natively(logits: torch.Tensor, rows: Rows, rules: list[Rule], num_candidates
     return draft_rows(logits.clone(), rows, rules, num_candidates)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(SIZES), st.lists(shapes, min_size=1, max_size=4), st.data())
 def test_rows_are_drawn_as_torch_draws_them(size: int, kinds: list[dict[str, Any]], data: st.DataObject) -> None:
     """Tokens, q rows byte for byte, candidates; every shape, edit, assumption and prefix in one batch."""
