@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from specdec.errors import InternalError, TandemError
 from target_service.budget import Budget
+from target_service.gathering import Gathering
 from target_service.schedule import share_prefill, take_rounds
 from target_service.session import Session
 from target_service.tick import Part, TickResult
@@ -18,8 +21,8 @@ logger = logging.getLogger(__name__)
 class Batcher:
     """Collects sessions with something to feed and runs ticks while there are any.
 
-    There is no timer: a tick starts as soon as something is ready and the device is free, and what becomes ready
-    meanwhile is in the next one. An idle batcher sleeps.
+    A tick starts as soon as something is ready and the device is free, and what becomes ready meanwhile is in the next
+    one, except where rounds are about to come in whose company is worth the wait. An idle batcher sleeps.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Batcher:
         self._run = run
         self._max_rows = max_num_batched_tokens
         self._budget = budget or Budget()
+        self._gathering = Gathering()
         self._ended_ns: int | None = None
         #: In order of arrival; a dict because a session may call twice.
         self._ready: dict[Session, None] = {}
@@ -46,6 +50,7 @@ class Batcher:
     def add(self, session: Session) -> None:
         """The session has something to feed."""
         self._ready[session] = None
+        self._gathering.came(session, time.perf_counter_ns())
         self._wake.set()
 
     async def close(self) -> None:
@@ -56,6 +61,7 @@ class Batcher:
 
     async def _loop(self) -> None:
         while not self._closed:
+            await self._gather()
             taken = self._take()
             if taken:
                 await self._tick(taken)
@@ -65,6 +71,28 @@ class Batcher:
             else:
                 self._wake.clear()
                 await self._wake.wait()
+
+    async def _gather(self) -> None:
+        """Wait for sessions that are about to come with rounds, where that is worth more than a tick without them."""
+        while self._ready and not self._closed:
+            rows = [session.num_round_rows for session in self._ready]
+            now_ns = time.perf_counter_ns()
+            if not all(rows):
+                return  # prompts do not wait
+            context = sum(session.subject.sequence.length for session in self._ready) / len(rows)
+            until_ns = self._gathering.wait_until(sum(rows), len(rows), now_ns, partial(self._tick_ns, context))
+            if until_ns <= now_ns:
+                return
+            self._wake.clear()
+            try:
+                async with asyncio.timeout((until_ns - now_ns) / 1e9):
+                    await self._wake.wait()
+            except TimeoutError:
+                return
+
+    def _tick_ns(self, context: float, num_rows: int, num_sessions: int) -> float:
+        """What a tick of rounds takes, with so many cache entries of each session."""
+        return self._budget.ticks.predict(num_rows, num_sessions, context * num_sessions)
 
     def _take(self) -> list[tuple[Session, Part]]:
         """What the next tick feeds, now in flight. Sessions that were not served in full stay ready."""
@@ -111,6 +139,8 @@ class Batcher:
             if part.draft_token_ids and outcome.error is None:
                 self._budget.totals.observe(len(part.draft_token_ids), outcome.num_accepted)
                 session.acceptance.observe(len(part.draft_token_ids), outcome.num_accepted)
+                if outcome.cut.finish_reason is None and session not in self._ready:
+                    self._gathering.left(session, len(part.token_ids), ended_ns)
 
     async def _tick(self, taken: list[tuple[Session, Part]]) -> None:
         self.num_ticks += 1

@@ -11,6 +11,7 @@ from itertools import count
 from gateway.lane import Lane
 from gateway.pacing import AdaptivePace, Pace
 from specdec.sessions import RoundTimings, Verdict
+from target_service.gathering import Gathering
 
 MS = 1_000_000
 #: More tokens are asked for when so many of those asked for are left.
@@ -42,6 +43,8 @@ class World:
     noise: float = 0.05
     #: One tick in so many takes ten times as long.
     outlier_every: int = 400
+    #: Whether ticks wait for rounds that are about to come.
+    gathers: bool = True
     tokens: int = 128
     prompt: int = 32
     k: int = 4
@@ -93,6 +96,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
+        self.gathering = Gathering()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = count()
         self.ready: list[Client] = []
@@ -182,12 +186,19 @@ class Simulation:
     def arrive(self, client: Client) -> None:
         if not client.closed:
             client.asked_at = self.now
+            self.gathering.came(client, int(self.now * MS))
             self.ready.append(client)
             self.tick()
 
     def tick(self) -> None:
         if self.running or not self.ready:
             return
+        if self.world.gathers:
+            rows, now_ns = sum(client.k + 1 for client in self.ready), int(self.now * MS)
+            until_ns = self.gathering.wait_until(rows, len(self.ready), now_ns, self.tick_ns)
+            if until_ns > now_ns:
+                self.at((until_ns + 1000) / MS, self.tick)
+                return
         self.running = True
         batch, self.ready = self.ready, []
         rows = sum(client.k + 1 for client in batch)
@@ -207,6 +218,10 @@ class Simulation:
         begun = self.now
         self.at(self.now + cost, lambda: self.settle(batch, timings, begun))
 
+    def tick_ns(self, rows: int, sessions: int) -> float:
+        """What the target has learned of its ticks, taken for exact here."""
+        return self.world.tick(rows, sessions) * MS
+
     def settle(self, batch: list[Client], timings: RoundTimings, begun: float) -> None:
         self.running = False
         for client in batch:
@@ -224,6 +239,8 @@ class Simulation:
         queue_ns = int((begun - client.asked_at) * MS)
         verdict = Verdict(1, 1, (1,) * tokens, accepted, client.k, timings=replace(timings, queue_ns=max(queue_ns, 0)))
         asked, going_on = client.k, False
+        if asked and client.remaining:
+            self.gathering.left(client, asked + 1, int(self.now * MS))
         if not asked:
             client.ahead -= 1
             client.unseen += 1
