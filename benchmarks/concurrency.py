@@ -23,7 +23,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -100,7 +101,8 @@ class Point:
     learning: Sequence[float] = ()
     #: Tokens a round brought with speculation on, rounds without drafts included.
     tokens_per_round: float = 0.0
-    reasons: Reasons = field(default_factory=Reasons)
+    #: What happened in each window with speculation on.
+    windows: Sequence[Reasons] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -111,6 +113,11 @@ class Point:
     def ratio(self) -> Ratio:
         """Speed with speculation on over off."""
         return Ratio.of(self.speculative, self.plain)
+
+    @property
+    def reasons(self) -> Reasons:
+        """What happened in all windows with speculation on."""
+        return reduce(Reasons.plus, self.windows, Reasons())
 
     @property
     def control(self) -> Ratio:
@@ -165,13 +172,13 @@ async def measure_points(
         plain: list[float] = []
         speculative: list[float] = []
         lengths: list[float] = []
-        reasons = Reasons()
+        reasons: list[Reasons] = []
         for turn in range(2 * repeats):
             for system in (off, on) if turn % 2 else (on, off):
                 before = await look(system)
                 held = await window(system, num_clients)
                 if system is on:
-                    reasons = reasons.plus((await look(system)).since(before))
+                    reasons.append((await look(system)).since(before))
                     lengths.append(held.tokens_per_piece)
                 (speculative if system is on else plain).append(held.tokens_per_s)
         point = replace(
@@ -181,7 +188,7 @@ async def measure_points(
             speculative=speculative,
             learning=learning,
             tokens_per_round=sum(lengths) / len(lengths),
-            reasons=reasons,
+            windows=reasons,
         )
         points.append(point)
         tell(point)
@@ -236,7 +243,7 @@ def read_points(path: Path) -> list[Point]:
     if not path.is_file():
         return []
     points = json.loads(path.read_text())["points"]
-    return [Point(**(values | {"reasons": Reasons(**values["reasons"])})) for values in points]
+    return [Point(**values | {"windows": [Reasons(**each) for each in values["windows"]]}) for values in points]
 
 
 def merge(old: Iterable[Point], new: Iterable[Point]) -> list[Point]:

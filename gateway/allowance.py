@@ -1,47 +1,26 @@
-"""What speculation may lose: an account that bounds the time by which it is ever slower than plain decoding."""
+"""What looking for the faster way may cost: an account that bounds the time lost by it."""
 
 from __future__ import annotations
 
 from typing import Final
 
-#: Share of the time that may be lost to rounds and measurements that turn out slower than the alternative.
+#: Share of the time that may be lost to probes and to turns of the way that turns out slower.
 ALLOWED_LOSS: Final = 0.01
-#: Savings and debts end here, in plain cycles of each session.
-MAX_SAVINGS: Final = 24.0
-MAX_DEBT: Final = 8.0
-#: Savings from which speculation goes on after the account was overdrawn, in the same unit; granted once for every
-#: number of sessions (within a factor of 2) that was never there before.
-FRESH_START: Final = 3.0
-#: Savings from which something may be tried, in the same unit.
-ENOUGH: Final = 6.0
+#: Savings and debts end here.
+MAX_SAVINGS: Final = 12.0
+MAX_DEBT: Final = 24.0
 
 
 class Allowance:
-    """Every cycle of a session earns a small share of its time; cycles that were slower than plain ones spend it.
+    """Every cycle earns a small share of its time; what is slower than the leading way spends it.
 
-    Cycles that were faster fill it up again. While it is overdrawn nobody speculates, so in the long run speculation
-    loses no more than the share that is earned, whatever the models promised.
+    In plain cycles of every session, so that what many sessions have lost is not a debt of few.
     """
 
     def __init__(self) -> None:
-        #: Nanoseconds of sessions that may still be lost.
-        self.savings_ns = 0.0
-        #: Whether too much was lost, and has to be earned again.
-        self.overdrawn = False
-        #: Whether there is enough to try something that may lose.
-        self.suffices = False
-        self._loads: set[int] = set()
+        #: What may still be lost.
+        self.savings = 0.0
 
-    def book(self, spent_ns: float, lost_ns: float, num_sessions: int, plain_cycle_ns: float) -> None:
-        """A session spent ``spent_ns``, of which the better alternative would have saved ``lost_ns``; below 0: gained.
-
-        ``plain_cycle_ns``: what a token takes each of ``num_sessions`` while nobody speculates.
-        """
-        unit_ns = plain_cycle_ns * num_sessions
-        savings_ns = self.savings_ns + ALLOWED_LOSS * spent_ns - lost_ns
-        if (load := num_sessions.bit_length()) not in self._loads:
-            self._loads.add(load)
-            self.overdrawn, savings_ns = False, max(savings_ns, FRESH_START * unit_ns)
-        self.savings_ns = min(max(savings_ns, -MAX_DEBT * unit_ns), MAX_SAVINGS * unit_ns)
-        self.overdrawn = self.savings_ns < (FRESH_START * unit_ns if self.overdrawn else 0.0)
-        self.suffices = self.savings_ns >= ENOUGH * unit_ns
+    def book(self, spent: float, lost: float) -> None:
+        """A time of ``spent`` passed, of which the leading way would have saved ``lost``; below 0: gained."""
+        self.savings = min(max(self.savings + ALLOWED_LOSS * spent - lost, -MAX_DEBT), MAX_SAVINGS)

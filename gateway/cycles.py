@@ -28,11 +28,7 @@ class Cycle:
     #: Of these the target's work for the tick that carried the session, and waiting on the target for it. What is left
     #: is drafting that nothing hides, network, messages and hand-overs.
     target_ns: float = 0.0
-    #: Rows and sessions of that tick.
-    rows: float = 1.0
-    sessions: float = 1.0
     num_draft_tokens: float = 0.0
-    updated_ns: int = 0
 
     @property
     def rest_ns(self) -> float:
@@ -51,33 +47,19 @@ class Cycles:
     def __init__(self) -> None:
         self._cycles: dict[int, Cycle] = {}
 
-    def record(
-        self, num_sessions: int, cycle_ns: float, timings: RoundTimings, num_draft_tokens: int, now_ns: int
-    ) -> float:
-        """A session's cycle took ``cycle_ns`` while ``num_sessions`` were open.
-
-        Returns the time it counts as: less than it took if it is an outlier.
-        """
+    def record(self, num_sessions: int, cycle_ns: float, timings: RoundTimings, num_draft_tokens: int) -> None:
+        """A session's cycle took ``cycle_ns`` while ``num_sessions`` were open."""
         cycle = self._cycles.setdefault(_bucket(num_sessions), Cycle(float(num_sessions)))
         if cycle.count > 3:
             cycle_ns = min(cycle_ns, OUTLIER * cycle.cycle_ns)
         cycle.count += 1
-        cycle.updated_ns = now_ns
         # A stall hits all sessions at once: what one of them remembers must not be all of one stall.
         weight = 1.0 / min(cycle.count, MEMORY * num_sessions)
         target_ns = min(float(timings.forward_ns + timings.verify_ns + timings.queue_ns), cycle_ns)
         cycle.num_sessions += (num_sessions - cycle.num_sessions) * weight
         cycle.cycle_ns += (cycle_ns - cycle.cycle_ns) * weight
         cycle.target_ns += (target_ns - cycle.target_ns) * weight
-        cycle.rows += (max(timings.batch_rows, 1) - cycle.rows) * weight
-        cycle.sessions += (max(timings.batch_sessions, 1) - cycle.sessions) * weight
         cycle.num_draft_tokens += (num_draft_tokens - cycle.num_draft_tokens) * weight
-        return cycle_ns
-
-    def refresh(self) -> None:
-        """What comes next shall count more than what was measured so far."""
-        for cycle in self._cycles.values():
-            cycle.count = min(cycle.count, round(MEASURED * cycle.num_sessions))
 
     def nearest(self, num_sessions: float) -> Cycle | None:
         """What was measured at about so many sessions; None where nothing was."""

@@ -1,8 +1,8 @@
 """Pacing: how many tokens to draft for each session and round, zero included, learned while serving.
 
-One :class:`~gateway.lane.Lane` per target holds what all its sessions have in common (the cost of a tick, what a cycle
-takes beyond it, acceptance), one :class:`AdaptivePace` per session its own acceptance and whether it probes. Nothing
-here awaits, reads a clock or draws a random number: observations go in with their time, answers come out.
+One :class:`~gateway.lane.Lane` per target holds what all its sessions have in common (which way of decoding leads, what
+a round costs, acceptance), one :class:`AdaptivePace` per session its own acceptance and whether it probes. Nothing here
+awaits, reads a clock or draws a random number: observations go in with their time, answers come out.
 
 Legal under every rule: an answer depends on verdicts and times of past rounds only, never on the tokens of the round
 it is for, nor on anything drawn with them.
@@ -90,7 +90,10 @@ class AdaptivePace:
         #: Whether the last verdict was a round's, not of tokens decoded ahead, and when it came; None before the first.
         self._in_rounds: bool | None = None
         self._last_ns: int | None = None
+        #: The turn of the contest in which the session was asked last, and the one whose way it decodes.
+        self._asked_turn = self._settled_turn = lane.contest.turn
         lane.sessions[self] = None
+        lane.num_members += limit > 0
 
     @property
     def survival(self) -> list[float]:
@@ -110,7 +113,8 @@ class AdaptivePace:
                 lane.begin_probe(now_ns)
                 self._probe_left, self._probe_wait = PROBE_ROUNDS, 0
                 k = PROBE_TOKENS
-        self._turn(min(k, limit), now_ns)
+        self._want(min(k, limit), now_ns)
+        self._asked_turn = lane.contest.turn
         return self.k
 
     def num_ahead(self, num_remaining: int, now_ns: int) -> int:
@@ -130,11 +134,17 @@ class AdaptivePace:
         if in_rounds:
             self._acceptance.observe(num_asked, verdict.num_accepted)
             lane.totals.observe(num_asked, verdict.num_accepted)
-            lane.observe_draft(verdict.num_draft_tokens, draft_ns)
+            lane.forecast.observe_draft(verdict.num_draft_tokens, draft_ns)
         if last_ns is not None and num_tokens:
+            cycle_ns = now_ns - last_ns
             # The first cycle after a change is not typical of what follows.
-            typical = before is in_rounds and (in_rounds or not self.k)
-            lane.observe_cycle(verdict, now_ns - last_ns, num_tokens, now_ns, in_rounds=in_rounds, typical=typical)
+            if before is in_rounds and (in_rounds or not self.k):
+                lane.observe_cycle(verdict, cycle_ns, num_tokens, in_rounds=in_rounds)
+            if self.limit:
+                counts = self._settled_turn == lane.contest.turn and self._probe_left is None
+                lane.settle(cycle_ns, num_tokens, counts=counts)
+        if in_rounds is (self.k > 0):
+            self._settled_turn = self._asked_turn
         if self._probe_left is not None:
             self._probe_left -= in_rounds
             self._probe_wait += 0 if in_rounds else num_tokens
@@ -144,13 +154,13 @@ class AdaptivePace:
     def leave(self) -> None:
         """See :class:`Pace`."""
         if self in self._lane.sessions:
-            self._turn(0, self._last_ns or 0)
+            self._want(0, self._last_ns or 0)
             self._lane.num_in_rounds -= bool(self._in_rounds)
+            self._lane.num_members -= self.limit > 0
             del self._lane.sessions[self]
 
-    def _turn(self, k: int, now_ns: int) -> None:
-        """Change between wanting drafts and plain decoding."""
-        self._lane.num_wanting += (k > 0) - (self.k > 0)
+    def _want(self, k: int, now_ns: int) -> None:
+        """Drafted tokens from now on; a probe without any is over."""
         self.k = k
         if not k and self._probe_left is not None:
             self._end_probe(now_ns)

@@ -66,7 +66,12 @@ async def test_ratios_of_a_system_that_is_twice_as_fast() -> None:
 
 
 def point(draft: str = "good", sessions: int = 1, speculative: float = 20.0) -> Point:
-    pairs = {"plain": [10.0, 10.0], "speculative": [speculative, speculative], "learning": [speculative]}
+    pairs = {
+        "plain": [10.0, 10.0],
+        "speculative": [speculative, speculative],
+        "learning": [speculative],
+        "windows": [Reasons(rounds=1.0)],
+    }
     return replace(LABEL, draft=draft, sessions=sessions, **pairs)
 
 

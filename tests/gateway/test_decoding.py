@@ -327,7 +327,7 @@ async def test_adaptive_sessions_leave_their_lane():
     outs = await asyncio.gather(*(run(decoder, request) for _ in range(6)))
     assert all(out == reference(PROMPT, request.params) for out, _ in outs)
     (lane,) = decoder._lanes.values()
-    assert (lane.num_wanting, lane.num_in_rounds, lane.num_probing, len(lane.sessions)) == (0, 0, 0, 0)
+    assert (lane.num_members, lane.num_in_rounds, lane.num_probing, len(lane.sessions)) == (0, 0, 0, 0)
     assert_all_closed(target, draft)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gateway.lane import Lane
@@ -72,6 +74,40 @@ def test_nearly_as_fast_as_the_best_fixed_length(kind, rate, sessions, hits):
     best = max(throughput(fixed(k), of)[0] for k in (1, 2, 4))
     assert best > 1.1 * throughput(plain, of)[0]
     assert throughput(adaptive, of)[0] > 0.85 * best
+
+
+def heavy(rows, sessions):
+    """A large model whose weights take longer to read than all the rows of eight sessions to compute."""
+    return 24.0 + 0.4 * rows + 0.4 * sessions
+
+
+def test_sessions_that_draft_stay_together():
+    """Where a tick costs much whatever its size, two groups of sessions that take turns would pay for it twice."""
+    of = World(tick=heavy, draft=0.12, shared=True, tokens=64, prompt=16, acceptance=lambda *_: 0.8, load=lambda _: 8)
+    together = throughput(fixed(4), of)[0]
+    assert together > 1.15 * throughput(fixed(4), replace(of, gathers=False))[0]
+    assert throughput(adaptive, of)[0] > 0.9 * together
+
+
+@pytest.mark.parametrize("rate", [0.6, 0.7, 0.8])
+def test_where_both_ways_are_about_as_fast_changing_between_them_costs_little(rate):
+    """Rows beyond eight cost so much that speculation is hardly ever worth it."""
+    of = replace(world("large", rate, 8), noise=0.1)
+    speed = throughput(adaptive, of, cycles=1500)[0]
+    assert speed >= 0.98 * throughput(plain, of, cycles=1500)[0]
+
+
+def test_requests_that_come_and_go_do_not_start_the_search_anew():
+    """All sessions end every two seconds, as between two bursts of requests."""
+    of = replace(world("large", 0.9, 4), load=lambda now_s: 0 if now_s % 2.0 > 1.9 else 4)
+    simulation = Simulation(of, adaptive)
+    simulation.run(30.0)
+    begun = dict(simulation.lane.tally.begun)
+    speed = simulation.run(30.0)
+    reference = Simulation(of, plain)
+    reference.run(30.0)
+    assert speed > 1.1 * reference.run(30.0)
+    assert sum(simulation.lane.tally.begun.values()) - sum(begun.values()) < 10
 
 
 def test_nothing_is_drafted_while_nothing_is_accepted_but_for_rare_probes():
@@ -163,7 +199,7 @@ def test_a_session_leaves_nothing_behind():
         pace.record(verdict(0, k, rows=k + 1), k, 0, now)
     pace.leave()
     pace.leave()
-    assert (lane.num_wanting, lane.num_in_rounds, lane.num_probing, len(lane.sessions)) == (0, 0, 0, 0)
+    assert (lane.num_members, lane.num_in_rounds, lane.num_probing, len(lane.sessions)) == (0, 0, 0, 0)
 
 
 def test_a_session_that_leaves_in_its_probe_ends_it():
@@ -172,9 +208,8 @@ def test_a_session_that_leaves_in_its_probe_ends_it():
     first = AdaptivePace(lane, 4)
     first._probe_left = 2
     first.k = 2
-    lane.num_wanting = 1
     first.leave()
-    assert (lane.num_probing, lane.num_wanting) == (0, 0)
+    assert (lane.num_probing, lane.num_members) == (0, 0)
 
 
 def test_answers_depend_on_what_was_counted_alone():
