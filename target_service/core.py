@@ -40,7 +40,7 @@ class TargetCore:
         self._engine = engine
         self._device = device
         self._settings = settings
-        self._verifier = Verifier()
+        self._verifier = Verifier(num_threads=engine.num_threads)
         self._budget = Budget()
         self._batcher = Batcher(self._run_tick, scheduler.max_num_batched_tokens, self._budget)
         self._admission: Admission[KVSequence] = Admission(

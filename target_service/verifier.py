@@ -86,9 +86,10 @@ class Verifier:
     run on tensors. Both decide alike (but for the last bits of sums over the vocabulary).
     """
 
-    def __init__(self, *, native: bool = True) -> None:
-        """``native``: whether to use the kernels where they can be."""
+    def __init__(self, *, native: bool = True, num_threads: int | None = None) -> None:
+        """``native``: whether to use the kernels where they can be; ``num_threads``: theirs, None takes torch's."""
         self._kernels = library.load() if native else None
+        self._num_threads = num_threads
 
     def verify(self, logits: Tensor, rounds: Sequence[Round]) -> list[Outcome]:
         """Decide every round: ``logits`` float32 [R, V] raw, untouched; one transfer to the host in all.
@@ -98,7 +99,7 @@ class Verifier:
         if not rounds:
             return []
         if self._kernels is not None and logits.device.type == "cpu" and logits.is_contiguous():
-            decisions = verify_rounds(self._kernels, logits, rounds)
+            decisions = verify_rounds(self._kernels, logits, rounds, num_threads=self._num_threads)
             if decisions is not None:
                 return _outcomes(logits, rounds, decisions)
         return _verify_in_torch(logits, rounds)

@@ -70,6 +70,8 @@ class Engine:
         #: How the model is run: "native decoder", "native attention", "cuda graphs", "triton attention" or "torch
         #: attention".
         self.path = "torch attention"
+        #: Threads of the native kernels on a CPU; where they run whole passes torch is left with one.
+        self.num_threads = 1
         self._model: PreTrainedModel | None = model
         self._decoder: Decoder | None = None
         self._graphs: GraphRunner | None = None
@@ -148,6 +150,7 @@ class Engine:
             block_size=settings.block_size,
             device=device,
         )
+        engine.num_threads = num_threads
         engine._choose_path(settings, shapes, reference, num_threads)
         engine.info = ModelInfo(
             name=os.path.basename(os.path.normpath(settings.model)),

@@ -80,7 +80,14 @@ def start_core(checkpoint):
     """``async with start_core(**scheduler settings) as core``; checks at the end that no block is left in use."""
 
     @asynccontextmanager
-    async def start(*, kv_blocks: int = 512, verification: Rule = Rule.BLOCK, expect_clean: bool = True, **scheduler):
+    async def start(
+        *,
+        kv_blocks: int = 512,
+        verification: Rule = Rule.BLOCK,
+        expect_clean: bool = True,
+        num_threads: int = 1,
+        **scheduler,
+    ):
         # 2 layers, 2 KV heads, head size 8, keys and values, float32: bytes of a block of 16 tokens.
         block_bytes = 16 * 2 * 2 * 2 * 8 * 4
         settings = TargetSettings(
@@ -89,7 +96,7 @@ def start_core(checkpoint):
                 device="cpu",
                 dtype="float32",
                 block_size=16,
-                num_threads=1,
+                num_threads=num_threads,
                 kv_cache_memory_bytes=(kv_blocks + 1) * block_bytes,  # one is padding
             ),
             scheduler=SchedulerSettings(**scheduler),

@@ -6,6 +6,7 @@ import torch
 
 from specdec.sampling.sparse import pack
 from specdec.sessions import FinishReason, Proposal, Rule
+from target_service import verifier
 from tests.target_service.conftest import (
     CONTEXT,
     VOCAB,
@@ -295,6 +296,22 @@ async def test_log_probabilities(start_core, llama, budget):
             assert entry.token.logprob == pytest.approx(float(wanted[position, token]), abs=1e-4)
             assert len(entry.top) == (2 if position < 99 else 3)
             assert entry.top[0].token_id == int(wanted[position].argmax())
+        await session.close()
+
+
+async def test_verification_has_the_threads_of_the_forward_pass(start_core, monkeypatch):
+    """Torch is left with one thread where the kernels run whole passes; that says nothing of theirs."""
+    verify_rounds, seen = verifier.verify_rounds, set()
+
+    def watched(*args, num_threads):
+        seen.add(num_threads)
+        return verify_rounds(*args, num_threads=num_threads)
+
+    monkeypatch.setattr(verifier, "verify_rounds", watched)
+    async with start_core(num_threads=2) as core:
+        session = await core.open(make_spec(make_prompt(4), 4))
+        assert (core._engine.path, core._engine.num_threads) == ("native decoder", 2)
+        assert seen == {2}
         await session.close()
 
 

@@ -53,7 +53,7 @@ def kernels() -> library.NativeLibrary:
 
 
 def both(logits: torch.Tensor, rounds: list[Round]) -> tuple[list[Outcome], list[Outcome]]:
-    return Verifier().verify(logits, rounds), Verifier(native=False).verify(logits, rounds)
+    return Verifier(num_threads=3).verify(logits, rounds), Verifier(native=False).verify(logits, rounds)
 
 
 def state_of(size: int, seed: int, **params: Any) -> SamplingState:
@@ -143,14 +143,7 @@ def test_a_huge_vocabulary(rule: Rule) -> None:
 
 def test_the_number_of_threads_changes_nothing() -> None:
     logits, rounds = tick(20_000, [({"temperature": t}, rule, 4, True, None) for rule in Rule for t in (0.0, 1.0)], 3)
-    before = torch.get_num_threads()
-    try:
-        outcomes = []
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            outcomes += [Verifier().verify(logits, rounds) for _ in range(5)]
-    finally:
-        torch.set_num_threads(before)
+    outcomes = [Verifier(num_threads=threads).verify(logits, rounds) for threads in (1, 2, 5) for _ in range(5)]
     assert all(outcome == outcomes[0] for outcome in outcomes)
 
 

@@ -7,6 +7,7 @@ compiler and processor. ctypes releases the GIL during a call.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import hashlib
@@ -197,12 +198,14 @@ def build() -> Path:
     """
     compiler = _find_compiler()
     version = _run([*compiler, "--version"]).stdout
-    folder = _cache_folder()
+    cache, folder = _cache_folder(), None
     failure = ""
     for machine in MACHINE_FLAGS:
-        path = folder / f"kernels-{_key(compiler, version, machine)}.so"
-        if path.is_file():
-            return path
+        name = f"kernels-{_key(compiler, version, machine)}.so"
+        if (cache / name).is_file():
+            return cache / name
+        folder = folder or _made_writable(cache)
+        path = folder / name
         with _only_one(path.with_suffix(".lock")):
             if path.is_file():  # another process was faster
                 return path
@@ -247,15 +250,20 @@ def _processor() -> list[str]:
 
 def _cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(base) / "tandem"
+    return Path(base) / "tandem"
+
+
+def _made_writable(cache: Path) -> Path:
+    """The cache folder, or one for this process alone where that cannot be written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
+        cache.mkdir(parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK):
+            return cache
     except OSError:
         pass
     temporary = tempfile.mkdtemp(prefix="tandem-")
-    logger.warning("%s cannot be written: CPU kernels are compiled to %s at every start", folder, temporary)
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    logger.warning("%s cannot be written: CPU kernels are compiled to %s at every start", cache, temporary)
     return Path(temporary)
 
 

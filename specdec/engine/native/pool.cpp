@@ -97,6 +97,7 @@ void Team::barrier() {
 
 // Starts workers until there are threads - 1; returns how many threads a region can have.
 int Pool::grow(int threads) {
+  if (threads > kMostThreads) threads = kMostThreads;
   if (threads - 1 > num_workers_) {
     void* bigger = realloc(workers_, sizeof(Worker*) * size_t(threads - 1));
     if (!bigger) return num_workers_ + 1;

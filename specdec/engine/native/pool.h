@@ -108,6 +108,7 @@ class Pool {
 
   // "Start number n, for this many threads"; size 0 sends the workers home.
   static constexpr uint32_t kSizeBits = 12;
+  static constexpr int kMostThreads = (1 << kSizeBits) - 1;
   Gate started_;
   // start << 32 | open << 31 | workers inside its body: the body lives on the caller's stack, so a worker enters it
   // only while the pass is open, and the caller leaves only when none is inside.

@@ -54,13 +54,15 @@ def verify_rounds(
     logits: torch.Tensor,
     rounds: Sequence[VerifyRound],
     uniforms: Sequence[Sequence[float]] | None = None,
+    *,
+    num_threads: int | None = None,
 ) -> list[tuple[int, int, bool]] | None:
     """(accepted, the target's own token, whether there was one to draw) of every round; None where a proposal is
     malformed.
 
     ``logits`` float32 [R, V] on the CPU, contiguous, raw; they are not written to. ``uniforms`` take the place of the
     sessions' own noise under the ratio rules: for each round k numbers for acceptance, k for residual draws, one for
-    the bonus draw. As many threads as torch uses share the work, where there is enough of it.
+    the bonus draw. ``num_threads`` (None takes torch's) share the work, where there is enough of it.
     """
     assert logits.dtype is torch.float32
     assert logits.is_contiguous()
@@ -106,7 +108,7 @@ def verify_rounds(
         ctypes.addressof(ctypes.c_char.from_buffer(packed)),
         len(rounds),
         out.buffer_info()[0],
-        torch.get_num_threads(),
+        num_threads or torch.get_num_threads(),
     )
     if status == _MALFORMED:
         return None

@@ -95,6 +95,22 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(
     assert "cannot be written" in caplog.text
 
 
+@pytest.mark.usefixtures("unloaded", "few_sources")
+def test_a_library_that_is_there_needs_no_folder_to_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = library.build()
+    monkeypatch.setattr(library, "_made_writable", lambda cache: pytest.fail(f"{cache} need not be writable"))
+    assert library.build() == made
+
+
+def test_a_folder_of_one_process_goes_with_it(few_sources: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(few_sources / "a.h")}
+    command = [sys.executable, "-c", _BUILD, str(few_sources)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    made = Path(done.stdout.strip())
+    assert made.suffix == ".so"
+    assert not made.parent.exists()
+
+
 def test_two_processes_build_at_once(few_sources: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-c", _BUILD, str(few_sources)]
