@@ -188,12 +188,13 @@ class FakeSession:
         """The fake's verdicts are not joined."""
 
     async def close(self):
+        """A call that is cancelled here closes all the same, as with real sessions."""
         assert not self.closed, "closed twice"
         self.closed = True
         self.task.cancel()
-        await asyncio.wait((self.task,))
         self.backend.open_sessions.remove(self)
         self.backend.num_closed += 1
+        await asyncio.wait((self.task,))
 
 
 class FakeTarget(FakeBackend):
