@@ -14,7 +14,7 @@ MAX_DEBT: Final = 24.0
 class Allowance:
     """Every cycle earns a small share of its time; what is slower than the leading way spends it.
 
-    In plain cycles of every session, so that what many sessions have lost is not a debt of few.
+    In the contest's units of time, of every session: what many sessions have lost is not a debt of few.
     """
 
     def __init__(self) -> None:

@@ -16,16 +16,17 @@ from enum import Enum, auto
 from typing import Final
 
 from gateway.allowance import ALLOWED_LOSS
-from gateway.standing import CLEAR, CLEAR_CYCLES, FIRST_PAUSE, TURN_CYCLES, Standing
+from gateway.standing import CLEAR, CLEAR_TURN, FIRST_PAUSE, TURN, Standing
 
-#: A cycle longer than this many times the mean of its turn counts as this many times the mean.
+#: A cycle longer than this many times the mean of its turn counts as this many times the mean, after the first few.
 OUTLIER: Final = 3.0
+FEW: Final = 4
 #: Deviation of the logarithm of what a turn measures: a first guess, and the weight of the newest observation of it.
 FIRST_NOISE: Final = 0.08
 NEWEST: Final = 0.1
 #: Where the leading way falls below this share of its speed at the last comparison, the next one comes at once.
 DROP: Final = 0.9
-#: What a turn may lose before it is broken off, in plain cycles of every session; how many plain cycles it may last.
+#: What a turn may lose before it is broken off, in units, and how long it may last.
 MAX_TURN_LOSS: Final = 12.0
 MAX_TURN_LENGTH: Final = 128.0
 #: A cycle counts as slower than the leading way by this factor at most.
@@ -53,11 +54,11 @@ class Stretch:
     num_tokens: float = 0.0
     ns: float = 0.0
 
-    def add(self, num_tokens: int, cycle_ns: float, memory: float = math.inf) -> None:
-        """A cycle brought ``num_tokens``; the last ``memory`` cycles count."""
-        if self.num_cycles >= TURN_CYCLES / 4:
+    def add(self, num_tokens: int, cycle_ns: float, memory_ns: float = math.inf) -> None:
+        """A cycle brought ``num_tokens``; the last ``memory_ns`` count."""
+        if self.num_cycles >= FEW:
             cycle_ns = min(cycle_ns, OUTLIER * self.ns / self.num_cycles)
-        fade = 1.0 - 1.0 / memory
+        fade = max(0.0, 1.0 - cycle_ns / memory_ns)
         self.num_cycles = self.num_cycles * fade + 1.0
         self.num_tokens = self.num_tokens * fade + num_tokens
         self.ns = self.ns * fade + cycle_ns
@@ -81,19 +82,20 @@ class Contest:
         self._standing = Standing()
         #: The number of sessions the standing is of, and the present one, smoothed.
         self._load = self._num_sessions = 0.0
-        self._num_members = 1
+        #: The unit of time, times the sessions that take part.
+        self._unit_ns = 1.0
         self._leading = Stretch()
         self._turn = Stretch()
         #: What a token took the leading way when it was compared last; 0 before that.
         self._compared_ns = 0.0
-        #: Plain cycles that a turn, or what comes after it, has lasted; what it has lost, for every session.
+        #: Units that a turn, or what comes after it, has lasted, and what it has lost.
         self._lasted = self._lost = 0.0
         self._may_speculate = False
         #: Of the logarithm of what a turn measures.
         self._variance = FIRST_NOISE**2
 
     def waiting(self, savings: float) -> float:
-        """Plain cycles until the other way may have its turn, with so much to pay it from."""
+        """Units of time until the other way may have its turn, with so much to pay it from."""
         return max(0.0, self._standing.left, (self._standing.cost - savings) / ALLOWED_LOSS)
 
     def allow(self, may_speculate: bool) -> None:
@@ -104,30 +106,30 @@ class Contest:
         if self.speculates is not self._leads and (self.phase is Phase.LEADING or not may_speculate):
             self._lead()
 
-    def record(self, num_sessions: int, num_tokens: int, cycle_ns: float, plain_ns: float, *, counts: bool) -> float:
+    def record(self, num_sessions: int, num_tokens: int, cycle_ns: float, unit_ns: float, *, counts: bool) -> float:
         """One of ``num_sessions`` sessions took ``cycle_ns`` for ``num_tokens``.
 
-        ``plain_ns``: a cycle of plain decoding; ``counts``: the session decodes as all are meant to now.
+        ``unit_ns``: a unit of time; ``counts``: the session decodes as all are meant to now.
 
-        Returns what it lost against the leading way, in plain cycles of all these sessions.
+        Returns what it lost against the leading way, in units of all these sessions.
         """
-        self._num_members = num_sessions
-        spent = cycle_ns / (plain_ns * num_sessions)
+        self._unit_ns = unit_ns * num_sessions
+        spent = cycle_ns / self._unit_ns
         if self.phase is Phase.LEADING:
             self._standing.left -= spent
             if counts:
-                self._leading.add(num_tokens, cycle_ns, 2.0 * TURN_CYCLES * num_sessions)
+                self._leading.add(num_tokens, cycle_ns, 2.0 * TURN * self._unit_ns)
             return 0.0
         usual_ns = self._compared_ns * num_tokens
-        lost = (min(cycle_ns, MAX_SLOWNESS * usual_ns) - usual_ns) / (plain_ns * num_sessions)
+        lost = (min(cycle_ns, MAX_SLOWNESS * usual_ns) - usual_ns) / self._unit_ns
         self._lost += lost
         self._lasted += spent
         stretch = self._turn if self.phase is Phase.TURN else self._leading
         if counts:
             stretch.add(num_tokens, cycle_ns)
-        is_over = stretch.num_cycles >= (CLEAR_CYCLES if self._is_clear else TURN_CYCLES) * num_sessions
+        is_over = stretch.ns >= (CLEAR_TURN if self._is_clear else TURN) * self._unit_ns
         if is_over or self._lost > MAX_TURN_LOSS or self._lasted > MAX_TURN_LENGTH:
-            self._end_phase(num_sessions)
+            self._end_phase()
         return lost
 
     def follow_load(self, num_sessions: float) -> None:
@@ -138,7 +140,7 @@ class Contest:
         if self._load / OTHER_LOAD < self._num_sessions < self._load * OTHER_LOAD:
             return
         if self.phase is not Phase.LEADING:
-            self._end_phase(self._num_members, is_last=True)
+            self._end_phase(is_last=True)
         self._load = 2.0 ** round(math.log2(max(self._num_sessions, 1.0)))
         known = self._standings.setdefault(self._load, Standing())
         if not known.num_comparisons:
@@ -147,11 +149,11 @@ class Contest:
         self._standing = known
         self._lead()
 
-    def consider(self, num_sessions: int, savings: float) -> bool:
+    def consider(self, savings: float) -> bool:
         """Begin a turn of the other way if it is time for it and its cost is in the ``savings``; whether it did."""
         if self.phase is not Phase.LEADING or not self._may_speculate:
             return False
-        if self._leading.num_cycles < CLEAR_CYCLES * num_sessions:
+        if self._leading.ns < CLEAR_TURN * self._unit_ns:
             return False
         has_dropped = self.speculates and 0.0 < self._compared_ns < DROP * self._leading.token_ns
         if has_dropped:
@@ -172,10 +174,10 @@ class Contest:
         log_ratio = math.log(leading_ns / max(self._turn.token_ns, 1e-9)) if self._turn.num_cycles else 0.0
         return min(max(log_ratio, -2.0 * CLEAR), 2.0 * CLEAR)
 
-    def _end_phase(self, num_sessions: int, *, is_last: bool = False) -> None:
+    def _end_phase(self, *, is_last: bool = False) -> None:
         """The turn or what came after it is over; ``is_last``: and with it the comparison."""
         is_turn = self.phase is Phase.TURN
-        if is_turn and self._turn.num_cycles < num_sessions * (CLEAR_CYCLES if is_last else 1):
+        if is_turn and self._turn.ns < (CLEAR_TURN if is_last else 1.0) * self._unit_ns:
             # Hardly anyone ever got there: nothing was learned.
             self._standing.put_off()
             self._lead()
@@ -185,7 +187,7 @@ class Contest:
             self._begin(Phase.AFTER, not self.speculates)
             return
         leading_ns = self._compared_ns
-        if not is_turn and self._leading.num_cycles >= num_sessions:
+        if not is_turn and self._leading.ns >= CLEAR_TURN * self._unit_ns:
             # Two stretches of the same way differ by noise alone.
             change = min(abs(math.log(self._leading.token_ns / leading_ns)), CLEAR)
             self._variance += NEWEST * (change * change / 2.0 - self._variance)

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from gateway.allowance import Allowance
 from gateway.contest import Contest, Phase
 from gateway.forecast import Forecast
-from gateway.standing import TURN_CYCLES
+from gateway.standing import MIN_UNIT_NS, TURN
 from gateway.tally import Activity, Tally
 from specdec.pacing.acceptance import Acceptance
 from specdec.pacing.goodput import Choice, choose
@@ -96,16 +96,17 @@ class Lane:
 
     def num_ahead(self, now_ns: int) -> int:
         """Tokens a session should decode ahead before it asks again."""
+        plain_ns, unit_ns = max(self._plain_ns, 1.0), self._unit_ns
         if self.contest.phase is not Phase.LEADING:
-            return TURN_CYCLES
+            soonest_ns = TURN * unit_ns
         # The next turn is all sessions'; of many one always asks soon enough to probe.
-        if self._choice.num_tokens:
-            soonest = self.contest.waiting(self.allowance.savings)
+        elif self._choice.num_tokens:
+            soonest_ns = self.contest.waiting(self.allowance.savings) * unit_ns
         elif len(self.sessions) < PROBE_SHARE:
-            soonest = (self._next_probe_ns - now_ns) / max(self._plain_ns, 1.0)
+            soonest_ns = self._next_probe_ns - now_ns
         else:
             return MAX_CHUNK
-        return min(max(int(soonest), MIN_CHUNK), MAX_CHUNK)
+        return min(max(int(soonest_ns / plain_ns), MIN_CHUNK), MAX_CHUNK)
 
     def may_probe(self, now_ns: int) -> bool:
         """Whether one more session may probe now."""
@@ -144,17 +145,16 @@ class Lane:
         """A session that may draft took ``cycle_ns`` for ``num_tokens``, typical or not; ``counts``: it decodes as the
         contest's turn wants it.
         """
-        activity, plain_ns, members = self._activity(), max(self._plain_ns, 1.0), max(self.num_members, 1)
+        activity, unit_ns, members = self._activity(), self._unit_ns, max(self.num_members, 1)
         self.contest.follow_load(self.num_sessions)
-        lost = self.contest.record(members, num_tokens, float(cycle_ns), plain_ns, counts=counts)
-        spent = cycle_ns / (plain_ns * members)
+        lost = self.contest.record(members, num_tokens, float(cycle_ns), unit_ns, counts=counts)
         if activity is Activity.PROBE:
             # A probe slows down the sessions that decode plainly, too: they share its ticks, perhaps its machine.
-            lost = spent - num_tokens / members
-        self.allowance.book(spent, lost)
+            lost = (cycle_ns - num_tokens * self._plain_ns) / (unit_ns * members)
+        self.allowance.book(cycle_ns / (unit_ns * members), lost)
         self.tally.savings = self.allowance.savings
         self.tally.spent_ns[activity] += cycle_ns
-        self.tally.lost_ns[activity] += lost * plain_ns * members
+        self.tally.lost_ns[activity] += lost * unit_ns * members
 
     def begin_probe(self, now_ns: int) -> None:
         """A session looks whether speculation pays for it; the next one may in a while."""
@@ -172,6 +172,11 @@ class Lane:
         self._next_probe_ns = now_ns + self._probe_pause_ns()
 
     # --- inside ---
+
+    @property
+    def _unit_ns(self) -> float:
+        """The contest's and the account's unit of time."""
+        return max(self._plain_ns, MIN_UNIT_NS)
 
     @property
     def _most_probing(self) -> int:
@@ -194,7 +199,7 @@ class Lane:
             self._plain_ns = self.forecast.plain_cycle_ns(count)
         self._choice = self._choose()
         contest.allow(self._choice.num_tokens > 0)
-        if contest.consider(max(self.num_members, 1), self.allowance.savings):
+        if contest.consider(self.allowance.savings):
             self.tally.begun[self._activity()] += 1
         self._planned_ns, self._planned_sessions, self._planned_turn = now_ns, count, contest.turn
 

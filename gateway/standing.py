@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
-#: Cycles of each session in a turn that count, and in one that is clear: there the speeds differ by so much (logarithm
-#: of their ratio; more than that counts as so much twice).
-TURN_CYCLES: Final = 16
-CLEAR_CYCLES: Final = 8
+#: The unit of time is a cycle of plain decoding, or this many nanoseconds where that is more: what shorter turns
+#: measure is the hiccups of the machine.
+MIN_UNIT_NS: Final = 6_000_000
+#: Units of a turn, and of one that is clear: there the speeds differ by so much (logarithm of their ratio; more than
+#: twice that counts as twice that).
+TURN: Final = 16
+CLEAR_TURN: Final = 8
 CLEAR: Final = 0.3
 #: Logarithm of the ratio of the speeds from which speculation leads: it takes power and the draft's time besides.
 MARGIN: Final = 0.02
@@ -21,7 +24,7 @@ MEMORY: Final = 5
 #: mean, for normal values.
 COMPARISON_ERROR: Final = math.sqrt(1.5)
 MEDIAN_ERROR: Final = math.sqrt(math.pi / 2.0)
-#: Plain cycles between two comparisons; doubled while the same way leads, up to the second, where that is not sure, or
+#: Units between two comparisons; doubled while the same way leads, up to the second, where that is not sure, or
 #: the third.
 FIRST_PAUSE: Final = 64
 UNSURE_PAUSE: Final = 256
@@ -36,7 +39,7 @@ class Standing:
     log_ratios: deque[float] = field(default_factory=lambda: deque((0.0,), MEMORY))
     speculation_leads: bool = False
     num_comparisons: int = 0
-    #: Plain cycles between the last comparison and the next one, and those left until then.
+    #: Units between the last comparison and the next one, and those left until then.
     pause: int = 0
     left: float = 0.0
 
@@ -47,9 +50,8 @@ class Standing:
 
     @property
     def cost(self) -> float:
-        """What a turn of the other way may lose, in plain cycles of each session."""
-        cycles = CLEAR_CYCLES if abs(self.log_ratio) > CLEAR else TURN_CYCLES
-        return cycles * (1.0 - math.exp(-abs(self.log_ratio)))
+        """What a turn of the other way may lose, in units."""
+        return (CLEAR_TURN if abs(self.log_ratio) > CLEAR else TURN) * (1.0 - math.exp(-abs(self.log_ratio)))
 
     def learn(self, log_ratio: float, noise: float) -> None:
         """Add a comparison of turns with a deviation of ``noise``. The lead changes where it is beyond one standard

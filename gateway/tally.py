@@ -40,7 +40,7 @@ class Tally:
     lost_ns: dict[Activity, float] = field(default_factory=lambda: dict.fromkeys(Activity, 0.0))
     #: Nanoseconds of sessions it lasted.
     spent_ns: dict[Activity, float] = field(default_factory=lambda: dict.fromkeys(Activity, 0.0))
-    #: What may still be lost, in plain cycles of every session.
+    #: What may still be lost, in units of every session.
     savings: float = 0.0
 
 
@@ -79,7 +79,7 @@ class TallyCollector(Collector):
         )
         savings = GaugeMetricFamily(
             "tandem_pacing_savings_cycles",
-            "What may be lost before speculation stops, in plain cycles of every session",
+            "What may still be lost by looking for the faster way, in cycles of every session",
             labels=("target",),
         )
         for name, lane in self._lanes().items():

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.allowance import ALLOWED_LOSS, Allowance
 from gateway.contest import MAX_TURN_LENGTH, Contest, Phase
-from gateway.standing import CLEAR_CYCLES, FIRST_PAUSE
+from gateway.standing import CLEAR_TURN, FIRST_PAUSE
 
 MS = 1_000_000.0
 PLAIN_NS = 10.0 * MS
@@ -31,7 +31,7 @@ class Decoder:
         until = sum(self.spent.values()) + cycles * PLAIN_NS * self.sessions
         while sum(self.spent.values()) < until:
             self.contest.allow(self.may_speculate)
-            self.num_turns += self.contest.consider(self.sessions, self.allowance.savings)
+            self.num_turns += self.contest.consider(self.allowance.savings)
             stretch = self.random.lognormvariate(0.0, self.noise)  # a tick is slow for all of its sessions
             for _ in range(self.sessions):
                 self.cycle(stretch)
@@ -78,7 +78,7 @@ def test_a_clear_turn_is_short():
     decoder = Decoder(0.4)
     while decoder.contest.phase is not Phase.TURN:
         decoder.run(1)
-    decoder.run(2.0 * CLEAR_CYCLES / 0.4 + 2)
+    decoder.run(2 * CLEAR_TURN)
     assert decoder.contest.phase is Phase.LEADING
     assert not decoder.speculation_leads
     assert decoder.contest.waiting(savings=100.0) > FIRST_PAUSE / 2
@@ -88,7 +88,7 @@ def test_a_turn_that_cannot_be_paid_for_is_not_soon():
     decoder = Decoder(0.4)
     decoder.run(500)
     assert decoder.contest.waiting(savings=-5.0) > 500
-    assert not decoder.contest.consider(decoder.sessions, savings=-5.0)
+    assert not decoder.contest.consider(savings=-5.0)
 
 
 def test_every_load_has_a_leader_of_its_own():
