@@ -1,10 +1,10 @@
 """Is speculation ever slower? Throughput with it on over throughput with it off, from 1 to 64 sessions.
 
-``python -m benchmarks.concurrency`` starts the services as ``tandem serve`` does, once for each target and draft, with
-a second gateway that never drafts on the same target, and holds a steady load of so many sessions through the one and
-the other: on, off, off, on, and so forth. A pair is two windows next to each other, so what drifts cancels. Pairs of
-two windows without speculation are the control: they show what the measurement itself is worth. Before that the pace
-learns for ``--warm-up`` seconds, reported apart.
+``python -m benchmarks.concurrency`` starts the services as ``tandem serve`` does, once for each target and draft, and
+holds a steady load of so many sessions with and without speculation: on, off, off, on, and so forth, on the same
+running services. A pair is two windows next to each other, so what drifts cancels. Pairs of two windows without
+speculation are the control: they show what the measurement itself is worth. Before that the pace learns for
+``--warm-up`` seconds, reported apart.
 
 Drafts are the bundled one ("good"), the same with noise on its output rows ("fair") and with its output rows shuffled
 ("bad": nothing is accepted); targets are the bundled one and the same padded to 200 M parameters. ``--quick`` measures
@@ -43,7 +43,6 @@ from tandem.flags import rule_of
 
 if TYPE_CHECKING:
     from tandem.bench.systems import System
-    from tandem.deployment import Deployment
 
 SESSIONS: Final = (1, 2, 4, 8, 16, 32, 64)
 #: What ``--quick`` measures: targets, drafts, sessions.
@@ -134,8 +133,7 @@ class Point:
 
 
 async def measure_points(
-    on: System,
-    off: System,
+    system: System,
     prompts: Sequence[tuple[int, ...]],
     label: Point,
     sessions: Iterable[int],
@@ -152,8 +150,8 @@ async def measure_points(
     rule = rule_of(label.rule)
     starts = count(0, 31)
 
-    async def window(system: System, num_clients: int) -> Window:
-        k, first = label.k if system is on else 0, next(starts) % len(prompts)
+    async def window(k: int, num_clients: int) -> Window:
+        first = next(starts) % len(prompts)
 
         def ask(prompt: tuple[int, ...], length: int) -> Any:
             params = SamplingParams(temperature=label.temperature, max_tokens=length, ignore_eos=True)
@@ -166,21 +164,22 @@ async def measure_points(
     for num_clients in sessions:
         begun = time.monotonic()
         learning: list[float] = []
-        await window(off, num_clients)
+        await window(0, num_clients)
         while not learning or time.monotonic() - begun < warm_up_s:
-            learning.append((await window(on, num_clients)).tokens_per_s)
+            learning.append((await window(label.k, num_clients)).tokens_per_s)
         plain: list[float] = []
         speculative: list[float] = []
         lengths: list[float] = []
         reasons: list[Reasons] = []
         for turn in range(2 * repeats):
-            for system in (off, on) if turn % 2 else (on, off):
+            for k in (0, label.k) if turn % 2 else (label.k, 0):
                 before = await look(system)
-                held = await window(system, num_clients)
-                if system is on:
-                    reasons.append((await look(system)).since(before))
+                held = await window(k, num_clients)
+                happened = (await look(system)).since(before)
+                (speculative if k else plain).append(held.tokens_per_s)
+                if k:
+                    reasons.append(happened)
                     lengths.append(held.tokens_per_piece)
-                (speculative if system is on else plain).append(held.tokens_per_s)
         point = replace(
             label,
             sessions=num_clients,
@@ -253,16 +252,11 @@ def merge(old: Iterable[Point], new: Iterable[Point]) -> list[Point]:
     return sorted(merged.values(), key=lambda p: (order[0](p.target), order[1](p.draft), p.sessions))
 
 
-def without_draft(deployment: Deployment) -> Deployment:
-    """The same target behind a gateway that never drafts."""
-    return replace(deployment, draft=None, gateway=replace(deployment.gateway, num_speculative_tokens=0))
-
-
 async def measure(args: argparse.Namespace, console: Console) -> list[Point]:
     """Every pair asked for, one deployment after the other."""
     from gateway.tokenizer import TextTokenizer  # noqa: PLC0415
     from tandem.bench.prompts import pick_prompts  # noqa: PLC0415
-    from tandem.bench.systems import start_systems  # noqa: PLC0415 (gRPC)
+    from tandem.bench.systems import start_system  # noqa: PLC0415 (gRPC)
 
     points: list[Point] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -274,10 +268,9 @@ async def measure(args: argparse.Namespace, console: Console) -> list[Point]:
                 label = Point(target=target, draft=draft, k=args.k, temperature=args.temperature, rule=args.rule)
                 status: AbstractContextManager[Any] = console.status(f"{target} target, {draft} draft")
                 with status:
-                    async with start_systems("grpc", {"on": deployment, "off": without_draft(deployment)}) as systems:
+                    async with start_system("grpc", deployment) as system:
                         points += await measure_points(
-                            systems["on"],
-                            systems["off"],
+                            system,
                             prompts,
                             label,
                             sessions,

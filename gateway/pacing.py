@@ -128,9 +128,10 @@ class AdaptivePace:
         in_rounds, before, last_ns = num_asked > 0, self._in_rounds, self._last_ns
         self._in_rounds, self._last_ns = in_rounds, now_ns
         lane.num_in_rounds += in_rounds - bool(before)
-        lane.tally.num_rounds += in_rounds
-        lane.tally.num_plain += not in_rounds
-        lane.tally.num_draft_tokens += num_asked
+        if self.limit:
+            lane.tally.num_rounds += in_rounds
+            lane.tally.num_plain += not in_rounds
+            lane.tally.num_draft_tokens += num_asked
         if in_rounds:
             self._acceptance.observe(num_asked, verdict.num_accepted)
             lane.totals.observe(num_asked, verdict.num_accepted)

@@ -43,10 +43,8 @@ class FakeSystem:
 @pytest.mark.usefixtures("virtual_time")
 async def test_ratios_of_a_system_that_is_twice_as_fast() -> None:
     told: list[int] = []
-    on, off = FakeSystem(), FakeSystem()
     points = await measure_points(
-        on,  # type: ignore[arg-type]
-        off,  # type: ignore[arg-type]
+        FakeSystem(),  # type: ignore[arg-type]
         [(1,), (2,)],
         LABEL,
         (1, 3),
