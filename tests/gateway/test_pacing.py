@@ -202,6 +202,19 @@ def test_a_session_leaves_nothing_behind():
     assert (lane.num_members, lane.num_in_rounds, lane.num_probing, len(lane.sessions)) == (0, 0, 0, 0)
 
 
+def test_a_session_that_may_not_draft_takes_no_part_in_the_search():
+    """What plain decoding takes is learned from it, but it pays for nothing and is compared with nothing."""
+    lane = Lane()
+    pace, now = AdaptivePace(lane, 0), 0
+    for _ in range(50):
+        now += 10 * MS
+        assert pace.num_draft_tokens(1000, now) == 0
+        pace.record(verdict(), 0, 0, now)
+    assert lane.forecast.plain_cycle_ns(1) == pytest.approx(10 * MS, rel=0.01)
+    assert lane.allowance.savings == 0.0
+    assert (lane.num_members, lane.tally.num_plain, lane.contest.turn) == (0, 0, 0)
+
+
 def test_a_session_that_leaves_in_its_probe_ends_it():
     lane = Lane()
     lane.begin_probe(0)
