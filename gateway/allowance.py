@@ -7,7 +7,7 @@ from typing import Final
 #: Share of the time that may be lost to probes and to turns of the way that turns out slower.
 ALLOWED_LOSS: Final = 0.01
 #: Savings and debts end here.
-MAX_SAVINGS: Final = 12.0
+MAX_SAVINGS: Final = 6.0
 MAX_DEBT: Final = 24.0
 
 

@@ -27,7 +27,7 @@ NEWEST: Final = 0.1
 #: Where the leading way falls below this share of its speed at the last comparison, the next one comes at once.
 DROP: Final = 0.9
 #: What a turn may lose before it is broken off, in units, and how long it may last.
-MAX_TURN_LOSS: Final = 12.0
+MAX_TURN_LOSS: Final = 8.0
 MAX_TURN_LENGTH: Final = 128.0
 #: A cycle counts as slower than the leading way by this factor at most.
 MAX_SLOWNESS: Final = 8.0

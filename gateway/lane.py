@@ -20,8 +20,8 @@ PLAN_NS: Final = 100_000_000
 MAX_SAMPLE: Final = 16
 #: Speculation is worth a try if it would be so much faster should all but the target's work be hidden, and no longer if
 #: it would be less than the second.
-BEGIN: Final = 1.05
-STAY: Final = 1.0
+BEGIN: Final = 1.1
+STAY: Final = 1.05
 #: One round in so many, of all sessions, drafts a token more than seems best.
 CURIOUS_ROUNDS: Final = 64
 #: Pauses between probes in vain double from the first to the last, in plain cycles; for so many sessions one may probe
