@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any, Final, NoReturn, TypeVar, get_args, get_type_hints
 
 from specdec.settings import (
+    DTYPE_ALIASES,
     DTYPES,
     QUANTIZATIONS,
     GatewaySettings,
@@ -79,7 +80,7 @@ HELP: Final[Mapping[type, Mapping[str, str]]] = {
     },
 }
 _CHOICES: Final[Mapping[tuple[type, str], Sequence[str]]] = {
-    (ModelSettings, "dtype"): DTYPES,
+    (ModelSettings, "dtype"): (*DTYPES, *DTYPE_ALIASES),
     (ModelSettings, "quantization"): QUANTIZATIONS,
 }
 

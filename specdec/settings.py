@@ -6,9 +6,13 @@ Field names are vLLM's where vLLM has the option. Command lines read their defau
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from functools import cache
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, Final, Self, get_args, get_type_hints
 
 from specdec.errors import InvalidRequest
 from specdec.sessions import Rule
@@ -16,11 +20,46 @@ from specdec.sessions import Rule
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "auto")
 METHODS = ("draft_model", "ngram", "none")
+#: vLLM's other names of types.
+DTYPE_ALIASES: Final[Mapping[str, str]] = {"half": "float16", "float": "float32"}
+#: What a value of JSON or of a caller may be, by the type of the field, and what to call it.
+_KINDS: Final[Mapping[type, tuple[type, str]]] = {
+    bool: (bool, "true or false"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "text"),
+    NoneType: (NoneType, "nothing"),
+}
 
 
 def _require(condition: bool, param: str, message: str) -> None:
     if not condition:
         raise InvalidRequest(message, param=param)
+
+
+def _check_types(settings: Any) -> None:
+    """Refuse values of another type than their fields are, such as text for a number."""
+    for name, kinds in _plain_fields(type(settings)).items():
+        value = getattr(settings, name)
+        allowed = (bool,) if isinstance(value, bool) else kinds  # which counts as a whole number, too
+        fits = any(kind in kinds and isinstance(value, _KINDS[kind][0]) for kind in allowed)
+        wanted = " or ".join(_KINDS[kind][1] for kind in kinds)
+        _require(fits, name, f"{name} is {value!r}; it must be {wanted}")
+
+
+@cache
+def _plain_fields(settings: type) -> dict[str, tuple[type, ...]]:
+    """The types of the fields that hold plain values."""
+    kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(settings).items()}
+    return {name: types for name, types in kinds.items() if all(kind in _KINDS for kind in types)}
+
+
+def _check_range(settings: Any, low: float, high: float, *names: str) -> None:
+    """Refuse values outside [low, high], and NaN; None is left alone."""
+    for name in names:
+        value = getattr(settings, name)
+        bounds = f"at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
+        _require(value is None or low <= value <= high, name, f"{name} is {value}; it must be {bounds}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +95,8 @@ class ModelSettings:
     enforce_eager: bool = False
 
     def __post_init__(self) -> None:
+        _check_types(self)
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
         _require(bool(self.model), "model", "model is empty; give the folder of a Hugging Face checkpoint")
         _require(self.dtype in DTYPES, "dtype", f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
         _require(
@@ -98,6 +139,7 @@ class SchedulerSettings:
     park_ttl_s: float = 600.0
 
     def __post_init__(self) -> None:
+        _check_types(self)
         for field in fields(self):
             value = getattr(self, field.name)
             _require(value > 0, field.name, f"{field.name} is {value}; it must be above 0")
@@ -123,6 +165,7 @@ class SpeculativeSettings:
     disable_by_batch_size: int | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self)
         method = self.method or ("draft_model" if self.model else "none")
         object.__setattr__(self, "method", method)
         _require(method in METHODS, "method", f"method is {method!r}; choose one of {', '.join(METHODS)}")
@@ -210,6 +253,10 @@ class ServerSettings:
     max_concurrent_rpcs: int = 1024
 
     def __post_init__(self) -> None:
+        _check_types(self)
+        _check_range(self, 0, 65535, "port")
+        _check_range(self, 0, math.inf, "drain_s")
+        _check_range(self, 1, math.inf, "max_concurrent_rpcs")
         _require(
             self.socket is None or self.socket.startswith(("unix:/", "unix-abstract:")),
             "socket",
@@ -259,8 +306,16 @@ class GatewaySettings:
     drain_s: float = 20.0
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _require(
             self.num_ahead_proposals is None or 0 <= self.num_ahead_proposals <= 15,
             "num_ahead_proposals",
             f"num_ahead_proposals is {self.num_ahead_proposals}, outside [0, 15]",
         )
+        _check_range(self, 0, 65535, "port", "grpc_port")
+        _check_range(self, 0, 64, "num_speculative_tokens")
+        _check_range(self, 0, math.inf, "min_offer_likelihood", "max_target_retries", "drain_s")
+        _check_range(self, 1, math.inf, "disable_by_batch_size", "max_concurrent_requests")
+        for name in ("request_timeout_s", "draft_timeout_s"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, name, f"{name} is {value}; it must be above 0")

@@ -2,7 +2,7 @@
 
 Cores are shared out by threads: the target gets all of them, the draft one. They take turns (the target waits while the
 draft drafts and the other way round), so that costs nothing as long as waiting threads sleep instead of spinning:
-see :mod:`tandem.threads`.
+see :mod:`tandem.environment`.
 """
 
 from __future__ import annotations

@@ -30,8 +30,6 @@ Messages = Sequence[Mapping[str, Any]]
 _IGNORED: Final = frozenset(
     {"use_v2_block_manager", "disable_log_stats", "enable_prefix_caching", "enable_chunked_prefill", "swap_space"}
 )
-#: vLLM's other names of types.
-_DTYPES: Final[Mapping[str, str]] = {"half": "float16", "float": "float32"}
 #: Fields of the gateway's settings that are arguments here, too.
 _GATEWAY_OPTIONS: Final[Sequence[str]] = (
     *("seed", "chat_template", "fixed_draft_length", "num_ahead_proposals", "min_offer_likelihood"),
@@ -51,7 +49,7 @@ class LLM:
         options: Fields of :class:`~specdec.settings.ModelSettings` and
             :class:`~specdec.settings.SchedulerSettings` (``dtype``, ``max_model_len``, ``tokenizer``,
             ``gpu_memory_utilization``, …), ``seed``, ``chat_template``, ``num_ahead_proposals``,
-            ``fixed_draft_length``, and vLLM's older ``speculative_model``, ``num_speculative_tokens``,
+            ``min_offer_likelihood``, ``fixed_draft_length``, and vLLM's older ``speculative_model``, ``num_speculative_tokens``,
             ``ngram_prompt_lookup_max``, ….
 
     Raises:
@@ -156,13 +154,16 @@ class LLM:
         return self._iterate(GenerationRequest(prompt=text, params=params, add_special_tokens=False))
 
     def _iterate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
-        self._check_open()
         chunks = self._embedded.generation.stream(request)
         try:
-            while (chunk := self._loop.run(_next(chunks))) is not None:
+            while True:
+                self._check_open()
+                if (chunk := self._loop.run(_next(chunks))) is None:
+                    return
                 yield chunk
         finally:
-            self._loop.run(chunks.aclose())
+            if self._close.alive:  # else it has ended with all the others
+                self._loop.run(chunks.aclose())
 
     def _check_open(self) -> None:
         if not self._close.alive:
@@ -241,8 +242,6 @@ def _deployment(
         else:
             raise InvalidRequest(f"LLM has no argument {name!r}{_suggest(name)}", param=name)
     given = groups[ModelSettings]
-    if "dtype" in given:
-        given["dtype"] = _DTYPES.get(given["dtype"], given["dtype"])
     if given.get("tokenizer") is not None:
         given["tokenizer"] = find_checkpoint(given["tokenizer"])
     choice = choose_models(model, read_speculation(speculative_config, older), tokenizer=given.get("tokenizer"))

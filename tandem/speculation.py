@@ -58,7 +58,7 @@ def read_speculation(
     if merged.get("model") in _NGRAM:
         del merged["model"]
         merged.setdefault("method", "ngram")
-    if merged.keys() == {"num_speculative_tokens"} and merged["num_speculative_tokens"] > 0:
+    if merged.keys() == {"num_speculative_tokens"} and merged["num_speculative_tokens"] != 0:
         raise InvalidRequest(
             'num_speculative_tokens needs a drafter: give "model", or "method": "ngram"', param="num_speculative_tokens"
         )

@@ -63,7 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,8") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ async def stand(backends, info, script, tokenizer_folder, request):
 
 @contextlib.asynccontextmanager
 async def serve(backends, info, script, **settings):
-    settings = {"port": 0, "grpc_port": 0, "drain_s": 2.0} | settings
+    settings = {"port": 0, "grpc_port": 0, "drain_s": 2.0, "fixed_draft_length": True} | settings
     gateway = Gateway(GatewaySettings(**settings), router=router_of(*backends, info))
     await gateway.start()
     try:

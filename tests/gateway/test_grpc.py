@@ -225,7 +225,9 @@ async def all_closed(*backends):
 async def test_decoding_over_grpc(k, temperature):
     target, draft = FakeTarget(), FakeDraft(quality=0.7)
     async with fleet_of([target], [draft]) as (fleet, _):
-        decoding = await run(Decoder(fleet.router), k, temperature=temperature, logprobs=1)
+        decoding = await run(
+            Decoder(fleet.router, DecodingSettings(fixed_draft_length=True)), k, temperature=temperature, logprobs=1
+        )
         assert (decoding.metrics.num_draft_tokens > 0) == (k > 0)
         assert decoding.metrics.num_draft_failures == decoding.metrics.num_target_failures == 0
         await all_closed(target, draft)

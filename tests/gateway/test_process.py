@@ -86,7 +86,8 @@ async def test_a_process_serves_and_drains(tokenizer_folder):
     services = [await Service(backend).start() for backend in (target, draft)]
     addresses = ["--targets", services[0].address, "--drafts", services[1].address]
     try:
-        async with process_of(*addresses, "--tokenizer", str(tokenizer_folder), "--drain-s", "5") as process:
+        flags = [*addresses, "--tokenizer", str(tokenizer_folder), "--drain-s", "5", "--fixed-draft-length"]
+        async with process_of(*flags) as process:
             ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 60))
             assert (ready["event"], ready["service"], ready["pid"]) == ("ready", "gateway", process.pid)
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ready['port']}", timeout=60) as http:

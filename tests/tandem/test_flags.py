@@ -103,6 +103,7 @@ def test_the_other_flags_reach_their_settings() -> None:
     assert (gateway.served_model_name, gateway.chat_template, gateway.drain_s) == (("a", "b"), "x", 3.0)
     assert (gateway.disable_by_batch_size, gateway.verification) == (6, Rule.TOKEN)
     assert (model.dtype, model.max_model_len, model.kv_cache_memory_bytes) == ("bfloat16", 512, 10**6)
+    assert deploy("--dtype", "half").target.model.dtype == "float16"
     assert (model.trust_remote_code, model.enforce_eager, model.num_threads) == (True, True, 1)
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (8, 64)
     assert deployment.target.verification is Rule.TOKEN
@@ -125,6 +126,13 @@ def test_the_other_flags_reach_their_settings() -> None:
         (("python-12m", "--speculative-config", PAIR, "--num-speculative-tokens", "3"), "given twice"),
         (("python-12m", "--num-speculative-tokens", "3"), "needs a drafter"),
         (("python-12m", "--gpu-memory-utilization", "2"), "gpu_memory_utilization"),
+        (("python-12m", "-sc", '{"method": "ngram", "num_speculative_tokens": "5"}'), "must be a whole number"),
+        (("python-12m", "-sc", '{"num_speculative_tokens": "5"}'), "needs a drafter"),
+        (("python-12m", "-sc", '{"method": "ngram", "prompt_lookup_max": true}'), "prompt_lookup_max is True"),
+        (("python-12m", "-sc", '{"model": 5}'), "model is 5; it must be text or nothing"),
+        (("python-12m", "--port", "99999"), "port is 99999; it must be in [0, 65535]"),
+        (("python-12m", "--request-timeout-s", "0"), "must be above 0"),
+        (("python-12m", "--max-concurrent-requests", "0"), "must be at least 1"),
     ],
 )
 def test_mistakes_are_named(argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,10 +197,16 @@ def test_a_checkpoint_that_cannot_be_a_draft(tmp_path) -> None:
 
 def test_use_after_close_is_an_error() -> None:
     llm = LLM(TARGET)
+    streams = [llm.stream("x", SamplingParams(max_tokens=500, ignore_eos=True)) for _ in range(2)]
+    for stream in streams:
+        assert next(stream).token_ids
     llm.close()
     llm.close()
     with pytest.raises(InvalidRequest, match="closed"):
         llm.generate("x")
+    with pytest.raises(InvalidRequest, match="closed"):
+        next(streams[0])
+    streams[1].close()
 
 
 INTERRUPTED = """
