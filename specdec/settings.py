@@ -39,7 +39,7 @@ def _require(condition: bool, param: str, message: str) -> None:
 
 def _check_types(settings: Any) -> None:
     """Refuse values of another type than their fields are, such as text for a number."""
-    for name, kinds in _plain_fields(type(settings)).items():
+    for name, kinds in _plain_fields(settings.__class__).items():
         value = getattr(settings, name)
         allowed = (bool,) if isinstance(value, bool) else kinds  # which counts as a whole number, too
         fits = any(kind in kinds and isinstance(value, _KINDS[kind][0]) for kind in allowed)

@@ -49,8 +49,8 @@ class LLM:
         options: Fields of :class:`~specdec.settings.ModelSettings` and
             :class:`~specdec.settings.SchedulerSettings` (``dtype``, ``max_model_len``, ``tokenizer``,
             ``gpu_memory_utilization``, …), ``seed``, ``chat_template``, ``num_ahead_proposals``,
-            ``min_offer_likelihood``, ``fixed_draft_length``, and vLLM's older ``speculative_model``, ``num_speculative_tokens``,
-            ``ngram_prompt_lookup_max``, ….
+            ``min_offer_likelihood``, ``fixed_draft_length``, and vLLM's older ``speculative_model``,
+            ``num_speculative_tokens``, ``ngram_prompt_lookup_max``, ….
 
     Raises:
         InvalidRequest: an argument is unknown, out of range, or names a checkpoint that does not exist.
