@@ -106,7 +106,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 def test_a_whole_life(launch: type[Launcher], capsys: pytest.CaptureFixture[str]) -> None:
-    launcher = launch("--dtype", "float32", "--drain-s", "5")
+    launcher = launch("--dtype", "float32", "--drain-s", "5", "--fixed-draft-length")
     ready = launcher.wait_for("ready:")
     assert re.fullmatch(
         rf"ready: http://127\.0\.0\.1:{launcher.port}/v1, gRPC 127\.0\.0\.1:{launcher.grpc_port}"
