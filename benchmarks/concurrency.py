@@ -229,8 +229,9 @@ def draw(pyplot: Any, points: Sequence[Point], floor: float, path: str) -> None:
         panel.set_xscale("log", base=2)
         counts = sorted({point.sessions for point in points})
         panel.set_xticks(counts, labels=[str(count) for count in counts])
-        panel.set(title=f"{target} target", xlabel="sessions", ylim=(0, None))
+        panel.set(title=f"{target} target", xlabel="sessions")
         panel.legend()
+    panels[0][0].set_ylim(bottom=0)  # of all panels, once all lines are drawn
     panels[0][0].set_ylabel("tokens/s with speculation / without")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
