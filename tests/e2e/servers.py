@@ -37,6 +37,11 @@ class ServerProcess:
 
     def start(self):
         """Start and wait until the process says it is ready."""
+        self.launch()
+        return self.wait_until_ready()
+
+    def launch(self):
+        """Start; several processes load side by side so."""
         self._is_ready.clear()
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
@@ -44,6 +49,8 @@ class ServerProcess:
         )
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()
+
+    def wait_until_ready(self):
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._is_ready.wait(0.05):
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -121,12 +128,13 @@ class Stack:
     def start(cls, *, targets=1, drafts=1, gateway_arguments=(), target_arguments=(), draft_arguments=()):
         exits = ExitStack()
         try:
-            started_targets = [target_process(*target_arguments).start() for _ in range(targets)]
-            for process in started_targets:
+            started_targets = [target_process(*target_arguments) for _ in range(targets)]
+            started_drafts = [draft_process(*draft_arguments) for _ in range(drafts)]
+            for process in (*started_targets, *started_drafts):
+                process.launch()
                 exits.callback(process.stop)
-            started_drafts = [draft_process(*draft_arguments).start() for _ in range(drafts)]
-            for process in started_drafts:
-                exits.callback(process.stop)
+            for process in (*started_targets, *started_drafts):
+                process.wait_until_ready()
             gateway = ServerProcess(
                 "gateway",
                 "--targets",

@@ -54,30 +54,26 @@ def no_block_held(stack):
 
 
 @pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (1.0, 77)])
-def test_killing_the_draft_changes_no_token_and_it_comes_back(prompts, temperature, seed):
-    stack = Stack.start()
-    try:
-        request = request_of(prompts[0], temperature=temperature, seed=seed)
-        undisturbed = collect(stack, request)
-        killed = collect(stack, request, acts={60: stack.drafts[0].kill})
-        assert ids_of(killed) == ids_of(undisturbed)
-        assert killed[-1].speculation.num_draft_failures >= 1
-        assert killed[-1].speculation.num_draft_tokens < undisturbed[-1].speculation.num_draft_tokens
+def test_killing_the_draft_changes_no_token_and_it_comes_back(stack, prompts, temperature, seed):
+    request = request_of(prompts[0], temperature=temperature, seed=seed)
+    undisturbed = collect(stack, request)
+    killed = collect(stack, request, acts={60: stack.drafts[0].kill})
+    assert ids_of(killed) == ids_of(undisturbed)
+    assert killed[-1].speculation.num_draft_failures >= 1
+    assert killed[-1].speculation.num_draft_tokens < undisturbed[-1].speculation.num_draft_tokens
 
-        without = collect(stack, request)
-        assert ids_of(without) == ids_of(undisturbed)
-        assert without[-1].speculation.num_draft_tokens == 0
+    without = collect(stack, request)
+    assert ids_of(without) == ids_of(undisturbed)
+    assert without[-1].speculation.num_draft_tokens == 0
 
-        stack.drafts[0].restart_on_same_port()
+    stack.drafts[0].restart_on_same_port()
 
-        def speculates():
-            short = collect(stack, request_of(prompts[0], max_tokens=40))
-            return short[-1].speculation.num_accepted_draft_tokens > 0
+    def speculates():
+        short = collect(stack, request_of(prompts[0], max_tokens=40))
+        return short[-1].speculation.num_accepted_draft_tokens > 0
 
-        wait_until(speculates, 20, "speculation with the restarted draft")
-        assert ids_of(collect(stack, request)) == ids_of(undisturbed)
-    finally:
-        stack.close()
+    wait_until(speculates, 20, "speculation with the restarted draft")
+    assert ids_of(collect(stack, request)) == ids_of(undisturbed)
 
 
 def test_a_draft_that_returns_helps_the_running_request(prompts):

@@ -23,7 +23,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=32)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(TARGET, dtype="float32", speculative_config={"model": DRAFT, "num_speculative_tokens": 4}) as made:
+    config = {"model": DRAFT, "num_speculative_tokens": 4}
+    with LLM(TARGET, dtype="float32", speculative_config=config, fixed_draft_length=True) as made:
         yield made
 
 
