@@ -133,9 +133,17 @@ class Batcher(Generic[S]):
     quarter of ``max_rows``: a long prompt slows their drafting a little but never stops it.
     """
 
-    def __init__(self, drafter: Drafter[S], max_rows: int, idle_work: IdleWork | None = None) -> None:
+    def __init__(
+        self,
+        drafter: Drafter[S],
+        max_rows: int,
+        idle_work: IdleWork | None = None,
+        num_sessions: Callable[[], int] | None = None,
+    ) -> None:
+        """``num_sessions`` tells how many sessions may wish: when all do, there is nobody to wait for."""
         self._drafter = drafter
         self._max_rows = max_rows
+        self._num_sessions = num_sessions
         self._max_chunk = max(1, max_rows // 4)
         self._idle_work = idle_work
         self._queue: list[Wish[S]] = []
@@ -162,6 +170,8 @@ class Batcher(Generic[S]):
         self._wake.set()
         if self._flight is not None:
             self._flight.make_way(len(self._queue) + self._flight.num_waiting)
+        elif self._num_sessions is not None and len(self._queue) >= self._num_sessions():
+            self._draft_now()
 
     def wake(self) -> None:
         """There may be idle work."""
@@ -227,7 +237,6 @@ class Batcher(Generic[S]):
         self._flight = flight = Flight([wish for wish, _ in batch])
         for wish, _ in batch:
             wish.flight = flight
-            wish.queue_ns = wish.queue_ns or started_ns - wish.submitted_ns
         outcome: list[Draft] | Exception
         try:
             outcome = await self._drafter.draft([job for _, job in batch])
@@ -235,6 +244,28 @@ class Batcher(Generic[S]):
             outcome = error
             if flight.is_ahead:  # nobody waits for it, so nobody else would tell
                 logger.exception("drafting ahead failed; its sessions go on without")
+        self._land(batch, flight, started_ns, outcome)
+
+    def _draft_now(self) -> None:
+        """Run all that waits here and now, if that is short."""
+        started_ns = time.perf_counter_ns()
+        batch = self._take()
+        outcome: list[Draft] | Exception | None
+        try:
+            outcome = self._drafter.draft_now([job for _, job in batch]) if batch else None
+        except Exception as error:
+            outcome = error
+        if outcome is not None:
+            self._land(batch, Flight([wish for wish, _ in batch]), started_ns, outcome)
+
+    def _land(
+        self,
+        batch: list[tuple[Wish[S], DraftJob[S]]],
+        flight: Flight,
+        started_ns: int,
+        outcome: list[Draft] | Exception,
+    ) -> None:
+        """A batch has run: deliver what it brought."""
         spent_ns = time.perf_counter_ns() - started_ns
         self.num_batches += 1
         self.busy_ns += spent_ns
@@ -245,6 +276,7 @@ class Batcher(Generic[S]):
             self._idle_work.landed(flight, num_steps, spent_ns)
         for wish, _ in batch:
             wish.flight = None
+            wish.queue_ns = wish.queue_ns or started_ns - wish.submitted_ns
             wish.draft_ns += spent_ns
         for index, (wish, job) in enumerate(batch):
             if isinstance(outcome, Exception):

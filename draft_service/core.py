@@ -43,8 +43,10 @@ class DraftCore:
         self._scheduler = scheduler
         self.lookahead = Lookahead()
         self.odds = {kind: Odds() for kind in Kind}
-        self._batcher: Batcher[Any] = Batcher(drafter, scheduler.max_num_batched_tokens, self.lookahead)
         self._sessions: set[CoreSession] = set()
+        self._batcher: Batcher[Any] = Batcher(
+            drafter, scheduler.max_num_batched_tokens, self.lookahead, lambda: len(self._sessions)
+        )
         self._num_held = 0
         self._waiting: deque[asyncio.Event] = deque()
         self._num_stale = 0

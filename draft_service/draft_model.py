@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 import torch
 
-from draft_service.drafter import Draft, DraftJob
+from draft_service.drafter import MAX_ROWS_NOW, Draft, DraftJob
 from draft_service.lines import Line, Lines
 from specdec.engine.chains import ChainJob, StopFlags, draft_chains
 from specdec.engine.device_thread import DeviceThread
@@ -28,6 +29,10 @@ from specdec.sampling.params import SamplingParams
 from specdec.sampling.state import SamplingState
 from specdec.sessions import ModelInfo, Rule, SessionSpec
 from specdec.settings import DraftSettings
+
+#: A batch is drafted on the event loop if it should take no longer than this: the two hand-overs to another thread and
+#: back take a tenth of a millisecond.
+MAX_NS_NOW: Final = 1_000_000
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +109,8 @@ class ModelDrafter:
         self._pool = engine.pool
         self._thread = thread
         self._down = False
+        #: Latest time of one step of a batch in which all sessions draft; 0 before the first.
+        self._step_ns = 0.0
         self._states: set[ModelState] = set()
         self._park_ttl_s = settings.scheduler.park_ttl_s
         self.info: ModelInfo = replace(
@@ -185,16 +192,28 @@ class ModelDrafter:
         """One call on the device thread: a ragged pass that takes in what is pending, then a step per drafted token."""
         feeds = [self._prepare(job) for job in batch]
         running = [feed for feed in feeds if feed is not None]
-        stop = np.zeros(len(running), dtype=np.int32)
-        for at, feed in enumerate(running):
-            feed.job.stop.bind(stop, at)
-        try:
-            chains = iter(await self._thread.run(self._compute, running, stop)) if running else iter(())
-        except Exception:
-            for feed in running:
-                feed.lines.give_up(feed.line, feed.length)
-            raise
+        with _undoing(running):
+            chains = iter(await self._thread.run(self._compute, running, _stop_flags(running)) if running else ())
         return [Draft() if feed is None else feed.finish(next(chains)) for feed in feeds]
+
+    def draft_now(self, batch: Sequence[Job]) -> list[Draft] | None:
+        """On the calling thread, while the device's own is idle: short chains without the two hand-overs.
+
+        Only for native passes, which belong to no thread, and for batches whose like was short before.
+        """
+        num_rows = sum(job.num_rows for job in batch)
+        num_steps = max(job.num_tokens for job in batch)
+        if not (
+            self._engine.path == "native decoder"
+            and num_rows <= MAX_ROWS_NOW
+            and all(job.num_tokens and not job.assumed for job in batch)
+            and 0 < self._step_ns * num_steps < MAX_NS_NOW
+        ):
+            return None
+        feeds = [feed for job in batch if (feed := self._prepare(job)) is not None]  # all: nothing is assumed
+        with _undoing(feeds):
+            chains = self._compute(feeds, _stop_flags(feeds))
+        return [feed.finish(chain) for feed, chain in zip(feeds, chains, strict=True)]
 
     def drop_ahead(self, state: ModelState) -> None:
         """Give back the blocks of branches."""
@@ -257,7 +276,8 @@ class ModelDrafter:
         return _Feed(job, lines, line, start, missing)
 
     def _compute(self, feeds: Sequence[_Feed], stop: StopFlags) -> list[DraftedChain]:
-        """Feed and draft, on the device thread."""
+        """Feed and draft."""
+        started_ns = time.perf_counter_ns()
         guessing = [feed for feed in feeds if feed.job.assumes_next and not feed.draws_what_it_assumes]
         if guessing:  # what is drawn is not what is assumed: one step first, to see the guesses
             jobs = [feed.chain(feed.token_ids, 1, max(1, feed.job.num_guesses)) for feed in guessing]
@@ -273,7 +293,28 @@ class ModelDrafter:
         for i, feed in enumerate(feeds):
             if draws[i]:
                 feed.next_guesses, chains[i] = _without_first(chains[i])
+        if all(job.num_tokens for job in jobs):
+            self._step_ns = (time.perf_counter_ns() - started_ns) / max(job.num_tokens for job in jobs)
         return chains
+
+
+def _stop_flags(feeds: Sequence[_Feed]) -> StopFlags:
+    """An entry per feed, raised where its job is asked to stop."""
+    stop = np.zeros(len(feeds), dtype=np.int32)
+    for at, feed in enumerate(feeds):
+        feed.job.stop.bind(stop, at)
+    return stop
+
+
+@contextmanager
+def _undoing(feeds: Sequence[_Feed]) -> Iterator[None]:
+    """Put the lines back as they were if what is done with them fails."""
+    try:
+        yield
+    except Exception:
+        for feed in feeds:
+            feed.lines.give_up(feed.line, feed.length)
+        raise
 
 
 def _without_first(chain: DraftedChain) -> tuple[tuple[int, ...], DraftedChain]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from specdec.sessions import ModelInfo, SessionSpec, SparseRow
 
@@ -60,6 +60,10 @@ class Stop:
         self.is_raised = True
         if self._flags is not None:
             self._flags[self._at] = 1
+
+
+#: Tokens that a batch drafted at once may take in at most.
+MAX_ROWS_NOW: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,12 @@ class Drafter(Protocol[S]):
         A state stands in one job only, or in several that all assume something. Where memory is missing to draft ahead,
         the draft is empty. A job that is asked to stop ends with the tokens it has by then. Runs to its end once begun.
         If it raises, no state has changed.
+        """
+        ...
+
+    def draft_now(self, batch: Sequence[DraftJob[S]]) -> list[Draft] | None:
+        """What :meth:`draft` does, without giving way to anybody, where it takes less than a millisecond or so; None,
+        and nothing is done, where it may take longer.
         """
         ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from draft_service.drafter import Draft, DraftJob
+from draft_service.drafter import MAX_ROWS_NOW, Draft, DraftJob
 from specdec import __version__
 from specdec.sessions import ModelInfo, SessionSpec
 from specdec.settings import SpeculativeSettings
@@ -119,9 +119,13 @@ class NgramDrafter:
 
     async def draft(self, batch: Sequence[DraftJob[NgramIndex]]) -> list[Draft]:
         """Index and look up, right here: a few microseconds a token, in bounded chunks with the loop let in between."""
-        drafts = [_draft_ahead(job) if job.assumed else _draft(job) for job in batch]
+        drafts = _draft_all(batch)
         await asyncio.sleep(0)
         return drafts
+
+    def draft_now(self, batch: Sequence[DraftJob[NgramIndex]]) -> list[Draft] | None:
+        """The same for a batch without long prompts."""
+        return _draft_all(batch) if sum(job.num_rows for job in batch) <= MAX_ROWS_NOW else None
 
     def drop_ahead(self, state: NgramIndex) -> None:
         """Nothing stays behind."""
@@ -135,6 +139,10 @@ class NgramDrafter:
 
     async def shutdown(self) -> None:
         """There is nothing to free."""
+
+
+def _draft_all(batch: Sequence[DraftJob[NgramIndex]]) -> list[Draft]:
+    return [_draft_ahead(job) if job.assumed else _draft(job) for job in batch]
 
 
 def _draft(job: DraftJob[NgramIndex]) -> Draft:

@@ -41,6 +41,10 @@ class NoDrafter:
         """Empty drafts."""
         return [Draft() for _ in batch]
 
+    def draft_now(self, batch: Sequence[DraftJob[Tokens]]) -> list[Draft]:
+        """The same."""
+        return [Draft() for _ in batch]
+
     def drop_ahead(self, state: Tokens) -> None:
         """There is nothing ahead."""
 

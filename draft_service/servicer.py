@@ -80,5 +80,6 @@ async def _read(core: DraftCore, session: DraftSession, requests: AsyncIterator[
         if advance.epoch == session.opened.epoch:
             token_ids = tuple(advance.token_ids)
             await session.advance(advance.base_len, token_ids, advance.num_draft_tokens, advance.num_ahead)
+            await asyncio.sleep(0)  # drafting, or what is drafted already, comes before the next read
         else:
             core.count_stale()

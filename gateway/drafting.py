@@ -231,6 +231,7 @@ class Drafting:
         try:
             while True:
                 self._take_in(state, await state.session.receive())
+                await asyncio.sleep(0)  # a round that waits for it leaves before the next is read
         except Exception as error:
             self._lose(state, error)
 

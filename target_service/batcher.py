@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Final
 
 from specdec.errors import InternalError, TandemError
 from target_service.budget import Budget
@@ -16,6 +18,10 @@ from target_service.session import Session
 from target_service.tick import Part, TickResult
 
 logger = logging.getLogger(__name__)
+
+#: A tick is run on the event loop if it should take no longer than this: the two hand-overs to the device thread and
+#: back take a tenth of a millisecond. Nothing else waits for the loop then but a session that opens.
+MAX_NS_NOW: Final = 4_000_000
 
 
 class Batcher:
@@ -30,11 +36,17 @@ class Batcher:
         run: Callable[[Sequence[Part]], Awaitable[TickResult]],
         max_num_batched_tokens: int,
         budget: Budget | None = None,
+        run_now: Callable[[Sequence[Part]], TickResult] | None = None,
     ) -> None:
-        """``run`` feeds the parts on the device thread; ``max_num_batched_tokens`` is the rows of one tick; ``budget``
-        cuts drafted tokens that are not worth theirs.
+        """``run`` feeds the parts on the device thread, ``run_now`` on the calling one, where that may be done while no
+        other tick runs; ``max_num_batched_tokens`` is the rows of one tick; ``budget`` cuts drafted tokens that are not
+        worth theirs.
         """
         self._run = run
+        self._run_now = run_now
+        self._is_running = False
+        #: Rows and duration of the latest tick of rounds alone.
+        self._latest = (1, MAX_NS_NOW)
         self._max_rows = max_num_batched_tokens
         self._budget = budget or Budget()
         self._gathering = Gathering()
@@ -52,6 +64,26 @@ class Batcher:
         self._ready[session] = None
         self._gathering.came(session, time.perf_counter_ns())
         self._wake.set()
+
+    def run_now(self, num_sessions: int) -> None:
+        """Run the rounds that are ready here and now, where these are all that ``num_sessions`` sessions can have, so
+        that nobody is kept waiting, and they are short.
+        """
+        if (
+            self._run_now is None
+            or self._is_running
+            or self._closed
+            or len(self._ready) != num_sessions
+            or not all(session.num_draft_tokens for session in self._ready)
+        ):
+            return
+        rows, spent_ns = self._latest
+        num_rows = sum(session.num_round_rows for session in self._ready)
+        if num_rows > self._max_rows or spent_ns * max(1.0, num_rows / rows) >= MAX_NS_NOW:
+            return
+        taken = self._take()
+        with self._settling(taken) as settle:
+            settle(self._run_now([part for _, part in taken]))
 
     async def close(self) -> None:
         """Let the running tick end and stop. Idempotent."""
@@ -135,6 +167,8 @@ class Batcher:
         if self._ended_ns is not None:
             self._budget.observe(result.timings, max(0, result.started_ns - self._ended_ns))
         self._ended_ns = ended_ns
+        if not any(part.is_prefill for _, part in taken):
+            self._latest = (result.timings.batch_rows, ended_ns - result.started_ns)
         for (session, part), outcome in zip(taken, result.parts, strict=True):
             if part.draft_token_ids and outcome.error is None:
                 self._budget.totals.observe(len(part.draft_token_ids), outcome.num_accepted)
@@ -143,17 +177,29 @@ class Batcher:
                     self._gathering.left(session, len(part.token_ids), ended_ns)
 
     async def _tick(self, taken: list[tuple[Session, Part]]) -> None:
-        self.num_ticks += 1
+        with self._settling(taken) as settle:
+            settle(await self._run([part for _, part in taken]))
+
+    @contextmanager
+    def _settling(self, taken: list[tuple[Session, Part]]) -> Iterator[Callable[[TickResult], None]]:
+        """Around a tick: what is called with its result. Where it fails its sessions are lost, the others are not."""
         settled = 0
-        try:
-            result = await self._run([part for _, part in taken])
-            self._learn(taken, result)
+
+        def settle(result: TickResult) -> None:
+            nonlocal settled
             for (session, part), part_result in zip(taken, result.parts, strict=True):
                 session.settle(part, part_result, result)
                 settled += 1
+            self._learn(taken, result)
+
+        self.num_ticks += 1
+        self._is_running = True
+        try:
+            yield settle
         except Exception as error:
-            # The sessions of this tick are lost, the others must not be.
             logger.exception("a tick of %d sessions failed", len(taken))
             failure = error if isinstance(error, TandemError) else InternalError(f"a tick failed: {error}")
             for session, _ in taken[settled:]:
                 session.crash(failure)
+        finally:
+            self._is_running = False

@@ -42,7 +42,12 @@ class TargetCore:
         self._settings = settings
         self._verifier = Verifier(num_threads=engine.num_threads)
         self._budget = Budget()
-        self._batcher = Batcher(self._run_tick, scheduler.max_num_batched_tokens, self._budget)
+        self._batcher = Batcher(
+            self._run_tick,
+            scheduler.max_num_batched_tokens,
+            self._budget,
+            run_now=self._run_tick_now if engine.path == "native decoder" else None,
+        )
         self._admission: Admission[KVSequence] = Admission(
             max_open=scheduler.max_num_seqs,
             max_waiting=scheduler.max_waiting,
@@ -137,6 +142,10 @@ class TargetCore:
         """Forward passes since the start."""
         return self._batcher.num_ticks
 
+    def run_now(self) -> None:
+        """Where all open sessions have a round ready, run it on the calling thread, if that is short."""
+        self._batcher.run_now(len(self._sessions))
+
     def drain(self) -> None:
         """Open no new sessions; open ones go on."""
         self._draining = True
@@ -191,6 +200,12 @@ class TargetCore:
 
     async def _run_tick(self, parts: Sequence[Part]) -> TickResult:
         result = await self._device.run(run_tick, self._engine, self._verifier, parts)
+        self._busy_ns += result.timings.forward_ns + result.timings.verify_ns
+        return result
+
+    def _run_tick_now(self, parts: Sequence[Part]) -> TickResult:
+        """A tick on the calling thread, while the device's own is idle: native passes belong to no thread."""
+        result = run_tick(self._engine, self._verifier, parts)
         self._busy_ns += result.timings.forward_ns + result.timings.verify_ns
         return result
 

@@ -80,6 +80,8 @@ async def _read(core: TargetCore, session: Session, context: Context) -> None:
     """Pass on what the client asks for; its verdicts go out beside."""
     while (request := await context.read()) is not grpc.aio.EOF:
         _ask(core, session, request)
+        core.run_now()
+        await asyncio.sleep(0)  # the tick begins, or its verdict leaves, before the next read
 
 
 def _ask(core: TargetCore, session: Session, request: pb.VerifyRequest) -> None:

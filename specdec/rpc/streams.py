@@ -14,6 +14,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from specdec.errors import Cancelled, DeadlineExceeded, InvalidRequest, TandemError, Unavailable
+from specdec.rpc import eager
 from specdec.rpc.channel import MAX_MESSAGE_BYTES
 from specdec.rpc.status import being_cancelled, error_from_rpc
 
@@ -41,7 +42,7 @@ class SessionStream(Generic[Q, R]):
         """
         self._call: grpc.aio.StreamStreamCall[Q, R] = method(timeout=timeout_s, metadata=tuple(metadata) or None)
         self._pending: asyncio.Task[R] | None = None
-        #: Messages not written yet, and the task that writes them: gRPC takes one at a time.
+        #: Messages not written yet, and the task that writes them, if any: gRPC takes one at a time.
         self._outbox: deque[Q] = deque()
         self._writing: asyncio.Task[None] | None = None
         self._write_failure: TandemError | None = None
@@ -52,13 +53,13 @@ class SessionStream(Generic[Q, R]):
             raise InvalidRequest(f"a message of {size} bytes is above the limit of {MAX_MESSAGE_BYTES}; send less")
         self._outbox.append(message)
         if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._write())
+            self._writing = eager.start(self._write())
 
     async def send(self, message: Q) -> None:
         """Send one message and wait until it has left."""
         self.post(message)
-        assert self._writing is not None
-        await asyncio.wait((self._writing,))
+        if self._writing is not None:
+            await asyncio.wait((self._writing,))
         if self._write_failure is not None:
             raise self._write_failure
 

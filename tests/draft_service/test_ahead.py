@@ -387,9 +387,9 @@ async def test_closing_the_core_while_branches_are_drafted(start_core, spec, gat
 async def test_a_cancelled_receive_loses_nothing(start_core, spec, greedy):
     async with start_core(k=3) as core:
         session = await core.open(spec(PROMPT))
-        await session.advance(6, [1], 3, 2)
         receiving = asyncio.create_task(session.receive())
         await asyncio.sleep(0)
+        await session.advance(6, [1], 3, 2)
         receiving.cancel()
         await asyncio.wait((receiving,))
         assert (await session.receive()).token_ids == greedy([*PROMPT, 1], 3)

@@ -212,6 +212,9 @@ class FakeTarget(FakeBackend):
         await self.work("open", self.open_latency_s)
         return FakeTargetSession(self, spec)
 
+    def run_now(self):
+        pass
+
 
 class FakeTargetSession(FakeSession):
     def __init__(self, backend, spec):
