@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import grpc.aio
 
 from draft_service.core import DraftCore
+from draft_service.session import CoreSession
 from specdec import codec
 from specdec.errors import Cancelled, InvalidRequest, Unavailable
-from specdec.sessions import DraftSession
+from specdec.rpc.outlet import Outlet
+from specdec.sessions import Proposal
 from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1 import draft_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
@@ -26,26 +28,26 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
     def __init__(self, core: DraftCore | None = None) -> None:
         self.core = core
 
-    async def Draft(
+    async def Draft(  # type: ignore[override]  # written with context.write, which the stubs do not know
         self, request_iterator: AsyncIterator[pb.DraftRequest], context: Context
-    ) -> AsyncIterator[pb.DraftResponse]:
-        """One session. However the stream ends, leaving this generator releases what the session holds."""
+    ) -> None:
+        """One session. However the stream ends, what it holds is released on the way out."""
         core = self._require_core()
-        first = await anext(request_iterator, None)
-        if first is None:
+        first = await context.read()
+        if first is grpc.aio.EOF:
             return
         if first.WhichOneof("kind") != "open":
             raise InvalidRequest("the first message of a stream must be open", param="open")
         session = await core.open(codec.decode_open_draft(first.open))
         closing: asyncio.Future[asyncio.Task[None]] = asyncio.get_running_loop().create_future()
-        reading = asyncio.create_task(_read(core, session, request_iterator), name="draft-stream")
+        outlet: Outlet[pb.DraftResponse] = Outlet(context.write)
+        outlet.post(pb.DraftResponse(opened=codec.encode_draft_opened(session.opened)))
+        reading = asyncio.create_task(_read(core, session, context, outlet), name="draft-stream")
         reading.add_done_callback(lambda _: closing.set_result(asyncio.create_task(session.close())))
         try:
-            yield pb.DraftResponse(opened=codec.encode_draft_opened(session.opened))
             while True:
-                proposal = codec.encode_proposal(await session.receive())
-                more = [codec.encode_proposal(other) for other in session.received_more()]
-                yield pb.DraftResponse(proposal=proposal, more_proposals=more)
+                _send(outlet, [await session.receive(), *session.received_more()])
+                await outlet.drain()
         except Cancelled:
             if not reading.done():
                 raise
@@ -53,6 +55,7 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         finally:
             reading.cancel()
             await (await closing)
+            await outlet.close()
             with suppress(asyncio.CancelledError, Exception):  # the stream is over, whatever ended it
                 await reading
 
@@ -71,15 +74,24 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         return self.core
 
 
-async def _read(core: DraftCore, session: DraftSession, requests: AsyncIterator[pb.DraftRequest]) -> None:
-    """Pass a stream's messages on as they come, so that the session sees all that wait."""
-    async for request in requests:
+async def _read(core: DraftCore, session: CoreSession, context: Context, outlet: Outlet[pb.DraftResponse]) -> None:
+    """Pass a stream's messages on as they come, so that the session sees all that wait. What is drafted at once leaves
+    at once; all else goes out beside.
+    """
+    while (request := await context.read()) is not grpc.aio.EOF:
         if request.WhichOneof("kind") != "advance":
             raise InvalidRequest("only the first message of a stream may be open", param="open")
         advance = request.advance
         if advance.epoch == session.opened.epoch:
             token_ids = tuple(advance.token_ids)
             await session.advance(advance.base_len, token_ids, advance.num_draft_tokens, advance.num_ahead)
-            await asyncio.sleep(0)  # drafting, or what is drafted already, comes before the next read
+            if proposals := session.received_more():
+                _send(outlet, proposals)
+            await asyncio.sleep(0)  # drafting comes before the next read
         else:
             core.count_stale()
+
+
+def _send(outlet: Outlet[pb.DraftResponse], proposals: Sequence[Proposal]) -> None:
+    first, *others = map(codec.encode_proposal, proposals)
+    outlet.post(pb.DraftResponse(proposal=first, more_proposals=others))

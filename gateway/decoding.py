@@ -235,10 +235,12 @@ class Decoding:
     async def _ask(self, target: TargetSession) -> None:
         """Ask for a round, with the proposal as soon as it is there, or for decoding ahead where there is none."""
         waiting_since_ns = time.perf_counter_ns()
-        proposal = await self._drafting.proposal()
-        if proposal is not None:
+
+        def start(proposal: Proposal) -> None:
             self.metrics.draft_wait_ns += time.perf_counter_ns() - waiting_since_ns
             self._start(target, proposal)
+
+        await self._drafting.wait(start)
         if self._round is None:
             self._offers.clear()
             self._decode_ahead(target, self._next_chunk(self._end - len(self.token_ids)))

@@ -70,7 +70,9 @@ class DraftState:
     #: What arrived and may still be of use; the proposal for the tokens committed now has the empty path.
     branches: Branches = field(default_factory=Branches)
     reader: asyncio.Task[None] | None = None
-    #: Done when a proposal for the tokens committed now arrives, or the session is lost.
+    #: What is done with the proposal for the tokens committed now as soon as it arrives, and who waits for that: done
+    #: then, or when the session is lost.
+    on_arrival: Callable[[Proposal], None] | None = None
     arrival: asyncio.Future[None] | None = None
 
 
@@ -78,8 +80,8 @@ class Drafting:
     """Proposals for one request. Nothing here ever fails the request: without a draft there is just no proposal.
 
     The draft learns of every verdict by :meth:`request`. Proposals are received as they come, those for the committed
-    tokens and those drafted ahead of the next verdict; :meth:`take` finds the one that fits, :meth:`proposal` waits
-    for it. What is committed chooses it, never its own tokens.
+    tokens and those drafted ahead of the next verdict; :meth:`take` finds the one that fits, :meth:`wait` waits for it.
+    What is committed chooses it, never its own tokens.
     """
 
     def __init__(
@@ -179,20 +181,24 @@ class Drafting:
         num_ahead = self._num_ahead()
         return max(0, min(num_ahead, MAX_BRANCHES - 1 - len(state.branches) - max(num_ahead, state.num_ahead)))
 
-    async def proposal(self) -> Proposal | None:
-        """The proposal asked for, once it is there; None when nothing was asked for or the draft failed."""
-        while True:
-            state = self._state
-            if state is None or not state.k:
-                return None
-            if (proposal := self.take()) is not None:
-                return proposal
-            state.arrival = asyncio.get_running_loop().create_future()
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    await state.arrival
-            except TimeoutError as error:
-                self._lose(state, error)
+    async def wait(self, use: Callable[[Proposal], None]) -> None:
+        """Wait for the proposal asked for. ``use`` gets it the moment it is there, before this returns; it gets none
+        when nothing was asked for or the draft failed.
+        """
+        if (proposal := self.take()) is not None:
+            use(proposal)
+            return
+        state = self._state
+        if state is None or not state.k:
+            return
+        state.on_arrival, state.arrival = use, asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await state.arrival
+        except TimeoutError as error:
+            self._lose(state, error)
+        finally:
+            state.on_arrival = state.arrival = None
 
     def refuse(self, error: TandemError) -> None:
         """The target cannot verify what the draft proposes: go on without it, for good."""
@@ -231,7 +237,6 @@ class Drafting:
         try:
             while True:
                 self._take_in(state, await state.session.receive())
-                await asyncio.sleep(0)  # a round that waits for it leaves before the next is read
         except Exception as error:
             self._lose(state, error)
 
@@ -255,16 +260,17 @@ class Drafting:
             return
         if path:
             self._on_ahead(path, proposal)
-        elif state.arrival is not None and not state.arrival.done():
-            state.arrival.set_result(None)
+        elif state.on_arrival is not None and (fitting := self.take()) is not None:
+            use, state.on_arrival = state.on_arrival, None
+            use(fitting)
+            _settle(state)
 
     def _lose(self, state: DraftState, error: Exception) -> None:
         if self._state is not state:  # lost before
             return
         self._state = None
         self._note_failure(state.replica, error)
-        if state.arrival is not None and not state.arrival.done():
-            state.arrival.set_result(None)
+        _settle(state)
         task = asyncio.create_task(self._end(state))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -319,6 +325,12 @@ class Drafting:
         if k == 0:
             self.off = True
         return DraftState(session, replica, len(spec.token_ids), k)
+
+
+def _settle(state: DraftState) -> None:
+    """Let who waits for a proposal go on."""
+    if state.arrival is not None and not state.arrival.done():
+        state.arrival.set_result(None)
 
 
 async def _cancel(task: asyncio.Task[object]) -> None:

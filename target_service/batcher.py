@@ -65,9 +65,9 @@ class Batcher:
         self._gathering.came(session, time.perf_counter_ns())
         self._wake.set()
 
-    def run_now(self, num_sessions: int) -> None:
+    def run_now(self, num_sessions: int) -> bool:
         """Run the rounds that are ready here and now, where these are all that ``num_sessions`` sessions can have, so
-        that nobody is kept waiting, and they are short.
+        that nobody is kept waiting, and they are short; whether that was so.
         """
         if (
             self._run_now is None
@@ -76,14 +76,15 @@ class Batcher:
             or len(self._ready) != num_sessions
             or not all(session.num_draft_tokens for session in self._ready)
         ):
-            return
+            return False
         rows, spent_ns = self._latest
         num_rows = sum(session.num_round_rows for session in self._ready)
         if num_rows > self._max_rows or spent_ns * max(1.0, num_rows / rows) >= MAX_NS_NOW:
-            return
+            return False
         taken = self._take()
         with self._settling(taken) as settle:
             settle(self._run_now([part for _, part in taken]))
+        return True
 
     async def close(self) -> None:
         """Let the running tick end and stop. Idempotent."""

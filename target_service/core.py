@@ -142,9 +142,9 @@ class TargetCore:
         """Forward passes since the start."""
         return self._batcher.num_ticks
 
-    def run_now(self) -> None:
-        """Where all open sessions have a round ready, run it on the calling thread, if that is short."""
-        self._batcher.run_now(len(self._sessions))
+    def run_now(self) -> bool:
+        """Where all open sessions have a round ready, run them on the calling thread, if that is short: was it so?"""
+        return self._batcher.run_now(len(self._sessions))
 
     def drain(self) -> None:
         """Open no new sessions; open ones go on."""

@@ -11,7 +11,8 @@ import grpc.aio
 
 from specdec import codec
 from specdec.errors import InvalidRequest, TandemError, Unavailable
-from specdec.sessions import Proposal
+from specdec.rpc.outlet import Outlet
+from specdec.sessions import Proposal, Verdict
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
@@ -42,15 +43,16 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
         if request.WhichOneof("kind") != "open":
             raise InvalidRequest("the first message of a stream must be open", param="open")
         session = await core.open(codec.decode_open_target(request.open))
-        reading = asyncio.create_task(_read(core, session, context), name="target-stream")
+        outlet: Outlet[pb.VerifyResponse] = Outlet(context.write)
+        outlet.post(pb.VerifyResponse(opened=codec.encode_target_opened(session.opened)))
+        _send(outlet, session.first)
+        reading = asyncio.create_task(_read(core, session, context, outlet), name="target-stream")
         reading.add_done_callback(lambda _: session.end())
         try:
-            await context.write(pb.VerifyResponse(opened=codec.encode_target_opened(session.opened)))
-            verdict = session.first
             while True:
-                await context.write(pb.VerifyResponse(verdict=codec.encode_verdict(verdict)))
+                await outlet.drain()
                 await session.gather(GATHER_S * core.num_open)
-                verdict = await session.receive()
+                _send(outlet, await session.receive())
         except TandemError:
             if not reading.done():
                 raise
@@ -58,6 +60,7 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
         finally:
             reading.cancel()
             await session.close()
+            await outlet.close()
             with suppress(asyncio.CancelledError, Exception):  # the stream is over, whatever ended it
                 await reading
 
@@ -76,12 +79,17 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
         return self.core
 
 
-async def _read(core: TargetCore, session: Session, context: Context) -> None:
-    """Pass on what the client asks for; its verdicts go out beside."""
+async def _read(core: TargetCore, session: Session, context: Context, outlet: Outlet[pb.VerifyResponse]) -> None:
+    """Pass on what the client asks for. A verdict that comes at once leaves at once; the others go out beside."""
     while (request := await context.read()) is not grpc.aio.EOF:
         _ask(core, session, request)
-        core.run_now()
-        await asyncio.sleep(0)  # the tick begins, or its verdict leaves, before the next read
+        if core.run_now() and (verdict := session.received()) is not None:
+            _send(outlet, verdict)
+        await asyncio.sleep(0)  # the tick begins before the next read
+
+
+def _send(outlet: Outlet[pb.VerifyResponse], verdict: Verdict) -> None:
+    outlet.post(pb.VerifyResponse(verdict=codec.encode_verdict(verdict)))
 
 
 def _ask(core: TargetCore, session: Session, request: pb.VerifyRequest) -> None:

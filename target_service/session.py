@@ -169,6 +169,13 @@ class Session:
             if self._closing:
                 raise Unavailable("the session was closed")
             await self._wait()
+        return self._next_verdict()
+
+    def received(self) -> Verdict | None:
+        """The verdict that :meth:`receive` would return without waiting, if there is one; it counts as received."""
+        return self._next_verdict() if self._verdicts else None
+
+    def _next_verdict(self) -> Verdict:
         verdicts = [self._verdicts.popleft()]
         while not verdicts[-1].num_draft_tokens and self._verdicts and not self._verdicts[0].num_draft_tokens:
             verdicts.append(self._verdicts.popleft())

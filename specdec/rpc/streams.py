@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -14,8 +13,8 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from specdec.errors import Cancelled, DeadlineExceeded, InvalidRequest, TandemError, Unavailable
-from specdec.rpc import eager
 from specdec.rpc.channel import MAX_MESSAGE_BYTES
+from specdec.rpc.outlet import Outlet
 from specdec.rpc.status import being_cancelled, error_from_rpc
 
 #: What gRPC reports for a write on a stream whose server is gone; the cause is not known to it at that moment.
@@ -42,26 +41,18 @@ class SessionStream(Generic[Q, R]):
         """
         self._call: grpc.aio.StreamStreamCall[Q, R] = method(timeout=timeout_s, metadata=tuple(metadata) or None)
         self._pending: asyncio.Task[R] | None = None
-        #: Messages not written yet, and the task that writes them, if any: gRPC takes one at a time.
-        self._outbox: deque[Q] = deque()
-        self._writing: asyncio.Task[None] | None = None
-        self._write_failure: TandemError | None = None
+        self._outlet: Outlet[Q] = Outlet(lambda message: self._guarded(self._call.write(message)))
 
     def post(self, message: Q) -> None:
         """Send one message without waiting; messages go out in order. Where that fails, the next receive says why."""
         if (size := message.ByteSize()) > MAX_MESSAGE_BYTES:
             raise InvalidRequest(f"a message of {size} bytes is above the limit of {MAX_MESSAGE_BYTES}; send less")
-        self._outbox.append(message)
-        if self._writing is None or self._writing.done():
-            self._writing = eager.start(self._write())
+        self._outlet.post(message)
 
     async def send(self, message: Q) -> None:
         """Send one message and wait until it has left."""
         self.post(message)
-        if self._writing is not None:
-            await asyncio.wait((self._writing,))
-        if self._write_failure is not None:
-            raise self._write_failure
+        await self._outlet.drain()
 
     async def receive(self, timeout_s: float | None = None) -> R:
         """The next message. After a timeout (DeadlineExceeded) the stream lives on and the message may be asked for
@@ -90,13 +81,12 @@ class SessionStream(Generic[Q, R]):
     async def close(self) -> None:
         """Cancel the call and wait until it is torn down. Idempotent, never raises."""
         self._call.cancel()
-        self._outbox.clear()
-        tasks = [task for task in (self._pending, self._writing) if task is not None]
-        self._pending = None
-        for task in tasks:
-            task.cancel()
+        await self._outlet.close()
+        if (pending := self._pending) is not None:
+            self._pending = None
+            pending.cancel()
             with suppress(TandemError, asyncio.CancelledError):
-                await task
+                await pending
 
     async def __aenter__(self) -> Self:
         return self
@@ -105,14 +95,6 @@ class SessionStream(Generic[Q, R]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-    async def _write(self) -> None:
-        try:
-            while self._outbox:
-                await self._guarded(self._call.write(self._outbox.popleft()))
-        except TandemError as error:
-            self._write_failure = error
-            self._outbox.clear()
 
     async def _read(self) -> R:
         message: R = await self._guarded(self._call.read())

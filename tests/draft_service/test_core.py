@@ -6,6 +6,7 @@ import random
 import pytest
 
 from draft_service import core as core_module
+from draft_service.draft_model import MAX_NS_NOW
 from specdec.errors import Cancelled, InvalidRequest, ModelNotSupported, Overloaded, StaleSession, Unavailable
 from specdec.sessions import ModelInfo
 from specdec.vocabulary import compatible
@@ -176,9 +177,10 @@ async def test_close_during_a_proposal_frees_once(start_core, spec):
         assert len(released) == len({id(sequence) for sequence in released}) == 40
 
 
-async def test_a_cancelled_close_still_frees(start_core, spec):
+async def test_a_cancelled_close_still_frees(start_core, spec, monkeypatch):
     async with start_core() as core:
         session = await core.open(spec(PROMPT))
+        monkeypatch.setattr(core.drafter, "draft_now", lambda _: None)  # by way of the device thread
         call = asyncio.create_task(session.propose(6, [1, 2], 4))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -191,9 +193,10 @@ async def test_a_cancelled_close_still_frees(start_core, spec):
         assert isinstance(call.exception(), Cancelled)
 
 
-async def test_a_newer_call_overtakes_a_queued_one(start_core, spec, greedy):
+async def test_a_newer_call_overtakes_a_queued_one(start_core, spec, greedy, monkeypatch):
     async with start_core() as core:
         session = await core.open(spec(PROMPT))
+        monkeypatch.setattr(core.drafter, "draft_now", lambda _: None)
         for i in range(4):  # the first begins at once, the others wait for it to end
             await session.advance(6, list(range(i + 1)), 4)
             await asyncio.sleep(0)
@@ -383,4 +386,52 @@ async def test_the_load_says_how_long_batches_took(start_core, spec):
         after = await core.load()
         assert after.num_batches - before.num_batches == 1
         assert after.busy_ns - before.busy_ns == proposal.draft_ns > 0
+        await session.close()
+
+
+async def test_a_lone_session_is_drafted_for_at_once_where_that_is_short(start_core, spec, greedy):
+    async with start_core() as core:
+        session = await core.open(spec(PROMPT))
+        assert core.drafter._step_ns > 0  # known from warming up
+        core.drafter._step_ns = 1_000
+        await session.advance(6, [1], 4)
+        (proposal,) = session.received_more()  # nothing was awaited
+        assert proposal.token_ids == greedy([*PROMPT, 1], 4)
+        assert proposal.draft_ns > 0
+        core.drafter._step_ns = MAX_NS_NOW  # a draft that takes long runs on its thread
+        await session.advance(7, [2], 4)
+        assert not session.received_more()
+        assert (await session.receive()).token_ids == greedy([*PROMPT, 1, 2], 4)
+        await session.close()
+
+
+async def test_a_session_among_others_waits_for_them(start_core, spec, greedy):
+    async with start_core() as core:
+        sessions = [await core.open(spec(PROMPT)) for _ in range(2)]
+        batches = core.batcher.num_batches
+        core.drafter._step_ns = 1_000
+        await sessions[0].advance(6, [1], 4)
+        assert not sessions[0].received_more()
+        await sessions[1].advance(6, [2], 4)  # the last one: both are drafted for together
+        for session, token in zip(sessions, (1, 2), strict=True):
+            (proposal,) = session.received_more()
+            assert proposal.token_ids == greedy([*PROMPT, token], 4)
+        assert core.batcher.num_batches == batches + 1
+        for session in sessions:
+            await session.close()
+
+
+async def test_a_draft_that_fails_at_once_tells_and_the_session_goes_on(start_core, spec, greedy, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("planted")
+
+    async with start_core() as core:
+        session = await core.open(spec(PROMPT))
+        core.drafter._step_ns = 1_000
+        with monkeypatch.context() as patch:
+            patch.setattr("draft_service.draft_model.draft_chains", fail)
+            await session.advance(6, [1], 4)
+            with pytest.raises(RuntimeError, match="planted"):
+                await session.receive()
+        assert (await session.propose(7, [2], 4)).token_ids == greedy([*PROMPT, 1, 2], 4)
         await session.close()

@@ -131,6 +131,9 @@ async def test_a_starved_draft_is_noticed(accepted_per_round, monkeypatch):
                     job.state.lines.main.sequence.length += 1
             return drafts
 
+        def draft_now(self, batch):
+            return None
+
     monkeypatch.setattr("draft_service.draft_model.ModelDrafter", Starved)
     assert sum(await accepted_per_round(4, Rule.COUPLED)) < 0.9 * 4 * 200
 

@@ -213,7 +213,7 @@ class FakeTarget(FakeBackend):
         return FakeTargetSession(self, spec)
 
     def run_now(self):
-        pass
+        return False
 
 
 class FakeTargetSession(FakeSession):

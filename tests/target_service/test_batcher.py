@@ -8,6 +8,7 @@ import pytest
 
 from specdec.errors import InternalError, TandemError, Unavailable
 from specdec.sessions import FinishReason, Proposal, RoundTimings
+from target_service.batcher import MAX_NS_NOW
 from target_service.ending import Cut, Ending
 from target_service.schedule import MIN_CHUNK, share_prefill, take_rounds
 from tests.target_service.conftest import decode, decode_ahead, make_prompt, make_spec, until, until_clean, verify
@@ -95,6 +96,57 @@ async def test_one_tick_is_one_forward_pass(start_core):
         assert {(v.timings.batch_sessions, v.timings.batch_rows) for v in verdicts} == {(6, 24)}
         for session in sessions:
             await session.close()
+
+
+async def test_rounds_of_all_sessions_run_at_once_where_that_is_short(start_core, plain):
+    async with start_core() as core:
+        prompts = [make_prompt(seed) for seed in range(2)]
+        sessions = [await core.open(make_spec(prompt, 30)) for prompt in prompts]
+        ticks, n = core.num_ticks, sessions[0].first.committed_len
+        core._batcher._latest = (4, 1_000)
+        sessions[0].offer(Proposal(1, n, (1, 2, 3)))
+        assert not core.run_now()  # the other one may come before the next turn of the loop
+        sessions[1].offer(Proposal(1, n, (1, 2, 3)))
+        assert core.run_now()
+        for session, prompt in zip(sessions, prompts, strict=True):
+            verdict = session.received()  # nothing was awaited
+            assert (*session.first.token_ids, *verdict.token_ids) == plain(prompt, 1 + len(verdict.token_ids))
+            assert verdict.timings.batch_sessions == 2
+        assert core.num_ticks == ticks + 1
+        assert not core.run_now()  # nothing is ready
+        for session in sessions:
+            await session.close()
+
+
+@pytest.mark.parametrize("why", ["long", "plain"])
+async def test_other_ticks_leave_the_loop_free(start_core, plain, why):
+    async with start_core() as core:
+        prompt = make_prompt(0)
+        session = await core.open(make_spec(prompt, 30))
+        n = session.first.committed_len
+        core._batcher._latest = (1, MAX_NS_NOW if why == "long" else 1_000)
+        session.offer(Proposal(1, n, (1, 2, 3) if why == "long" else ()))
+        assert not core.run_now()
+        assert session.received() is None
+        verdict = await session.receive()
+        assert (*session.first.token_ids, *verdict.token_ids) == plain(prompt, 1 + len(verdict.token_ids))
+        await session.close()
+
+
+async def test_a_tick_that_fails_at_once_ends_its_sessions_alone(start_core):
+    async with start_core() as core:
+        watch = Watch(core)
+        session = await core.open(make_spec(make_prompt(0), 30))
+        core._batcher._latest = (4, 1_000)
+        watch.error = RuntimeError("planted")
+        session.offer(Proposal(1, session.first.committed_len, (1, 2, 3)))
+        assert core.run_now()
+        with pytest.raises(InternalError, match="planted"):
+            await session.receive()
+        await session.close()
+        watch.error = None
+        other = await core.open(make_spec(make_prompt(1), 30))
+        await other.close()
 
 
 async def test_a_long_prompt_is_fed_in_chunks_beside_rounds_and_short_prompts(start_core):
