@@ -19,6 +19,7 @@ def start(work: Coroutine[Any, Any, T]) -> asyncio.Task[T] | None:
         waited = work.send(None)
     except StopIteration:
         return None
+    _mark(waited, blocking=False)
     return asyncio.get_running_loop().create_task(_finish(work, waited))
 
 
@@ -26,9 +27,18 @@ async def _finish(work: Coroutine[Any, Any, T], waited: Any) -> T:
     return await _go_on(work, waited)
 
 
+def _mark(waited: Any, *, blocking: bool) -> None:
+    """Between a future's ``await`` and the task that takes it a mark says that it is waited for. Others may wait for it
+    in the meantime, so it is taken off and put on again.
+    """
+    if waited is not None:
+        waited._asyncio_future_blocking = blocking
+
+
 @coroutine
 def _go_on(work: Coroutine[Any, Any, T], waited: Any) -> Generator[Any, Any, T]:
     """Hand on what ``work`` waits for, and to it what comes of that."""
+    _mark(waited, blocking=True)
     while True:
         try:
             try:

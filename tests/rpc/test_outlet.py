@@ -81,12 +81,13 @@ async def test_closing_drops_what_waits(wire, outlet):
 
 
 async def test_an_eager_coroutine_runs_to_where_it_waits_and_then_to_its_end():
-    future, seen = asyncio.get_running_loop().create_future(), []
+    future, waiting, seen = asyncio.get_running_loop().create_future(), asyncio.Event(), []
 
     async def work():
         seen.append("begun")
         seen.append(await future)
         await asyncio.sleep(0)
+        waiting.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -95,9 +96,7 @@ async def test_an_eager_coroutine_runs_to_where_it_waits_and_then_to_its_end():
     task = eager.start(work())
     assert seen == ["begun"]
     future.set_result("value")
-    while len(seen) < 2:
-        await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await waiting.wait()
     task.cancel()
     await asyncio.wait((task,))
     assert task.cancelled()
