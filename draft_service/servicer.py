@@ -46,8 +46,7 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         reading.add_done_callback(lambda _: closing.set_result(asyncio.create_task(session.close())))
         try:
             while True:
-                _send(outlet, [await session.receive(), *session.received_more()])
-                await outlet.drain()
+                await outlet.send(_response([await session.receive(), *session.received_more()]))
         except Cancelled:
             if not reading.done():
                 raise
@@ -86,12 +85,12 @@ async def _read(core: DraftCore, session: CoreSession, context: Context, outlet:
             token_ids = tuple(advance.token_ids)
             await session.advance(advance.base_len, token_ids, advance.num_draft_tokens, advance.num_ahead)
             if proposals := session.received_more():
-                _send(outlet, proposals)
+                outlet.post(_response(proposals))
             await asyncio.sleep(0)  # drafting comes before the next read
         else:
             core.count_stale()
 
 
-def _send(outlet: Outlet[pb.DraftResponse], proposals: Sequence[Proposal]) -> None:
+def _response(proposals: Sequence[Proposal]) -> pb.DraftResponse:
     first, *others = map(codec.encode_proposal, proposals)
-    outlet.post(pb.DraftResponse(proposal=first, more_proposals=others))
+    return pb.DraftResponse(proposal=first, more_proposals=others)

@@ -45,14 +45,14 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
         session = await core.open(codec.decode_open_target(request.open))
         outlet: Outlet[pb.VerifyResponse] = Outlet(context.write)
         outlet.post(pb.VerifyResponse(opened=codec.encode_target_opened(session.opened)))
-        _send(outlet, session.first)
+        verdict = session.first
         reading = asyncio.create_task(_read(core, session, context, outlet), name="target-stream")
         reading.add_done_callback(lambda _: session.end())
         try:
             while True:
-                await outlet.drain()
+                await outlet.send(_response(verdict))
                 await session.gather(GATHER_S * core.num_open)
-                _send(outlet, await session.receive())
+                verdict = await session.receive()
         except TandemError:
             if not reading.done():
                 raise
@@ -84,12 +84,12 @@ async def _read(core: TargetCore, session: Session, context: Context, outlet: Ou
     while (request := await context.read()) is not grpc.aio.EOF:
         _ask(core, session, request)
         if core.run_now() and (verdict := session.received()) is not None:
-            _send(outlet, verdict)
+            outlet.post(_response(verdict))
         await asyncio.sleep(0)  # the tick begins before the next read
 
 
-def _send(outlet: Outlet[pb.VerifyResponse], verdict: Verdict) -> None:
-    outlet.post(pb.VerifyResponse(verdict=codec.encode_verdict(verdict)))
+def _response(verdict: Verdict) -> pb.VerifyResponse:
+    return pb.VerifyResponse(verdict=codec.encode_verdict(verdict))
 
 
 def _ask(core: TargetCore, session: Session, request: pb.VerifyRequest) -> None:

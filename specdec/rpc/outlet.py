@@ -23,7 +23,9 @@ class Outlet(Generic[M]):
         """``write`` sends one message; it raises where that fails."""
         self._send = write
         self._waiting: deque[M] = deque()
-        self._writing: asyncio.Task[None] | None = None
+        self._is_writing = False
+        #: What goes on with messages that were posted.
+        self._task: asyncio.Task[None] | None = None
         #: Why a message could not be written; nothing is written after it.
         self.failure: Exception | None = None
 
@@ -31,27 +33,44 @@ class Outlet(Generic[M]):
         """Send a message; dropped where an earlier one failed."""
         if self.failure is None:
             self._waiting.append(message)
-            if self._writing is None or self._writing.done():
-                self._writing = eager.start(self._write())
+            if not self._is_writing:
+                self._task = eager.start(self._write())
+
+    async def send(self, message: M) -> None:
+        """Send a message and wait until it has left, or raise what went wrong. For one caller at a time; cancelling it
+        stops the write.
+        """
+        if self._is_writing:
+            self.post(message)
+            await self.drain()
+            return
+        if self.failure is None:
+            self._waiting.append(message)
+            await self._write()
+        if self.failure is not None:
+            raise self.failure
 
     async def drain(self) -> None:
-        """Return once all messages have left, or raise what went wrong with one."""
-        if self._writing is not None and not self._writing.done():
-            await asyncio.wait((self._writing,))
+        """Return once all that was posted has left, or raise what went wrong with it."""
+        if self._task is not None and not self._task.done():
+            await asyncio.wait((self._task,))
         if self.failure is not None:
             raise self.failure
 
     async def close(self) -> None:
         """Drop what has not left. Idempotent, never raises."""
         self._waiting.clear()
-        if self._writing is not None and not self._writing.done():
-            self._writing.cancel()
-            await asyncio.wait((self._writing,))
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait((self._task,))
 
     async def _write(self) -> None:
+        self._is_writing = True
         try:
             while self._waiting:
                 await self._send(self._waiting.popleft())
         except Exception as error:
             self.failure = error
             self._waiting.clear()
+        finally:
+            self._is_writing = False

@@ -56,6 +56,24 @@ async def test_messages_that_leave_at_once_need_no_task(wire, outlet):
     await outlet.drain()
 
 
+async def test_sending_waits_for_what_was_posted_before_and_posts_wait_for_what_is_sent(wire, outlet):
+    outlet.post(0)
+    await outlet.send(1)
+    assert wire.left == [0, 1]
+    sending = asyncio.create_task(outlet.send(2))
+    await asyncio.sleep(0)
+    outlet.post(3)
+    assert wire.begun == [0, 1, 2]
+    await sending
+    assert wire.left == [0, 1, 2, 3]
+    wire.error = ValueError("gone")
+    with pytest.raises(ValueError, match="gone"):
+        await outlet.send(4)
+    with pytest.raises(ValueError, match="gone"):
+        await outlet.send(5)
+    assert wire.begun == [0, 1, 2, 3, 4]
+
+
 async def test_after_a_failure_nothing_is_written(wire, outlet):
     wire.error = ValueError("gone")
     outlet.post(0)
