@@ -188,10 +188,10 @@ class Batcher:
 
         def settle(result: TickResult) -> None:
             nonlocal settled
+            self._learn(taken, result)
             for (session, part), part_result in zip(taken, result.parts, strict=True):
                 session.settle(part, part_result, result)
                 settled += 1
-            self._learn(taken, result)
 
         self.num_ticks += 1
         self._is_running = True
