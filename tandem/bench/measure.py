@@ -28,6 +28,8 @@ class Bench:
     rival: HuggingFace | None = None
     #: Called after every batch of every way, with what comes next in words.
     tell: Callable[[str], None] = field(default=lambda _: None)
+    #: Seconds of each batch of the warm-up for a way that drafts: a gateway learns in them what drafting is worth here.
+    learning_s: float = 1.5
     #: What could not be measured, and why.
     notes: list[str] = field(default_factory=list)
 
@@ -44,11 +46,15 @@ class Bench:
             section.ways.update({mode: Measurement(0) for mode in self.rival.modes(plan.num_sessions)})
         names = list(section.ways)
         discarded = {name: Measurement(0) for name in names}
+        drafting = {way.name for way in self._drafting()}
         for number, batch in enumerate([*plan.warm_up, *plan.batches]):
             warms_up = number < len(plan.warm_up)
             start = number % len(names)
             for name in names[start:] + names[:start]:
+                begun = time.perf_counter()
                 await self._measure(name, batch, (discarded if warms_up else section.ways)[name])
+                while warms_up and name in drafting and time.perf_counter() - begun < self.learning_s:
+                    await self._measure(name, batch, discarded[name])
                 self.tell(f"{plan.num_sessions} sessions, {'warm-up' if warms_up else name}")
         for way in self._drafting() if plan.probes else ():
             router = self.systems[way.system].router

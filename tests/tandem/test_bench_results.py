@@ -166,7 +166,7 @@ async def test_ways_take_turns_and_the_warm_up_does_not_count() -> None:
     ways = [plain_way("s"), *speculative_ways({"s": 4}, [Rule.BLOCK, Rule.COUPLED])]
     assert [way.name for way in ways] == ["plain", "s, block", "s, coupled"]
     steps: list[str] = []
-    bench = Bench({"s": system}, ways, SamplingParams(max_tokens=3), tell=steps.append)
+    bench = Bench({"s": system}, ways, SamplingParams(max_tokens=3), tell=steps.append, learning_s=0.0)
     plan = Plan(warm_up=[["w"]], batches=[["a"], ["b"], ["c"]])
     measured = await bench.run(plan)
     assert [len(way.rates) for way in measured.ways.values()] == [3, 3, 3]
@@ -220,3 +220,18 @@ async def test_parts_that_could_not_be_timed_are_told_and_the_rest_is_kept(monke
     assert [way.costs for way in measured.ways.values()] == [None, None]
     assert len(measured.ways["plain"].rates) == 1
     assert bench.notes == ["s, 1 sessions: no parts of a round, the target verified less"]
+
+
+async def test_a_way_that_drafts_is_warmed_up_for_a_while() -> None:
+    system = FakeSystem()
+    bench = Bench(
+        {"s": system},
+        [plain_way("s"), *speculative_ways({"s": 4}, [None])],
+        SamplingParams(max_tokens=1),
+        learning_s=0.05,
+    )
+    measured = await bench.run(Plan(warm_up=[["w"]], batches=[["a"]]))
+    asked = [(prompt, k) for prompt, k, _ in system.asked]
+    assert asked.count(("w", 0)) == asked.count(("a", 0)) == asked.count(("a", 4)) == 1
+    assert asked.count(("w", 4)) > 2
+    assert [len(way.rates) for way in measured.ways.values()] == [1, 1]
