@@ -13,7 +13,7 @@ from typing import Final
 from specdec.errors import InternalError, TandemError
 from target_service.budget import Budget
 from target_service.gathering import Gathering
-from target_service.schedule import share_prefill, take_rounds
+from target_service.schedule import prefill_room, share_prefill, take_rounds
 from target_service.session import Session
 from target_service.tick import Part, TickResult
 
@@ -143,10 +143,12 @@ class Batcher:
             (session, session.next_round(num_drafts))
             for session, num_drafts in zip(rounds[:count], self._allot(rounds[:count]), strict=True)
         ]
-        room = self._max_rows - sum(len(part.token_ids) for _, part in taken)
-        for session, num_rows in zip(prompts, share_prefill(needs, room), strict=True):
-            if num_rows:
-                taken.append((session, session.next_chunk(num_rows)))
+        if prompts:
+            drafts = any(part.draft_token_ids for _, part in taken) or self._gathering.expects(time.perf_counter_ns())
+            room = prefill_room(sum(len(part.token_ids) for _, part in taken), self._max_rows, is_drafting=drafts)
+            for session, num_rows in zip(prompts, share_prefill(needs, room), strict=True):
+                if num_rows:
+                    taken.append((session, session.next_chunk(num_rows)))
         # Those left out come first next time; those in this tick queue up behind them when they are ready again.
         for session in (*rounds[count:], *prompts):
             if not session.in_flight:

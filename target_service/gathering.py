@@ -10,6 +10,8 @@ from typing import Final
 NEWEST: Final = 0.1
 #: A session is expected back after the mean turnaround and so many mean deviations more; nobody waits for later ones.
 PATIENCE: Final = 2.0
+#: Nanoseconds in which a session may come back as long as too few turnarounds were seen.
+FIRST_NS: Final = 20_000_000
 #: Turnarounds seen before any tick waits.
 WARM_UP: Final = 16
 #: Waiting must promise to shorten the cycle to this share.
@@ -56,6 +58,11 @@ class Gathering:
             turnaround_ns = min(turnaround_ns, 4.0 * self._turnaround_ns)
         self._turnaround_ns += weight * (turnaround_ns - self._turnaround_ns)
         self._deviation_ns += weight * (abs(turnaround_ns - self._turnaround_ns) - self._deviation_ns)
+
+    def expects(self, now_ns: int) -> bool:
+        """Whether a session should come back with a round before long."""
+        patience_ns = PATIENCE * (self._turnaround_ns + self._deviation_ns) if self._num_seen >= WARM_UP else FIRST_NS
+        return any(now_ns - absence.since_ns < patience_ns for absence in self._away.values())
 
     def wait_until(self, num_rows: int, num_sessions: int, now_ns: int, tick_ns: TickTime) -> int:
         """When the next tick should begin at the latest, with so many rows of so many sessions ready now."""

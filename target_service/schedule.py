@@ -26,6 +26,18 @@ def take_rounds(rows: Sequence[int], num_prefill: int, max_rows: int) -> int:
     return taken
 
 
+def prefill_room(num_round_rows: int, max_rows: int, *, is_drafting: bool) -> int:
+    """Rows of a tick that prompts may have, ``num_round_rows`` being taken by rounds.
+
+    ``is_drafting``: some session is between two rounds, or has one in this tick. It waits for the end of the tick that
+    runs when its round comes in, and for the one that takes the round; so that both together delay it by no more than
+    one full tick, prompts fill ticks by half.
+    """
+    least = int(max_rows * PREFILL_SHARE)
+    room = max_rows - num_round_rows
+    return max(min(room, least), max_rows // 2 - num_round_rows) if is_drafting else room
+
+
 def share_prefill(needs: Sequence[int], room: int) -> list[int]:
     """Rows each waiting prompt gets, in order: what it needs, or an equal share of the room if that is less.
 

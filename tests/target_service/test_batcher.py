@@ -10,7 +10,7 @@ from specdec.errors import InternalError, TandemError, Unavailable
 from specdec.sessions import FinishReason, Proposal, RoundTimings
 from target_service.batcher import MAX_NS_NOW
 from target_service.ending import Cut, Ending
-from target_service.schedule import MIN_CHUNK, share_prefill, take_rounds
+from target_service.schedule import MIN_CHUNK, prefill_room, share_prefill, take_rounds
 from tests.target_service.conftest import decode, decode_ahead, make_prompt, make_spec, until, until_clean, verify
 
 
@@ -362,3 +362,38 @@ def test_where_a_sequence_ends():
     assert ending.cut(18, (1, 7)) == Cut((1, 7), FinishReason.STOP, 7)
     assert ending.cut(18, (1,)) == Cut((1,))
     assert ending.room(15) == 5
+
+
+def test_prompts_fill_a_tick_by_half_while_sessions_draft():
+    assert prefill_room(0, 512, is_drafting=False) == 512
+    assert prefill_room(12, 512, is_drafting=False) == 500
+    assert prefill_room(0, 512, is_drafting=True) == 256
+    assert prefill_room(12, 512, is_drafting=True) == 244
+    assert prefill_room(400, 512, is_drafting=True) == 64, "an eighth is theirs in any case"
+    assert prefill_room(480, 512, is_drafting=True) == 32
+
+
+async def test_a_long_prompt_delays_a_session_that_drafts_by_one_full_tick(start_core, plain):
+    """It waits for the tick that runs and for its own: neither holds more than half of a tick's rows of the prompt."""
+    async with start_core(max_num_batched_tokens=32) as core:
+        drafting = await core.open(make_spec(make_prompt(0), 20))
+        n = drafting.first.committed_len
+        await verify(drafting, n, Proposal(1, n, (1, 2, 3)))
+        watch = Watch(core)
+        watch.gate.clear()
+        core._batcher._gathering.left(
+            drafting, 4, time.perf_counter_ns() + 10**10
+        )  # expected however slow this test is
+        opening = asyncio.create_task(core.open(make_spec(make_prompt(1, 90), 2)))
+        await until(lambda: watch.batches)
+        assert watch.batches[0] == [(16, 0)]
+        n = drafting.committed_len
+        drafting.offer(Proposal(1, n, (1, 2, 3)))
+        watch.gate.set()
+        await drafting.receive()
+        others = await opening
+        assert len(watch.batches) > 4
+        with_round = next(batch for batch in watch.batches if len(batch) == 2)
+        assert sorted(rows for rows, _ in with_round) == [4, 12]
+        await drafting.close()
+        await others.close()

@@ -73,3 +73,13 @@ def test_one_long_absence_does_not_make_everybody_wait_long():
     gathering.came("late", now_ns)
     gathering.left("a", 5, now_ns)
     assert gathering.wait_until(5, 1, now_ns, heavy) < now_ns + 10 * MS
+
+
+def test_a_session_is_expected_for_a_while_after_its_verdict():
+    for gathering, now_ns, turnaround_ms in ((*taught(), 3), (Gathering(), 0, 10)):
+        assert not gathering.expects(now_ns)
+        gathering.left("a", 5, now_ns)
+        assert gathering.expects(now_ns + turnaround_ms * MS)
+        assert not gathering.expects(now_ns + 10 * turnaround_ms * MS)
+        gathering.came("a", now_ns + 10 * turnaround_ms * MS)
+        assert not gathering.expects(now_ns + 10 * turnaround_ms * MS)
