@@ -175,8 +175,8 @@ def services_of(deployment: Deployment, *, target: str | None = None) -> list[Se
         )  # fmt: skip
     gateway = replace(
         deployment.gateway,
-        targets=(_nearest(target or services[0].address),),
-        drafts=tuple(_nearest(service.address) for service in services[1:]),
+        targets=(nearest(target or services[0].address),),
+        drafts=tuple(nearest(service.address) for service in services[1:]),
     )
     services.append(
         Service(
@@ -191,11 +191,11 @@ def services_of(deployment: Deployment, *, target: str | None = None) -> list[Se
 
 def _listening_flags(port: int) -> tuple[str, ...]:
     address = f"127.0.0.1:{port}"
-    socket = _nearest(address)
+    socket = nearest(address)
     return ("--port", str(port)) if socket == address else ("--port", str(port), "--socket", socket)
 
 
-def _nearest(address: str) -> str:
+def nearest(address: str) -> str:
     """How the gateway reaches a service of this machine: past TCP where the system has sockets without a file."""
     return f"unix-abstract:tandem-{address.rpartition(':')[2]}" if sys.platform == "linux" else address
 

@@ -28,7 +28,7 @@ from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 from specdec.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tandem.bench.answers import Piece
-from tandem.deployment import Deployment, services_of
+from tandem.deployment import Deployment, nearest, services_of
 from tandem.embedded import Embedded
 from tandem.supervisor import Service, Supervisor
 
@@ -122,8 +122,8 @@ def _named(service: Service, drafter: str) -> Service:
 
 
 async def _connect(target: str, drafts: Sequence[str], stack: AsyncExitStack) -> Router:
-    """A router of our own to the services behind a gateway."""
-    fleet = Fleet([target], drafts)
+    """A router of our own to the services behind a gateway, on the way the gateway takes."""
+    fleet = Fleet([nearest(target)], [nearest(draft) for draft in drafts])
     await fleet.start()
     stack.push_async_callback(fleet.stop)
     async with asyncio.timeout(_CONNECT_S):
