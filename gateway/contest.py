@@ -24,7 +24,8 @@ FEW: Final = 4
 #: Deviation of the logarithm of what a turn measures: a first guess, and the weight of the newest observation of it.
 FIRST_NOISE: Final = 0.08
 NEWEST: Final = 0.1
-#: Where the leading way falls below this share of its speed at the last comparison, the next one comes at once.
+#: Where speculation falls below this share of its speed at the last comparison, and has lost its lead by that if plain
+#: decoding is as fast as it was, the next one comes at once.
 DROP: Final = 0.9
 #: What a turn may lose before it is broken off, in units, and how long it may last.
 MAX_TURN_LOSS: Final = 8.0
@@ -98,6 +99,11 @@ class Contest:
         """Units of time until the other way may have its turn, with so much to pay it from."""
         return max(0.0, self._standing.left, (self._standing.cost - savings) / ALLOWED_LOSS)
 
+    @property
+    def turn_length(self) -> int:
+        """Units of time that a turn of the other way should last."""
+        return self._standing.turn_length
+
     def allow(self, may_speculate: bool) -> None:
         """Whether speculation could pay at all, from what is known of acceptance and costs."""
         if may_speculate and not self._may_speculate:
@@ -155,7 +161,7 @@ class Contest:
             return False
         if self._leading.ns < CLEAR_TURN * self._unit_ns:
             return False
-        has_dropped = self.speculates and 0.0 < self._compared_ns < DROP * self._leading.token_ns
+        has_dropped = self.speculates and 0.0 < self._compared_ns < self._drop * self._leading.token_ns
         if has_dropped:
             self._standing.doubt()
         if savings < self._standing.cost or (self._standing.left > 0.0 and not has_dropped):
@@ -166,13 +172,17 @@ class Contest:
         return True
 
     @property
+    def _drop(self) -> float:
+        return min(DROP, math.exp(-self._standing.log_ratio))
+
+    @property
     def _is_clear(self) -> bool:
         return self.phase is Phase.TURN and abs(self._compare(self._compared_ns)) > CLEAR
 
     def _compare(self, leading_ns: float) -> float:
         """Logarithm of the other way's speed in its turn over that of the leading one."""
         log_ratio = math.log(leading_ns / max(self._turn.token_ns, 1e-9)) if self._turn.num_cycles else 0.0
-        return min(max(log_ratio, -2.0 * CLEAR), 2.0 * CLEAR)
+        return min(max(log_ratio, -4.0 * CLEAR), 4.0 * CLEAR)
 
     def _end_phase(self, *, is_last: bool = False) -> None:
         """The turn or what came after it is over; ``is_last``: and with it the comparison."""

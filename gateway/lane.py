@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from gateway.allowance import Allowance
 from gateway.contest import Contest, Phase
 from gateway.forecast import Forecast
-from gateway.standing import MIN_UNIT_NS, TURN
+from gateway.standing import MIN_UNIT_NS
 from gateway.tally import Activity, Tally
 from specdec.pacing.acceptance import Acceptance
 from specdec.pacing.goodput import Choice, choose
@@ -98,9 +98,9 @@ class Lane:
         """Tokens a session should decode ahead before it asks again."""
         plain_ns, unit_ns = max(self._plain_ns, 1.0), self._unit_ns
         if self.contest.phase is not Phase.LEADING:
-            soonest_ns = TURN * unit_ns
+            return min(max(int(self.contest.turn_length * unit_ns / plain_ns), 1), MAX_CHUNK)
         # The next turn is all sessions'; of many one always asks soon enough to probe.
-        elif self._choice.num_tokens:
+        if self._choice.num_tokens:
             soonest_ns = self.contest.waiting(self.allowance.savings) * unit_ns
         elif len(self.sessions) < PROBE_SHARE:
             soonest_ns = self._next_probe_ns - now_ns

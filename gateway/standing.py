@@ -12,7 +12,7 @@ from typing import Final
 #: measure is the hiccups of the machine.
 MIN_UNIT_NS: Final = 6_000_000
 #: Units of a turn, and of one that is clear: there the speeds differ by so much (logarithm of their ratio; more than
-#: twice that counts as twice that).
+#: four times that counts as four times that).
 TURN: Final = 16
 CLEAR_TURN: Final = 8
 CLEAR: Final = 0.3
@@ -25,7 +25,7 @@ MEMORY: Final = 5
 COMPARISON_ERROR: Final = math.sqrt(1.5)
 MEDIAN_ERROR: Final = math.sqrt(math.pi / 2.0)
 #: Units between two comparisons; doubled while the same way leads, up to the second, where that is not sure, or
-#: the third.
+#: the third, which comes at once where it leads clearly.
 FIRST_PAUSE: Final = 64
 UNSURE_PAUSE: Final = 256
 LAST_PAUSE: Final = 1024
@@ -51,7 +51,12 @@ class Standing:
     @property
     def cost(self) -> float:
         """What a turn of the other way may lose, in units."""
-        return (CLEAR_TURN if abs(self.log_ratio) > CLEAR else TURN) * (1.0 - math.exp(-abs(self.log_ratio)))
+        return self.turn_length * (1.0 - math.exp(-abs(self.log_ratio)))
+
+    @property
+    def turn_length(self) -> int:
+        """Units that a turn should last."""
+        return CLEAR_TURN if abs(self.log_ratio) > CLEAR else TURN
 
     def learn(self, log_ratio: float, noise: float) -> None:
         """Add a comparison of turns with a deviation of ``noise``. The lead changes where it is beyond one standard
@@ -65,6 +70,8 @@ class Standing:
         if abs(ahead) > error:
             self.speculation_leads = ahead > 0.0
         if self.speculation_leads is led:
+            if abs(self.log_ratio) > CLEAR:
+                self.pause = LAST_PAUSE
             self.put_off(LAST_PAUSE if abs(ahead) > 2.0 * error else UNSURE_PAUSE)
         else:
             self.pause = FIRST_PAUSE

@@ -150,6 +150,8 @@ async def _measure_here(args: argparse.Namespace) -> Report:
             rival = await HuggingFace.start(models)
             stack.push_async_callback(rival.close)
         bench = Bench(systems, ways, _params(args), rival)
+        if args.fixed_draft_length:
+            bench.learning_s = 0.0
         sections = await _run(bench, plans, progress)
         first = systems[next(iter(systems))].router
         assert first is not None

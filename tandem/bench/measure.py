@@ -29,7 +29,7 @@ class Bench:
     #: Called after every batch of every way, with what comes next in words.
     tell: Callable[[str], None] = field(default=lambda _: None)
     #: Seconds of each batch of the warm-up for a way that drafts: a gateway learns in them what drafting is worth here.
-    learning_s: float = 1.5
+    learning_s: float = 4.0
     #: What could not be measured, and why.
     notes: list[str] = field(default_factory=list)
 

@@ -146,3 +146,15 @@ def test_a_lead_that_is_lost_is_noticed_soon():
     now["speed"] = 0.8
     decoder.run(200)
     assert not decoder.speculation_leads
+
+
+def test_a_clear_lead_is_not_questioned_whenever_the_text_gets_harder():
+    now = {"speed": 3.0}
+    decoder = Decoder(lambda _: now["speed"])
+    decoder.run(300)
+    turns = decoder.num_turns
+    for speed in (3.0, 2.0) * 10:
+        now["speed"] = speed
+        decoder.run(100)
+    assert decoder.num_turns - turns <= 4
+    assert decoder.spent[True] > 0.9 * sum(decoder.spent.values())
