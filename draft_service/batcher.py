@@ -144,6 +144,8 @@ class Batcher(Generic[S]):
         self._drafter = drafter
         self._max_rows = max_rows
         self._num_sessions = num_sessions
+        #: Once in a turn of the loop: a caller that never has to wait must not keep the others from running.
+        self._may_draft_now = True
         self._max_chunk = max(1, max_rows // 4)
         self._idle_work = idle_work
         self._queue: list[Wish[S]] = []
@@ -170,7 +172,7 @@ class Batcher(Generic[S]):
         self._wake.set()
         if self._flight is not None:
             self._flight.make_way(len(self._queue) + self._flight.num_waiting)
-        elif self._num_sessions is not None and len(self._queue) >= self._num_sessions():
+        elif self._num_sessions is not None and self._may_draft_now and len(self._queue) >= self._num_sessions():
             self._draft_now()
 
     def wake(self) -> None:
@@ -256,7 +258,12 @@ class Batcher(Generic[S]):
         except Exception as error:
             outcome = error
         if outcome is not None:
+            self._may_draft_now = False
+            asyncio.get_running_loop().call_soon(self._next_turn)
             self._land(batch, Flight([wish for wish, _ in batch]), started_ns, outcome)
+
+    def _next_turn(self) -> None:
+        self._may_draft_now = True
 
     def _land(
         self,

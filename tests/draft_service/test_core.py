@@ -405,6 +405,17 @@ async def test_a_lone_session_is_drafted_for_at_once_where_that_is_short(start_c
         await session.close()
 
 
+async def test_a_caller_that_never_has_to_wait_leaves_the_loop_to_others(start_core, spec):
+    async with start_core() as core:
+        session = await core.open(spec(PROMPT))
+        others = asyncio.create_task(asyncio.sleep(0))
+        for length in range(6, 30):
+            core.drafter._step_ns = 1_000
+            await session.propose(length, [1], 4)
+        assert others.done()
+        await session.close()
+
+
 async def test_a_session_among_others_waits_for_them(start_core, spec, greedy):
     async with start_core() as core:
         sessions = [await core.open(spec(PROMPT)) for _ in range(2)]
