@@ -65,6 +65,10 @@ class Batcher:
         self._gathering.came(session, time.perf_counter_ns())
         self._wake.set()
 
+    def forget(self, session: Session) -> None:
+        """The session is closed."""
+        self._gathering.forget(session)
+
     def run_now(self, num_sessions: int) -> bool:
         """Run the rounds that are ready here and now, where these are all that ``num_sessions`` sessions can have, so
         that nobody is kept waiting, and they are short; whether that was so.

@@ -189,6 +189,7 @@ class TargetCore:
         """Give back (or park) a session's cache and let the next one in."""
         pool, sequence = self._engine.pool, session.subject.sequence
         self._sessions.discard(session)
+        self._batcher.forget(session)
         if park and session.spec.session_id and sequence.length:
             pool.park(sequence, session.spec.session_id, session.subject.state.token_ids[: sequence.length])
             self._expire_later()

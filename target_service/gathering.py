@@ -59,6 +59,10 @@ class Gathering:
         self._turnaround_ns += weight * (turnaround_ns - self._turnaround_ns)
         self._deviation_ns += weight * (abs(turnaround_ns - self._turnaround_ns) - self._deviation_ns)
 
+    def forget(self, session: Hashable) -> None:
+        """The session is closed: nobody waits for it any more."""
+        self._away.pop(session, None)
+
     def expects(self, now_ns: int) -> bool:
         """Whether a session should come back with a round before long."""
         patience_ns = PATIENCE * (self._turnaround_ns + self._deviation_ns) if self._num_seen >= WARM_UP else FIRST_NS

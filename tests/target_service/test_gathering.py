@@ -57,6 +57,15 @@ def test_who_does_not_come_is_waited_for_once():
     assert gathering.wait_until(5, 1, until_ns + 1, heavy) == until_ns + 1
 
 
+def test_nobody_waits_for_who_is_closed():
+    gathering, now_ns = taught()
+    gathering.left("closed", 5, now_ns)
+    gathering.forget("closed")
+    gathering.forget("never seen")
+    assert not gathering.expects(now_ns)
+    assert gathering.wait_until(5, 1, now_ns, heavy) == now_ns
+
+
 def test_nobody_waits_before_turnarounds_are_known():
     gathering = Gathering()
     for step in range(WARM_UP - 1):
