@@ -14,7 +14,7 @@ from draft_service.ngram import NgramDrafter
 from draft_service.none import NoDrafter
 from draft_service.odds import Kind, Odds
 from draft_service.session import CoreSession
-from specdec.errors import InvalidRequest, Overloaded, Unavailable
+from specdec.errors import InvalidRequest, ModelNotSupported, Overloaded, Unavailable
 from specdec.sessions import ModelInfo, ServerLoad, SessionSpec
 from specdec.settings import DraftSettings, SchedulerSettings
 
@@ -24,15 +24,22 @@ ADMISSION_WAIT_S: Final = 0.25
 
 
 async def load_drafter(settings: DraftSettings) -> Drafter[Any]:
-    """The drafter that ``settings.speculative.method`` names. Only one with a model imports torch."""
+    """The drafter that ``settings.speculative.method`` names. Only one with a model imports torch.
+
+    Raises:
+        ModelNotSupported: the checkpoint cannot be run correctly, or there is no drafter for the method.
+        InvalidRequest: a setting does not fit the model or the machine.
+    """
     speculative = settings.speculative
     if speculative.method == "ngram":
         return NgramDrafter(speculative)
     if speculative.method == "none":
         return NoDrafter()
-    from draft_service.draft_model import ModelDrafter  # noqa: PLC0415 (torch)
+    if speculative.method == "draft_model":
+        from draft_service.draft_model import ModelDrafter  # noqa: PLC0415 (torch)
 
-    return await ModelDrafter.load(settings)
+        return await ModelDrafter.load(settings)
+    raise ModelNotSupported(f"there is no drafter yet for method {' with '.join(speculative.methods)}")
 
 
 class DraftCore:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from draft_service.core import DraftCore
 from draft_service.servicer import DraftServicer
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.flags import Parser, add_flags, settings_from
+from specdec.methods import METHODS, method_of
 from specdec.rpc.runner import run
 from specdec.rpc.server import RpcServer
 from specdec.settings import (
-    METHODS,
     DraftSettings,
     ModelSettings,
     SchedulerSettings,
@@ -54,8 +54,15 @@ class DraftService:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the service's flags; their defaults are those of the settings classes."""
-    parser.add_argument("--model", help="folder of the draft model's checkpoint")
-    parser.add_argument("--method", choices=METHODS, help="how to draft (default: draft_model with --model, else none)")
+    parser.add_argument("--model", help="folder of the checkpoint of the draft model or head")
+    parser.add_argument(
+        "--method",
+        action="append",
+        choices=METHODS,
+        help="how to draft (default: what --model is made for, else none); given twice, a look-up and what drafts where"
+        " it finds too little",
+    )
+    parser.add_argument("--target-model", help="folder of the target's checkpoint, for heads that use its embeddings")
     add_flags(parser.add_argument_group("speculation"), SpeculativeSettings)
     add_flags(parser.add_argument_group("model"), ModelSettings)
     add_flags(parser.add_argument_group("scheduling"), SchedulerSettings)
@@ -74,12 +81,14 @@ def settings_of(args: argparse.Namespace) -> tuple[DraftSettings, ServerSettings
 
     Raises:
         InvalidRequest: a value is out of range; ``param`` names the field.
+        ModelNotSupported: the checkpoint is made for a method that is not known.
     """
-    speculative = settings_from(SpeculativeSettings, args, model=args.model, method=args.method)
-    needs_model = speculative.method == "draft_model"
+    method = args.method or (method_of(args.model) if args.model else None)
+    speculative = settings_from(SpeculativeSettings, args, model=args.model, method=method)
     draft = DraftSettings(
         speculative=speculative,
-        model=settings_from(ModelSettings, args, model=args.model) if needs_model else None,
+        model=settings_from(ModelSettings, args, model=args.model) if speculative.needs_model else None,
+        target_model=args.target_model,
         scheduler=settings_from(SchedulerSettings, args),
     )
     return draft, settings_from(ServerSettings, args)
@@ -91,6 +100,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         draft, server = settings_of(args)
-    except InvalidRequest as error:
+    except (InvalidRequest, ModelNotSupported) as error:
         parser.error(str(error))
     return run(lambda: DraftService(draft), server)

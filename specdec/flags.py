@@ -52,6 +52,10 @@ HELP: Final[Mapping[type, Mapping[str, str]]] = {
         "num_speculative_tokens": "drafted tokens a round at most",
         "prompt_lookup_max": "ngram: longest n-gram looked up",
         "prompt_lookup_min": "ngram: shortest n-gram looked up",
+        "suffix_decoding_max_tree_depth": "suffix: longest run of tokens matched and continued",
+        "suffix_decoding_max_cached_requests": "suffix: past requests whose output is kept for all; 0 keeps none",
+        "suffix_decoding_max_spec_factor": "suffix: drafted tokens at most, for each one that matched",
+        "suffix_decoding_min_token_prob": "suffix: drafts on while the tokens together are at least this likely",
     },
     ServerSettings: {
         "host": "address to listen on",

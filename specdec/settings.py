@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType
 from typing import Any, Final, Self, get_args, get_type_hints
 
 from specdec.errors import InvalidRequest
+from specdec.methods import HEAD_METHODS, LOOKUP_METHODS, METHODS, MODEL_METHODS, refuse_mtp
 from specdec.sessions import Rule
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "auto")
-METHODS = ("draft_model", "ngram", "none")
 #: vLLM's other names of types.
 DTYPE_ALIASES: Final[Mapping[str, str]] = {"half": "float16", "float": "float32"}
 #: What a value of JSON or of a caller may be, by the type of the field, and what to call it.
@@ -149,15 +149,24 @@ class SchedulerSettings:
 class SpeculativeSettings:
     """Speculation, under the names of vLLM's ``speculative_config``."""
 
-    #: Folder of the draft model; None with a method that needs none.
+    #: Folder of the draft model or head; None with a method that needs none.
     model: str | None = None
-    #: "draft_model", "ngram" or "none"; None means draft_model where a model is given, else none.
-    method: str | None = None
+    #: One of :data:`~specdec.methods.METHODS`, or two: a look-up, and what drafts where it has found too little. None
+    #: means draft_model where a model is given, else none.
+    method: str | tuple[str, ...] | None = None
     #: Drafted tokens a round at most.
     num_speculative_tokens: int = 4
     #: Longest and shortest n-gram looked up by "ngram".
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
+    #: Longest run of tokens that "suffix" matches and continues.
+    suffix_decoding_max_tree_depth: int = 24
+    #: Past requests whose output "suffix" keeps for all; 0 looks up in a request's own text only.
+    suffix_decoding_max_cached_requests: int = 10000
+    #: "suffix" drafts this many tokens at most for each one that matched.
+    suffix_decoding_max_spec_factor: float = 1.0
+    #: "suffix" drafts on while the drafted tokens together are at least this likely, by the counts of its trees.
+    suffix_decoding_min_token_prob: float = 0.1
     draft_tensor_parallel_size: int = 1
     #: The draft model's :attr:`ModelSettings.quantization`. Rounding it costs a little acceptance and no exactness.
     quantization: str | None = "auto"
@@ -166,13 +175,13 @@ class SpeculativeSettings:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        method = self.method or ("draft_model" if self.model else "none")
-        object.__setattr__(self, "method", method)
-        _require(method in METHODS, "method", f"method is {method!r}; choose one of {', '.join(METHODS)}")
+        methods = _read_methods(self.method or ("draft_model" if self.model else "none"))
+        object.__setattr__(self, "method", methods if len(methods) > 1 else methods[0])
+        needing = next((method for method in methods if method in MODEL_METHODS), None)
         _require(
-            method != "draft_model" or self.model is not None,
+            needing is None or self.model is not None,
             "model",
-            'method "draft_model" needs "model", the folder of the draft checkpoint',
+            f'method "{needing}" needs "model", the folder of the draft checkpoint',
         )
         _require(
             0 <= self.num_speculative_tokens <= 64,
@@ -195,6 +204,25 @@ class SpeculativeSettings:
             "disable_by_batch_size",
             f"disable_by_batch_size is {self.disable_by_batch_size}; it must be at least 1",
         )
+        _check_range(self, 1, math.inf, "suffix_decoding_max_tree_depth")
+        _check_range(self, 0, math.inf, "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor")
+        _check_range(self, 0, 1, "suffix_decoding_min_token_prob")
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What drafts, in order of preference."""
+        assert self.method is not None  # since __post_init__
+        return (self.method,) if isinstance(self.method, str) else self.method
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether a checkpoint is loaded to draft."""
+        return any(method in MODEL_METHODS for method in self.methods)
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether tensors of the target's checkpoint are loaded to draft."""
+        return any(method in HEAD_METHODS for method in self.methods)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | None) -> Self:
@@ -215,7 +243,27 @@ class SpeculativeSettings:
             _require(
                 key in known, key, f"speculative_config has no option {key!r}; it knows {', '.join(sorted(known))}"
             )
-        return cls(**config)
+        settings = cls(**config)
+        if settings.method == "suffix" and "num_speculative_tokens" not in config:  # vLLM's default, too
+            settings = replace(settings, num_speculative_tokens=min(settings.suffix_decoding_max_tree_depth, 64))
+        return settings
+
+
+def _read_methods(given: Any) -> tuple[str, ...]:
+    """One method's name, or a look-up's and another's, as a tuple."""
+    methods = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    if "mtp" in methods:
+        refuse_mtp()
+    for method in methods:
+        _require(method in METHODS, "method", f"method is {method!r}; choose one of {', '.join(METHODS)}")
+    first, *rest = methods
+    _require(
+        not rest or (len(rest) == 1 and first in LOOKUP_METHODS and rest[0] not in (first, "none")),
+        "method",
+        f"method is {list(methods)}; of two methods the first must be one of {', '.join(LOOKUP_METHODS)}, the second"
+        " another one, and there can be no third",
+    )
+    return (first, *rest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +282,17 @@ class DraftSettings:
 
     speculative: SpeculativeSettings
     model: ModelSettings | None = None
+    #: Folder of the target's checkpoint, for heads, which use some of its tensors.
+    target_model: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            self.target_model is not None or not self.speculative.reads_target,
+            "target_model",
+            f"a head ({', '.join(self.speculative.methods)}) uses tensors of the target: give target_model, the folder"
+            " of the target's checkpoint",
+        )
+
     scheduler: SchedulerSettings = SchedulerSettings()
 
 

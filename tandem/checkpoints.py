@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from specdec.errors import InvalidRequest, ModelNotSupported
+from specdec.methods import HEAD_METHODS
 
 MODELS: Final = Path(__file__).with_name("models")
 #: The bundled pair: served when no model is named.
@@ -14,6 +16,7 @@ TARGET: Final = "python-12m"
 DRAFT: Final = "python-1m"
 #: What a hub download fetches; weights in other formats are left where they are.
 _HUB_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
+_OLDER_WEIGHTS: Final = ("*.bin", "*.pt")
 
 
 def find_checkpoint(name: str) -> str:
@@ -42,12 +45,27 @@ def bundled_models() -> list[str]:
     return sorted(path.parent.name for path in MODELS.glob("*/config.json"))
 
 
+def bundled_drafter(target: str | None, methods: Sequence[str]) -> str | None:
+    """The bundled checkpoint of one of the methods that is made for this target (None: the bundled one), if any."""
+    name = TARGET if target is None else Path(target).name
+    if target not in (None, name, str(MODELS / name)):
+        return None
+    known = {method: f"{name}-{method}" for method in HEAD_METHODS}
+    if name == TARGET:
+        known["draft_model"] = DRAFT
+    bundled = bundled_models()
+    return next((known[method] for method in methods if known.get(method) in bundled), None)
+
+
 def _fetch(name: str) -> str:
     """Download a checkpoint from the hub, or find it in the local cache."""
     from huggingface_hub import snapshot_download  # noqa: PLC0415 (slow to import, rarely needed)
 
     try:
-        return str(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+        folder = snapshot_download(name, allow_patterns=list(_HUB_FILES))
+        if not any(Path(folder).glob("*.safetensors")):  # as with many heads
+            folder = snapshot_download(name, allow_patterns=[*_HUB_FILES, *_OLDER_WEIGHTS])
+        return str(folder)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InvalidRequest(f"model {name!r} is no folder here and the hub did not give it: {reason}") from None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from specdec.flags import settings_from
+from specdec.methods import MODEL_METHODS
 from specdec.settings import (
     DraftSettings,
     GatewaySettings,
@@ -51,8 +52,10 @@ class Deployment:
         if self.draft is None:
             return f"{name} (no speculation)"
         speculative = self.draft.speculative
-        drafter = Path(speculative.model).name if speculative.model else speculative.method
-        return f"{name}, drafted by {drafter}, k = {speculative.num_speculative_tokens}"
+        drafters = [
+            Path(speculative.model or "").name if each in MODEL_METHODS else each for each in speculative.methods
+        ]
+        return f"{name}, drafted by {' and '.join(drafters)}, k = {speculative.num_speculative_tokens}"
 
     def ready_line(self, addresses: Mapping[str, str]) -> str:
         """The one line that says what is served where; ``addresses`` are those of the services behind the gateway."""
@@ -74,7 +77,7 @@ class Deployment:
 def deployment_of(args: argparse.Namespace) -> Deployment:
     """The deployment that parsed flags of ``serve`` (or of another command with the same flags) stand for."""
     older = {name: getattr(args, name, None) for name in OLDER_NAMES}
-    speculative = read_speculation(args.speculative_config, older)
+    speculative = read_speculation(args.speculative_config, older, target=args.model)
     choice = choose_models(args.model, speculative, tokenizer=args.tokenizer)
     names = {field.name for field in fields(GatewaySettings)} - _DERIVED
     gateway = {name: value for name, value in vars(args).items() if name in names and value is not None}
@@ -100,9 +103,14 @@ def make_deployment(
     scheduler = scheduler or SchedulerSettings()
     draft = draft_model = None
     if choice.speculates:
-        if choice.speculative.method != "ngram":
+        if choice.speculative.needs_model:
             draft_model, model = _share_device(model, choice.speculative)
-        draft = DraftSettings(speculative=choice.speculative, model=draft_model, scheduler=scheduler)
+        draft = DraftSettings(
+            speculative=choice.speculative,
+            model=draft_model,
+            target_model=choice.target if choice.speculative.reads_target else None,
+            scheduler=scheduler,
+        )
     given = dict(gateway or {})
     names = tuple(given.pop("served_model_name", None) or (choice.name,))
     return Deployment(
@@ -168,6 +176,7 @@ def services_of(deployment: Deployment, *, target: str | None = None) -> list[Se
                     *flags_of(
                         draft.speculative, skip={"draft_tensor_parallel_size", "disable_by_batch_size", "quantization"}
                     ),
+                    *(("--target-model", draft.target_model) if draft.target_model else ()),
                     *model, *flags_of(draft.scheduler, skip={"max_wait_s"}), *_listening_flags(port), *drain),
                 environment=environment,
                 address=f"127.0.0.1:{port}",

@@ -244,7 +244,8 @@ def _deployment(
     given = groups[ModelSettings]
     if given.get("tokenizer") is not None:
         given["tokenizer"] = find_checkpoint(given["tokenizer"])
-    choice = choose_models(model, read_speculation(speculative_config, older), tokenizer=given.get("tokenizer"))
+    speculative = read_speculation(speculative_config, older, target=model)
+    choice = choose_models(model, speculative, tokenizer=given.get("tokenizer"))
     scheduler = SchedulerSettings(**{"max_wait_s": _PATIENCE_S, "max_waiting": 2**31, **groups[SchedulerSettings]})
     deployment = make_deployment(
         choice,

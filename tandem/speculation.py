@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from specdec.errors import InvalidRequest
+from specdec.methods import method_of
 from specdec.settings import SpeculativeSettings
-from tandem.checkpoints import DRAFT, TARGET, check_pair, find_checkpoint
+from tandem.checkpoints import DRAFT, TARGET, bundled_drafter, check_pair, find_checkpoint
 
 #: Older vLLM spellings (flags and ``LLM`` arguments) and the key of ``speculative_config`` each became.
 OLDER_NAMES: Final[Mapping[str, str]] = {
@@ -41,11 +42,16 @@ class Choice:
 
 
 def read_speculation(
-    config: Mapping[str, Any] | str | None, older: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] | str | None, older: Mapping[str, Any] | None = None, *, target: str | None = None
 ) -> SpeculativeSettings | None:
     """Settings from ``speculative_config`` and the older names; None when nothing was said.
 
-    A value given both ways must be the same. Raises :class:`InvalidRequest` naming the option.
+    A value given both ways must be the same. Without ``method`` the checkpoint tells; without ``model`` a bundled one
+    that is made for ``target`` (None: the bundled target) is taken.
+
+    Raises:
+        InvalidRequest: an option is wrong, and named, or the checkpoint does not exist.
+        ModelNotSupported: the checkpoint is made for a method that is not known.
     """
     merged = {OLDER_NAMES[name]: value for name, value in (older or {}).items() if value is not None}
     if config is None and not merged:
@@ -63,6 +69,11 @@ def read_speculation(
             'num_speculative_tokens needs a drafter: give "model", or "method": "ngram"', param="num_speculative_tokens"
         )
     _widen_lookup(merged)
+    model, method = merged.get("model"), merged.get("method")
+    if isinstance(model, str) and method is None:
+        merged["method"] = method_of(find_checkpoint(model))
+    elif model is None and isinstance(method, str | list | tuple):
+        merged["model"] = bundled_drafter(target, [method] if isinstance(method, str) else method)
     return SpeculativeSettings.from_config(merged)
 
 
@@ -102,6 +113,6 @@ def choose_models(
     if speculative.model is not None:
         draft = find_checkpoint(speculative.model)
         speculative = replace(speculative, model=draft)
-        if speculative.method == "draft_model":
+        if "draft_model" in speculative.methods:
             check_pair(target, draft, tokenizer=tokenizer)
     return Choice(target, model or TARGET, speculative)

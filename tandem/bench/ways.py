@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from specdec.errors import InvalidRequest
+from specdec.methods import METHODS
 from specdec.sessions import Rule
-from specdec.settings import METHODS, SpeculativeSettings
+from specdec.settings import SpeculativeSettings
 from tandem.checkpoints import DRAFT
 from tandem.deployment import Deployment, deployment_of
 from tandem.speculation import OLDER_NAMES, read_speculation
@@ -84,7 +85,7 @@ def _drafters(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     if args.model is None:
         known["draft_model"] = {"model": DRAFT}
     if given is not None:
-        known[str(given.method)] = asdict(given)
+        known["+".join(given.methods)] = asdict(given)
         k = given.num_speculative_tokens if k is None else k
     k = SpeculativeSettings().num_speculative_tokens if k is None else k
     if k < 1:
@@ -106,7 +107,7 @@ def _names(
     if chosen == ["all"]:
         return [name for name in DRAFTERS if name in known]
     if not chosen and given is not None:
-        chosen = [str(given.method)]
+        chosen = ["+".join(given.methods)]
     elif not chosen and args.model is None:
         chosen = ["draft_model"]
     if not chosen or chosen == ["none"]:

@@ -261,6 +261,18 @@ def test_flags_become_settings():
     draft, _ = settings_of(build_parser().parse_args(["--model", "m", "--dtype", "bfloat16", "--num-threads", "2"]))
     assert draft.speculative.method == "draft_model"
     assert (draft.model.model, draft.model.dtype, draft.model.num_threads) == ("m", "bfloat16", 2)
+    suffix = ["--method", "suffix", "--suffix-decoding-max-tree-depth", "9", "--suffix-decoding-min-token-prob", "0.5"]
+    draft, _ = settings_of(build_parser().parse_args([*suffix, "--suffix-decoding-max-cached-requests", "0"]))
+    assert (draft.speculative.method, draft.model) == ("suffix", None)
+    assert draft.speculative.suffix_decoding_max_tree_depth == 9
+    assert draft.speculative.suffix_decoding_min_token_prob == 0.5
+    assert draft.speculative.suffix_decoding_max_cached_requests == 0
+    both = ["--method", "suffix", "--method", "eagle3", "--model", "m", "--target-model", "t"]
+    draft, _ = settings_of(build_parser().parse_args(both))
+    assert draft.speculative.method == ("suffix", "eagle3")
+    assert (draft.model.model, draft.target_model) == ("m", "t")
+    with pytest.raises(InvalidRequest, match="target_model"):
+        settings_of(build_parser().parse_args(both[:-2]))
     with pytest.raises(InvalidRequest, match="prompt_lookup_min"):
         settings_of(build_parser().parse_args(["--prompt-lookup-min", "9"]))
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +90,44 @@ def test_spellings_of_ngram(argv: tuple[str, ...]) -> None:
     assert speculative.num_speculative_tokens == 5
 
 
+def test_vllms_call_for_suffix_decoding() -> None:
+    deployment = deploy("python-12m", "-sc", '{"method": "suffix", "num_speculative_tokens": 32}')
+    assert deployment.draft is not None
+    assert deployment.draft.model is None
+    speculative = deployment.draft.speculative
+    assert (speculative.methods, speculative.num_speculative_tokens) == (("suffix",), 32)
+    assert speculative.suffix_decoding_max_tree_depth == 24
+    assert speculative.suffix_decoding_max_cached_requests == 10000
+    assert speculative.suffix_decoding_max_spec_factor == 1.0
+    assert speculative.suffix_decoding_min_token_prob == 0.1
+    deployment = deploy("python-12m", "-sc", '{"method": "suffix"}')
+    assert deployment.gateway.num_speculative_tokens == 24
+    arguments = json.dumps({"method": ["suffix"], "suffix_decoding_max_tree_depth": 12})
+    draft = services_of(deploy("python-12m", "-sc", arguments))[1]
+    assert draft.arguments[:6] == (
+        *("--method", "suffix", "--num-speculative-tokens", "12", "--suffix-decoding-max-tree-depth", "12"),
+    )
+
+
+def test_two_methods_reach_the_draft_service() -> None:
+    deployment = deploy("-sc", '{"method": ["suffix", "draft_model"], "num_speculative_tokens": 5}')
+    assert deployment.draft is not None
+    assert deployment.draft.speculative.method == ("suffix", "draft_model")
+    assert deployment.draft.model is not None  # the bundled draft of the bundled target
+    assert deployment.describe() == "python-12m, drafted by suffix and python-1m, k = 5"
+    arguments = " ".join(services_of(deployment)[1].arguments)
+    assert "--method suffix --method draft_model" in arguments
+
+
+def test_a_head_is_told_where_the_target_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    deployment = deploy("python-12m", "-sc", json.dumps({"model": str(tmp_path)}))
+    assert deployment.draft is not None
+    assert deployment.draft.speculative.method == "eagle3"
+    assert deployment.draft.target_model == TARGET
+    assert f"--target-model {TARGET}" in " ".join(services_of(deployment)[1].arguments)
+
+
 def test_the_other_flags_reach_their_settings() -> None:
     deployment = deploy(
         *("python-12m", "--host", "0.0.0.0", "--port", "81", "--grpc-port", "82", "--served-model-name", "a", "b"),
@@ -130,6 +169,16 @@ def test_the_other_flags_reach_their_settings() -> None:
         (("python-12m", "-sc", '{"num_speculative_tokens": "5"}'), "needs a drafter"),
         (("python-12m", "-sc", '{"method": "ngram", "prompt_lookup_max": true}'), "prompt_lookup_max is True"),
         (("python-12m", "-sc", '{"model": 5}'), "model is 5; it must be text or nothing"),
+        (("python-12m", "-sc", '{"method": 5}'), "method is 5; choose one of"),
+        (("python-12m", "-sc", '{"method": "mtp"}'), 'method "mtp"'),
+        (("python-12m", "-sc", '{"method": ["draft_model", "suffix"]}'), "the first must be one of ngram, suffix"),
+        (("python-12m", "-sc", '{"method": ["suffix", "ngram", "draft_model"]}'), "there can be no third"),
+        (("python-12m", "-sc", '{"method": ["suffix", "suffix"]}'), "the second another one"),
+        (("python-1m", "-sc", '{"method": ["suffix", "draft_model"]}'), 'method "draft_model" needs "model"'),
+        (("python-12m", "-sc", '{"method": "suffix", "suffix_decoding_max_tree_depth": 0}'), "must be at least 1"),
+        (("python-12m", "-sc", '{"method": "suffix", "suffix_decoding_max_cached_requests": -1}'), "at least 0"),
+        (("python-12m", "-sc", '{"method": "suffix", "suffix_decoding_max_spec_factor": -1}'), "at least 0"),
+        (("python-12m", "-sc", '{"method": "suffix", "suffix_decoding_min_token_prob": 1.5}'), "must be in [0, 1]"),
         (("python-12m", "--port", "99999"), "port is 99999; it must be in [0, 65535]"),
         (("python-12m", "--request-timeout-s", "0"), "must be above 0"),
         (("python-12m", "--max-concurrent-requests", "0"), "must be at least 1"),
