@@ -27,7 +27,7 @@ from specdec.errors import InvalidRequest
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.state import SamplingState
-from specdec.sessions import ModelInfo, Rule, SessionSpec
+from specdec.sessions import HiddenStates, ModelInfo, Rule, SessionSpec
 from specdec.settings import DraftSettings
 
 #: A batch is drafted on the event loop if it should take no longer than this: the two hand-overs to another thread and
@@ -164,7 +164,9 @@ class ModelDrafter:
         self._states.add(state)
         return state
 
-    def advance(self, state: ModelState, keep: int, token_ids: Sequence[int]) -> None:
+    def advance(
+        self, state: ModelState, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
+    ) -> None:
         """Keep the entries that agree with the new committed tokens; O(1) besides comparing ``token_ids``."""
         sampling, lines = state.sampling, state.lines
         if keep == len(sampling):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar
 
-from specdec.sessions import ModelInfo, SessionSpec, SparseRow
+from specdec.sessions import HiddenStates, ModelInfo, SessionSpec, SparseRow
 
 
 class DraftState(Protocol):
@@ -19,7 +19,9 @@ class DraftState(Protocol):
 
     @property
     def num_pending(self) -> int:
-        """Committed tokens the drafter has still to take in before it can draft."""
+        """Committed tokens the drafter has still to take in before it can draft. One that reads hidden states counts
+        those alone that it can take in: tokens whose states it was given.
+        """
         ...
 
     @property
@@ -110,7 +112,9 @@ class Drafter(Protocol[S]):
 
     @property
     def info(self) -> ModelInfo:
-        """The model behind it; ``method`` is set, ``vocab_size`` 0 where there is no model."""
+        """The model behind it; ``method`` is set, ``vocab_size`` 0 where there is no model. A drafter that reads the
+        target's hidden states names them in ``hidden_state_layers``, and never gets jobs that assume something.
+        """
         ...
 
     def open(self, spec: SessionSpec) -> S:
@@ -122,9 +126,16 @@ class Drafter(Protocol[S]):
         """
         ...
 
-    def advance(self, state: S, keep: int, token_ids: Sequence[int]) -> None:
+    def advance(
+        self, state: S, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
+    ) -> None:
         """The committed tokens are now the first ``keep`` known ones, then ``token_ids``. O(len(token_ids)) if all
         are kept.
+
+        ``hidden_states``: the target's, where ``info.hidden_state_layers`` names any, in ascending order; each of a
+        position whose token is committed now. As a rule those of all committed tokens but the last have come by then,
+        but there may be none yet, or gaps: a session may be opened in the middle of a text. Positions that came before
+        may come again. Those known of the first ``keep`` tokens stay valid, those after them do not.
         """
         ...
 

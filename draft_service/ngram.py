@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from draft_service.drafter import MAX_ROWS_NOW, Draft, DraftJob
 from specdec import __version__
-from specdec.sessions import ModelInfo, SessionSpec
+from specdec.sessions import HiddenStates, ModelInfo, SessionSpec
 from specdec.settings import SpeculativeSettings
 
 
@@ -109,7 +109,9 @@ class NgramDrafter:
         """An index with everything pending."""
         return NgramIndex(spec.token_ids, self._min_n, self._max_n)
 
-    def advance(self, state: NgramIndex, keep: int, token_ids: Sequence[int]) -> None:
+    def advance(
+        self, state: NgramIndex, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
+    ) -> None:
         """Replace what follows the first ``keep`` tokens."""
         state.replace(keep, token_ids)
 

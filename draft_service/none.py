@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from draft_service.drafter import Draft, DraftJob
 from specdec import __version__
-from specdec.sessions import ModelInfo, SessionSpec
+from specdec.sessions import HiddenStates, ModelInfo, SessionSpec
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +29,9 @@ class NoDrafter:
         """Remember the tokens."""
         return Tokens(list(spec.token_ids))
 
-    def advance(self, state: Tokens, keep: int, token_ids: Sequence[int]) -> None:
+    def advance(
+        self, state: Tokens, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
+    ) -> None:
         """Remember the tokens."""
         state.token_ids[keep:] = token_ids
 

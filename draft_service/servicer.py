@@ -15,6 +15,7 @@ from specdec import codec
 from specdec.errors import Cancelled, InvalidRequest, Unavailable
 from specdec.rpc.outlet import Outlet
 from specdec.sessions import Proposal
+from specdec.state_buffer import StateBuffer
 from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1 import draft_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
@@ -77,17 +78,27 @@ async def _read(core: DraftCore, session: CoreSession, context: Context, outlet:
     """Pass a stream's messages on as they come, so that the session sees all that wait. What is drafted at once leaves
     at once; all else goes out beside.
     """
+    waiting = StateBuffer()
     while (request := await context.read()) is not grpc.aio.EOF:
-        if request.WhichOneof("kind") != "advance":
+        kind = request.WhichOneof("kind")
+        if kind == "hidden_states":
+            waiting.add(codec.decode_hidden_states(request.hidden_states))
+            continue
+        if kind != "advance":
             raise InvalidRequest("only the first message of a stream may be open", param="open")
         advance = request.advance
         if advance.epoch == session.opened.epoch:
             token_ids = tuple(advance.token_ids)
-            await session.advance(advance.base_len, token_ids, advance.num_draft_tokens, advance.num_ahead)
+            for states in advance.hidden_states:
+                waiting.add(codec.decode_hidden_states(states))
+            await session.advance(
+                advance.base_len, token_ids, advance.num_draft_tokens, advance.num_ahead, waiting.take()
+            )
             if proposals := session.received_more():
                 outlet.post(_response(proposals))
             await asyncio.sleep(0)  # drafting comes before the next read
         else:
+            waiting.clear()
             core.count_stale()
 
 

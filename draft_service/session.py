@@ -15,8 +15,8 @@ from draft_service.hypotheses import Hypothesis, Tree
 from draft_service.odds import NUM_GUESSES, Kind, SessionOdds
 from draft_service.outbox import Outbox
 from draft_service.prefixes import agreeing
-from specdec.errors import Cancelled, StaleSession
-from specdec.sessions import DraftOpened, Proposal, SessionSpec
+from specdec.errors import Cancelled, InvalidRequest, StaleSession
+from specdec.sessions import DraftOpened, HiddenStates, Proposal, SessionSpec
 
 if TYPE_CHECKING:
     from draft_service.core import DraftCore
@@ -30,6 +30,7 @@ class Advance:
     token_ids: Sequence[int]
     num_draft_tokens: int
     num_ahead: int
+    hidden_states: Sequence[HiddenStates] = ()
 
     @property
     def committed_len(self) -> int:
@@ -53,6 +54,9 @@ class CoreSession:
     Nothing changes while the session's state is in the drafter's hands: what arrives meanwhile is kept and taken in
     at once when the batch ends, in order; only the newest message is worked on. Of a batch that drafts ahead, what the
     messages make impossible ends at the next step; what they make true goes on, and is the answer.
+
+    For a drafter that reads the target's hidden states nothing is drafted ahead: those of the tokens assumed are not
+    known before the verdict.
     """
 
     def __init__(self, core: DraftCore, spec: SessionSpec, state: DraftState) -> None:
@@ -67,7 +71,8 @@ class CoreSession:
         self._tree = Tree(
             SessionOdds(core.odds[Kind.of(spec)]), frozenset(spec.params.stop_token_ids), self._num_tokens_at
         )
-        self._may_look_ahead = True
+        self._reads_states = bool(core.drafter.info.hidden_state_layers)
+        self._may_look_ahead = not self._reads_states
         #: Tokens a proposal may have, as the latest message wants it.
         self._wanted = 0
         self._arrived: list[Advance] = []
@@ -113,7 +118,14 @@ class CoreSession:
         self._submit(Wish(self._state, 0, finish))
         await done
 
-    async def advance(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int, num_ahead: int = 0) -> None:
+    async def advance(
+        self,
+        base_len: int,
+        token_ids: Sequence[int],
+        num_draft_tokens: int,
+        num_ahead: int = 0,
+        hidden_states: Sequence[HiddenStates] = (),
+    ) -> None:
         """Commit ``token_ids`` after ``base_len`` and ask for a proposal; never waits.
 
         Tokens known here already are compared: where they disagree, the new ones win and what followed is dropped.
@@ -122,14 +134,15 @@ class CoreSession:
         Calls that were overtaken by a newer one get none.
 
         :meth:`receive` raises what was wrong with a message: :class:`StaleSession` where there is a gap before it,
-        :class:`InvalidRequest` for an unknown token. The session goes on without that message.
+        :class:`InvalidRequest` for an unknown token, and for hidden states of positions that are not committed or of
+        another width than the drafter's. The session goes on without that message.
 
         Raises:
             StaleSession: the session is closed.
         """
         if self._closed:
             raise StaleSession("the session is closed; open it anew")
-        message = Advance(base_len, token_ids, num_draft_tokens, num_ahead)
+        message = Advance(base_len, token_ids, num_draft_tokens, num_ahead, hidden_states if self._reads_states else ())
         self._arrived.append(message)
         flight = self._flight
         if flight is None:
@@ -256,16 +269,24 @@ class CoreSession:
                 " session anew"
             )
         self._core.check_tokens(token_ids)
+        if message.hidden_states and message.hidden_states[-1].end > message.committed_len:
+            raise InvalidRequest(
+                f"hidden_states reach position {message.hidden_states[-1].end - 1}, but {message.committed_len} tokens"
+                " are committed",
+                param="hidden_states",
+            )
         same = agreeing(known[base_len : base_len + len(token_ids)], token_ids)
         if same == len(token_ids):
             if base_len + same < length:
                 self._core.count_stale()
                 return News.OLD
+            if message.hidden_states:
+                self._core.drafter.advance(self._state, length, (), message.hidden_states)
             return News.NEW  # the same again, and answered again
         if base_len + same < length:  # tokens are taken back, and with them the proposals for them
             self._outbox.clear()
             self._tree.clear()
-        self._core.drafter.advance(self._state, base_len + same, token_ids[same:])
+        self._core.drafter.advance(self._state, base_len + same, token_ids[same:], message.hidden_states)
         if not self._tree.advance(token_ids[same:]):
             return News.NEW
         counts = self._core.lookahead.counts

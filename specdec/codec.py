@@ -7,14 +7,16 @@ core can judge (token ids outside the vocabulary, prompts longer than the contex
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Final
 
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.sampling.params import SamplingParams
 from specdec.sessions import (
+    ELEMENT_BYTES,
     DraftOpened,
     FinishReason,
+    HiddenStates,
     ModelInfo,
     PositionLogprobs,
     Proposal,
@@ -136,22 +138,25 @@ def encode_open_target(spec: SessionSpec) -> target_pb.OpenTargetSession:
         logprobs=spec.params.logprobs,
         prompt_logprobs=spec.params.prompt_logprobs,
         decode_ahead_tokens=spec.decode_ahead_tokens,
+        hidden_state_layers=spec.hidden_state_layers,
+        last_hidden_state_only=spec.last_hidden_state_only,
     )
 
 
 def decode_open_target(message: target_pb.OpenTargetSession) -> SessionSpec:
     """The spec of a target session."""
-    if message.hidden_states:
-        raise InvalidRequest(
-            "hidden_states is set, but this version sends no hidden states; leave it out", param="hidden_states"
-        )
     params = decode_sampling(
         message.sampling,
         max_tokens=message.max_tokens,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
-    return _decode_spec(message, params, message.decode_ahead_tokens)
+    return replace(
+        _decode_spec(message, params),
+        decode_ahead_tokens=message.decode_ahead_tokens,
+        hidden_state_layers=tuple(message.hidden_state_layers),
+        last_hidden_state_only=message.last_hidden_state_only,
+    )
 
 
 def encode_open_draft(spec: SessionSpec) -> draft_pb.OpenDraftSession:
@@ -175,9 +180,7 @@ def decode_open_draft(message: draft_pb.OpenDraftSession) -> SessionSpec:
 
 
 def _decode_spec(
-    message: target_pb.OpenTargetSession | draft_pb.OpenDraftSession,
-    params: SamplingParams,
-    decode_ahead_tokens: int = 0,
+    message: target_pb.OpenTargetSession | draft_pb.OpenDraftSession, params: SamplingParams
 ) -> SessionSpec:
     if not 0 < message.prompt_len <= len(message.token_ids):
         raise InvalidRequest(
@@ -194,7 +197,6 @@ def _decode_spec(
         rule=decode_rule(message.verification),
         num_speculative_tokens=message.num_speculative_tokens,
         park=message.park,
-        decode_ahead_tokens=decode_ahead_tokens,
     )
 
 
@@ -274,6 +276,38 @@ def decode_logprobs(messages: Iterable[pb.PositionLogprobs]) -> tuple[PositionLo
     )
 
 
+def encode_hidden_states(states: HiddenStates) -> pb.HiddenStates:
+    """Hidden states at successive positions; the fields have equal names on both sides."""
+    return pb.HiddenStates(start=states.start, num_features=states.num_features, dtype=states.dtype, data=states.data)
+
+
+def decode_hidden_states(message: pb.HiddenStates) -> HiddenStates:
+    """Hidden states whose bytes are whole rows, at least one."""
+    size = ELEMENT_BYTES.get(message.dtype)
+    if size is None:
+        raise InvalidRequest(
+            f"hidden_states have dtype {message.dtype!r}; known are {', '.join(ELEMENT_BYTES)}", param="hidden_states"
+        )
+    if not message.num_features:
+        raise InvalidRequest("hidden_states have num_features 0; it must be at least 1", param="hidden_states")
+    num_bytes, row_bytes = len(message.data), message.num_features * size
+    if not num_bytes or num_bytes % row_bytes:
+        raise InvalidRequest(
+            f"hidden_states have {num_bytes} bytes of data, which is no whole number of rows of {message.num_features}"
+            f" {message.dtype} ({row_bytes} bytes), at least one",
+            param="hidden_states",
+        )
+    return HiddenStates(message.start, message.num_features, message.dtype, message.data)
+
+
+def decode_verdict_states(message: pb.HiddenStates) -> HiddenStates:
+    """:func:`decode_hidden_states` of what a server sent: what is wrong with it is not the user's fault."""
+    try:
+        return decode_hidden_states(message)
+    except InvalidRequest as error:
+        raise Unavailable(f"the server sent hidden states that cannot be read: {error}") from error
+
+
 def encode_verdict(verdict: Verdict) -> target_pb.Verdict:
     """What a round committed."""
     return target_pb.Verdict(
@@ -286,6 +320,7 @@ def encode_verdict(verdict: Verdict) -> target_pb.Verdict:
         stop_token_id=verdict.stop_token_id,
         logprobs=encode_logprobs(verdict.logprobs),
         timings=target_pb.RoundTimings(**{name: getattr(verdict.timings, name) for name in _TIMINGS}),
+        hidden_states=map(encode_hidden_states, verdict.hidden_states),
     )
 
 
@@ -301,6 +336,7 @@ def decode_verdict(message: target_pb.Verdict) -> Verdict:
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         logprobs=decode_logprobs(message.logprobs),
         timings=RoundTimings(**{name: getattr(message.timings, name) for name in _TIMINGS}),
+        hidden_states=tuple(map(decode_verdict_states, message.hidden_states)),
     )
 
 
@@ -358,6 +394,7 @@ def decode_model_info(message: pb.ModelInfo) -> ModelInfo:
     """What a server says about its model."""
     values = {field.name: getattr(message, field.name) for field in fields(ModelInfo)}
     values["eos_token_ids"] = tuple(message.eos_token_ids)
+    values["hidden_state_layers"] = tuple(message.hidden_state_layers)
     values["verification"] = decode_rule(message.verification)
     return ModelInfo(**values)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.rule import Rule as Rule  # noqa: PLC0414 (offered here, too)
@@ -51,6 +51,53 @@ class Proposal:
         """What it takes to keep it, about: 4 bytes a token, and the q rows."""
         num_tokens = len(self.token_ids) + len(self.assumed_token_ids)
         return 4 * num_tokens + sum(len(row.packed) for row in self.q_rows)
+
+
+#: Bytes of an element, by the element types that hidden states may have.
+ELEMENT_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Hidden states of the target at successive positions: row i belongs to position ``start + i``.
+
+    It was computed by feeding the token at that position (0 is the first token of the prompt), so the token after it
+    was predicted from it. Layers are numbered as transformers numbers ``hidden_states``: 0 is the output of the
+    embedding, i that of layer i, all before the final norm; -1 is the last layer's output after the final norm, which
+    the output layer reads.
+    """
+
+    start: int
+    #: Numbers per position: the states of the layers asked for, one after another, in the order asked for.
+    num_features: int
+    #: "bfloat16", "float16" or "float32".
+    dtype: str
+    #: Elements, little-endian, row by row: [num_positions, num_features].
+    data: bytes = field(repr=False)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one position."""
+        return self.num_features * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def num_positions(self) -> int:
+        """Rows."""
+        return len(self.data) // self.row_bytes
+
+    @property
+    def end(self) -> int:
+        """Position after the last row's."""
+        return self.start + self.num_positions
+
+    def rows(self, start: int, end: int) -> HiddenStates:
+        """The rows of the positions from ``start`` up to ``end``, as far as they are here; there may be none."""
+        start, end = max(start, self.start), min(end, self.end)
+        if (start, end) == (self.start, self.end):
+            return self
+        size = self.row_bytes
+        data = self.data[(start - self.start) * size : max(0, end - self.start) * size]
+        return HiddenStates(start, self.num_features, self.dtype, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +143,9 @@ class Verdict:
     stop_token_id: int | None = None
     logprobs: tuple[PositionLogprobs, ...] = ()
     timings: RoundTimings = field(default_factory=RoundTimings)
+    #: Where the session asked for them, in ascending order of position: those that each of ``token_ids`` was predicted
+    #: from, so of the positions from ``base_len - 1`` on. The first verdict's begin with the first position computed.
+    hidden_states: tuple[HiddenStates, ...] = ()
 
     @property
     def committed_len(self) -> int:
@@ -122,6 +172,10 @@ class SessionSpec:
     park: bool = False
     #: Target only: tokens to decode ahead right after the first one.
     decode_ahead_tokens: int = 0
+    #: Target only: the hidden states each verdict carries, by their numbers (see :class:`HiddenStates`); empty: none.
+    hidden_state_layers: tuple[int, ...] = ()
+    #: Target only: one position's alone, that from which the verdict's last token was predicted.
+    last_hidden_state_only: bool = False
 
     @property
     def num_output_tokens(self) -> int:
@@ -169,6 +223,10 @@ class ModelInfo:
     num_speculative_tokens: int = 0
     verification: Rule | None = None
     version: str = ""
+    #: Drafts: the target's hidden states that the drafter reads, by their numbers (see :class:`HiddenStates`).
+    hidden_state_layers: tuple[int, ...] = ()
+    #: Drafts: of those it reads the newest committed position's only.
+    last_hidden_state_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,11 +325,19 @@ class DraftSession(Protocol):
         """What admission found."""
         ...
 
-    async def advance(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int, num_ahead: int = 0) -> None:
+    async def advance(
+        self,
+        base_len: int,
+        token_ids: Sequence[int],
+        num_draft_tokens: int,
+        num_ahead: int = 0,
+        hidden_states: Sequence[HiddenStates] = (),
+    ) -> None:
         """Commit ``token_ids`` after ``base_len`` and ask for ``num_draft_tokens`` after them.
 
         Up to ``num_ahead`` proposals may be drafted ahead of the next verdict. With ``num_draft_tokens`` 0 there is no
-        answer and drafting ahead ends. Does not wait for the answer.
+        answer and drafting ahead ends. ``hidden_states``: what the target's verdicts carried since the last call, for
+        drafters that read them. Does not wait for the answer.
         """
         ...
 

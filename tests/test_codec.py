@@ -12,8 +12,10 @@ from specdec import codec
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.sampling.params import MAX_LOGPROBS, SamplingParams
 from specdec.sessions import (
+    ELEMENT_BYTES,
     DraftOpened,
     FinishReason,
+    HiddenStates,
     ModelInfo,
     PositionLogprobs,
     Proposal,
@@ -56,6 +58,7 @@ params = st.builds(
     ignore_eos=st.just(True),  # the stop tokens hold the end-of-sequence tokens
     seed=uint64,
 )
+layers = st.lists(st.integers(-1, 200), max_size=3).map(tuple)
 some_logprobs = st.none() | st.integers(0, MAX_LOGPROBS)
 
 
@@ -77,6 +80,8 @@ def specs(draw, *, target: bool) -> SessionSpec:
         num_speculative_tokens=draw(uint32),
         park=draw(st.booleans()),
         decode_ahead_tokens=draw(uint32) if target else 0,
+        hidden_state_layers=draw(layers) if target else (),
+        last_hidden_state_only=draw(st.booleans()) if target else False,
     )
 
 
@@ -100,6 +105,15 @@ token_logprobs = st.builds(TokenLogprob, uint32, st.floats(-1e3, 0, width=32), u
 logprobs = st.lists(
     st.builds(PositionLogprobs, token_logprobs, st.lists(token_logprobs, max_size=3).map(tuple)), max_size=3
 ).map(tuple)
+
+
+@st.composite
+def hidden_states(draw) -> HiddenStates:
+    dtype, num_features = draw(st.sampled_from(list(ELEMENT_BYTES))), draw(st.integers(1, 5))
+    num_bytes = draw(st.integers(1, 4)) * num_features * ELEMENT_BYTES[dtype]
+    return HiddenStates(draw(uint32), num_features, dtype, draw(st.binary(min_size=num_bytes, max_size=num_bytes)))
+
+
 timings = st.builds(RoundTimings, uint64, uint64, uint64, uint32, uint32)
 verdicts = st.builds(
     Verdict,
@@ -112,6 +126,7 @@ verdicts = st.builds(
     stop_token_id=st.none() | uint32,
     logprobs=logprobs,
     timings=timings,
+    hidden_states=st.lists(hidden_states(), max_size=2).map(tuple),
 )
 target_openeds = st.builds(TargetOpened, uint32, rules, uint32, logprobs, uint64, uint64)
 draft_openeds = st.builds(DraftOpened, uint32, uint32, uint32)
@@ -132,6 +147,8 @@ model_infos = st.builds(
     num_speculative_tokens=uint32,
     verification=some_rules,
     version=text,
+    hidden_state_layers=layers,
+    last_hidden_state_only=st.booleans(),
 )
 loads = st.builds(ServerLoad, uint32, uint32, uint32, uint64, uint64, uint64, uint64, uint64)
 
@@ -141,6 +158,7 @@ CASES = {
     "proposal": proposals(),
     "logprobs": logprobs,
     "verdict": verdicts,
+    "hidden_states": hidden_states(),
     "target_opened": target_openeds,
     "draft_opened": draft_openeds,
     "model_info": model_infos,
@@ -167,7 +185,7 @@ def test_round_trip(name):
 
 def test_every_codec_function_is_covered():
     functions = {name.split("_", 1)[1] for name in dir(codec) if name.startswith(("encode_", "decode_"))}
-    assert functions - {"sampling"} == set(CASES)
+    assert functions - {"sampling", "verdict_states"} == set(CASES)
 
 
 def test_unset_sampling_fields_have_their_defaults():
@@ -202,9 +220,20 @@ def test_a_temperature_is_the_same_number_on_both_sides():
             "verification is 9",
         ),
         (
-            codec.decode_open_target,
-            target_pb.OpenTargetSession(token_ids=[1], prompt_len=1, max_tokens=4, hidden_states=True),
-            "hidden_states",
+            codec.decode_hidden_states,
+            pb.HiddenStates(num_features=2, dtype="int8", data=b"1234"),
+            "'int8'; known are bfloat16, float16, float32",
+        ),
+        (codec.decode_hidden_states, pb.HiddenStates(dtype="bfloat16", data=b"1234"), "num_features 0"),
+        (
+            codec.decode_hidden_states,
+            pb.HiddenStates(num_features=2, dtype="bfloat16"),
+            "0 bytes of data.* at least one",
+        ),
+        (
+            codec.decode_hidden_states,
+            pb.HiddenStates(num_features=3, dtype="bfloat16", data=b"12345678"),
+            r"8 bytes of data, .* rows of 3 bfloat16 \(6 bytes\)",
         ),
         (codec.decode_proposal, pb.Proposal(token_ids=[1, 2], q_rows=[pb.SparseRow()]), "2 tokens has 1 q_rows"),
         (codec.decode_proposal, pb.Proposal(token_ids=[1, 2], parents=[-1]), "2 tokens has 1 parents"),
@@ -220,5 +249,9 @@ def test_messages_that_contradict_themselves(decode, message, problem):
 def test_what_a_newer_server_says_is_not_the_users_fault():
     with pytest.raises(Unavailable, match="finish reason 9"):
         codec.decode_verdict(target_pb.Verdict(finish_reason=9))
+    with pytest.raises(Unavailable, match="cannot be read: hidden_states have dtype 'int8'"):
+        codec.decode_verdict(
+            target_pb.Verdict(hidden_states=[pb.HiddenStates(num_features=2, dtype="int8", data=b"12")])
+        )
     with pytest.raises(Unavailable, match="without naming"):
         codec.decode_target_opened(target_pb.TargetSessionOpened())

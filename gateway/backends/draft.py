@@ -11,7 +11,8 @@ from gateway.backends.info import ServerInfo
 from specdec import codec
 from specdec.errors import Unavailable
 from specdec.rpc.streams import SessionStream
-from specdec.sessions import DraftOpened, Proposal, SessionSpec
+from specdec.sessions import DraftOpened, HiddenStates, Proposal, SessionSpec
+from specdec.state_buffer import pieces
 from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1 import draft_service_pb2_grpc as pb_grpc
 
@@ -44,14 +45,25 @@ class GrpcDraftSession:
         self._arrived: deque[Proposal] = deque()
         self.opened = opened
 
-    async def advance(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int, num_ahead: int = 0) -> None:
-        """Commit tokens and ask for a proposal; returns at once."""
+    async def advance(
+        self,
+        base_len: int,
+        token_ids: Sequence[int],
+        num_draft_tokens: int,
+        num_ahead: int = 0,
+        hidden_states: Sequence[HiddenStates] = (),
+    ) -> None:
+        """Commit tokens and ask for a proposal; returns at once. Hidden states that are too large for it go ahead."""
+        states = [codec.encode_hidden_states(piece) for piece in pieces(hidden_states)]
+        for piece in states[:-1]:
+            self._stream.post(pb.DraftRequest(hidden_states=piece))
         message = pb.Advance(
             epoch=self.opened.epoch,
             base_len=base_len,
             token_ids=token_ids,
             num_draft_tokens=num_draft_tokens,
             num_ahead=num_ahead,
+            hidden_states=states[-1:],
         )
         self._stream.post(pb.DraftRequest(advance=message))
 

@@ -27,6 +27,7 @@ class DraftRequest(_message.Message):
 
     OPEN_FIELD_NUMBER: _builtins.int
     ADVANCE_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenDraftSession:
         """First message of a stream: prefill the tokens."""
@@ -35,17 +36,22 @@ class DraftRequest(_message.Message):
     def advance(self) -> Global___Advance:
         """Tokens were committed; drop what disagrees and draft anew."""
 
+    @_builtins.property
+    def hidden_states(self) -> _types_pb2.HiddenStates:
+        """Hidden states that come before those of the next advance, which alone would be too large a message."""
+
     def __init__(
         self,
         *,
         open: Global___OpenDraftSession | None = ...,
         advance: Global___Advance | None = ...,
+        hidden_states: _types_pb2.HiddenStates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["advance", b"advance", "kind", b"kind", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["advance", b"advance", "hidden_states", b"hidden_states", "kind", b"kind", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advance", b"advance", "kind", b"kind", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advance", b"advance", "hidden_states", b"hidden_states", "kind", b"kind", "open", b"open"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "advance"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "advance", "hidden_states"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -119,8 +125,8 @@ class Advance(_message.Message):
     BASE_LEN_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
-    HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     NUM_AHEAD_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     base_len: _builtins.int
@@ -136,8 +142,10 @@ class Advance(_message.Message):
         """Tokens committed after base_len."""
 
     @_builtins.property
-    def hidden_states(self) -> _types_pb2.Tensor:
-        """Hidden states of the committed positions for draft heads: [tokens, features]."""
+    def hidden_states(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.HiddenStates]:
+        """The target's hidden states at committed positions, where the drafter reads them (ModelInfo.hidden_state_layers); in
+        ascending order of position. Those of positions the draft has them for are ignored; there may be gaps.
+        """
 
     def __init__(
         self,
@@ -146,10 +154,10 @@ class Advance(_message.Message):
         base_len: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_draft_tokens: _builtins.int = ...,
-        hidden_states: _types_pb2.Tensor | None = ...,
         num_ahead: _builtins.int = ...,
+        hidden_states: _abc.Iterable[_types_pb2.HiddenStates] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hidden_states", b"hidden_states"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "epoch", b"epoch", "hidden_states", b"hidden_states", "num_ahead", b"num_ahead", "num_draft_tokens", b"num_draft_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...

@@ -74,8 +74,9 @@ class OpenTargetSession(_message.Message):
     PARK_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
-    HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     DECODE_AHEAD_TOKENS_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATE_LAYERS_FIELD_NUMBER: _builtins.int
+    LAST_HIDDEN_STATE_ONLY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Name for metrics and routing; with `park` also the key under which the cache is kept. Unique among open sessions."""
     epoch: _builtins.int
@@ -94,10 +95,10 @@ class OpenTargetSession(_message.Message):
     """Log-probabilities of this many most likely tokens per position; unset means none, 0 only the chosen token's."""
     prompt_logprobs: _builtins.int
     """The same for the prompt's own tokens."""
-    hidden_states: _builtins.bool
-    """Send the hidden states that draft heads read with each verdict."""
     decode_ahead_tokens: _builtins.int
     """Decode ahead this many tokens right after the first one, as if DecodeAhead had followed; 0 waits."""
+    last_hidden_state_only: _builtins.bool
+    """Send one position's only with each verdict: that from which the verdict's last token was predicted."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and, after a move from another replica, the tokens generated so far."""
@@ -105,6 +106,13 @@ class OpenTargetSession(_message.Message):
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
         """Transforms and seed."""
+
+    @_builtins.property
+    def hidden_state_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Send these hidden states with each verdict; empty sends none. 0 is the output of the embedding, i the output of layer
+        i (from 1), all before the final norm; -1 is what the output layer reads: the last layer's output after the final
+        norm.
+        """
 
     def __init__(
         self,
@@ -120,12 +128,13 @@ class OpenTargetSession(_message.Message):
         park: _builtins.bool = ...,
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
-        hidden_states: _builtins.bool = ...,
         decode_ahead_tokens: _builtins.int = ...,
+        hidden_state_layers: _abc.Iterable[_builtins.int] | None = ...,
+        last_hidden_state_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "decode_ahead_tokens", b"decode_ahead_tokens", "epoch", b"epoch", "hidden_states", b"hidden_states", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "num_speculative_tokens", b"num_speculative_tokens", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "decode_ahead_tokens", b"decode_ahead_tokens", "epoch", b"epoch", "hidden_state_layers", b"hidden_state_layers", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "num_speculative_tokens", b"num_speculative_tokens", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -216,6 +225,7 @@ class VerifyResponse(_message.Message):
 
     OPENED_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___TargetSessionOpened:
         """The session is open; carries what prefilling found. A verdict with the first token follows."""
@@ -224,17 +234,24 @@ class VerifyResponse(_message.Message):
     def verdict(self) -> Global___Verdict:
         """The result of a round, of prefilling or of one step of decoding ahead."""
 
+    @_builtins.property
+    def hidden_states(self) -> _types_pb2.HiddenStates:
+        """Hidden states that come before those of the next verdict: of a prompt they are sent as they are computed, ahead of
+        `opened`, too.
+        """
+
     def __init__(
         self,
         *,
         opened: Global___TargetSessionOpened | None = ...,
         verdict: Global___Verdict | None = ...,
+        hidden_states: _types_pb2.HiddenStates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "opened", b"opened", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hidden_states", b"hidden_states", "kind", b"kind", "opened", b"opened", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "opened", b"opened", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hidden_states", b"hidden_states", "kind", b"kind", "opened", b"opened", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["opened", "verdict"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["opened", "verdict", "hidden_states"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -298,8 +315,8 @@ class Verdict(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
-    HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     base_len: _builtins.int
@@ -321,12 +338,14 @@ class Verdict(_message.Message):
         """One entry per token of token_ids when log-probabilities were asked for."""
 
     @_builtins.property
-    def hidden_states(self) -> _types_pb2.Tensor:
-        """Hidden states of the committed positions, when asked for: [tokens, features]."""
-
-    @_builtins.property
     def timings(self) -> Global___RoundTimings:
         """Where the time went; of joined steps, in the last one."""
+
+    @_builtins.property
+    def hidden_states(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.HiddenStates]:
+        """When asked for, in ascending order of position: one row for each token of token_ids, from which it was predicted, so
+        the first is that of position base_len - 1. The first verdict's begin with the first position that was computed.
+        """
 
     def __init__(
         self,
@@ -339,10 +358,10 @@ class Verdict(_message.Message):
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         stop_token_id: _builtins.int | None = ...,
         logprobs: _abc.Iterable[_types_pb2.PositionLogprobs] | None = ...,
-        hidden_states: _types_pb2.Tensor | None = ...,
         timings: Global___RoundTimings | None = ...,
+        hidden_states: _abc.Iterable[_types_pb2.HiddenStates] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "hidden_states", b"hidden_states", "stop_token_id", b"stop_token_id", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "base_len", b"base_len", "epoch", b"epoch", "finish_reason", b"finish_reason", "hidden_states", b"hidden_states", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_draft_tokens", b"num_draft_tokens", "stop_token_id", b"stop_token_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...

@@ -297,36 +297,40 @@ class Proposal(_message.Message):
 Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
-class Tensor(_message.Message):
-    """A tensor as raw little-endian bytes."""
+class HiddenStates(_message.Message):
+    """Hidden states of a target at successive positions."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    START_FIELD_NUMBER: _builtins.int
+    NUM_FEATURES_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
-    SHAPE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Position of the first row. Row i was computed by feeding the token at position start + i (0 is the first token of the
+    prompt): the token after it was predicted from it.
+    """
+    num_features: _builtins.int
+    """Numbers per position: the states of the layers asked for, one after another, in the order asked for. At least 1."""
     dtype: _builtins.str
     """Element type: "bfloat16", "float16" or "float32"."""
     data: _builtins.bytes
-    """Elements, little-endian."""
-    @_builtins.property
-    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Row-major shape."""
-
+    """Elements, little-endian, row by row: [positions, num_features]. At least one row."""
     def __init__(
         self,
         *,
+        start: _builtins.int = ...,
+        num_features: _builtins.int = ...,
         dtype: _builtins.str = ...,
-        shape: _abc.Iterable[_builtins.int] | None = ...,
         data: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "num_features", b"num_features", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
+Global___HiddenStates: _TypeAlias = HiddenStates  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):
@@ -409,6 +413,8 @@ class ModelInfo(_message.Message):
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATE_LAYERS_FIELD_NUMBER: _builtins.int
+    LAST_HIDDEN_STATE_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name or folder the model was loaded from."""
     architecture: _builtins.str
@@ -437,9 +443,15 @@ class ModelInfo(_message.Message):
     """Targets: the rule used where a session names none."""
     version: _builtins.str
     """Version of the server program."""
+    last_hidden_state_only: _builtins.bool
+    """Draft services: the drafter reads the newest committed position's hidden states only."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence."""
+
+    @_builtins.property
+    def hidden_state_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Draft services: the target's hidden states that the drafter reads, numbered as in OpenTargetSession. Empty: none."""
 
     def __init__(
         self,
@@ -459,10 +471,12 @@ class ModelInfo(_message.Message):
         num_speculative_tokens: _builtins.int = ...,
         verification: Global___VerificationRule.ValueType = ...,
         version: _builtins.str = ...,
+        hidden_state_layers: _abc.Iterable[_builtins.int] | None = ...,
+        last_hidden_state_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_cache_tokens", b"kv_cache_tokens", "max_model_len", b"max_model_len", "method", b"method", "name", b"name", "num_parameters", b"num_parameters", "num_speculative_tokens", b"num_speculative_tokens", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size", "verification", b"verification", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "hidden_state_layers", b"hidden_state_layers", "kv_cache_tokens", b"kv_cache_tokens", "last_hidden_state_only", b"last_hidden_state_only", "max_model_len", b"max_model_len", "method", b"method", "name", b"name", "num_parameters", b"num_parameters", "num_speculative_tokens", b"num_speculative_tokens", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size", "verification", b"verification", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -357,7 +357,7 @@ class FakeDraftSession(FakeSession):
         #: Committed tokens a proposal was sent for.
         self.answered = set()
 
-    async def advance(self, base_len, token_ids, num_draft_tokens, num_ahead=0):
+    async def advance(self, base_len, token_ids, num_draft_tokens, num_ahead=0, hidden_states=()):
         assert not self.closed
         assert base_len == len(self.token_ids), "the gateway sent a stale message"
         self.token_ids += token_ids

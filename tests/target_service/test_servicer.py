@@ -137,10 +137,6 @@ async def test_stale_messages_are_dropped_and_counted(start_core, serve, plain):
             pb.VerifyRequest(open=pb.OpenTargetSession(token_ids=[VOCAB], prompt_len=1, max_tokens=3)),
             f"token {VOCAB}",
         ),
-        (
-            pb.VerifyRequest(open=pb.OpenTargetSession(token_ids=[1], prompt_len=1, max_tokens=3, hidden_states=True)),
-            "hidden_states",
-        ),
     ],
 )
 async def test_first_messages_that_are_refused(start_core, serve, message, text):
