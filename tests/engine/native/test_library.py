@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from specdec import compiler
+from specdec.compiler import compile_folder
 from specdec.engine import linears
 from specdec.engine.native import library
 
 _BUILD = """
 import pathlib, sys
-from specdec.engine.native import library
-library.SOURCES = pathlib.Path(sys.argv[1])
-print(library.build())
+from specdec.compiler import compile_folder
+print(compile_folder(pathlib.Path(sys.argv[1]), "kernels"))
 """
 
 
@@ -77,11 +78,11 @@ def test_a_failing_compiler_is_reported(
 
 
 def test_the_key_changes_with_the_sources(unloaded: Path, few_sources: Path) -> None:
-    first = library.build()
+    first = compile_folder(library.SOURCES, "kernels")
     assert first.parent == unloaded / "tandem"
-    assert library.build() == first
+    assert compile_folder(library.SOURCES, "kernels") == first
     (few_sources / "a.h").write_text("#define ANSWER 43\n")
-    assert library.build() != first
+    assert compile_folder(library.SOURCES, "kernels") != first
     assert {path.suffix for path in first.parent.iterdir()} == {".so", ".lock"}
 
 
@@ -90,16 +91,16 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(few_sources / "a.h"))  # a file
     with caplog.at_level(logging.WARNING):
-        made = library.build()
+        made = compile_folder(library.SOURCES, "kernels")
     assert made.is_file()
     assert "cannot be written" in caplog.text
 
 
 @pytest.mark.usefixtures("unloaded", "few_sources")
 def test_a_library_that_is_there_needs_no_folder_to_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = library.build()
-    monkeypatch.setattr(library, "_made_writable", lambda cache: pytest.fail(f"{cache} need not be writable"))
-    assert library.build() == made
+    made = compile_folder(library.SOURCES, "kernels")
+    monkeypatch.setattr(compiler, "_made_writable", lambda cache: pytest.fail(f"{cache} need not be writable"))
+    assert compile_folder(library.SOURCES, "kernels") == made
 
 
 def test_a_folder_of_one_process_goes_with_it(few_sources: Path) -> None:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from specdec.compiler import FLAGS, find_compiler
 from specdec.engine.native import library
 from specdec.engine.native.sampling_verify import verify_rounds
 from specdec.sampling.params import SamplingParams
@@ -252,10 +253,8 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 
 def compiled(folder: Path, name: str) -> subprocess.Popen[bytes]:
-    flags = [flag for flag in library.FLAGS if flag not in ("-shared", "-O3")]
-    return subprocess.Popen(
-        [*library._find_compiler(), "-O1", *flags, "-c", f"{folder / name}.cpp", "-o", f"{folder / name}.o"]
-    )
+    flags = [flag for flag in FLAGS if flag not in ("-shared", "-O3")]
+    return subprocess.Popen([*find_compiler(), "-O1", *flags, "-c", f"{folder / name}.cpp", "-o", f"{folder / name}.o"])
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -268,7 +267,7 @@ def test_planted_bugs_are_refused(objects: tuple[Path, list[str]], bug: str) -> 
     (folder / f"{name}.cpp").write_text(source.replace(old, new or f"1 / ({old})"))
     assert compiled(folder, name).wait() == 0
     path = folder / f"{name}.so"
-    linked = [*library._find_compiler(), "-shared", "-pthread", *others, f"{folder / name}.o", "-o", str(path)]
+    linked = [*find_compiler(), "-shared", "-pthread", *others, f"{folder / name}.o", "-o", str(path)]
     subprocess.run(linked, check=True)
     broken = ctypes.CDLL(str(path)).tandem_verify_rounds
     broken.argtypes = library.load().verify_rounds.argtypes  # type: ignore[union-attr]
