@@ -1,0 +1,83 @@
+"""A head's ``config.json``, read field by field: what nobody knows how to honour is refused by name.
+
+A field that is unknown here may change the mathematics, and a head run the wrong way drafts nonsense without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from specdec.errors import ModelNotSupported
+
+#: Fields that change nothing about what a head computes: dropout and initialisation (training), bookkeeping of files
+#: and tools, tokenizer, and what a generic configuration of transformers carries along.
+_HARMLESS: Final = frozenset(
+    """
+    _name_or_path architectures attention_dropout attn_implementation auto_map base_model_name_or_path
+    bos_token_id chunk_size_feed_forward dtype embed_requires_grad enable_sp_ulysses eos_token_id
+    hidden_dropout id2label initializer_range is_decoder is_encoder_decoder label2id layer_types max_length
+    max_window_layers mlp_dropout model_type name output_attentions output_hidden_states pad_token_id
+    pretraining_tp problem_type residual_dropout return_dict rms_norm_eps sliding_window speculators_config
+    speculators_model_type speculators_version tie_word_embeddings torch_dtype torchscript
+    transformers_version use_cache use_sliding_window version
+    """.split()  # noqa: SIM905 - a list of forty lines says no more
+)
+
+
+class Fields:
+    """The fields of a config, each to be taken once."""
+
+    def __init__(self, values: Mapping[str, Any], origin: str) -> None:
+        """``origin`` names the file in errors."""
+        self._values = dict(values)
+        self._left = set(values)
+        self.origin = origin
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """A field's value, ``default`` where it is missing or null."""
+        self._left.discard(name)
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """A whole number above 0.
+
+        Raises:
+            ModelNotSupported: the field is something else, or is missing without a default.
+        """
+        value = self.take(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise self.refusal(name, "a whole number above 0 is needed")
+        return value
+
+    def require(self, name: str, allowed: tuple[Any, ...]) -> Any:
+        """The value of a field that may only have these; the first where it is missing.
+
+        Raises:
+            ModelNotSupported: it has another.
+        """
+        value = self.take(name, allowed[0])
+        if value not in allowed:
+            raise self.refusal(name, f"only {' and '.join(repr(each) for each in allowed)} can be run")
+        return value
+
+    def refusal(self, name: str, reason: str) -> ModelNotSupported:
+        """The error that names a field."""
+        return ModelNotSupported(f"{self.origin}: {name} is {self._values.get(name)!r}; {reason}")
+
+    def finish(self) -> None:
+        """Refuse what nobody took: fields that are neither known to be harmless nor empty, false or 0.
+
+        Raises:
+            ModelNotSupported: names them.
+        """
+        unknown = sorted(name for name in self._left if self._values[name] and name not in _HARMLESS)
+        if unknown:
+            shown = ", ".join(f"{name} = {self._values[name]!r}" for name in unknown)
+            raise ModelNotSupported(
+                f"{self.origin} has fields that are not known here and may change what the head computes: {shown}"
+            )
