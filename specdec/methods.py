@@ -20,7 +20,7 @@ METHODS: Final = (*MODEL_METHODS, *LOOKUP_METHODS, "none")
 #: ``speculators_model_type`` of the speculators library → method.
 _SPECULATORS: Final[Mapping[str, str]] = {"eagle": "eagle", "eagle3": "eagle3", "mlp": "mlp_speculator"}
 #: A tensor that only a head of this kind has: its name, and the method.
-_TENSORS: Final[Mapping[str, str]] = {"midlayer.hidden_norm.weight": "eagle3", "fc.weight": "eagle"}
+_TENSORS: Final[Mapping[str, str]] = {"hidden_norm.weight": "eagle3", "fc.weight": "eagle"}
 
 
 def method_of(folder: str) -> str:

@@ -34,14 +34,13 @@ def read_eagle(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tenso
     fields.require("layernorms", (False,))  # read as norms of the input by one engine, of the output by another
     fields.require("add_para_norm", (False,))
     fields.require("transformer_layer_architecture", ("LlamaDecoderLayer",))
-    bias = _agreed_bias(fields, tensors)
+    bias, vocab_size = _agreed_bias(fields, tensors), _vocab_size(layer_fields, target)
     fields.finish()
     layer_fields.finish()
     if layer.hidden_size != target.hidden_size:
         raise layer_fields.refusal("hidden_size", f"an EAGLE head needs that of its target, {target.hidden_size}")
     tensors.pop("lm_head.weight", None)  # a copy of the target's
     owns_embeddings = "embed_tokens.weight" in tensors
-    vocab_size = _vocab_size(layer_fields, target)
     eagle = EagleConfig(layer=layer, vocab_size=vocab_size, bias=bias, owns_embeddings=owns_embeddings)
     with torch.device("meta"):
         embeddings = None if owns_embeddings else target.embeddings()
