@@ -1,6 +1,7 @@
 // Chains of drafted tokens in one call: a pass over what is pending, then a token drawn and fed for every chain that goes
 // on. Nothing crosses into Python between the steps.
 #include <algorithm>
+#include <cmath>
 
 #include "decoder.h"
 #include "layout.h"
@@ -21,6 +22,7 @@ struct Chain {
   const int32_t* blocks;    // of its sequence; null: block 0 takes all rows
   const int64_t* token_ids;  // [num_token_ids], fed first
   const int64_t* assumed;    // [num_assumed]: follow the committed tokens
+  const void* features;      // [num_token_ids, num_features]; null: the model is no head
   int64_t num_token_ids, num_assumed;
   int64_t length;          // entries in the cache
   int64_t base;            // where the first drafted token will stand
@@ -88,14 +90,21 @@ class Drafting {
       active_ = reinterpret_cast<int64_t*>(take(num_chains_ * 8));
       row_of_ = reinterpret_cast<int64_t*>(take(num_chains_ * 8));
       prefixes_ = reinterpret_cast<int64_t*>(take(num_chains_ * prefix_ * 8));
-      logits_ = reinterpret_cast<float*>(take(num_chains_ * model_.vocab * 4));
+      logits_ = reinterpret_cast<float*>(take(num_chains_ * model_.outputs * 4));
+      if (model_.head) {
+        features_ = reinterpret_cast<const void**>(take(num_rows_ * int64_t(sizeof(void*))));
+        batch_.stream = reinterpret_cast<float*>(take(num_chains_ * state_stride() * 4));
+      }
       own_ = take(threads_ * own_bytes());
       if (pass == 0 && !(memory = working_memory(size_t(end)))) return false;
     }
     return true;
   }
 
-  int64_t own_bytes() const { return round_up(Workspace::bytes(model_.vocab), 64); }
+  // A thread's own: what sampling wants, then a row of logits for all of the vocabulary where the model has fewer.
+  int64_t own_bytes() const { return workspace_bytes() + (model_.target_ids ? round_up(model_.vocab * 4, 64) : 0); }
+  int64_t workspace_bytes() const { return round_up(Workspace::bytes(model_.vocab), 64); }
+  int64_t state_stride() const { return row_stride(model_.hidden); }
 
   void place(int64_t sequence, int64_t c, int64_t from, int64_t count, int64_t row) {
     layout_.place(sequence, chains_[c].blocks, from, count, row);
@@ -117,6 +126,7 @@ class Drafting {
       const Chain& chain = chains_[c];
       place(c, c, chain.length, chain.num_token_ids, row);
       std::memcpy(ids_ + row, chain.token_ids, size_t(chain.num_token_ids) * 8);
+      if (model_.head) name_features(chain, row);
       if (chain.num_assumed) std::memcpy(prefixes_ + c * prefix_, chain.assumed, size_t(chain.num_assumed) * 8);
       row += chain.num_token_ids;
       if (chain.num_tokens) {
@@ -125,12 +135,21 @@ class Drafting {
         active_[num_active_++] = c;
       }
     }
+    batch_.features = features_;
     return pass(num_chains_, row, num_active_);
   }
 
+  void name_features(const Chain& chain, int64_t row) {
+    const int64_t bytes = model_.head->num_features * (batch_.features_dtype == 0 ? 4 : 2);
+    for (int64_t i = 0; i < chain.num_token_ids; i++) features_[row + i] = static_cast<const char*>(chain.features) + i * bytes;
+  }
+
   int feed_drawn(int64_t step) {
+    batch_.features = nullptr;
     for (int64_t i = 0; i < num_active_; i++) {
       const int64_t c = active_[i];
+      if (model_.head && row_of_[i] != i)  // states move down to where their rows are now
+        std::memcpy(batch_.stream + i * state_stride(), batch_.stream + row_of_[i] * state_stride(), size_t(state_stride()) * 4);
       place(i, c, chains_[c].length + chains_[c].num_token_ids + step, 1, i);
       ids_[i] = out_.token_ids[c * out_.depth + step];
       logit_rows_[i] = row_of_[i] = i;
@@ -151,9 +170,21 @@ class Drafting {
     const int wanted = num_active_ * model_.vocab >= kSharedWork ? threads_ : 1;
     Counter counter;
     Pool::local().run(wanted, [&](Team& team) {
-      const Workspace work = Workspace::at(own_ + team.id * own_bytes(), model_.vocab);
-      for (int i; (i = team.next(counter)) < num_active_;) draw_one(active_[i], logits_ + row_of_[i] * model_.vocab, step, work);
+      char* own = own_ + team.id * own_bytes();
+      const Workspace work = Workspace::at(own, model_.vocab);
+      for (int i; (i = team.next(counter)) < num_active_;) {
+        float* logits = logits_ + row_of_[i] * model_.outputs;
+        if (model_.target_ids) logits = spread(logits, reinterpret_cast<float*>(own + workspace_bytes()));
+        draw_one(active_[i], logits, step, work);
+      }
     });
+  }
+
+  // Outputs to the places of their tokens in a row of the whole vocabulary, where all others are -inf.
+  float* spread(const float* outputs, float* logits) const {
+    std::fill(logits, logits + model_.vocab, -INFINITY);
+    for (int64_t i = 0; i < model_.outputs; i++) logits[model_.target_ids[i]] = outputs[i];
+    return logits;
   }
 
   void draw_one(int64_t c, float* logits, int64_t step, const Workspace& work) {
@@ -182,6 +213,7 @@ class Drafting {
   int64_t* row_of_;  // and where their logits are
   int64_t* prefixes_;
   float* logits_;
+  const void** features_ = nullptr;  // of the rows fed first
   char* own_;
 };
 

@@ -17,7 +17,7 @@ from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.rule import Rule, SparseRow
 
 #: ``Chain`` of chains.cpp.
-_CHAIN: Final = struct.Struct("11q")
+_CHAIN: Final = struct.Struct("12q")
 
 
 class CDrafted(ctypes.Structure):
@@ -115,6 +115,7 @@ def draft_chains(
             0 if job.sequence.released else blocks[c].__array_interface__["data"][0],
             at + 8 * start,
             at + 8 * (start + count),
+            0,
             count,
             num_assumed,
             job.sequence.length,

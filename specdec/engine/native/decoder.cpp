@@ -12,8 +12,8 @@ namespace tandem {
 namespace {
 
 // out = weight * (x / sqrt(mean(x^2) + eps)), as transformers' RMSNorm orders it; zeros up to whole vectors.
-template <class Out>
-inline void rms_norm(const float* x, const float* weight, int64_t n, float eps, Out* out) {
+template <class In, class Out>
+inline void rms_norm(const In* x, const float* weight, int64_t n, float eps, Out* out) {
   Vec squares{};
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
@@ -79,7 +79,11 @@ class Pass {
         key_at(round_up(query_width, kPanel)),
         value_at(key_at + round_up(m.kv_heads * dim, kPanel)),
         qkv_width(value_at + round_up(m.kv_heads * dim, kPanel)),
+        joined(2 * hidden),
+        fused(!m.head ? 0 : m.head->kind == kEagle ? joined : m.head->num_features),
         hidden_stride(row_stride(hidden)),
+        joined_stride(row_stride(joined)),
+        fused_stride(row_stride(fused)),
         qkv_stride(row_stride(qkv_width)),
         mid_stride(row_stride(m.intermediate)),
         out_stride(row_stride(query_width)),
@@ -110,7 +114,7 @@ class Pass {
   using Stored = std::conditional_t<(Format::kScales > 0), float, Activation>;
 
   // Stages of a layer, each with a counter, and those around the layers.
-  static constexpr int64_t kLayerStages = 10, kOtherStages = 4;
+  static constexpr int64_t kLayerStages = 10, kOtherStages = 6;
 
   static int64_t panels(int64_t columns) { return round_up(columns, kPanel) / kPanel; }
 
@@ -131,7 +135,11 @@ class Pass {
     need_chunks(query_width, hidden, 1);
     need_chunks(hidden, m.intermediate, 2);
     need_chunks(m.intermediate, hidden, 1);
-    need_chunks(hidden, m.vocab, 1);
+    need_chunks(hidden, m.outputs, 1);
+    if (m.head) {
+      need_chunks(fused, hidden, 1);
+      need_chunks(joined, qkv_width, 1);
+    }
     // What prepares rows: those of the stream and, where rows are scaled, those of attention and of activations.
     int64_t own_elements = 0, shared_elements = 0;
     auto need_rows = [&](int64_t width, int64_t stride) {
@@ -140,6 +148,12 @@ class Pass {
       if (most * stride > shared_elements) shared_elements = most * stride;
     };
     need_rows(hidden, hidden_stride);
+    int64_t widest_stride = hidden_stride;  // of rows that are made in parts
+    if (m.head) {
+      need_rows(fused, fused_stride);
+      need_rows(joined, joined_stride);
+      widest_stride = fused_stride > joined_stride ? fused_stride : joined_stride;
+    }
     if (Format::kScales > 0) {
       need_rows(query_width, out_stride);
       need_rows(m.intermediate, mid_stride);
@@ -148,7 +162,7 @@ class Pass {
     const int64_t work_floats = round_up(attention_floats > product_floats ? attention_floats : product_floats, 16);
     own_scales_at = work_floats * 4;
     own_row_at = own_scales_at + scale_floats * 4;
-    own_rows_at = own_row_at + (Format::kScales > 0 ? hidden_stride * 4 : 0);
+    own_rows_at = own_row_at + (Format::kScales > 0 ? widest_stride * 4 : 0);
     own_bytes = own_rows_at + round_up(own_elements * int64_t(sizeof(Activation)), 64);
     // One allocation, laid out in a first round and handed out in a second.
     char* memory = nullptr;
@@ -160,13 +174,13 @@ class Pass {
       };
       take(counters, num_counters);
       take(tasks, num_tasks);
-      take(stream, rows * hidden_stride);
+      take(stream, batch.stream && all_rows_wanted ? 0 : rows * hidden_stride);
       take(qkv, rows * qkv_stride);
       take(prepared, shared_elements);
       take(row_scales, scale_floats);
       take(attended, rows * out_stride);
       take(mid, most * mid_stride);
-      take(wanted_stream, all_rows_wanted ? 0 : num_logits * hidden_stride);
+      take(wanted_stream, batch.stream || all_rows_wanted ? 0 : num_logits * hidden_stride);
       take(wanted_attended, all_rows_wanted ? 0 : num_logits * out_stride);
       take(chunks, chunk_floats);
       take(splits, AttentionScratch::shared_floats(shape, attention_items));
@@ -175,6 +189,7 @@ class Pass {
     }
     attention_done = counters + num_stages;
     chunks_done = attention_done + attention_items;
+    if (batch.stream) (all_rows_wanted ? stream : wanted_stream) = batch.stream;
     return true;
   }
 
@@ -193,11 +208,12 @@ class Pass {
           n(pass.rows) {}
 
     void run() {
-      embed();
+      m.head ? take_in(*m.head) : embed();
       for (int64_t l = 0; l < m.num_layers; l++) {
         const Layer& layer = m.layers[l];
         const bool last = l + 1 == m.num_layers;
-        project_to_heads(layer, normed(layer.input_norm));
+        const bool joins = l == 0 && m.head && m.head->kind == kEagle3;
+        project_to_heads(layer, joins ? joined(*m.head) : normed(layer.input_norm), joins ? p.joined : p.hidden);
         attend_rows(layer, l, last);
         if (last && !keep_wanted()) return;
         project_to_stream(stored(heads_out, p.query_width, p.out_stride), layer.output, p.query_width, layer.output_bias);
@@ -215,25 +231,104 @@ class Pass {
       team.barrier();
     }
 
+    // Calls act(row) with a row's embedding.
+    template <class Act>
+    void with_embedding(int r, Act&& act) const {
+      const int64_t at = p.batch.token_ids[r] * p.hidden;
+      m.embedding_dtype == 0 ? act(static_cast<const float*>(m.embedding) + at)
+                             : act(static_cast<const bf16*>(m.embedding) + at);
+    }
+
+    // Calls act(row) with a row's features.
+    template <class Act>
+    void with_features(int r, Act&& act) const {
+      const void* at = p.batch.features[r];
+      p.batch.features_dtype == 0 ? act(static_cast<const float*>(at)) : act(static_cast<const bf16*>(at));
+    }
+
     // The residual stream: a row of the embedding each.
     void embed() {
+      for (int r; (r = team.next(*counter)) < n;)
+        with_embedding(r, [&](auto* row) { prepare_row(row, p.hidden, round_up(p.hidden, kPanel), x + r * p.hidden_stride); });
+      end_stage();
+    }
+
+    // The residual stream of a head.
+    void take_in(const Head& head) {
+      if (head.kind == kEagle)
+        project_to_stream<false>(paired(), head.fuse, p.fused, head.fuse_bias);
+      else if (p.batch.features)
+        project_to_stream<false>(featured(head), head.fuse, p.fused, head.fuse_bias);
+      if (!head.norms_residual) return;
       for (int r; (r = team.next(*counter)) < n;) {
-        const int64_t at = p.batch.token_ids[r] * p.hidden, padded = round_up(p.hidden, kPanel);
-        float* to = x + r * p.hidden_stride;
-        if (m.embedding_dtype == 0)
-          prepare_row(static_cast<const float*>(m.embedding) + at, p.hidden, padded, to);
-        else
-          prepare_row(static_cast<const bf16*>(m.embedding) + at, p.hidden, padded, to);
+        float* row = x + r * p.hidden_stride;
+        rms_norm(row, head.state_norm, p.hidden, m.eps, row);
       }
       end_stage();
     }
 
-    // Rows made by make(row, to), which returns a scale. Of few every thread makes its own, which is cheaper than to wait
-    // for each other; many are a stage.
+    // Embedding and state side by side. The states may be in the stream, which the product replaces: they are read before.
+    Rows<Format> paired() {
+      return prepare(p.joined, p.joined_stride, [&](int r, Activation* to) {
+        return make_row(p.joined, to, [&](auto* row) {
+          with_embedding(r, [&](auto* from) { prepare_row(from, p.hidden, p.hidden, row); });
+          auto add_state = [&](auto* from) { prepare_row(from, p.hidden, p.hidden, row + p.hidden); };
+          p.batch.features ? with_features(r, add_state) : add_state(x + r * p.hidden_stride);
+        });
+      }, true);
+    }
+
+    // The target's features.
+    Rows<Format> featured(const Head& head) {
+      return prepare(p.fused, p.fused_stride, [&](int r, Activation* to) {
+        return make_row(p.fused, to, [&](auto* row) {
+          with_features(r, [&](auto* from) {
+            if (!head.feature_norm) return void(prepare_row(from, p.fused, p.fused, row));
+            const int64_t width = p.fused / head.feature_parts;
+            for (int64_t at = 0; at < p.fused; at += width)
+              rms_norm(from + at, head.feature_norm + at, width, m.eps, row + at);
+          });
+        });
+      });
+    }
+
+    // What the first layer of an EAGLE-3 head sees: embedding and state, each through its norm, side by side.
+    Rows<Format> joined(const Head& head) {
+      return prepare(p.joined, p.joined_stride, [&](int r, Activation* to) {
+        return make_row(p.joined, to, [&](auto* row) {
+          with_embedding(r, [&](auto* from) { rms_norm(from, head.embedding_norm, p.hidden, m.eps, row); });
+          normed_row(x + r * p.hidden_stride, head.norms_residual ? nullptr : head.state_norm, row + p.hidden);
+        });
+      });
+    }
+
+    // A row of the stream through an RMSNorm, or as it is where there is none.
+    template <class Out>
+    void normed_row(const float* from, const float* weight, Out* to) const {
+      weight ? rms_norm(from, weight, p.hidden, m.eps, to) : void(prepare_row(from, p.hidden, p.hidden, to));
+    }
+
+    // A row that make(row) writes, as a product takes it; returns its scale. Some zeros may be written behind it.
     template <class Make>
-    Rows<Format> prepare(int64_t width, int64_t stride, Make&& make) {
+    float make_row(int64_t width, Activation* to, Make&& make) const {
+      const int64_t padded = round_up(width, Format::kStep);
+      if constexpr (Format::kScales > 0) {
+        float* row = reinterpret_cast<float*>(p.own + team.id * p.own_bytes + p.own_row_at);
+        make(row);
+        return prepare_row(row, width, padded, to);
+      } else {
+        make(to);
+        for (int64_t i = width; i < padded; i++) store_one(to + i, 0.0f);
+        return 1.0f;
+      }
+    }
+
+    // Rows made by make(row, to), which returns a scale. Of few every thread makes its own, which is cheaper than to wait
+    // for each other; many are a stage, as are those that must be made before anything else goes on.
+    template <class Make>
+    Rows<Format> prepare(int64_t width, int64_t stride, Make&& make, bool first = false) {
       char* own = p.own + team.id * p.own_bytes;
-      const bool alone = n * width <= kOwnCopy;
+      const bool alone = n * width <= kOwnCopy && !first;
       Activation* to = alone ? reinterpret_cast<Activation*>(own + p.own_rows_at) : p.prepared;
       float* scales = alone ? reinterpret_cast<float*>(own + p.own_scales_at) : p.row_scales;
       auto make_one = [&](int r) {
@@ -253,15 +348,7 @@ class Pass {
     // The stream's rows through an RMSNorm.
     Rows<Format> normed(const float* weight) {
       return prepare(p.hidden, p.hidden_stride, [&](int r, Activation* to) {
-        const float* from = x + r * p.hidden_stride;
-        if constexpr (Format::kScales > 0) {
-          float* row = reinterpret_cast<float*>(p.own + team.id * p.own_bytes + p.own_row_at);
-          rms_norm(from, weight, p.hidden, m.eps, row);
-          return prepare_row(row, p.hidden, round_up(p.hidden, Format::kStep), to);
-        } else {
-          rms_norm(from, weight, p.hidden, m.eps, to);
-          return 1.0f;
-        }
+        return make_row(p.hidden, to, [&](auto* row) { normed_row(x + r * p.hidden_stride, weight, row); });
       });
     }
 
@@ -283,8 +370,8 @@ class Pass {
 
     static Vec bias_of(const float* bias, int64_t column) { return bias ? load(bias + column) : Vec{}; }
 
-    void project_to_heads(const Layer& layer, const Rows<Format>& rows) {
-      multiply(rows, layer.qkv, p.hidden, panels(p.qkv_width), 1,
+    void project_to_heads(const Layer& layer, const Rows<Format>& rows, int64_t k) {
+      multiply(rows, layer.qkv, k, panels(p.qkv_width), 1,
                [&](int first, int count, int panel, const float* s) {
                  for (int v = 0; v < kPanel; v += kLanes) {
                    const int64_t column = int64_t(panel) * kPanel + v;
@@ -296,7 +383,8 @@ class Pass {
       end_stage();
     }
 
-    // Adds a projection to the stream.
+    // Adds a projection to the stream, or begins the stream with it.
+    template <bool kAdds = true>
     void project_to_stream(const Rows<Format>& rows, const void* weight, int64_t k, const float* bias) {
       multiply(rows, weight, k, panels(p.hidden), 1, [&](int first, int count, int panel, const float* s) {
         for (int v = 0; v < kPanel; v += kLanes) {
@@ -304,7 +392,8 @@ class Pass {
           const Vec b = bias_of(bias, column);
           for (int r = 0; r < count; r++) {
             float* to = x + (first + r) * p.hidden_stride + column;
-            store(to, load(to) + (load(s + r * kPanel + v) + b));
+            const Vec sum = load(s + r * kPanel + v) + b;
+            store(to, kAdds ? load(to) + sum : sum);
           }
         }
       });
@@ -390,14 +479,14 @@ class Pass {
     }
 
     void write_logits(const Rows<Format>& rows) {
-      multiply(rows, m.lm_head, p.hidden, panels(m.vocab), 1,
+      multiply(rows, m.lm_head, p.hidden, panels(m.outputs), 1,
                [&](int first, int count, int panel, const float* s) {
                  for (int v = 0; v < kPanel; v += kLanes) {
-                   const int64_t column = int64_t(panel) * kPanel + v, left = m.vocab - column;
+                   const int64_t column = int64_t(panel) * kPanel + v, left = m.outputs - column;
                    if (left <= 0) return;
                    const Vec bias = bias_of(m.lm_head_bias, column);
                    for (int r = 0; r < count; r++)
-                     store_part(p.batch.logits + (first + r) * m.vocab + column, load(s + r * kPanel + v) + bias,
+                     store_part(p.batch.logits + (first + r) * m.outputs + column, load(s + r * kPanel + v) + bias,
                                 int(left < kLanes ? left : kLanes));
                  }
                });
@@ -419,7 +508,8 @@ class Pass {
   const Plan& plan;
   const int threads, rows, num_logits, dim, group;
   const int64_t hidden, query_width, key_at, value_at, qkv_width;
-  const int64_t hidden_stride, qkv_stride, mid_stride, out_stride, block_stride;
+  const int64_t joined, fused;  // what enters the first layer of an EAGLE-3 head, and `fuse`
+  const int64_t hidden_stride, joined_stride, fused_stride, qkv_stride, mid_stride, out_stride, block_stride;
   const AttentionShape shape;
   bool splits_shared, rotates_in_attention, all_rows_wanted;
   int64_t num_tasks, num_counters, own_bytes, own_scales_at, own_row_at, own_rows_at;

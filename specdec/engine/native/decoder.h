@@ -22,13 +22,33 @@ struct Layer {
   int64_t window;  // 0: none
 };
 
+// How a draft head takes in a token and the state before it, where a model takes the token's embedding.
+enum HeadKind : int32_t {
+  kEagle,   // the stream is fuse(embedding, state); norms may be missing
+  kEagle3,  // the stream is the state, made by fuse(features); the first layer's heads see embedding and state side by side
+};
+
+struct Head {
+  const void* fuse;  // packed [H, 2 H], or [H, num_features] for EAGLE-3
+  const float* fuse_bias;
+  const float* feature_norm;    // [num_features] or null: each of feature_parts equal parts has an RMSNorm of its own
+  const float* embedding_norm;  // [H]; EAGLE-3 only, as is the next
+  const float* state_norm;      // [H]
+  int64_t num_features;         // of a row; those of an EAGLE head are its state
+  int64_t feature_parts;
+  int32_t kind;            // a HeadKind
+  int32_t norms_residual;  // the normed state is what the first layer adds to
+};
+
 struct Model {
   const Layer* layers;
   const void* embedding;  // [V, H] row-major
-  const float* final_norm;
+  const float* final_norm;  // or null, as may be the norms of an EAGLE head's layers
   const void* lm_head;
   const float* lm_head_bias;
-  int64_t num_layers, hidden, intermediate, vocab, heads, kv_heads, head_dim;
+  const Head* head;           // null: a language model
+  const int32_t* target_ids;  // [outputs]: the token each output stands for; null: itself
+  int64_t num_layers, hidden, intermediate, vocab, outputs, heads, kv_heads, head_dim;
   float eps, scale;
   int32_t weight_dtype, embedding_dtype, cache_dtype;  // 0 float32, 1 bfloat16, 2 int8 (weights only)
 };
@@ -42,7 +62,12 @@ struct Batch {
   void* const* v_caches;
   const float* cosines;  // [positions, D / 2]
   const float* sines;
-  float* logits;  // [N, V]
+  float* logits;  // [N, outputs]
+  // Of heads. A row's state is that of the row before it, of which its token is the next: as the target's features, or as
+  // what the head itself made of that row.
+  const void* const* features;  // [T] rows of num_features, or null: the states are in `stream`, and all rows are wanted
+  float* stream;                // [N, row_stride(H)]: takes the states that the wanted rows bring
+  int32_t features_dtype;
 };
 
 // Writes the cache and batch.logits; `threads` counts the calling thread. Returns 0, -1 without memory, -2 for a token id

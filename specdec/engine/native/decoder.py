@@ -22,17 +22,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from specdec.engine.linears import (
-    Int8Linear,
-    Matrix,
-    NativeLinear,
-    PackedWeight,
-    group_bytes,
-    is_plain,
-    matrix_of,
-    pack_group,
-)
-from specdec.engine.native.library import DTYPES, WEIGHT_DTYPES, CPlan, Memory, NativeLibrary, load
+from specdec.engine.linears import Int8Linear, Matrix, is_plain, matrix_of
+from specdec.engine.native.library import DTYPES, WEIGHT_DTYPES, CPlan, NativeLibrary, load
+from specdec.engine.native.packing import Packing, layer_groups
 from specdec.engine.plan import BatchPlan
 from specdec.errors import InvalidRequest
 
@@ -49,26 +41,6 @@ _Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64
 
 
-class CLayer(ctypes.Structure):
-    """``Layer`` of decoder.h."""
-
-    _fields_ = (
-        ("input_norm", _Pointer),
-        ("qkv", _Pointer),
-        ("qkv_bias", _Pointer),
-        ("query_norm", _Pointer),
-        ("key_norm", _Pointer),
-        ("output", _Pointer),
-        ("output_bias", _Pointer),
-        ("post_norm", _Pointer),
-        ("gate_up", _Pointer),
-        ("gate_up_bias", _Pointer),
-        ("down", _Pointer),
-        ("down_bias", _Pointer),
-        ("window", _Int64),
-    )
-
-
 class CModel(ctypes.Structure):
     """``Model`` of decoder.h."""
 
@@ -78,10 +50,13 @@ class CModel(ctypes.Structure):
         ("final_norm", _Pointer),
         ("lm_head", _Pointer),
         ("lm_head_bias", _Pointer),
+        ("head", _Pointer),
+        ("target_ids", _Pointer),
         ("num_layers", _Int64),
         ("hidden", _Int64),
         ("intermediate", _Int64),
         ("vocab", _Int64),
+        ("outputs", _Int64),
         ("heads", _Int64),
         ("kv_heads", _Int64),
         ("head_dim", _Int64),
@@ -106,56 +81,99 @@ class CBatch(ctypes.Structure):
         ("cosines", _Pointer),
         ("sines", _Pointer),
         ("logits", _Pointer),
+        ("features", _Pointer),
+        ("stream", _Pointer),
+        ("features_dtype", ctypes.c_int32),
     )
 
 
-class NativeDecoder:
+class NativeModel:
+    """Packed weights and a cache as native passes read them."""
+
+    def __init__(self, packing: Packing, model: CModel, caches: Caches, rotary: nn.Module) -> None:
+        """``model`` points into what the packing keeps; its ``vocab`` counts the ids of tokens fed."""
+        self.library = packing.library
+        self.num_threads = packing.num_threads
+        self.vocab_size: int = model.vocab
+        #: What every pass reads, all but the rows of the embedding.
+        self.weight_bytes = packing.memory.num_bytes
+        self._model = model
+        self._kept = (packing.kept, caches)  # what the structures point into
+        self._rotary = rotary
+        half = model.head_dim // 2
+        self._tables: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0, half), torch.empty(0, half))
+        self._k_caches = (_Pointer * len(caches))(*(k_cache.data_ptr() for k_cache, _ in caches))
+        self._v_caches = (_Pointer * len(caches))(*(v_cache.data_ptr() for _, v_cache in caches))
+
+    @property
+    def address(self) -> int:
+        """Where the native ``Model`` lies (decoder.h); valid as long as this object lives."""
+        return ctypes.addressof(self._model)
+
+    def check(self, status: int) -> None:
+        """Raise what a native pass returned, unless that is 0."""
+        if status == -2:
+            raise InvalidRequest(f"a token id is outside the vocabulary of {self.vocab_size} tokens", param="token_ids")
+        if status:
+            raise MemoryError("working memory for a pass")
+
+    def caches_for(self, max_kv_len: int) -> CBatch:
+        """A ``Batch`` that names the caches, and rotary tables for sequences up to a length; no rows yet."""
+        if max_kv_len > self._tables[0].shape[0]:
+            self._extend_tables(max_kv_len)
+        cosines, sines = self._tables
+        return CBatch(
+            k_caches=ctypes.addressof(self._k_caches),
+            v_caches=ctypes.addressof(self._v_caches),
+            cosines=cosines.data_ptr(),
+            sines=sines.data_ptr(),
+        )
+
+    def _extend_tables(self, length: int) -> None:
+        """Tabulate at least ``length`` positions, float32 [positions, D / 2], by the model's own module."""
+        length = max(256, 1 << (length - 1).bit_length())
+        with torch.inference_mode(False):
+            self._tables = _rotary_tables(self._rotary, length)
+
+
+class NativeDecoder(NativeModel):
     """A model's forward pass on its packed weights and its cache."""
 
     def __init__(
         self, library: NativeLibrary, model: Any, caches: Caches, windows: Sequence[int | None], num_threads: int
     ) -> None:
         """Pack the weights of a model that :meth:`build` found suitable. Its modules run on the packed weights too."""
-        self.library = library
-        self.num_threads = num_threads
-        self._rotary = model.model.rotary_emb
-        self._kept: list[Any] = [caches]  # what the structures below point into
         config, decoder = model.config, model.model
-        self.vocab_size: int = model.lm_head.out_features
-        head_dim: int = decoder.layers[0].self_attn.head_dim
-        self._half = head_dim // 2
-        self._tables: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0, self._half), torch.empty(0, self._half))
-        memory = Memory(library, sum(group_bytes(library, group) for group in _weight_groups(model)))
-        #: What every pass reads, all but the rows of the embedding.
-        self.weight_bytes = memory.num_bytes
-        layers = (CLayer * len(decoder.layers))(
-            *(self._pack_layer(layer, window, memory) for layer, window in zip(decoder.layers, windows, strict=True))
+        packing = Packing(library, _weight_groups(model), num_threads)
+        layers = packing.array(
+            [packing.layer(layer, window) for layer, window in zip(decoder.layers, windows, strict=True)]
         )
-        embedding = decoder.embed_tokens.weight.detach()
+        vocab_size = model.lm_head.out_features
         weight_dtype = matrix_of(model.lm_head).weight.dtype
-        lm_head, lm_head_bias = self._pack(model, ["lm_head"], memory)
-        self._kept += [embedding, layers]
-        self._model = CModel(
-            layers=ctypes.addressof(layers),
+        lm_head, lm_head_bias = packing.linears(model, ["lm_head"])
+        embedding = packing.keep(decoder.embed_tokens.weight.detach())
+        attention = decoder.layers[0].self_attn
+        native = CModel(
+            layers=layers,
             embedding=embedding.data_ptr(),
-            final_norm=self._floats(decoder.norm.weight),
+            final_norm=packing.floats(decoder.norm.weight),
             lm_head=lm_head,
             lm_head_bias=lm_head_bias,
             num_layers=len(decoder.layers),
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
-            vocab=self.vocab_size,
+            vocab=vocab_size,
+            outputs=vocab_size,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
-            head_dim=head_dim,
+            head_dim=attention.head_dim,
             eps=config.rms_norm_eps,
-            scale=decoder.layers[0].self_attn.scaling,
+            scale=attention.scaling,
             weight_dtype=WEIGHT_DTYPES[weight_dtype],
             embedding_dtype=DTYPES[embedding.dtype],
             cache_dtype=DTYPES[caches[0][0].dtype],
         )
-        self._k_caches = (_Pointer * len(caches))(*(k_cache.data_ptr() for k_cache, _ in caches))
-        self._v_caches = (_Pointer * len(caches))(*(v_cache.data_ptr() for _, v_cache in caches))
+        super().__init__(packing, native, caches, decoder.rotary_emb)
 
     @classmethod
     def build(
@@ -190,18 +208,6 @@ class NativeDecoder:
         self.check(self.library.decoder_forward(self.address, ctypes.addressof(batch), self.num_threads))
         return logits
 
-    def check(self, status: int) -> None:
-        """Raise what a native pass returned, unless that is 0."""
-        if status == -2:
-            raise InvalidRequest(f"a token id is outside the vocabulary of {self.vocab_size} tokens", param="token_ids")
-        if status:
-            raise MemoryError("working memory for a pass")
-
-    @property
-    def address(self) -> int:
-        """Where the native ``Model`` lies (decoder.h); valid as long as the decoder lives."""
-        return ctypes.addressof(self._model)
-
     def batch_of(
         self, input_ids: torch.Tensor, plan: BatchPlan, logit_rows: torch.Tensor, logits: torch.Tensor
     ) -> CBatch:
@@ -220,85 +226,6 @@ class NativeDecoder:
         batch.logits = logits.data_ptr()
         return batch
 
-    def caches_for(self, max_kv_len: int) -> CBatch:
-        """A ``Batch`` that names the caches, and rotary tables for sequences up to a length; no rows yet."""
-        if max_kv_len > self._tables[0].shape[0]:
-            self._extend_tables(max_kv_len)
-        cosines, sines = self._tables
-        return CBatch(
-            k_caches=ctypes.addressof(self._k_caches),
-            v_caches=ctypes.addressof(self._v_caches),
-            cosines=cosines.data_ptr(),
-            sines=sines.data_ptr(),
-        )
-
-    def _extend_tables(self, length: int) -> None:
-        """Tabulate at least ``length`` positions, float32 [positions, D / 2], by the model's own module."""
-        length = max(256, 1 << (length - 1).bit_length())
-        with torch.inference_mode(False):
-            self._tables = _rotary_tables(self._rotary, length)
-
-    def _pack_layer(self, layer: Any, window: int | None, memory: Memory) -> CLayer:
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv, qkv_bias = self._pack(attention, ["q_proj", "k_proj", "v_proj"], memory)
-        output, output_bias = self._pack(attention, ["o_proj"], memory)
-        gate_up, gate_up_bias = self._pack(mlp, ["gate_proj", "up_proj"], memory, interleave=True)
-        down, down_bias = self._pack(mlp, ["down_proj"], memory)
-        has_head_norms = hasattr(attention, "q_norm")
-        return CLayer(
-            input_norm=self._floats(layer.input_layernorm.weight),
-            qkv=qkv,
-            qkv_bias=qkv_bias,
-            query_norm=self._floats(attention.q_norm.weight) if has_head_norms else None,
-            key_norm=self._floats(attention.k_norm.weight) if has_head_norms else None,
-            output=output,
-            output_bias=output_bias,
-            post_norm=self._floats(layer.post_attention_layernorm.weight),
-            gate_up=gate_up,
-            gate_up_bias=gate_up_bias,
-            down=down,
-            down_bias=down_bias,
-            window=window or 0,
-        )
-
-    def _pack(
-        self, parent: nn.Module, names: Sequence[str], memory: Memory, *, interleave: bool = False
-    ) -> tuple[int, int | None]:
-        """Replace a module's linear layers by packed ones in one group; addresses of weights and biases."""
-        layers: list[Any] = [getattr(parent, name) for name in names]
-        packed = pack_group(
-            self.library, memory, [matrix_of(layer) for layer in layers], self.num_threads, interleave=interleave
-        )
-        for name, weight, layer in zip(names, packed, layers, strict=True):
-            setattr(parent, name, NativeLinear(weight, layer.weight.dtype, layer.bias, self.num_threads))
-        self._kept.append(packed)
-        biases = [self._padded_bias(layer, weight) for layer, weight in zip(layers, packed, strict=True)]
-        if all(bias is None for bias in biases):
-            return packed[0].address, None
-        columns = [
-            torch.zeros(self._panels(weight), self.library.panel) if bias is None else bias
-            for bias, weight in zip(biases, packed, strict=True)
-        ]
-        together = torch.stack(columns, 1) if interleave else torch.cat(columns)
-        return packed[0].address, self._floats(together)
-
-    def _panels(self, weight: PackedWeight) -> int:
-        return -(-weight.out_features // self.library.panel)
-
-    def _padded_bias(self, layer: Any, weight: PackedWeight) -> torch.Tensor | None:
-        """A bias as float32 [panels, columns of a panel]."""
-        if layer.bias is None:
-            return None
-        padded = torch.zeros(self._panels(weight) * self.library.panel)
-        padded[: weight.out_features] = layer.bias.detach()
-        return padded.view(-1, self.library.panel)
-
-    def _floats(self, values: torch.Tensor) -> int:
-        """The address of a float32 copy that lives as long as the decoder."""
-        copy = values.detach().to(torch.float32, copy=True).contiguous()
-        self._kept.append(copy)
-        return copy.data_ptr()
-
 
 def _rotary_tables(rotary: nn.Module, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     cosines, sines = rotary(torch.empty(0), torch.arange(length)[None])  # [1, length, D] each, both halves equal
@@ -312,16 +239,8 @@ def _rotary_tables(rotary: nn.Module, length: int) -> tuple[torch.Tensor, torch.
 
 def _weight_groups(model: Any) -> list[list[Matrix]]:
     """The weights that are packed together."""
-    groups = []
-    for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        groups += [
-            [attention.q_proj, attention.k_proj, attention.v_proj],
-            [attention.o_proj],
-            [mlp.gate_proj, mlp.up_proj],
-            [mlp.down_proj],
-        ]
-    return [[matrix_of(linear) for linear in group] for group in [*groups, [model.lm_head]]]
+    groups = [group for layer in model.model.layers for group in layer_groups(layer)]
+    return [*groups, [matrix_of(model.lm_head)]]
 
 
 def _unknown(  # noqa: PLR0911
