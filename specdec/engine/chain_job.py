@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from specdec.engine.kv_pool import KVSequence
 from specdec.sampling.rule import Rule
@@ -28,5 +29,8 @@ class ChainJob:
     rule: Rule
     #: Tokens assumed to be committed after those of ``state``; they and all before them are in the cache or fed here.
     assumed: Sequence[int] = ()
+    #: What a draft head is fed with its tokens: the target's hidden states before them, float32 or bfloat16
+    #: [len(token_ids), num_features], contiguous, on the CPU. None where the model is no head.
+    features: torch.Tensor | None = None
     #: Guesses wanted, at each drafted position, of the token the *target* will put there.
     num_candidates: int = 0

@@ -11,7 +11,8 @@ from typing import Final
 import numpy as np
 
 from specdec.engine.chain_job import ChainJob, StopFlags
-from specdec.engine.native.decoder import NativeDecoder
+from specdec.engine.native.decoder import NativeModel
+from specdec.engine.native.library import DTYPES
 from specdec.engine.native.sampling import MAX_CANDIDATES, MAX_ROW_BYTES, RULES, sampler_of
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.rule import Rule, SparseRow
@@ -78,9 +79,13 @@ class _Output:
 
 
 def draft_chains(
-    decoder: NativeDecoder, jobs: Sequence[ChainJob], stop: StopFlags | None, *, block_size: int, max_model_len: int
+    model: NativeModel, jobs: Sequence[ChainJob], stop: StopFlags | None, *, block_size: int, max_model_len: int
 ) -> list[DraftedChain]:
-    """:func:`specdec.engine.chains.draft_chains` on a native decoder whose engine has begun a pass."""
+    """:func:`specdec.engine.chains.draft_chains` on a native model whose engine has begun a pass.
+
+    Jobs of a head bring ``features``. Its sequences grow by ``token_ids`` alone: what is cached for drafted tokens
+    stands on the head's own states, and is fed anew with the target's.
+    """
     tokens = array("q")
     starts = []
     longest = 1
@@ -96,6 +101,8 @@ def draft_chains(
             )
         if job.num_candidates > MAX_CANDIDATES:
             raise ValueError(f"{job.num_candidates} candidates are more than {MAX_CANDIDATES}")
+        if model.num_features:
+            _check_features(job, model.num_features, jobs[0])
         longest = max(longest, end + 1)
         starts.append(len(tokens))
         tokens.extend(job.token_ids)
@@ -115,7 +122,7 @@ def draft_chains(
             0 if job.sequence.released else blocks[c].__array_interface__["data"][0],
             at + 8 * start,
             at + 8 * (start + count),
-            0,
+            0 if job.features is None else job.features.data_ptr(),
             count,
             num_assumed,
             job.sequence.length,
@@ -127,22 +134,34 @@ def draft_chains(
     with_q = any(job.rule is not Rule.COUPLED and not job.state.params.greedy for job in jobs)
     depth, width = max(job.num_tokens for job in jobs), max(job.num_candidates for job in jobs)
     out = _Output(len(jobs), depth, width, with_q=with_q)
-    caches = decoder.caches_for(longest)
+    caches = model.caches_for(longest)
     caches.plan.block_size = block_size
+    if jobs[0].features is not None:
+        caches.features_dtype = DTYPES[jobs[0].features.dtype]
     if stop is not None and (stop.dtype != np.int32 or not stop.flags.c_contiguous):
         raise ValueError(f"stop flags are {stop.dtype}; they must be contiguous int32")
-    decoder.check(
-        decoder.library.draft_chains(
-            decoder.address,
+    model.check(
+        model.library.draft_chains(
+            model.address,
             ctypes.addressof(caches),
             ctypes.addressof(ctypes.c_char.from_buffer(packed)),
             len(jobs),
             None if stop is None else stop.ctypes.data,
             ctypes.addressof(out.struct),
-            decoder.num_threads,
+            model.num_threads,
         )
     )
     chains = out.read(jobs)
     for job, chain in zip(jobs, chains, strict=True):
-        job.sequence.length += len(job.token_ids) + max(0, len(chain.token_ids) - 1)
+        job.sequence.length += len(job.token_ids)
+        if not model.num_features:
+            job.sequence.length += max(0, len(chain.token_ids) - 1)
     return chains
+
+
+def _check_features(job: ChainJob, num_features: int, first: ChainJob) -> None:
+    features, wanted = job.features, (len(job.token_ids), num_features)
+    if features is None or features.shape != wanted or not features.is_contiguous():
+        raise ValueError(f"a head needs {wanted} features that are contiguous")
+    if features.dtype not in DTYPES or first.features is None or features.dtype != first.features.dtype:
+        raise ValueError(f"features are {features.dtype}; all must be float32, or all bfloat16")

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -31,6 +32,8 @@ from specdec.errors import InvalidRequest
 logger = logging.getLogger(__name__)
 
 Caches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+#: Cosines and sines of the first positions, so many: float32 [positions, D / 2], contiguous.
+RotaryTables = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 _MODELS: Final = {f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 #: Rotary embeddings whose frequencies are the same at every length.
@@ -39,6 +42,22 @@ _NORMS: Final = {f"{name}RMSNorm" for name in ("Llama", "Mistral", "Qwen2", "Qwe
 
 _Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64
+
+
+class CHead(ctypes.Structure):
+    """``Head`` of decoder.h."""
+
+    _fields_ = (
+        ("fuse", _Pointer),
+        ("fuse_bias", _Pointer),
+        ("feature_norm", _Pointer),
+        ("embedding_norm", _Pointer),
+        ("state_norm", _Pointer),
+        ("num_features", _Int64),
+        ("feature_parts", _Int64),
+        ("kind", ctypes.c_int32),
+        ("norms_residual", ctypes.c_int32),
+    )
 
 
 class CModel(ctypes.Structure):
@@ -90,7 +109,10 @@ class CBatch(ctypes.Structure):
 class NativeModel:
     """Packed weights and a cache as native passes read them."""
 
-    def __init__(self, packing: Packing, model: CModel, caches: Caches, rotary: nn.Module) -> None:
+    #: Numbers of the target's hidden states that a row is fed with beside its token; 0 where this is no draft head.
+    num_features = 0
+
+    def __init__(self, packing: Packing, model: CModel, caches: Caches, tables: RotaryTables) -> None:
         """``model`` points into what the packing keeps; its ``vocab`` counts the ids of tokens fed."""
         self.library = packing.library
         self.num_threads = packing.num_threads
@@ -99,7 +121,7 @@ class NativeModel:
         self.weight_bytes = packing.memory.num_bytes
         self._model = model
         self._kept = (packing.kept, caches)  # what the structures point into
-        self._rotary = rotary
+        self._tabulate = tables
         half = model.head_dim // 2
         self._tables: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0, half), torch.empty(0, half))
         self._k_caches = (_Pointer * len(caches))(*(k_cache.data_ptr() for k_cache, _ in caches))
@@ -130,10 +152,10 @@ class NativeModel:
         )
 
     def _extend_tables(self, length: int) -> None:
-        """Tabulate at least ``length`` positions, float32 [positions, D / 2], by the model's own module."""
+        """Tabulate at least ``length`` positions."""
         length = max(256, 1 << (length - 1).bit_length())
         with torch.inference_mode(False):
-            self._tables = _rotary_tables(self._rotary, length)
+            self._tables = self._tabulate(length)
 
 
 class NativeDecoder(NativeModel):
@@ -173,7 +195,7 @@ class NativeDecoder(NativeModel):
             embedding_dtype=DTYPES[embedding.dtype],
             cache_dtype=DTYPES[caches[0][0].dtype],
         )
-        super().__init__(packing, native, caches, decoder.rotary_emb)
+        super().__init__(packing, native, caches, partial(_rotary_tables, decoder.rotary_emb))
 
     @classmethod
     def build(
