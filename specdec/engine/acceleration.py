@@ -25,8 +25,19 @@ Caches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 class Decoder(Protocol):
     """A whole model's forward pass outside transformers' modules."""
 
-    def forward(self, input_ids: torch.Tensor, plan: BatchPlan, logit_rows: torch.Tensor) -> torch.Tensor:
-        """Ids [1, T] to logits [N, vocab_size] of the rows ``logit_rows`` [N]; writes the cache it was built on."""
+    hidden_size: int
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        plan: BatchPlan,
+        logit_rows: torch.Tensor,
+        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Ids [1, T] to logits [N, vocab_size] of the rows ``logit_rows`` [N]; writes the cache it was built on.
+
+        ``states``: rows [R] and layers [F], int64, and where their hidden states go, bfloat16 [R, F, hidden_size].
+        """
         ...
 
 

@@ -25,6 +25,10 @@ class Segment:
     token_ids: Sequence[int] | torch.Tensor
     #: Logits wanted for the last ``num_logits`` of these tokens; 0 for a prefill chunk that is not the last.
     num_logits: int
+    #: Hidden states wanted for the last ``num_states`` of them, of these layers (see
+    #: :class:`specdec.sessions.HiddenStates`).
+    num_states: int = 0
+    state_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

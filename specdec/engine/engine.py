@@ -22,6 +22,7 @@ from specdec.engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, b
 from specdec.engine.native.decoder import NativeDecoder
 from specdec.engine.native.feed import feed, takes
 from specdec.engine.self_check import Reference
+from specdec.engine.states import STATE_DTYPE, StateRows, StateTap, check_layers
 from specdec.errors import InvalidRequest, ModelNotSupported, Unavailable
 from specdec.sampling.transfer import send
 from specdec.sessions import ModelInfo
@@ -77,6 +78,8 @@ class Engine:
         self._graphs: GraphRunner | None = None
         self._state = ForwardState()
         self._caches = memory.allocate_caches(shapes, num_blocks, block_size, device)
+        self._tap: StateTap | None = StateTap(model, shapes)
+        self._num_layers = self._tap.num_layers
         for shape, (k_cache, v_cache) in zip(shapes, self._caches, strict=True):
             bind(shape, PagedLayer(k_cache, v_cache, shape.window, self._state))
 
@@ -181,19 +184,45 @@ class Engine:
             ValueError: a segment is empty or does not fit its sequence.
             Unavailable: the engine is closed.
         """
+        return self._feed(segments, None)[0]
+
+    def forward_with_states(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """:meth:`forward`, and each segment's hidden states: bfloat16 [num_states, layers * hidden size], the layers
+        one after another as the segment names them, on the engine's device.
+
+        Raises as :meth:`forward`, and ValueError where a segment wants more rows than it has; the layers are those that
+        :meth:`check_state_layers` lets pass.
+        """
+        wanted = StateRows.of(segments)
+        logits, states = self._feed(segments, wanted)
+        if wanted is None or states is None:
+            return logits, [torch.empty(0, 0, dtype=STATE_DTYPE)] * len(segments)
+        return logits, wanted.split(states, segments)
+
+    def check_state_layers(self, layers: Sequence[int]) -> None:
+        """Raise :class:`InvalidRequest` unless the hidden states of ``layers`` can be had of this model."""
+        check_layers(layers, self._num_layers)
+
+    def _feed(self, segments: Sequence[Segment], wanted: StateRows | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [N, V], and the hidden states wanted, [rows, layers, H]."""
         if self._model is None:
             raise Unavailable("the engine is closed")
         if isinstance(self._decoder, NativeDecoder) and takes(segments):
             self.copy_blocks()
-            limit = self.info.max_model_len
-            size, vocab_size = self.pool.block_size, self.info.vocab_size
-            return feed(self._decoder, segments, block_size=size, vocab_size=vocab_size, max_model_len=limit)
+            return feed(
+                self._decoder,
+                segments,
+                block_size=self.pool.block_size,
+                vocab_size=self.info.vocab_size,
+                max_model_len=self.info.max_model_len,
+                states=wanted,
+            )
         with torch.inference_mode():
             batch = self.prepare(segments)
-            logits = self._run(batch)
+            logits, states = self._run(batch, wanted)
         for segment, kv_len in zip(segments, batch.kv_lens, strict=True):
             segment.sequence.length = kv_len
-        return logits
+        return logits, states
 
     def prepare(self, segments: Sequence[Segment]) -> Batch:
         """Lay out a batch and make the copies of blocks that must be there before it writes; raises like forward."""
@@ -250,6 +279,7 @@ class Engine:
         if self._model is None:
             return
         self._model = None
+        self._tap = None
         self._decoder = None
         self._graphs = None
         self._caches = []
@@ -257,12 +287,22 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _run(self, batch: Batch) -> torch.Tensor:
-        """Logits [N, vocab_size] of a batch, float32."""
+    def _run(self, batch: Batch, wanted: StateRows | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [N, vocab_size] of a batch, float32, and the hidden states wanted, [rows, layers, H]."""
+        rows = None if wanted is None else torch.tensor(wanted.rows)
         if self._decoder is not None:
-            return self._decoder.forward(batch.input_ids, batch.plan, batch.logit_rows).float()
-        logits = None if self._graphs is None else self._graphs.run(batch)
-        return self._run_modules(batch.to(self.device)).float() if logits is None else logits
+            if wanted is None or rows is None:
+                return self._decoder.forward(batch.input_ids, batch.plan, batch.logit_rows).float(), None
+            states = torch.empty(len(rows), len(wanted.layers), self._decoder.hidden_size, dtype=STATE_DTYPE)
+            asked = rows, torch.tensor(wanted.layers), states
+            return self._decoder.forward(batch.input_ids, batch.plan, batch.logit_rows, asked).float(), states
+        if wanted is not None and rows is not None:
+            assert self._tap is not None
+            with self._tap.catch(wanted.layers, send(rows, self.device)) as caught:
+                logits = self._run_modules(batch.to(self.device)).float()
+            return logits, caught[0]
+        replayed = None if self._graphs is None else self._graphs.run(batch)
+        return self._run_modules(batch.to(self.device)).float() if replayed is None else replayed, None
 
     def _run_modules(self, batch: Batch) -> torch.Tensor:
         """Logits [N, vocab_size] of a batch on the device, by the model's own modules."""

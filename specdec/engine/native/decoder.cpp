@@ -100,7 +100,11 @@ class Pass {
     rotates_in_attention = !splits_shared && num_tasks == plan.num_sequences;
     all_rows_wanted = num_logits == rows;
     for (int r = 0; all_rows_wanted && r < rows; r++) all_rows_wanted = batch.logit_rows[r] == r;
+    states_at_end = false;
+    for (int64_t f = 0; batch.num_states > 0 && f < batch.num_state_layers; f++)
+      states_at_end |= batch.state_layers[f] < 0 || batch.state_layers[f] == m.num_layers;
     if (!allocate()) return -1;
+    choose_last_rows();
     list_attention_tasks(plan, shape, splits_shared, tasks);
     for (int64_t i = 0; i < num_counters; i++) counters[i].taken.store(0, std::memory_order_relaxed);
     Pool::local().run(threads, [&](Team& team) { Member(*this, team).run(); });
@@ -180,8 +184,13 @@ class Pass {
       take(row_scales, scale_floats);
       take(attended, rows * out_stride);
       take(mid, most * mid_stride);
-      take(wanted_stream, batch.stream || all_rows_wanted ? 0 : num_logits * hidden_stride);
-      take(wanted_attended, all_rows_wanted ? 0 : num_logits * out_stride);
+      // Rows of the last layer are those of the logits or, where states are wanted of what it leaves, of both.
+      const int64_t last = states_at_end ? rows : num_logits;
+      take(wanted_stream, batch.stream || all_rows_wanted ? 0 : last * hidden_stride);
+      take(wanted_attended, all_rows_wanted ? 0 : last * out_stride);
+      take(logit_stream, states_at_end ? num_logits * hidden_stride : 0);
+      take(last_row_of, states_at_end ? rows : 0);
+      take(chosen_rows, states_at_end ? rows : 0);
       take(chunks, chunk_floats);
       take(splits, AttentionScratch::shared_floats(shape, attention_items));
       take(own, threads * own_bytes);
@@ -191,6 +200,19 @@ class Pass {
     chunks_done = attention_done + attention_items;
     if (batch.stream) (all_rows_wanted ? stream : wanted_stream) = batch.stream;
     return true;
+  }
+
+  // The rows that go through the last layer.
+  void choose_last_rows() {
+    last_rows = batch.logit_rows, num_last = num_logits;
+    if (!states_at_end) return;
+    for (int r = 0; r < rows; r++) last_row_of[r] = 0;
+    for (int r = 0; r < num_logits; r++) last_row_of[batch.logit_rows[r]] = 1;
+    for (int64_t s = 0; s < batch.num_states; s++) last_row_of[batch.state_rows[s]] = 1;
+    num_last = 0;
+    for (int r = 0; r < rows; r++)
+      if (last_row_of[r]) last_row_of[r] = num_last, chosen_rows[num_last++] = r;
+    last_rows = chosen_rows;
   }
 
   // What one thread does. Every member goes through the same stages in the same order.
@@ -220,6 +242,7 @@ class Pass {
         activate(layer, normed(layer.post_norm));
         project_to_stream(stored(p.mid, m.intermediate, p.mid_stride), layer.down, m.intermediate, layer.down_bias);
       }
+      if (p.states_at_end && !keep_logits()) return;
       write_logits(normed(m.final_norm));
     }
 
@@ -444,7 +467,7 @@ class Pass {
       store_row(row + p.value_at + h * dim, dim, static_cast<Cache*>(p.batch.v_caches[l]) + at);
     }
 
-    // Ends a stage only if somebody reads what was attended.
+    // Ends a stage only if somebody reads what was attended. The states that enter the layer are copied beside.
     void attend_rows(const Layer& layer, int64_t l, bool last) {
       const int64_t heads = m.kv_heads;
       if (!p.rotates_in_attention) {
@@ -453,11 +476,16 @@ class Pass {
       }
       AttentionShape shape = p.shape;
       shape.window = layer.window;
-      for (int item; (item = team.next(*counter)) < p.num_tasks * heads;) {
+      const int64_t attending = p.num_tasks * heads, copied = copies_state(l) ? p.batch.num_states : 0;
+      for (int item; (item = team.next(*counter)) < attending + copied;) {
+        if (item >= attending) {
+          copy_state(item - attending, l);
+          continue;
+        }
         const int64_t index = item / heads, head = item % heads;
         if (p.rotates_in_attention)
           for (int r = p.tasks[index].first; r < p.tasks[index].last; r++) rotate_and_store(layer, l, r, head);
-        if (last && p.num_logits == 0) continue;
+        if (last && p.num_last == 0) continue;
         attend(p.plan, shape, p.tasks, index, int(head), p.qkv, p.qkv_stride, int64_t(p.dim),
                static_cast<const Cache*>(p.batch.k_caches[l]), static_cast<const Cache*>(p.batch.v_caches[l]),
                p.attended, p.out_stride, int64_t(p.dim), attention);
@@ -465,17 +493,49 @@ class Pass {
       end_stage();
     }
 
-    // From the last attention on rows no longer meet: only those whose logits are wanted go on. False: none are.
+    // From the last attention on rows no longer meet: only those that are wanted go on. False: none are.
     bool keep_wanted() {
-      if (p.all_rows_wanted || p.num_logits == 0) return p.num_logits > 0;
-      for (int r; (r = team.next(*counter)) < p.num_logits;) {
-        const int64_t from = p.batch.logit_rows[r];
+      if (p.all_rows_wanted || p.num_last == 0) return p.num_last > 0;
+      for (int r; (r = team.next(*counter)) < p.num_last;) {
+        const int64_t from = p.last_rows[r];
         copy_row(x + from * p.hidden_stride, round_up(p.hidden, kPanel), p.wanted_stream + r * p.hidden_stride);
         copy_row(heads_out + from * p.out_stride, p.query_width, p.wanted_attended + r * p.out_stride);
       }
       end_stage();
-      x = p.wanted_stream, heads_out = p.wanted_attended, n = p.num_logits;
+      x = p.wanted_stream, heads_out = p.wanted_attended, n = p.num_last;
       return true;
+    }
+
+    // Writes the states that the last layer leaves; then only the rows whose logits are wanted go on. False: none are.
+    bool keep_logits() {
+      const int gathered = p.all_rows_wanted ? 0 : p.num_logits;
+      for (int item; (item = team.next(*counter)) < gathered + p.batch.num_states;) {
+        if (item >= gathered)
+          copy_state(item - gathered, m.num_layers);
+        else
+          copy_row(x + p.last_row_of[p.batch.logit_rows[item]] * p.hidden_stride, round_up(p.hidden, kPanel),
+                   p.logit_stream + item * p.hidden_stride);
+      }
+      end_stage();
+      if (!p.all_rows_wanted) x = p.logit_stream, n = p.num_logits;
+      return n > 0;
+    }
+
+    bool copies_state(int64_t boundary) const {
+      for (int64_t f = 0; f < p.batch.num_state_layers; f++)
+        if (p.batch.state_layers[f] == boundary) return true;
+      return false;
+    }
+
+    // The states of one row between two layers, or behind the last one.
+    void copy_state(int64_t s, int64_t boundary) {
+      const int64_t row = p.batch.state_rows[s];
+      const float* from = x + (boundary == m.num_layers ? p.last_row_of[row] : row) * p.hidden_stride;
+      for (int64_t f = 0; f < p.batch.num_state_layers; f++) {
+        bf16* to = p.batch.states + (s * p.batch.num_state_layers + f) * p.hidden;
+        if (p.batch.state_layers[f] == boundary) store_row(from, int(p.hidden), to);
+        if (p.batch.state_layers[f] < 0 && boundary == m.num_layers) rms_norm(from, m.final_norm, p.hidden, m.eps, to);
+      }
     }
 
     void write_logits(const Rows<Format>& rows) {
@@ -511,11 +571,14 @@ class Pass {
   const int64_t joined, fused;  // what enters the first layer of an EAGLE-3 head, and `fuse`
   const int64_t hidden_stride, joined_stride, fused_stride, qkv_stride, mid_stride, out_stride, block_stride;
   const AttentionShape shape;
-  bool splits_shared, rotates_in_attention, all_rows_wanted;
+  bool splits_shared, rotates_in_attention, all_rows_wanted, states_at_end;
+  int num_last;
   int64_t num_tasks, num_counters, own_bytes, own_scales_at, own_row_at, own_rows_at;
   Counter *counters, *attention_done, *chunks_done;
   AttentionTask* tasks;
-  float *stream, *wanted_stream, *qkv, *chunks, *splits, *row_scales;
+  const int64_t* last_rows;           // [num_last]
+  int64_t *last_row_of, *chosen_rows;  // [rows]: its number among the last ones, and those
+  float *stream, *wanted_stream, *logit_stream, *qkv, *chunks, *splits, *row_scales;
   Activation* prepared;
   Stored *attended, *wanted_attended, *mid;
   char* own;

@@ -68,10 +68,16 @@ struct Batch {
   const void* const* features;  // [T] rows of num_features, or null: the states are in `stream`, and all rows are wanted
   float* stream;                // [N, row_stride(H)]: takes the states that the wanted rows bring
   int32_t features_dtype;
+  // Hidden states wanted: of these rows, of these layers in turn: 0 is the embedding's output, i that of layer i, all
+  // before the final norm; -1 is the last one's after it.
+  const int64_t* state_rows;    // [S]
+  const int64_t* state_layers;  // [F]
+  int64_t num_states, num_state_layers;
+  bf16* states;  // [S, F, H]
 };
 
-// Writes the cache and batch.logits; `threads` counts the calling thread. Returns 0, -1 without memory, -2 for a token id
-// outside the vocabulary (nothing has been written then). It takes the scratch memory of the thread's pool.
+// Writes the cache, batch.logits and batch.states; `threads` counts the calling thread. Returns 0, -1 without memory, -2
+// for a token id outside the vocabulary (nothing has been written then). It takes the scratch memory of the thread's pool.
 int forward(const Model& model, const Batch& batch, int threads);
 
 }  // namespace tandem

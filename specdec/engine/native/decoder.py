@@ -103,6 +103,11 @@ class CBatch(ctypes.Structure):
         ("features", _Pointer),
         ("stream", _Pointer),
         ("features_dtype", ctypes.c_int32),
+        ("state_rows", _Pointer),
+        ("state_layers", _Pointer),
+        ("num_states", _Int64),
+        ("num_state_layers", _Int64),
+        ("states", _Pointer),
     )
 
 
@@ -196,6 +201,7 @@ class NativeDecoder(NativeModel):
             cache_dtype=DTYPES[caches[0][0].dtype],
         )
         super().__init__(packing, native, caches, partial(_rotary_tables, decoder.rotary_emb))
+        self.hidden_size: int = config.hidden_size
 
     @classmethod
     def build(
@@ -217,16 +223,28 @@ class NativeDecoder(NativeModel):
         with torch.inference_mode(False), torch.no_grad():
             return cls(library, model, caches, windows, num_threads)
 
-    def forward(self, input_ids: torch.Tensor, plan: BatchPlan, logit_rows: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        plan: BatchPlan,
+        logit_rows: torch.Tensor,
+        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Write the cache and return the logits, float32 [N, vocab_size], of the rows ``logit_rows`` (int64 [N]).
 
-        input_ids int64 [T] or [1, T].
+        input_ids int64 [T] or [1, T]. ``states``: rows (int64 [R]) whose hidden states are wanted, of which layers
+        (int64 [F]), and where they are written: bfloat16 [R, F, hidden_size].
 
         Raises:
             InvalidRequest: a token id is outside the vocabulary.
         """
         logits = torch.empty(logit_rows.shape[0], self.vocab_size)
         batch = self.batch_of(input_ids, plan, logit_rows, logits)
+        if states is not None:
+            rows, layers, out = states
+            batch.state_rows, batch.num_states = rows.data_ptr(), rows.shape[0]
+            batch.state_layers, batch.num_state_layers = layers.data_ptr(), layers.shape[0]
+            batch.states = out.data_ptr()
         self.check(self.library.decoder_forward(self.address, ctypes.addressof(batch), self.num_threads))
         return logits
 

@@ -14,27 +14,29 @@ struct Feed {
   int64_t num_tokens;
   int64_t length;      // entries in the cache
   int64_t num_logits;  // of the last rows
+  int64_t num_states;  // likewise
 };
 
 }  // namespace tandem
 
 using namespace tandem;
 
-// Feeds every segment. `caches` names caches, rotary tables and block size; the rest of it is not read. `logits` takes the
-// rows wanted, in order. Returns what forward() returns.
+// Feeds every segment. `caches` names caches, rotary tables, block size and what states are of which layers and go where;
+// the rest of it is not read. `logits` takes the rows wanted, in order. Returns what forward() returns.
 extern "C" __attribute__((visibility("default"))) int tandem_feed(const Model* model, const Batch* caches, const Feed* feeds,
                                                                   int64_t num_feeds, float* logits, int threads) {
   Batch batch = *caches;
   Layout layout{};
   layout.block_size = batch.plan.block_size;
-  int64_t num_rows = 0, num_logits = 0;
+  int64_t num_rows = 0, num_logits = 0, num_states = 0;
   for (int64_t s = 0; s < num_feeds; s++) {
     num_rows += feeds[s].num_tokens;
     num_logits += feeds[s].num_logits;
+    num_states += feeds[s].num_states;
     layout.width = std::max(layout.width, layout.blocks_of(feeds[s].length + feeds[s].num_tokens));
   }
   char* memory = nullptr;
-  int64_t* logit_rows = nullptr;
+  int64_t *logit_rows = nullptr, *state_rows = nullptr;
   for (int pass = 0; pass < 2; pass++) {
     int64_t end = 0;
     auto take = [&](int64_t bytes) {
@@ -44,18 +46,22 @@ extern "C" __attribute__((visibility("default"))) int tandem_feed(const Model* m
     };
     layout.take(take, num_rows, num_feeds);
     logit_rows = reinterpret_cast<int64_t*>(take(num_logits * 8));
+    state_rows = reinterpret_cast<int64_t*>(take(num_states * 8));
     if (pass == 0 && !(memory = working_memory(size_t(end)))) return -1;
   }
-  int64_t row = 0, wanted = 0;
+  int64_t row = 0, wanted = 0, kept = 0;
   for (int64_t s = 0; s < num_feeds; s++) {
     layout.place(s, feeds[s].blocks, feeds[s].length, feeds[s].num_tokens, row);
     row += feeds[s].num_tokens;
     for (int64_t i = row - feeds[s].num_logits; i < row; i++) logit_rows[wanted++] = i;
+    for (int64_t i = row - feeds[s].num_states; i < row; i++) state_rows[kept++] = i;
   }
   batch.plan = layout.plan(num_feeds, num_rows);
   batch.token_ids = num_feeds ? feeds[0].token_ids : nullptr;
   batch.logit_rows = logit_rows;
   batch.num_logits = num_logits;
   batch.logits = logits;
+  batch.state_rows = state_rows;
+  batch.num_states = num_states;
   return forward(*model, batch, threads);
 }

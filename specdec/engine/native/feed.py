@@ -12,10 +12,11 @@ import torch
 
 from specdec.engine.batch import Segment
 from specdec.engine.native.decoder import NativeDecoder
+from specdec.engine.states import STATE_DTYPE, StateRows
 from specdec.errors import InvalidRequest
 
 #: ``Feed`` of feed.cpp.
-_FEED: Final = struct.Struct("5q")
+_FEED: Final = struct.Struct("6q")
 
 
 def takes(segments: Sequence[Segment]) -> bool:
@@ -24,9 +25,16 @@ def takes(segments: Sequence[Segment]) -> bool:
 
 
 def feed(
-    decoder: NativeDecoder, segments: Sequence[Segment], *, block_size: int, vocab_size: int, max_model_len: int
-) -> torch.Tensor:
-    """:meth:`specdec.engine.engine.Engine.forward` on a native decoder whose engine has begun a pass.
+    decoder: NativeDecoder,
+    segments: Sequence[Segment],
+    *,
+    block_size: int,
+    vocab_size: int,
+    max_model_len: int,
+    states: StateRows | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """:meth:`specdec.engine.engine.Engine.forward` on a native decoder whose engine has begun a pass: the logits, and
+    the hidden states where some are wanted, bfloat16 [rows, layers, H].
 
     Raises as :func:`specdec.engine.batch.build_batch`.
     """
@@ -66,9 +74,16 @@ def feed(
             len(segment.token_ids),
             segment.sequence.length,
             segment.num_logits,
+            segment.num_states,
         )
     logits = torch.empty(num_logits, decoder.vocab_size)
     caches = decoder.caches_for(longest)
+    kept = None
+    if states is not None:
+        kept = torch.empty(len(states.rows), len(states.layers), decoder.hidden_size, dtype=STATE_DTYPE)
+        layers = array("q", states.layers)
+        caches.state_layers, caches.num_state_layers = layers.buffer_info()
+        caches.states = kept.data_ptr()
     caches.plan.block_size = block_size
     decoder.check(
         decoder.library.feed(
@@ -82,4 +97,4 @@ def feed(
     )
     for segment in segments:
         segment.sequence.length += len(segment.token_ids)
-    return logits
+    return logits, kept
