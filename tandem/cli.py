@@ -20,6 +20,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "chat": ("tandem.chat", "talk to a model in the terminal"),
     "bench": ("tandem.bench.command", "measure plain against speculative decoding"),
     "health": ("tandem.health", "ask a running server whether it is ready"),
+    "train": ("tandem.train", "train a drafter for a target: a draft head or a small model"),
     "demo": ("tandem.demo", "start the services, generate a few texts, stop"),
 }
 #: Subcommands that run one service each, with that service's own flags.

@@ -64,7 +64,7 @@ def lesson_loss(draft: LlamaForCausalLM, lesson: Lessons, settings: DistillSetti
 
 def distill(draft: LlamaForCausalLM, parts: Sequence[Lessons], settings: DistillSettings) -> int:
     """Trains `draft` in place on the parts, epoch after epoch; returns the tokens seen."""
-    optimizer = PairedOptimizer(draft, settings.optimizer)
+    optimizer = PairedOptimizer(draft, settings.optimizer, (draft.config.vocab_size,))
     schedule = Schedule(settings.schedule)
     batches = lesson_batches(parts, settings.batch_tokens, settings.seed)
     loss_of = torch.compile(lesson_loss, dynamic=False, disable=not settings.compiled)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, PreTrainedModel
 
 from training.checkpoint import load_model
 from training.corpus import load_documents
@@ -28,7 +28,7 @@ class GenerateSettings:
 
 @torch.inference_mode()
 def continue_rows(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     prompts: torch.Tensor,
     num_tokens: int,
     temperatures: torch.Tensor,
@@ -55,7 +55,7 @@ def draw_prompts(texts: Sequence[torch.Tensor], count: int, length: int, generat
     return stream[starts[:, None] + torch.arange(length)]
 
 
-def generate_rows(model: LlamaForCausalLM, texts: Sequence[torch.Tensor], settings: GenerateSettings) -> torch.Tensor:
+def generate_rows(model: PreTrainedModel, texts: Sequence[torch.Tensor], settings: GenerateSettings) -> torch.Tensor:
     """Prompts from `texts`, each continued to `row_length`: int64 [num_rows, row_length]."""
     generator = torch.Generator().manual_seed(settings.seed)
     size = settings.batch_rows

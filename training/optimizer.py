@@ -1,6 +1,6 @@
-"""Muon for the hidden matrices, AdamW for embeddings and norms, stepped as one."""
+"""Muon for the hidden matrices, AdamW for embeddings, output layers and norms, stepped as one."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,11 @@ class OptimizerSettings:
 class PairedOptimizer:
     """Both optimizers behind one `step(factor)`."""
 
-    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
+    def __init__(self, model: nn.Module, settings: OptimizerSettings, vocab_sizes: Collection[int]) -> None:
+        """`vocab_sizes` tell embeddings and output layers, which have one of them as a dimension, from matrices."""
         self.settings = settings
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        matrices = [
-            p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name and "lm_head" not in name
-        ]
+        matrices = [p for p in self.parameters if p.ndim == 2 and not set(p.shape) & set(vocab_sizes)]
         known = {id(p) for p in matrices}
         others = [p for p in self.parameters if id(p) not in known]
         self.optimizers: Sequence[torch.optim.Optimizer] = (

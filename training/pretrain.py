@@ -58,7 +58,7 @@ def pretrain(shape: Shape, texts: Sequence[torch.Tensor], settings: PretrainSett
     """Trains a fresh model (or resumes from the state file); returns it and the tokens seen."""
     torch.manual_seed(settings.seed)
     model = LlamaForCausalLM(shape.config())
-    optimizer = PairedOptimizer(model, settings.optimizer)
+    optimizer = PairedOptimizer(model, settings.optimizer, (shape.vocab_size,))
     schedule = Schedule(settings.schedule)
     counts = {False: 0, True: 0}  # batches seen of short and of long rows
     if settings.state_path and settings.state_path.exists():
