@@ -1,1 +1,1 @@
-"""How the bundled model pair is made: corpus, tokenizer, target, draft, measurements."""
+"""How drafters are trained for a target, and how the bundled pair is made."""

@@ -87,7 +87,8 @@ def load_target(folder: str, device: torch.device) -> PreTrainedModel:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelNotSupported(f"target {folder} cannot be loaded as a causal language model: {reason}") from None
-    nn.Module.to(target, device).eval().requires_grad_(False)
+    nn.Module.to(target, device).requires_grad_(False)
+    nn.Module.train(target, False)
     return target
 
 

@@ -246,5 +246,5 @@ def narrowed(weight: Tensor, size: int) -> Tensor:
     """Rows [N, H] as [N, size]: their coordinates along the main axes, the nearest of that rank."""
     if size >= weight.shape[1]:
         return nn.functional.pad(weight, (0, size - weight.shape[1]))
-    axes = torch.linalg.eigh(weight.T @ weight).eigenvectors  # ascending
+    axes: Tensor = torch.linalg.eigh(weight.T @ weight).eigenvectors  # of ascending eigenvalues
     return weight @ axes[:, -size:]
