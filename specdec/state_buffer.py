@@ -35,10 +35,20 @@ class StateBuffer:
             if not self._blocks:  # as much of it as there is room for
                 self._append(oldest.rows(oldest.end - self._max_bytes // oldest.row_bytes, oldest.end))
 
-    def take(self) -> tuple[HiddenStates, ...]:
-        """All that is kept, in pieces, and keep none of it."""
-        blocks, self._blocks, self.num_bytes = self._blocks, deque(), 0
-        return tuple(pieces(blocks))
+    def take(self, end: int | None = None) -> tuple[HiddenStates, ...]:
+        """All that is kept of positions below ``end`` (None: of all), in pieces, and keep none of it."""
+        if not self._blocks:
+            return ()
+        taken: list[HiddenStates] = []
+        while self._blocks and (end is None or self._blocks[0].start < end):
+            block = self._blocks.popleft()
+            self.num_bytes -= len(block.data)
+            if end is not None and block.end > end:
+                self._blocks.appendleft(block.rows(end, block.end))
+                self.num_bytes += len(self._blocks[0].data)
+                block = block.rows(0, end)
+            taken.append(block)
+        return tuple(pieces(taken))
 
     def clear(self) -> None:
         """Drop all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -13,10 +13,12 @@ import specdec
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.engine import Engine
 from specdec.engine.kv_pool import KVSequence
+from specdec.engine.states import STATE_DTYPE
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.sampling.state import SamplingState
-from specdec.sessions import ModelInfo, ServerLoad, SessionSpec
+from specdec.sessions import HiddenStates, ModelInfo, ServerLoad, SessionSpec
 from specdec.settings import TargetSettings
+from specdec.state_buffer import MAX_BYTES
 from target_service.admission import Admission
 from target_service.batcher import Batcher
 from target_service.budget import Budget
@@ -80,8 +82,11 @@ class TargetCore:
             raise
         return cls(engine, device, settings)
 
-    async def open(self, spec: SessionSpec) -> Session:
+    async def open(self, spec: SessionSpec, on_states: Callable[[HiddenStates], None] | None = None) -> Session:
         """Admit a session and prefill it; returns once the first token is there. Cancelling leaves nothing behind.
+
+        ``on_states`` gets the hidden states of a long prompt as they are computed; the first verdict then carries the
+        last ones alone.
 
         Raises:
             InvalidRequest: the spec does not fit the model.
@@ -103,8 +108,18 @@ class TargetCore:
         )
         sequence = await self._admission.admit(partial(self._reserve, spec, ending.max_len - 1))
         rule = spec.rule or self._settings.verification
-        subject = Subject(state, sequence, rule, ending, params.logprobs, params.prompt_logprobs)
-        session = Session(spec, subject, self, asked_ns, self._budget.totals)
+        subject = Subject(
+            state,
+            sequence,
+            rule,
+            ending,
+            params.logprobs,
+            params.prompt_logprobs,
+            spec.hidden_state_layers,
+            self._first_state(spec),
+            spec.last_hidden_state_only,
+        )
+        session = Session(spec, subject, self, asked_ns, self._budget.totals, on_states=on_states)
         self._sessions.add(session)
         try:
             await session.start()
@@ -246,6 +261,7 @@ class TargetCore:
                 f"num_speculative_tokens is {spec.num_speculative_tokens}, outside [0, {MAX_SPECULATIVE_TOKENS}]",
                 param="num_speculative_tokens",
             )
+        self._engine.check_state_layers(spec.hidden_state_layers)
         max_len = context if params.max_tokens is None else min(context, spec.prompt_len + params.max_tokens)
         if num_tokens >= max_len:
             raise InvalidRequest(
@@ -254,6 +270,13 @@ class TargetCore:
                 param="max_tokens",
             )
         return Ending(spec.prompt_len, max_len, frozenset(params.stop_token_ids), params.min_tokens)
+
+    def _first_state(self, spec: SessionSpec) -> int:
+        """The first position of the prompt whose hidden states are kept: as many as there is room for, or the last."""
+        num_features = len(spec.hidden_state_layers) * self._engine.hidden_size
+        is_alone = spec.last_hidden_state_only or not num_features
+        num_positions = 1 if is_alone else max(1, MAX_BYTES // (num_features * STATE_DTYPE.itemsize))
+        return max(0, len(spec.token_ids) - num_positions)
 
     def _describe(self) -> str:
         pool, scheduler = self._engine.pool, self._settings.scheduler

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import grpc.aio
@@ -12,7 +14,8 @@ import grpc.aio
 from specdec import codec
 from specdec.errors import InvalidRequest, TandemError, Unavailable
 from specdec.rpc.outlet import Outlet
-from specdec.sessions import Proposal, Verdict
+from specdec.sessions import HiddenStates, Proposal, Verdict
+from specdec.state_buffer import pieces
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
@@ -42,15 +45,19 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             return
         if request.WhichOneof("kind") != "open":
             raise InvalidRequest("the first message of a stream must be open", param="open")
-        session = await core.open(codec.decode_open_target(request.open))
         outlet: Outlet[pb.VerifyResponse] = Outlet(context.write)
+        try:
+            session = await core.open(codec.decode_open_target(request.open), partial(_pass_on, outlet))
+        except BaseException:
+            await outlet.close()
+            raise
         outlet.post(pb.VerifyResponse(opened=codec.encode_target_opened(session.opened)))
         verdict = session.first
         reading = asyncio.create_task(_read(core, session, context, outlet), name="target-stream")
         reading.add_done_callback(lambda _: session.end())
         try:
             while True:
-                await outlet.send(_response(verdict))
+                await outlet.send(_response(outlet, verdict))
                 await session.gather(GATHER_S * core.num_open)
                 verdict = await session.receive()
         except TandemError:
@@ -84,11 +91,23 @@ async def _read(core: TargetCore, session: Session, context: Context, outlet: Ou
     while (request := await context.read()) is not grpc.aio.EOF:
         _ask(core, session, request)
         if core.run_now() and (verdict := session.received()) is not None:
-            outlet.post(_response(verdict))
+            outlet.post(_response(outlet, verdict))
         await asyncio.sleep(0)  # the tick begins before the next read
 
 
-def _response(verdict: Verdict) -> pb.VerifyResponse:
+def _pass_on(outlet: Outlet[pb.VerifyResponse], states: HiddenStates) -> None:
+    """Send hidden states ahead of the verdict they belong to, in messages of bounded size."""
+    for piece in pieces([states]):
+        outlet.post(pb.VerifyResponse(hidden_states=codec.encode_hidden_states(piece)))
+
+
+def _response(outlet: Outlet[pb.VerifyResponse], verdict: Verdict) -> pb.VerifyResponse:
+    """A verdict as a message, once the hidden states that do not fit into it are under way."""
+    if len(verdict.hidden_states) > 1:
+        *ahead, last = verdict.hidden_states
+        for states in ahead:
+            _pass_on(outlet, states)
+        verdict = replace(verdict, hidden_states=(last,))
     return pb.VerifyResponse(verdict=codec.encode_verdict(verdict))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
@@ -15,12 +15,14 @@ from specdec.errors import InvalidRequest, TandemError, Unavailable
 from specdec.pacing.acceptance import Acceptance
 from specdec.sessions import (
     FinishReason,
+    HiddenStates,
     PositionLogprobs,
     Proposal,
     SessionSpec,
     TargetOpened,
     Verdict,
 )
+from specdec.state_buffer import StateBuffer
 from target_service.tick import Part, PartResult, Subject, TickResult
 from target_service.verifier import check_draft
 
@@ -64,10 +66,18 @@ class Session:
     """
 
     def __init__(
-        self, spec: SessionSpec, subject: Subject, host: Host, asked_ns: int, totals: Acceptance | None = None
+        self,
+        spec: SessionSpec,
+        subject: Subject,
+        host: Host,
+        asked_ns: int,
+        totals: Acceptance | None = None,
+        *,
+        on_states: Callable[[HiddenStates], None] | None = None,
     ) -> None:
         """``asked_ns``: when the session was asked for (``time.perf_counter_ns``); it is admitted now. ``totals``: what
-        is known of the acceptance in other sessions.
+        is known of the acceptance in other sessions. ``on_states`` gets the hidden states of the prompt as they are
+        computed, all but those of the last tick; without it the first verdict carries them all.
         """
         self.spec = spec
         self.subject = subject
@@ -83,6 +93,9 @@ class Session:
         self._opened: TargetOpened | None = None
         self._first: Verdict | None = None
         self._prompt_logprobs: list[PositionLogprobs] = []
+        #: Hidden states that were not handed out yet, and what takes those of the prompt.
+        self._states = StateBuffer()
+        self._on_states = on_states or self._states.add
         #: The round asked for, until a tick takes it.
         self._asked: Proposal | None = None
         #: Proposals for lengths beyond what is committed.
@@ -179,7 +192,13 @@ class Session:
         verdicts = [self._verdicts.popleft()]
         while not verdicts[-1].num_draft_tokens and self._verdicts and not self._verdicts[0].num_draft_tokens:
             verdicts.append(self._verdicts.popleft())
-        return verdicts[0] if len(verdicts) == 1 else join(verdicts)
+        verdict = verdicts[0] if len(verdicts) == 1 else join(verdicts)
+        if not self.subject.state_layers:
+            return verdict
+        states = self._states.take(verdict.committed_len - 1)
+        if self.subject.last_state_only:
+            states = tuple(block.rows(block.end - 1, block.end) for block in states[-1:])
+        return replace(verdict, hidden_states=states)
 
     async def gather(self, seconds: float) -> None:
         """Let steps of decoding ahead gather for the next :meth:`receive`; returns as soon as no further one follows,
@@ -260,6 +279,8 @@ class Session:
         """Take in what a tick brought: drop the entries of rejected tokens and queue the verdict."""
         self.in_flight = False
         self._prompt_logprobs += result.prompt_logprobs
+        if result.hidden_states is not None:
+            (self._states.add if part.decides else self._on_states)(result.hidden_states)
         if result.error is not None:
             self.fail(result.error)
         elif part.decides:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from specdec.engine.kv_pool import KVSequence
 from specdec.errors import TandemError
 from specdec.sampling.rule import Rule, SparseRow
 from specdec.sampling.state import SamplingState
-from specdec.sessions import PositionLogprobs, RoundTimings
+from specdec.sessions import HiddenStates, PositionLogprobs, RoundTimings
 from target_service.ending import Cut, Ending
 from target_service.logprobs import position_logprobs
 from target_service.verifier import Outcome, Round, Verifier
@@ -25,6 +26,10 @@ class Model(Protocol):
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Feed every segment and return its logits."""
+        ...
+
+    def forward_with_states(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The same, and each segment's hidden states: bfloat16 [num_states, features]."""
         ...
 
 
@@ -39,6 +44,11 @@ class Subject:
     logprobs: int | None = None
     #: Log-probabilities of this many tokens at each position of the prompt; None reports nothing.
     prompt_logprobs: int | None = None
+    #: The hidden states its verdicts carry; those of the prompt from this position on, then of every committed position
+    #: or, with ``last_state_only``, of one a round.
+    state_layers: tuple[int, ...] = ()
+    first_state: int = 0
+    last_state_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,16 @@ class Part:
             return len(self.token_ids)
         return len(self.draft_token_ids) + 1 if self.decides else 0
 
+    @property
+    def num_states(self) -> int:
+        """Rows of hidden states the part needs: the last ones. Of a round all: any of its tokens may be the last."""
+        subject, num_rows = self.subject, len(self.token_ids)
+        if not subject.state_layers:
+            return 0
+        if not self.is_prefill:
+            return num_rows
+        return max(0, min(num_rows, subject.sequence.length + num_rows - subject.first_state))
+
 
 @dataclass(frozen=True, slots=True)
 class PartResult:
@@ -69,6 +89,8 @@ class PartResult:
     num_accepted: int = 0
     logprobs: tuple[PositionLogprobs, ...] = ()
     prompt_logprobs: Sequence[PositionLogprobs] = ()
+    #: Of the chunk, or those that the round's committed tokens were predicted from; None where none are asked for.
+    hidden_states: HiddenStates | None = None
     error: TandemError | None = None
 
 
@@ -90,24 +112,32 @@ def run_tick(model: Model, verifier: Verifier, parts: Sequence[Part]) -> TickRes
     row = 0
     for part in parts:
         subject, num_logits = part.subject, part.num_logits
-        segments.append(Segment(subject.sequence, part.token_ids, num_logits))
+        segments.append(Segment(subject.sequence, part.token_ids, num_logits, part.num_states, subject.state_layers))
         row += num_logits
         if part.decides:
             start_row = row - len(part.draft_token_ids) - 1
             rounds.append(
                 Round(subject.state, subject.rule, start_row, part.draft_token_ids, part.q_rows, subject.logprobs)
             )
-    logits = model.forward(segments)
+    states: Sequence[torch.Tensor | None] = (None,) * len(parts)
+    if any(segment.num_states for segment in segments):
+        logits, states = model.forward_with_states(segments)
+        states = [rows.cpu() for rows in states]
+    else:
+        logits = model.forward(segments)
     forward_done_ns = time.perf_counter_ns()
     outcomes = iter(verifier.verify(logits, rounds))
     results = []
     row = 0
-    for part, segment in zip(parts, segments, strict=True):
+    for part, segment, rows in zip(parts, segments, states, strict=True):
         scored: Sequence[PositionLogprobs] = ()
         if part.is_prefill and part.subject.prompt_logprobs is not None:
             scored = _score_prompt(part, part.subject.prompt_logprobs, logits[row : row + segment.num_logits])
         row += segment.num_logits
-        results.append(_commit(part, next(outcomes), scored) if part.decides else PartResult(prompt_logprobs=scored))
+        result = _commit(part, next(outcomes), scored) if part.decides else PartResult(prompt_logprobs=scored)
+        if rows is not None and segment.num_states:
+            result = replace(result, hidden_states=_kept_states(part, result, rows))
+        results.append(result)
     timings = RoundTimings(
         forward_ns=forward_done_ns - started_ns,
         verify_ns=time.perf_counter_ns() - forward_done_ns,
@@ -125,6 +155,20 @@ def _commit(part: Part, outcome: Outcome, scored: Sequence[PositionLogprobs]) ->
     cut = part.subject.ending.cut(len(state), outcome.token_ids)
     state.commit(cut.token_ids)
     return PartResult(cut, outcome.num_accepted, outcome.logprobs[: len(cut.token_ids)], scored)
+
+
+def _kept_states(part: Part, result: PartResult, rows: torch.Tensor) -> HiddenStates | None:
+    """Of the rows computed, [num_states, features], those that go with the part's result."""
+    num_rows, num_features = rows.shape
+    start = part.subject.sequence.length - num_rows  # nothing is rolled back yet
+    if not part.is_prefill:
+        num_rows = len(result.cut.token_ids)
+        if part.subject.last_state_only and num_rows:
+            start, rows, num_rows = start + num_rows - 1, rows[num_rows - 1 :], 1
+    if not num_rows:
+        return None
+    data = ctypes.string_at(rows.data_ptr(), num_rows * num_features * rows.itemsize)
+    return HiddenStates(start, num_features, "bfloat16", data)
 
 
 def _score_prompt(part: Part, num_top: int, logits: torch.Tensor) -> Sequence[PositionLogprobs]:

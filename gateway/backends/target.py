@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import grpc.aio
 
 from gateway.backends.info import ServerInfo
@@ -9,6 +11,7 @@ from specdec import codec
 from specdec.errors import Unavailable
 from specdec.rpc.streams import SessionStream
 from specdec.sessions import Proposal, SessionSpec, TargetOpened, Verdict
+from specdec.state_buffer import StateBuffer
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
 
@@ -25,10 +28,14 @@ class GrpcTarget(ServerInfo):
         stream: SessionStream[pb.VerifyRequest, pb.VerifyResponse] = SessionStream(self._stub.Verify)
         try:
             answer = await stream.turn(pb.VerifyRequest(open=codec.encode_open_target(spec)))
+            states = StateBuffer()
+            while answer.WhichOneof("kind") == "hidden_states":  # of a long prompt, as they are computed
+                states.add(codec.decode_verdict_states(answer.hidden_states))
+                answer = await stream.receive()
             if answer.WhichOneof("kind") != "opened":
                 raise Unavailable("the target answered an opening with something else")
             opened = codec.decode_target_opened(answer.opened)
-            session = GrpcTargetSession(stream, spec.epoch, opened)
+            session = GrpcTargetSession(stream, spec.epoch, opened, states)
             session.first = await session.receive()
         except BaseException:
             await stream.close()
@@ -43,10 +50,16 @@ class GrpcTargetSession:
     first: Verdict
 
     def __init__(
-        self, stream: SessionStream[pb.VerifyRequest, pb.VerifyResponse], epoch: int, opened: TargetOpened
+        self,
+        stream: SessionStream[pb.VerifyRequest, pb.VerifyResponse],
+        epoch: int,
+        opened: TargetOpened,
+        states: StateBuffer,
     ) -> None:
+        """``states``: hidden states that belong to the next verdict."""
         self._stream = stream
         self._epoch = epoch
+        self._states = states
         self.opened = opened
 
     def offer(self, proposal: Proposal) -> None:
@@ -65,8 +78,14 @@ class GrpcTargetSession:
         """The next verdict; those of another epoch are stale and dropped."""
         while True:
             answer = await self._stream.receive()
-            if answer.WhichOneof("kind") == "verdict" and answer.verdict.epoch == self._epoch:
-                return codec.decode_verdict(answer.verdict)
+            kind = answer.WhichOneof("kind")
+            if kind == "hidden_states":
+                self._states.add(codec.decode_verdict_states(answer.hidden_states))
+            elif kind == "verdict" and answer.verdict.epoch == self._epoch:
+                verdict = codec.decode_verdict(answer.verdict)
+                if ahead := self._states.take():
+                    verdict = replace(verdict, hidden_states=(*ahead, *verdict.hidden_states))
+                return verdict
 
     async def close(self) -> None:
         """Release (or park) the cache. Idempotent."""

@@ -80,6 +80,8 @@ class Engine:
         self._caches = memory.allocate_caches(shapes, num_blocks, block_size, device)
         self._tap: StateTap | None = StateTap(model, shapes)
         self._num_layers = self._tap.num_layers
+        #: Width of a hidden state.
+        self.hidden_size: int = model.config.get_text_config(decoder=True).hidden_size
         for shape, (k_cache, v_cache) in zip(shapes, self._caches, strict=True):
             bind(shape, PagedLayer(k_cache, v_cache, shape.window, self._state))
 

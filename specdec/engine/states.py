@@ -21,6 +21,8 @@ from specdec.errors import InvalidRequest
 
 #: Of all hidden states that leave the engine, whatever it computes in.
 STATE_DTYPE: Final = torch.bfloat16
+#: Layers a session may ask for at most.
+MAX_STATE_LAYERS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,11 @@ def check_layers(layers: Sequence[int], num_layers: int | None) -> None:
         raise InvalidRequest(
             "hidden_state_layers is set, but the target's layers are not arranged in a way that shows their states: use"
             " a drafter that reads none",
+            param="hidden_state_layers",
+        )
+    if len(layers) > MAX_STATE_LAYERS:
+        raise InvalidRequest(
+            f"hidden_state_layers names {len(layers)} layers; at most {MAX_STATE_LAYERS} may be asked for",
             param="hidden_state_layers",
         )
     for layer in layers:

@@ -208,7 +208,7 @@ class FakeTarget(FakeBackend):
         self.num_started_by_offers = 0
         self.num_superseded = 0
 
-    async def open(self, spec):
+    async def open(self, spec, on_states=None):
         await self.work("open", self.open_latency_s)
         return FakeTargetSession(self, spec)
 

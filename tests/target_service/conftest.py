@@ -154,7 +154,7 @@ def make_prompt(seed: int, length: int = 12) -> tuple[int, ...]:
 
 def make_spec(prompt: Sequence[int], max_tokens: int = 32, *, generated: Sequence[int] = (), **changes) -> SessionSpec:
     """A greedy session; keywords go to the spec or to its sampling parameters, whichever knows them."""
-    of_spec = {"session_id", "epoch", "rule", "num_speculative_tokens", "park", "decode_ahead_tokens"}
+    of_spec = SessionSpec.__dataclass_fields__.keys() - {"token_ids", "prompt_len", "params"}
     spec = {name: value for name, value in changes.items() if name in of_spec}
     params = {name: value for name, value in changes.items() if name not in of_spec}
     return SessionSpec(

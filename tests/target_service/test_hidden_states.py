@@ -1,0 +1,240 @@
+"""Verdicts carry the hidden states their tokens were predicted from: of the committed path, once each, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from gateway.backends.target import GrpcTarget
+from specdec import state_buffer
+from specdec.errors import InvalidRequest
+from specdec.rpc.channel import open_channel
+from specdec.sessions import HiddenStates, Proposal, Verdict
+from target_service import core as core_module
+from tests.target_service.conftest import VOCAB, decode_ahead, make_prompt, make_spec, verify
+
+H = 32
+LAYERS = (2, 0, 1, -1)
+
+
+@pytest.fixture(scope="module")
+def stock(llama):
+    """``stock(tokens, layers)``: the stock model's states [n, layers * H], float32."""
+
+    @torch.no_grad()
+    def states(token_ids, layers=LAYERS) -> torch.Tensor:
+        last = []
+        hook = llama.model.layers[-1].register_forward_hook(lambda _m, _a, out: last.append(out))
+        found = llama(torch.tensor([list(token_ids)]), use_cache=False, output_hidden_states=True).hidden_states
+        hook.remove()
+        by_number = dict(enumerate([*found[:-1], last[0]])) | {-1: found[-1]}
+        return torch.cat([by_number[layer][0] for layer in layers], 1)
+
+    return states
+
+
+def tensor_of(block: HiddenStates) -> torch.Tensor:
+    assert block.dtype == "bfloat16"
+    return torch.frombuffer(bytearray(block.data), dtype=torch.bfloat16).view(block.num_positions, block.num_features)
+
+
+class Reader:
+    """Collects what the verdicts of a session bring and compares it with the stock model."""
+
+    def __init__(self, prompt, stock, layers=LAYERS, first=0):
+        self.tokens = list(prompt)
+        self.stock = stock
+        self.layers = layers
+        self.rows: dict[int, torch.Tensor] = {}
+        self.next = first
+
+    def take(self, verdict: Verdict) -> None:
+        assert verdict.base_len == len(self.tokens)
+        self.tokens += verdict.token_ids
+        for block in verdict.hidden_states:
+            assert block.num_features == H * len(self.layers)
+            assert block.start == self.next
+            self.next = block.end
+            self.rows |= {block.start + i: row for i, row in enumerate(tensor_of(block))}
+        assert self.next == len(self.tokens) - 1
+
+    def check(self) -> None:
+        expected = self.stock(self.tokens, self.layers)
+        positions = sorted(self.rows)
+        actual = torch.stack([self.rows[position] for position in positions])
+        torch.testing.assert_close(actual.float(), expected[positions], rtol=2**-8, atol=2e-4)
+
+
+def drafts_of(plain, prompt, output, rng, k=4):
+    """The target's own next tokens, with a wrong one somewhere, or none."""
+    drafted = list(plain(prompt, 60)[len(output) : len(output) + k])
+    if rng.random() < 0.7 and drafted:
+        at = rng.randrange(len(drafted))
+        drafted[at] = (drafted[at] + 1) % VOCAB
+    return tuple(drafted)
+
+
+async def speculate(session, reader, plain, prompt, seed) -> None:
+    """Rounds with rejections and phases of decoding ahead, to the end."""
+    rng = random.Random(seed)
+    verdict = session.first
+    reader.take(verdict)
+    while verdict.finish_reason is None:
+        length = len(reader.tokens)
+        if rng.random() < 0.25:
+            session.decode_ahead(length, 3)
+            while len(reader.tokens) < length + 3 and verdict.finish_reason is None:
+                if rng.random() < 0.5:
+                    await asyncio.sleep(0.01)  # the steps are joined
+                reader.take(verdict := await session.receive())
+            continue
+        drafted = drafts_of(plain, prompt, reader.tokens[len(prompt) :], rng)
+        verdict = await verify(session, length, Proposal(1, length, drafted))
+        reader.take(verdict)
+
+
+@pytest.mark.parametrize("num_sessions", [1, 8])
+async def test_states_of_committed_tokens_come_once_each(start_core, plain, stock, num_sessions):
+    prompts = [make_prompt(40 + i, 12 + 9 * i) for i in range(num_sessions)]
+    async with start_core(max_num_batched_tokens=24) as core:  # prompts are prefilled in chunks
+
+        async def one(i):
+            spec = make_spec(prompts[i], 40, session_id=f"s{i}", hidden_state_layers=LAYERS)
+            session = await core.open(spec)
+            reader = Reader(prompts[i], stock)
+            await speculate(session, reader, plain, prompts[i], i)
+            reader.check()
+            assert tuple(reader.tokens[len(prompts[i]) :]) == plain(prompts[i], 40)
+            await session.close()
+
+        await asyncio.gather(*(one(i) for i in range(num_sessions)))
+
+
+async def test_sessions_that_ask_for_nothing_get_nothing(start_core, plain, stock):
+    prompts = [make_prompt(60 + i, 20) for i in range(4)]
+    wishes = [(), (1,), (-1, 2), ()]
+    async with start_core() as core:
+
+        async def one(prompt, layers):
+            session = await core.open(make_spec(prompt, 20, session_id=str(prompt), hidden_state_layers=layers))
+            verdict, reader = session.first, Reader(prompt, stock, layers)
+            tokens = list(prompt)
+            while True:
+                tokens += verdict.token_ids
+                if layers:
+                    reader.take(verdict)
+                else:
+                    assert verdict.hidden_states == ()
+                if verdict.finish_reason is not None:
+                    break
+                drafted = plain(prompt, 60)[len(tokens) - 20 :][:2]
+                verdict = await verify(session, len(tokens), Proposal(1, len(tokens), drafted))
+            if layers:
+                reader.check()
+            assert tuple(tokens[20:]) == plain(prompt, 20)
+            await session.close()
+
+        await asyncio.gather(*map(one, prompts, wishes))
+
+
+async def test_a_verdict_cut_at_a_stop_token_carries_no_more(start_core, plain, stock):
+    prompt = next(p for p in map(make_prompt, range(71, 200)) if len(set(plain(p, 12)[:5])) == 5)
+    text = plain(prompt, 12)
+    stop = text[4]
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 40, stop_token_ids=(stop,), hidden_state_layers=LAYERS))
+        reader = Reader(prompt, stock)
+        reader.take(session.first)
+        verdict = await verify(session, 13, Proposal(1, 13, text[1:8]))
+        assert verdict.token_ids == text[1:5]
+        reader.take(verdict)
+        reader.check()
+        await session.close()
+
+
+async def test_the_last_position_alone(start_core, plain, stock):
+    prompt = make_prompt(72, 50)
+    async with start_core(max_num_batched_tokens=16) as core:
+        session = await core.open(make_spec(prompt, 30, hidden_state_layers=(-1,), last_hidden_state_only=True))
+        tokens, verdict = list(prompt), session.first
+        while True:
+            tokens += verdict.token_ids
+            (block,) = verdict.hidden_states
+            assert (block.start, block.num_positions) == (len(tokens) - 2, 1)
+            expected = stock(tokens, (-1,))[-2:-1]
+            torch.testing.assert_close(tensor_of(block).float(), expected, rtol=2**-8, atol=2e-4)
+            if verdict.finish_reason is not None:
+                break
+            if len(tokens) == 60:
+                session.decode_ahead(60, 5)
+                await asyncio.sleep(0.05)
+                verdict = await session.receive()
+                continue
+            drafted = plain(prompt, 60)[len(tokens) - 50 :][:3]
+            verdict = await verify(session, len(tokens), Proposal(1, len(tokens), (*drafted[:-1], 0)))
+        await session.close()
+
+
+async def test_a_parked_session_starts_where_computing_starts(start_core, plain, stock):
+    prompt = make_prompt(73, 40)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 10, session_id="chat", park=True))
+        text = (*session.first.token_ids, *await decode_ahead(session, 41, 9))
+        await session.close()
+        follow = (*prompt, *text, *make_prompt(74, 9))
+        session = await core.open(make_spec(follow, 8, session_id="chat", park=True, hidden_state_layers=LAYERS))
+        assert session.opened.num_cached_tokens == 49
+        reader = Reader(follow, stock, first=49)
+        await speculate(session, reader, plain, follow, 3)
+        reader.check()
+        await session.close()
+
+
+async def test_no_more_is_kept_than_there_is_room_for(start_core, plain, stock, monkeypatch):
+    limit = 10 * H * len(LAYERS) * 2
+    monkeypatch.setattr(core_module, "MAX_BYTES", limit)
+    monkeypatch.setattr(state_buffer.StateBuffer.__init__, "__defaults__", (limit,))
+    prompt = make_prompt(75, 35)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 60, hidden_state_layers=LAYERS))
+        reader = Reader(prompt, stock, first=25)
+        reader.take(session.first)
+        reader.check()
+        session.decode_ahead(36, 20)
+        await asyncio.sleep(0.1)  # nobody reads: the newest are kept
+        verdict = await session.receive()
+        assert len(verdict.token_ids) == 20
+        assert (verdict.hidden_states[0].start, verdict.hidden_states[-1].end) == (45, 55)
+        await session.close()
+
+
+async def test_over_the_wire_in_pieces(start_core, serve, plain, stock, monkeypatch):
+    monkeypatch.setattr(state_buffer.pieces, "__defaults__", (3 * H * len(LAYERS) * 2,))
+    prompts = [make_prompt(80 + i, 30) for i in range(3)]
+    async with (
+        start_core(max_num_batched_tokens=20) as core,
+        serve(core) as (_, server),
+        open_channel(server.address) as channel,
+    ):
+        backend = GrpcTarget(channel)
+
+        async def one(i):
+            spec = make_spec(prompts[i], 30, session_id=f"s{i}", hidden_state_layers=LAYERS)
+            session = await backend.open(spec)
+            assert all(block.num_positions <= 3 for block in session.first.hidden_states)
+            reader = Reader(prompts[i], stock)
+            await speculate(session, reader, plain, prompts[i], i)
+            reader.check()
+            await session.close()
+
+        await asyncio.gather(*map(one, range(3)))
+
+
+async def test_layers_that_are_not_there_are_refused(start_core):
+    async with start_core() as core:
+        for layers, text in (((3,), "names 3; the target has the states 0 to 2"), ((1,) * 17, "names 17 layers")):
+            with pytest.raises(InvalidRequest, match=text):
+                await core.open(make_spec(make_prompt(1), hidden_state_layers=layers))
