@@ -15,6 +15,7 @@ from draft_service.none import NoDrafter
 from draft_service.odds import Kind, Odds
 from draft_service.session import CoreSession
 from specdec.errors import InvalidRequest, ModelNotSupported, Overloaded, Unavailable
+from specdec.methods import HEAD_METHODS
 from specdec.sessions import ModelInfo, ServerLoad, SessionSpec
 from specdec.settings import DraftSettings, SchedulerSettings
 
@@ -39,7 +40,23 @@ async def load_drafter(settings: DraftSettings) -> Drafter[Any]:
         from draft_service.draft_model import ModelDrafter  # noqa: PLC0415 (torch)
 
         return await ModelDrafter.load(settings)
+    if speculative.method in HEAD_METHODS:
+        return await _load_head_drafter(settings)
     raise ModelNotSupported(f"there is no drafter yet for method {' with '.join(speculative.methods)}")
+
+
+async def _load_head_drafter(settings: DraftSettings) -> Drafter[Any]:
+    from draft_service.eagle import EagleDrafter  # noqa: PLC0415 (torch)
+    from draft_service.medusa import MedusaDrafter  # noqa: PLC0415
+    from draft_service.mlp_speculator import MlpDrafter  # noqa: PLC0415
+
+    match settings.speculative.methods[-1]:
+        case "medusa":
+            return await MedusaDrafter.load(settings)
+        case "mlp_speculator":
+            return await MlpDrafter.load(settings)
+        case _:
+            return await EagleDrafter.load(settings)
 
 
 class DraftCore:

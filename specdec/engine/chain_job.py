@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,35 @@ from specdec.sampling.state import SamplingState
 
 #: One entry per job, written by another thread while the chains are drafted; not 0: the job's chain may end here.
 StopFlags = npt.NDArray[np.int32]
+
+
+class Drawing(Protocol):
+    """How one chain is drawn, whatever computes its logits: see :class:`ChainJob`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens wanted."""
+        ...
+
+    @property
+    def state(self) -> SamplingState:
+        """The session's."""
+        ...
+
+    @property
+    def rule(self) -> Rule:
+        """The rule the chain will be verified by."""
+        ...
+
+    @property
+    def assumed(self) -> Sequence[int]:
+        """Tokens assumed to be committed."""
+        ...
+
+    @property
+    def num_candidates(self) -> int:
+        """Guesses wanted of the target's tokens."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ Only what a chain depends on enters it: a chain is the same whatever is drafted 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
-from specdec.engine.chain_job import ChainJob, StopFlags
+from specdec.engine.chain_job import ChainJob, Drawing, StopFlags
 from specdec.engine.engine import Engine, Segment
 from specdec.engine.native import chains as native
 from specdec.engine.native.decoder import NativeDecoder
@@ -17,7 +18,10 @@ from specdec.sampling.drafting import Drafted, DraftedChain, collect, draft
 from specdec.sampling.rows import Rows
 from specdec.sampling.transfer import send
 
-__all__ = ["ChainJob", "StopFlags", "draft_chains"]
+__all__ = ["ChainJob", "Drawing", "Feed", "StopFlags", "draft_chains", "draw_chains"]
+
+#: Feeds the tokens just drawn, int64 [n], of the jobs of these numbers: to the logits after them, float32 [n, V].
+Feed: TypeAlias = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 
 
 def draft_chains(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | None = None) -> list[DraftedChain]:
@@ -45,37 +49,51 @@ def draft_chains(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | Non
 
 def _draft_in_torch(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | None) -> list[DraftedChain]:
     """The same with a pass per step."""
-    chains = [DraftedChain(())] * len(jobs)
     with torch.inference_mode():
         logits = engine.forward([Segment(job.sequence, job.token_ids, min(job.num_tokens, 1)) for job in jobs])
-        drafting = [i for i, job in enumerate(jobs) if job.num_tokens]
-        if drafting:
-            is_stopped = (lambda at: False) if stop is None else (lambda at: bool(stop[drafting[at]]))
-            steps, lengths = _steps(engine, logits, [jobs[i] for i in drafting], is_stopped)
-            for i, chain in zip(drafting, collect(steps, lengths), strict=True):
-                chains[i] = chain
+
+        def feed(going_on: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
+            return engine.forward(
+                [Segment(jobs[i].sequence, token_ids[at : at + 1], 1) for at, i in enumerate(going_on)]
+            )
+
+        return draw_chains(logits, jobs, feed, stop)
+
+
+def draw_chains(
+    logits: torch.Tensor, jobs: Sequence[Drawing], feed: Feed, stop: StopFlags | None
+) -> list[DraftedChain]:
+    """Draw a chain for every job that wants tokens, empty for the others; in inference mode.
+
+    ``logits`` float32 [those jobs, V] of the first token. Tokens stay on the device until all chains are drawn.
+    """
+    chains = [DraftedChain(())] * len(jobs)
+    drafting = [i for i, job in enumerate(jobs) if job.num_tokens]
+    if drafting:
+        steps, lengths = _steps(logits, jobs, drafting, feed, stop)
+        for i, chain in zip(drafting, collect(steps, lengths), strict=True):
+            chains[i] = chain
     return chains
 
 
 def _steps(
-    engine: Engine, logits: torch.Tensor, jobs: Sequence[ChainJob], is_stopped: Callable[[int], bool]
+    logits: torch.Tensor, jobs: Sequence[Drawing], drafting: Sequence[int], feed: Feed, stop: StopFlags | None
 ) -> tuple[list[Drafted], list[int]]:
     """Draw, feed the drawn tokens, and so on; chains that end leave the batch.
 
-    Tokens stay on the device. Every step's result has all rows: those of chains that ended are filler. Also returns
-    the length of each chain.
+    Every step's result has all rows: those of chains that ended are filler. Also returns the length of each chain.
     """
-    rows = Rows.after([job.state for job in jobs], [job.assumed for job in jobs])
-    num_candidates = max(job.num_candidates for job in jobs)
-    lengths = [job.num_tokens for job in jobs]
-    active = list(range(len(jobs)))
+    rows = Rows.after([jobs[i].state for i in drafting], [jobs[i].assumed for i in drafting])
+    num_candidates = max(jobs[i].num_candidates for i in drafting)
+    lengths = [jobs[i].num_tokens for i in drafting]
+    active = list(range(len(drafting)))
     steps: list[Drafted] = []
     while True:
-        drafted = draft(logits, rows, [jobs[i].rule for i in active], num_candidates)
-        steps.append(_spread(drafted, active, len(jobs)))
+        drafted = draft(logits, rows, [jobs[drafting[i]].rule for i in active], num_candidates)
+        steps.append(_spread(drafted, active, len(drafting)))
         going_on = []
         for at, i in enumerate(active):
-            if is_stopped(i):
+            if stop is not None and stop[drafting[i]]:
                 lengths[i] = len(steps)
             elif lengths[i] > len(steps):
                 going_on.append(at)
@@ -84,8 +102,9 @@ def _steps(
         tokens, rows = drafted.token_ids, rows.extended(drafted.token_ids)
         if len(going_on) < len(active):
             rows = rows.select(going_on)
-        logits = engine.forward([Segment(jobs[active[at]].sequence, tokens[at : at + 1], 1) for at in going_on])
+            tokens = tokens.index_select(0, send(going_on, tokens.device))
         active = [active[at] for at in going_on]
+        logits = feed([drafting[i] for i in active], tokens)
 
 
 def _spread(drafted: Drafted, active: Sequence[int], num_rows: int) -> Drafted:

@@ -95,8 +95,8 @@ class Engine:
             ModelNotSupported: this engine would give wrong answers for the model, or cannot run it.
             InvalidRequest: a setting does not fit the model or the machine.
         """
-        device = _resolve_device(settings.device)
-        num_threads = settings.num_threads or _usable_cores()
+        device = resolve_device(settings.device)
+        num_threads = settings.num_threads or usable_cores()
         if device.type == "cpu":
             torch.set_num_threads(num_threads)
         else:
@@ -378,13 +378,19 @@ class Engine:
         yield _Path("torch attention")
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _resolve_device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
+    """The device of a setting's name.
+
+    Raises:
+        InvalidRequest: there is no such device.
+    """
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -130,17 +131,15 @@ class EagleReference:
         far.
         """
         assert len(token_ids) == start + len(states) + 1
+        known = [self.fuse(state) for state in states]
 
-        def step(drafted: Sequence[int]) -> Tensor:
-            tokens = list(token_ids[start + 1 :])
-            features = [self.fuse(state) for state in states]
-            for token in drafted:
-                positions = range(start, start + len(tokens))
-                features.append(self.outputs(tokens, features, positions)[-1])
-                tokens.append(token)
-            return self.logits(self.outputs(tokens, features, range(start, start + len(tokens)))[-1])
+        @cache
+        def output(drafted: tuple[int, ...]) -> Tensor:
+            tokens = [*token_ids[start + 1 :], *drafted]
+            features = [*known, *(output(drafted[:i]) for i in range(len(drafted)))]
+            return self.outputs(tokens, features, range(start, start + len(tokens)))[-1]
 
-        return step
+        return lambda drafted: self.logits(output(tuple(drafted)))
 
     def _w(self, name: str) -> Tensor:
         return self.w[self.prefix + name]

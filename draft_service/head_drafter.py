@@ -1,0 +1,318 @@
+"""What all drafters with a head share: loading, the device thread, and the way of a batch through it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from draft_service.draft_model import MAX_NS_NOW
+from draft_service.drafter import MAX_ROWS_NOW, Draft, DraftJob
+from specdec import __version__
+from specdec.engine import checkpoint
+from specdec.engine.chains import StopFlags
+from specdec.engine.device_thread import DeviceThread
+from specdec.engine.engine import resolve_device, usable_cores
+from specdec.errors import InvalidRequest
+from specdec.heads.checkpoint import Head, read_head
+from specdec.heads.tensors import text_config
+from specdec.sampling.drafting import DraftedChain
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.state import SamplingState
+from specdec.sessions import ELEMENT_BYTES, HiddenStates, ModelInfo, Rule, SessionSpec
+from specdec.settings import DTYPES, DraftSettings, ModelSettings
+
+
+class HeadState(Protocol):
+    """What every head's state has."""
+
+    sampling: SamplingState
+    rule: Rule
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The committed tokens."""
+        ...
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens whose states are known and not taken in yet."""
+        ...
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Entries found in a parked cache at opening."""
+        ...
+
+
+S = TypeVar("S", bound=HeadState)
+#: One job's part of a batch, prepared on the event loop.
+W = TypeVar("W")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHead:
+    """A head on its device, and the facts about it and its target."""
+
+    head: Head
+    device: torch.device
+    model: ModelSettings
+    info: ModelInfo
+
+
+def load_head(settings: DraftSettings) -> LoadedHead:
+    """Read the head the settings name, on the device thread.
+
+    Sets torch's thread count on the calling thread.
+
+    Raises:
+        InvalidRequest: a checkpoint cannot be read, or a setting does not fit it or the machine.
+        ModelNotSupported: a variant that is not known, or that does not fit the target; the text names the field.
+    """
+    model, target = settings.model, settings.target_model
+    if model is None or target is None:
+        raise InvalidRequest("a draft head needs its folder and that of its target", param="model")
+    if model.quantization not in (None, "auto"):
+        raise InvalidRequest(
+            f"quantization is {model.quantization!r}, but the weights of draft heads are not rounded; leave it out",
+            param="quantization",
+        )
+    device = resolve_device(model.device)
+    if device.type == "cpu":
+        torch.set_num_threads(model.num_threads or usable_cores())
+    else:
+        torch.cuda.set_device(device)
+    method = settings.speculative.methods[-1]
+    dtype = None if model.dtype == DTYPES[0] else getattr(torch, model.dtype)
+    head = read_head(model.model, target, method=method, dtype=dtype, device=device)
+    tokenizer = checkpoint.read_tokenizer(replace(model, model=model.tokenizer or target, tokenizer=None))
+    weight = next(parameter for parameter in head.parameters())
+    info = ModelInfo(
+        name=os.path.basename(os.path.normpath(model.model)),
+        architecture=type(head).__name__,
+        vocab_size=head.config.vocab_size,
+        tokenizer_size=tokenizer.size,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        max_model_len=model.max_model_len or _context_of(target),
+        dtype=str(weight.dtype).removeprefix("torch."),
+        device=str(device),
+        num_parameters=sum(parameter.numel() for parameter in head.parameters()),
+        method=method,
+        num_speculative_tokens=settings.speculative.num_speculative_tokens,
+        version=__version__,
+        hidden_state_layers=head.hidden_state_layers,
+    )
+    return LoadedHead(head, device, model, info)
+
+
+class HeadDrafter(ABC, Generic[S, W]):
+    """A drafter whose computation runs on the device thread, its bookkeeping on the event loop."""
+
+    def __init__(self, loaded: LoadedHead, thread: DeviceThread) -> None:
+        """``loaded`` was loaded on the thread, which :meth:`shutdown` ends."""
+        self.info = loaded.info
+        self._device = loaded.device
+        self._thread = thread
+        self._down = False
+        #: Latest time per drafted token of a batch in which all sessions draft; 0 before the first.
+        self._step_ns = 0.0
+        self._state_width = 0
+
+    # --- what a kind of head has to say ---
+
+    @abstractmethod
+    def open(self, spec: SessionSpec) -> S:
+        """See :class:`~draft_service.drafter.Drafter`."""
+
+    @abstractmethod
+    def advance(
+        self, state: S, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
+    ) -> None:
+        """See :class:`~draft_service.drafter.Drafter`."""
+
+    @abstractmethod
+    def room(self, state: S) -> int:
+        """See :class:`~draft_service.drafter.Drafter`."""
+
+    @abstractmethod
+    def close(self, state: S, park_as: str | None = None) -> None:
+        """See :class:`~draft_service.drafter.Drafter`."""
+
+    @abstractmethod
+    def _prepare(self, job: DraftJob[S]) -> W | None:
+        """What the device needs for a job; None where there is nothing to do."""
+
+    @abstractmethod
+    def _compute(self, works: Sequence[W], stop: StopFlags) -> Sequence[DraftedChain]:
+        """Do it, on the device thread."""
+
+    @abstractmethod
+    def _undo(self, work: W) -> None:
+        """It failed: the state is as it was before."""
+
+    def _finish(self, work: W) -> None:
+        """It succeeded."""
+
+    # --- the rest ---
+
+    async def draft(self, batch: Sequence[DraftJob[S]]) -> list[Draft]:
+        """One call on the device thread: a pass that takes in what is pending, then a step per drafted token."""
+        works = [self._prepare(job) for job in batch]
+        jobs = [job for job, work in zip(batch, works, strict=True) if work is not None]
+        running = [work for work in works if work is not None]
+        with self._undoing(running):
+            chains = await self._thread.run(self._timed, jobs, running) if running else ()
+        return self._drafts(works, chains)
+
+    def draft_now(self, batch: Sequence[DraftJob[S]]) -> list[Draft] | None:
+        """On the calling thread, while the device's own is idle: on a CPU, where the like of it was short before."""
+        num_steps = max(job.num_tokens for job in batch)
+        if not (
+            self._device.type == "cpu"
+            and sum(job.num_rows for job in batch) <= MAX_ROWS_NOW
+            and all(job.num_tokens for job in batch)
+            and 0 < self._step_ns * num_steps < MAX_NS_NOW
+        ):
+            return None
+        works = [self._prepare(job) for job in batch]
+        jobs = [job for job, work in zip(batch, works, strict=True) if work is not None]
+        running = [work for work in works if work is not None]
+        with self._undoing(running):
+            chains = self._timed(jobs, running) if running else ()
+        return self._drafts(works, chains)
+
+    def drop_ahead(self, state: S) -> None:
+        """Nothing is drafted ahead: that would need states the target has not computed yet."""
+
+    def occupancy(self) -> tuple[int, int, int]:
+        """No blocks."""
+        return 0, 0, 0
+
+    async def shutdown(self) -> None:
+        """End the thread."""
+        if not self._down:
+            self._down = True
+            await self._thread.run(self._free)
+            await asyncio.to_thread(self._thread.close)
+
+    async def warm_up(self) -> None:
+        """Draw once under every rule, so that no session pays for the first time."""
+        width, num_tokens = self._state_width, min(2, self.info.num_speculative_tokens)
+        data = bytes(ELEMENT_BYTES["float32"] * width)
+        for temperature, rule in ((0.0, Rule.BLOCK), (1.0, Rule.BLOCK), (1.0, Rule.COUPLED)):
+            params = SamplingParams(temperature=temperature, seed=0, max_tokens=4)
+            state = self.open(SessionSpec(session_id="warm-up", token_ids=(0,), prompt_len=1, params=params, rule=rule))
+            self.advance(state, 1, (0,), (HiddenStates(0, width, "float32", data),))
+            if self.room(state) >= num_tokens:
+                await self.draft([DraftJob(state, state.num_pending, num_tokens)])
+            self.close(state)
+
+    def _sampling(self, spec: SessionSpec) -> SamplingState:
+        """The sampling state of a session."""
+        info = self.info
+        return SamplingState(
+            spec.params,
+            spec.token_ids,
+            spec.prompt_len,
+            info.vocab_size,
+            tokenizer_size=info.tokenizer_size or None,
+            device=self._device,
+        )
+
+    def _check_states(self, hidden_states: Sequence[HiddenStates]) -> None:
+        """Refuse states the head cannot read.
+
+        Raises:
+            InvalidRequest: they are of another width.
+        """
+        for states in hidden_states:
+            if states.num_features != self._state_width:
+                raise InvalidRequest(
+                    f"hidden_states have {states.num_features} numbers a position; {self.info.name} reads layers"
+                    f" {list(self.info.hidden_state_layers)} of its target, {self._state_width} numbers",
+                    param="hidden_states",
+                )
+
+    def _free(self) -> None:
+        """Drop what holds memory of the device; on its thread."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _timed(self, jobs: Sequence[DraftJob[S]], works: Sequence[W]) -> Sequence[DraftedChain]:
+        stop = np.zeros(len(jobs), dtype=np.int32)
+        for at, job in enumerate(jobs):
+            job.stop.bind(stop, at)
+        started_ns = time.perf_counter_ns()
+        chains = self._compute(works, stop)
+        if all(job.num_tokens for job in jobs):
+            self._step_ns = (time.perf_counter_ns() - started_ns) / max(job.num_tokens for job in jobs)
+        return chains
+
+    def _drafts(self, works: Sequence[W | None], chains: Sequence[DraftedChain]) -> list[Draft]:
+        left = iter(chains)
+        drafts = []
+        for work in works:
+            if work is None:
+                drafts.append(Draft())
+                continue
+            self._finish(work)
+            chain = next(left)
+            drafts.append(Draft(chain.token_ids, chain.q_rows, chain.candidates))
+        return drafts
+
+    @contextmanager
+    def _undoing(self, works: Sequence[W]) -> Iterator[None]:
+        """Put the states back as they were if what is done with them fails."""
+        try:
+            yield
+        except BaseException:
+            for work in works:
+                self._undo(work)
+            raise
+
+
+def committed(sampling: SamplingState, keep: int, token_ids: Sequence[int]) -> SamplingState:
+    """The sampling state after ``token_ids`` have replaced what followed the first ``keep`` tokens."""
+    if keep == len(sampling):
+        with torch.inference_mode():  # the counts were made in it
+            sampling.commit(token_ids)
+        return sampling
+    return SamplingState(  # tokens were taken back: rare, and the counts of the penalties start anew
+        sampling.params,
+        [*sampling.token_ids[:keep], *token_ids],
+        sampling.prompt_len,
+        sampling.vocab_size,
+        tokenizer_size=sampling.num_tokens,
+        device=sampling.device,
+    )
+
+
+def tensor_of(states: Sequence[HiddenStates]) -> torch.Tensor:
+    """[positions, features] on the CPU, of the element type they came in."""
+    parts = [
+        torch.frombuffer(bytearray(each.data), dtype=getattr(torch, each.dtype)).view(-1, each.num_features)
+        for each in states
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _context_of(target: str) -> int:
+    """The longest sequence of a target.
+
+    Raises:
+        InvalidRequest: its config does not say.
+    """
+    config = text_config(Path(target))
+    length = config.get("max_position_embeddings") or config.get("n_positions")
+    if not isinstance(length, int):
+        raise InvalidRequest("the target's config names no longest sequence; set max_model_len", param="max_model_len")
+    return length

@@ -1,0 +1,44 @@
+"""Medusa as the draft: every head draws its token from the same state of the target.
+
+A head's distribution does not depend on the tokens drafted before it. That costs acceptance but no exactness: under a
+ratio rule the rows of q are what the tokens were drawn from, given the prefix, which is all that the rule asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+from torch import Tensor
+
+from draft_service.head_drafter import LoadedHead
+from draft_service.last_state import LastStateDrafter
+from specdec.engine.chains import Feed
+from specdec.engine.device_thread import DeviceThread
+from specdec.heads.medusa import MedusaHeads
+from specdec.sampling.transfer import send
+
+
+class MedusaDrafter(LastStateDrafter):
+    """Drafts a chain of as many tokens as there are heads, at most."""
+
+    _heads: MedusaHeads
+
+    @classmethod
+    def _of(cls, loaded: LoadedHead, thread: DeviceThread) -> Self:
+        heads = loaded.head
+        assert isinstance(heads, MedusaHeads)
+        drafter = cls(loaded, thread, width=heads.config.hidden_size, max_tokens=heads.config.num_heads)
+        drafter._heads = heads
+        return drafter
+
+    def _begin(self, states: Tensor, last_tokens: Sequence[int], num_tokens: int) -> tuple[Tensor, Feed]:
+        logits: Tensor = self._heads(states, num_tokens).float()  # [R, num_tokens, V]
+        step = 0
+
+        def feed(going_on: Sequence[int], token_ids: Tensor) -> Tensor:
+            nonlocal step
+            step += 1
+            return logits[:, step].index_select(0, send(list(going_on), logits.device))
+
+        return logits[:, 0], feed

@@ -1,0 +1,45 @@
+"""An MLP speculator as the draft: a state that starts as the target's and takes in the drafted tokens one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+from torch import Tensor
+
+from draft_service.head_drafter import LoadedHead
+from draft_service.last_state import LastStateDrafter
+from specdec.engine.chains import Feed
+from specdec.engine.device_thread import DeviceThread
+from specdec.heads.mlp_speculator import MlpSpeculator
+from specdec.sampling.transfer import send
+
+
+class MlpDrafter(LastStateDrafter):
+    """Drafts a chain of ``n_predict`` tokens at most."""
+
+    _head: MlpSpeculator
+
+    @classmethod
+    def _of(cls, loaded: LoadedHead, thread: DeviceThread) -> Self:
+        head = loaded.head
+        assert isinstance(head, MlpSpeculator)
+        drafter = cls(loaded, thread, width=head.config.emb_dim, max_tokens=head.config.n_predict)
+        drafter._head = head
+        return drafter
+
+    def _begin(self, states: Tensor, last_tokens: Sequence[int], num_tokens: int) -> tuple[Tensor, Feed]:
+        head = self._head
+        state = head(send(list(last_tokens), states.device), head.start(states), 0)  # [R, inner]
+        rows, step = list(range(len(last_tokens))), 0
+
+        def feed(going_on: Sequence[int], token_ids: Tensor) -> Tensor:
+            nonlocal state, rows, step
+            step += 1
+            if list(going_on) != rows:
+                kept = [rows.index(i) for i in going_on]
+                state, rows = state.index_select(0, send(kept, state.device)), list(going_on)
+            state = head(token_ids, state, step)
+            return head.logits(state, step).float()
+
+        return head.logits(state, 0).float(), feed

@@ -1,0 +1,175 @@
+"""An EAGLE head on a paged KV cache: ragged batches of sessions, and chains of drafted tokens.
+
+Entry i of a sequence stands for the i-th position whose target state is known: the token after it and its features were
+fed. Rotary positions count entries; attention sees their differences only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.engine import acceleration
+from specdec.engine.attention import AttentionKernels, PagedBatch, paged_attention, write_kv
+from specdec.engine.batch import Segment, build_batch
+from specdec.engine.chains import StopFlags, draw_chains
+from specdec.engine.engine import resolve_device, usable_cores
+from specdec.engine.kv_pool import KVPool, KVSequence
+from specdec.engine.layers import LayerShape
+from specdec.engine.memory import allocate_caches, count_blocks, fit_max_model_len
+from specdec.heads.eagle import EagleHead
+from specdec.heads.eagle3 import Eagle3Head
+from specdec.sampling.drafting import DraftedChain
+from specdec.sampling.rule import Rule
+from specdec.sampling.state import SamplingState
+from specdec.sampling.transfer import send
+from specdec.settings import ModelSettings
+
+__all__ = ["FeatureJob", "PagedHead", "resolve_device", "usable_cores"]
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureJob:
+    """One chain to draft, or, with ``num_tokens`` 0, positions to take in."""
+
+    sequence: KVSequence
+    #: For each position fed the token after it.
+    token_ids: Sequence[int]
+    #: The target's states of these positions, [len(token_ids), features], of any dtype, on any device.
+    states: Tensor
+    num_tokens: int
+    state: SamplingState
+    rule: Rule
+    #: Where nothing is fed: what the last position fed before came to, [H].
+    last: Tensor | None = None
+    num_candidates: int = 0
+    assumed: tuple[int, ...] = ()
+
+
+class PagedHead:
+    """A head, the cache of its one layer, and the bookkeeping of the cache."""
+
+    def __init__(self, head: EagleHead | Eagle3Head, settings: ModelSettings, max_model_len: int) -> None:
+        """Lay out the cache on the head's device.
+
+        Raises:
+            InvalidRequest: there is no memory for it.
+        """
+        attention, weight = head.attention, head.fc.weight
+        shape = LayerShape(
+            module=attention,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            value_dim=attention.head_dim,
+            dtype=weight.dtype,
+            window=None,
+            chunk=None,
+            has_sinks=False,
+            has_softcap=False,
+        )
+        num_blocks = count_blocks(
+            settings,
+            [shape],
+            device=weight.device,
+            max_model_len=max_model_len,
+            weight_bytes=sum(parameter.nbytes for parameter in head.parameters()),
+        )
+        self.head = head
+        self.device = weight.device
+        self.max_model_len = fit_max_model_len(settings, max_model_len, num_blocks)
+        self.pool = KVPool(num_blocks, settings.block_size)
+        self._scale = attention.head_dim**-0.5
+        self._caches = allocate_caches([shape], num_blocks, settings.block_size, weight.device)
+        self._kernels: AttentionKernels | None = None
+        if not settings.enforce_eager:
+            on_cpu = weight.device.type == "cpu"
+            self._kernels = acceleration.native_attention() if on_cpu else acceleration.triton_attention()
+
+    def forward(self, segments: Sequence[Segment], features: Tensor) -> Tensor:
+        """Feed every segment's positions, with their features [T, H] one after another; in inference mode.
+
+        Returns [sum of num_logits, H]: what the wanted rows came to. Sequences grow by what they were fed.
+
+        Raises:
+            InvalidRequest: a token id is outside the vocabulary.
+            ValueError: a segment is empty or does not fit its sequence.
+        """
+        self._copy_blocks()
+        batch = build_batch(
+            segments,
+            block_size=self.pool.block_size,
+            vocab_size=self.head.config.vocab_size,
+            max_model_len=self.max_model_len,
+        )
+        on_device = batch.to(self.device)
+        plan = on_device.plan
+        k_cache, v_cache = self._caches[0]
+        paged = PagedBatch(on_device)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if self._kernels is None:
+                write_kv(k_cache, v_cache, key, value, paged)
+                return paged_attention(query, k_cache, v_cache, paged, scale=self._scale)
+            self._kernels.write_kv(k_cache, v_cache, key, value, plan)
+            return self._kernels.paged_attention(query, k_cache, v_cache, plan, self._scale)
+
+        x: Tensor = self.head(on_device.input_ids[0], features, plan.positions, attend)
+        for segment, kv_len in zip(segments, batch.kv_lens, strict=True):
+            segment.sequence.length = kv_len
+        return x if len(on_device.logit_rows) == len(x) else x.index_select(0, on_device.logit_rows)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Over the target's vocabulary, float32 [N, V]; -inf for tokens that cannot be drafted."""
+        return self.head.to_target_logits(self.head.logits(x).float())
+
+    def draft_chains(
+        self, jobs: Sequence[FeatureJob], stop: StopFlags | None = None
+    ) -> tuple[list[DraftedChain], list[Tensor]]:
+        """Take in what the jobs feed, then draft a chain for those that want one.
+
+        Sequences grow by what was fed and by one entry less than was drafted; those entries are on predicted features
+        and are to be dropped. Also returns, for every job, what its last position fed came to: [H]. Raises like
+        :meth:`forward`, after which sequences may have grown: roll them back.
+        """
+        with torch.inference_mode():
+            lasts = self._take_in(jobs)
+            drafting = [i for i, job in enumerate(jobs) if job.num_tokens]
+            if not drafting:
+                return [DraftedChain(())] * len(jobs), lasts
+            x = torch.stack(lasts)
+
+            def feed(going_on: Sequence[int], token_ids: Tensor) -> Tensor:
+                at = send(list(going_on), self.device)
+                segments = [Segment(jobs[i].sequence, token_ids[n : n + 1], 1) for n, i in enumerate(going_on)]
+                out = self.forward(segments, x.index_select(0, at))
+                x.index_copy_(0, at, out)
+                return self.logits(out)
+
+            first = x if len(drafting) == len(jobs) else x.index_select(0, send(drafting, self.device))
+            return draw_chains(self.logits(first), jobs, feed, stop), lasts
+
+    def _take_in(self, jobs: Sequence[FeatureJob]) -> list[Tensor]:
+        """One pass over all that is fed; to what the last position of each job came to."""
+        feeding = [job for job in jobs if job.token_ids]
+        rows: Iterator[Tensor] = iter(())
+        if feeding:
+            dtype = self.head.fc.weight.dtype
+            states = torch.cat([job.states.to(self.device, dtype, non_blocking=True) for job in feeding])
+            segments = [Segment(job.sequence, job.token_ids, 1) for job in feeding]
+            rows = iter(self.forward(segments, self.head.fuse(states)))
+        lasts = []
+        for job in jobs:
+            last = next(rows) if job.token_ids else job.last
+            assert last is not None
+            lasts.append(last)
+        return lasts
+
+    def _copy_blocks(self) -> None:
+        """Make the copies that sequences taken back from a parked one wait for."""
+        for source, target in self.pool.take_copies():
+            for cache in self._caches[0]:
+                cache[target] = cache[source]

@@ -1,0 +1,424 @@
+"""Draft heads over many rounds, against the whole text computed anew from their formulas."""
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+
+from draft_service.core import DraftCore
+from draft_service.eagle import EagleDrafter
+from specdec.engine import chains
+from specdec.errors import InvalidRequest
+from specdec.sampling.drafting import draft
+from specdec.sampling.rows import Rows
+from specdec.sampling.sparse import unpack
+from specdec.sampling.state import SamplingState
+from specdec.sessions import HiddenStates, Rule
+from specdec.settings import DraftSettings, ModelSettings, SchedulerSettings, SpeculativeSettings
+from tests.heads import checkpoints as files
+from tests.heads import reference
+
+PROMPT = [3, 14, 15, 9, 26, 5]
+K = 4
+KINDS = ("eagle", "eagle3", "medusa", "mlp_speculator")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return files.build_target()
+
+
+@pytest.fixture(scope="module")
+def folder(target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("heads")
+    files.write_target(folder / "target", target)
+    for published in (
+        (folder / "eagle", files.eagle_config(), files.eagle_tensors(), "pytorch_model.bin"),
+        (folder / "eagle3", files.eagle3_config(), files.eagle3_tensors(), "model.safetensors"),
+        (folder / "medusa", files.medusa_config(), files.medusa_tensors(), "medusa_lm_head.pt"),
+        (
+            folder / "mlp_speculator",
+            files.mlp_config(n_predict=5, scale_input=True, tie_weights=True),
+            files.mlp_tensors(n_predict=5, tied=True, once=True),
+            "model.safetensors",
+        ),
+    ):
+        files.write_head_files(*published)
+    return folder
+
+
+@pytest.fixture
+def start(folder):
+    """``async with start(method) as core``: a core that holds no block when it is left."""
+
+    @asynccontextmanager
+    async def start_core(method, k=K, scheduler=None, parks=False, **model):
+        core = await DraftCore.start(
+            DraftSettings(
+                speculative=SpeculativeSettings(
+                    model=str(folder / method), method=method, num_speculative_tokens=k, draft_tensor_parallel_size=1
+                ),
+                model=ModelSettings(
+                    model=str(folder / method), num_threads=1, **({"kv_cache_memory_bytes": 1 << 20} | model)
+                ),
+                target_model=str(folder / "target"),
+                scheduler=SchedulerSettings(**(scheduler or {})),
+            )
+        )
+        try:
+            yield core
+            load = await core.load()
+            assert load.open_sessions == 0
+            assert parks or load.used_blocks == 0
+        finally:
+            await core.close()
+
+    return start_core
+
+
+@pytest.fixture(scope="module")
+def formula(target):
+    """``formula(method)(tokens, states)``: logits of each step after the tokens, by the reference."""
+    embeddings, lm_head = target.get_input_embeddings().weight.detach(), target.lm_head.weight.detach()
+
+    def of(method):
+        if method == "medusa":
+            return lambda tokens, states: reference.medusa_step(files.medusa_tensors(), states[len(tokens) - 2])
+        if method == "mlp_speculator":
+            config = files.mlp_config(n_predict=5, scale_input=True, tie_weights=True)
+            tensors = files.mlp_tensors(n_predict=5, tied=True)
+            bare = {name.removeprefix("speculator."): value for name, value in tensors.items()}
+            return lambda tokens, states: reference.mlp_step(config, bare, tokens[-1], states[len(tokens) - 2])
+        config, tensors, theta = {
+            "eagle": (files.eagle_config(), files.eagle_tensors(), files.DRAFT_ROPE),
+            "eagle3": (files.eagle3_config(), files.eagle3_tensors(), 10000.0),
+        }[method]
+        model = reference.EagleReference(config, tensors, embeddings=embeddings, lm_head=lm_head, theta=theta)
+        of.models[method] = model
+        return lambda tokens, states, start=0: model.after(tokens, list(states[start : len(tokens) - 1]), start)
+
+    of.target, of.models = target, {}
+    for method in KINDS:
+        of(method)
+    return of
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The logits that every draw has seen, in order."""
+    logits = []
+
+    def recording(rows, *rest):
+        logits.append(rows.clone())
+        return draft(rows, *rest)
+
+    monkeypatch.setattr(chains, "draft", recording)
+    return logits
+
+
+class Talk:
+    """One session, and the verdicts on it: their tokens are made up, the states are the target's."""
+
+    def __init__(self, core, model, method, dtype="float32"):
+        self._core, self._model, self._dtype = core, model, dtype
+        self._layers = (2, 3, 4) if method == "eagle3" else (-1,)
+        self.tokens = list(PROMPT)
+
+    async def open(self, spec):
+        self.tokens = list(spec.token_ids)
+        self.session = await self._core.open(spec)
+
+    def states(self):
+        return reference.target_states(self._model, self.tokens, self._layers)
+
+    def rows(self, start, end):
+        data = self.states()[start:end].to(getattr(torch, self._dtype))
+        return HiddenStates(start, data.shape[1], self._dtype, data.view(torch.uint8).numpy().tobytes())
+
+    async def propose(self, new, k, start=None, end=None, cut=None):
+        """Commit tokens, with the states of the positions from ``start`` up to ``end``; ``cut`` of them at a time."""
+        base = len(self.tokens)
+        self.tokens += new
+        start, end = base - 1 if start is None else start, len(self.tokens) - 1 if end is None else end
+        edges = [*range(start, end, cut or max(1, end - start)), end]
+        states = [self.rows(first, last) for first, last in pairwise(edges)]
+        await self.session.advance(base, new, k, 0, states)
+        return await self.session.receive()
+
+
+def greedy(step, k):
+    drafted = []
+    for _ in range(k):
+        drafted.append(int(step(drafted).argmax()))
+    return tuple(drafted)
+
+
+def others(rng, count, but=None):
+    tokens = [rng.randrange(files.VOCAB) for _ in range(count)]
+    if tokens and tokens[0] == but:
+        tokens[0] = (tokens[0] + 1) % files.VOCAB
+    return tokens
+
+
+def verdict(rng, kind, drafted):
+    match kind:
+        case "none":
+            return others(rng, 1, but=drafted[0] if drafted else None)
+        case "partial":
+            return [*drafted[:2], *others(rng, 1, but=drafted[2] if len(drafted) > 2 else None)]
+        case "all":
+            return [*drafted, *others(rng, 1)]
+        case "catch-up":
+            return others(rng, 7)
+        case "shorter":
+            return [*drafted[:1]]
+
+
+@pytest.mark.parametrize("method", KINDS)
+async def test_logits_over_rounds_with_rejections(start, spec, formula, seen, method):
+    rng, known = random.Random(0), formula(method)
+    async with start(method, scheduler={"max_num_batched_tokens": 16}) as core:
+        talk = Talk(core, formula.target, method)
+        await talk.open(spec(PROMPT))
+        drafted, new, cut = (), others(rng, 1), 4
+        for kind in (None, "none", "partial", "all", "catch-up", "all", "shorter", "none", "all"):
+            if kind is not None:
+                new, cut = verdict(rng, kind, drafted), None
+            del seen[:]
+            k = rng.randrange(2, K + 1)
+            proposal = await talk.propose(new, k, start=0 if kind is None else None, cut=cut)
+            step = known(talk.tokens, talk.states())
+            drafted = proposal.token_ids
+            assert drafted == greedy(step, k), kind
+            wanted = torch.stack([step(drafted[:i]) for i in range(k)]).float()
+            torch.testing.assert_close(
+                torch.cat(seen), wanted, rtol=0, atol=1e-4, msg=lambda text, kind=kind: f"{kind} {text}"
+            )
+        await talk.session.close()
+
+
+async def test_predicted_features_that_stay_are_noticed(start, spec, formula, target, monkeypatch):
+    """Planted bug: entries on the head's own features count as the target's."""
+
+    def finish(self, work):
+        work.state.last = work.last
+        taken = work.job.sequence.length - work.state.features.num_entries
+        states = work.state.features
+        states.add([HiddenStates(states.end, self._state_width, "float32", bytes(4 * taken * self._state_width))])
+        states.take(taken)
+
+    monkeypatch.setattr(EagleDrafter, "_finish", finish)
+    async with start("eagle3") as core:
+        talk = Talk(core, target, "eagle3")
+        await talk.open(spec(PROMPT))
+        first = await talk.propose([7], K, start=0)
+        second = await talk.propose([*first.token_ids[:2], 1], K)
+        assert second.token_ids != greedy(formula("eagle3")(talk.tokens, talk.states()), K)
+        await talk.session.close()
+
+
+@pytest.mark.parametrize("method", KINDS)
+async def test_a_batch_drafts_what_each_session_drafts_alone(start, spec, target, method):
+    async def rounds(core, seed):
+        rng = random.Random(seed)
+        talk, texts = Talk(core, target, method), []
+        await talk.open(spec(others(rng, 3 + seed), session_id=str(seed)))
+        new, first = others(rng, 1), 0
+        for kind in ("partial", "none", "all"):
+            proposal = await talk.propose(new, 1 + seed % K, start=first)
+            texts.append(proposal.token_ids)
+            new, first = verdict(rng, kind, proposal.token_ids), None
+        await talk.session.close()
+        return texts
+
+    async with start(method) as core:
+        together = await asyncio.gather(*(rounds(core, seed) for seed in range(8)))
+        assert [await rounds(core, seed) for seed in range(8)] == together
+        assert all(len(text) == 1 + seed % K for seed, texts in enumerate(together) for text in texts)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+async def test_a_draft_that_is_opened_late_works_from_the_states_it_gets(start, spec, formula, target, method):
+    async with start(method) as core:
+        talk = Talk(core, target, method)
+        await talk.open(spec([*PROMPT, 1, 2, 3], prompt_len=len(PROMPT)))
+        assert (await talk.propose([4], K, start=0, end=0)).token_ids == ()
+        proposal = await talk.propose([8, 9], K)
+        step = formula(method)(talk.tokens, talk.states(), len(talk.tokens) - 3)
+        assert proposal.token_ids == greedy(step, K)
+        await talk.session.close()
+
+
+@pytest.mark.parametrize("method", KINDS)
+async def test_without_the_newest_state_nothing_is_drafted(start, spec, target, method):
+    async with start(method) as core:
+        talk = Talk(core, target, method)
+        await talk.open(spec(PROMPT))
+        assert len((await talk.propose([7], K, start=0)).token_ids) == K
+        assert (await talk.propose([1, 2], K, end=len(talk.tokens))).token_ids == ()
+        assert len((await talk.propose([5], K)).token_ids) == K
+        await talk.session.close()
+
+
+async def test_what_is_known_before_a_gap_stays_of_use(start, spec, formula, seen):
+    """Two states are lost: what came before is attended to together with what came after."""
+    async with start("eagle3") as core:
+        talk = Talk(core, formula.target, "eagle3")
+        await talk.open(spec(PROMPT))
+        await talk.propose([7], K, start=0)
+        assert (await talk.propose([8, 9], K, start=0, end=0)).token_ids == ()
+        del seen[:]
+        assert len((await talk.propose([10], K)).token_ids) == K
+        model, states = formula.models["eagle3"], talk.states()
+        known = [*range(len(PROMPT)), len(talk.tokens) - 2]
+        tokens, features = [talk.tokens[i + 1] for i in known], [model.fuse(states[i]) for i in known]
+        x = model.outputs(tokens, features, range(len(known)))[-1]
+        torch.testing.assert_close(seen[0][0], model.logits(x).float(), rtol=0, atol=1e-4)
+        assert talk.session._state.features.num_gapless == len(PROMPT)
+        await talk.session.close()
+
+
+@pytest.mark.parametrize("method", KINDS)
+async def test_tokens_that_are_taken_back(start, spec, formula, target, method):
+    async with start(method) as core:
+        talk = Talk(core, target, method)
+        await talk.open(spec(PROMPT))
+        await talk.propose([7, 11, 12, 13], K, start=0)
+        del talk.tokens[8:]
+        proposal = await talk.propose([20, 21], K)
+        assert proposal.token_ids == greedy(formula(method)(talk.tokens, talk.states()), K)
+        await talk.session.close()
+
+
+@pytest.mark.parametrize("change", [None, 0, 4], ids=["the same", "another first token", "another text"])
+async def test_a_parked_session_is_taken_up(start, spec, formula, target, change):
+    async with start("eagle3", parks=True) as core:
+        talk = Talk(core, target, "eagle3")
+        await talk.open(spec(PROMPT, park=True))
+        await talk.propose([7, 8, 9], K, start=0)
+        await talk.session.close()
+        later = [*talk.tokens, 30, 31]
+        if change is not None:
+            later[change] += 1
+        await talk.open(spec(later, park=True))
+        held = {None: 8, 0: 0, 4: 3}[change]
+        assert talk.session.opened.num_cached_tokens == held
+        proposal = await talk.propose([1], K, start=held)
+        assert proposal.token_ids == greedy(formula("eagle3")(talk.tokens, talk.states()), K)
+        await talk.session.close()
+        load = await core.load()
+        assert load.parked_sessions == 1 + (change == 0)
+
+
+@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.BLOCK])
+async def test_draws_are_those_of_the_formulas_logits(start, spec, formula, method, rule):
+    """Penalties, bias and temperature are applied to what may be drafted at all, along the drafted tokens."""
+    params = {
+        "temperature": 0.8,
+        "top_p": 0.95,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.2,
+        "logit_bias": {7: 1.0},
+        "bad_token_ids": [[9]],
+    }
+    opening = spec(PROMPT, rule=rule, **params)
+    async with start(method) as core:
+        talk = Talk(core, formula.target, method)
+        await talk.open(opening)
+        proposal = await talk.propose([7], K, start=0)
+        again = await talk.propose([proposal.token_ids[0], 5], K)
+        for tokens, drafted in ((talk.tokens[:7], proposal), (talk.tokens, again)):
+            step = formula(method)(tokens, talk.states())
+            rows = Rows.after([SamplingState(opening.params, tokens, len(PROMPT), files.VOCAB)])
+            for i, token in enumerate(drafted.token_ids):
+                wanted = draft(step(drafted.token_ids[:i]).float()[None], rows, [rule])
+                assert int(wanted.token_ids) == token
+                rows = rows.extended(wanted.token_ids)
+                if rule is Rule.BLOCK:
+                    ids, weights = unpack(drafted.q_rows[i])
+                    q = torch.as_tensor(weights) / weights.sum()
+                    expected = wanted.q_weights[0] / wanted.q_weights[0].sum()
+                    kept = expected > 0
+                    assert list(ids) == wanted.q_token_ids[0][kept].tolist()
+                    torch.testing.assert_close(
+                        torch.as_tensor(q), expected[kept], rtol=0.1, atol=2e-3, check_dtype=False
+                    )
+                    if method == "eagle3":
+                        assert bool(files.eagle3_tensors()["t2d"][list(ids)].all())
+            assert len(drafted.q_rows) == (len(drafted.token_ids) if rule is Rule.BLOCK else 0)
+        await talk.session.close()
+
+
+@pytest.mark.parametrize("method", KINDS)
+async def test_states_in_half_precision(start, spec, target, method):
+    async with start(method) as core:
+        talk = Talk(core, target, method, dtype="bfloat16")
+        await talk.open(spec(PROMPT))
+        assert len((await talk.propose([7], K, start=0)).token_ids) == K
+        await talk.session.close()
+
+
+@pytest.mark.parametrize("method", KINDS)
+async def test_states_of_another_width_are_refused(start, spec, target, method):
+    async with start(method) as core:
+        talk = Talk(core, target, method)
+        await talk.open(spec(PROMPT))
+        wrong = HiddenStates(0, 8, "float32", bytes(6 * 32))
+        await talk.session.advance(len(PROMPT), [7], K, 0, [wrong])
+        with pytest.raises(InvalidRequest, match="8 numbers a position"):
+            await talk.session.receive()
+        assert len((await talk.propose([7], K, start=0)).token_ids) == K
+        await talk.session.close()
+
+
+@pytest.mark.parametrize(("method", "most"), [("medusa", 4), ("mlp_speculator", 5), ("eagle", 9)])
+async def test_no_more_tokens_than_the_head_can_draft(start, spec, target, method, most):
+    async with start(method, k=9) as core:
+        assert (await core.info()).num_speculative_tokens == most
+        talk = Talk(core, target, method)
+        await talk.open(spec(PROMPT))
+        assert len((await talk.propose([7], 9, start=0)).token_ids) == most
+        await talk.session.close()
+
+
+@pytest.mark.parametrize("method", KINDS)
+async def test_at_the_context_limit(start, spec, target, method):
+    async with start(method, max_model_len=16) as core:
+        info = await core.info()
+        assert info.max_model_len == 16
+        talk = Talk(core, target, method)
+        await talk.open(spec(PROMPT))
+        lengths = [len((await talk.propose([7], K, start=0)).token_ids)]
+        lengths += [len((await talk.propose([1, 2], K)).token_ids) for _ in range(4)]
+        assert lengths == [4, 4, 4, 4, 2]
+        await talk.session.close()
+        await talk.open(spec([1] * 17))
+        assert (await talk.propose([7], K, start=0)).token_ids == ()
+        await talk.session.close()
+
+
+async def test_memory_is_asked_for_at_opening(start, spec, target):
+    """Five blocks: two sessions of two blocks each, a third does not fit."""
+    block_bytes = 2 * files.KV_HEADS * files.HEAD_DIM * 4 * 32
+    async with start("eagle3", kv_cache_memory_bytes=6 * block_bytes) as core:
+        opened = [await core.open(spec(PROMPT, session_id=str(i), max_tokens=40)) for i in range(2)]
+        load = await core.load()
+        assert (load.used_blocks, load.total_blocks) == (4, 5)
+        with pytest.raises(Exception, match="KV blocks"):
+            await core.open(spec(PROMPT, session_id="2", max_tokens=40))
+        for session in opened:
+            await session.close()
+
+
+async def test_info(start, folder):
+    for method, layers in (("eagle", (-1,)), ("eagle3", (2, 3, 4)), ("medusa", (-1,)), ("mlp_speculator", (-1,))):
+        async with start(method) as core:
+            info = await core.info()
+            assert (info.name, info.method, info.vocab_size) == (method, method, files.VOCAB)
+            assert (info.hidden_state_layers, info.max_model_len) == (layers, 512)
+            assert info.last_hidden_state_only == (method in ("medusa", "mlp_speculator"))
+            assert info.num_parameters > 0
