@@ -15,17 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from torch import Tensor
-
 from draft_service.drafter import DraftJob
 from draft_service.features import Features
 from draft_service.head_drafter import HeadDrafter, LoadedHead, committed, load_head, tensor_of
-from specdec.engine.chains import StopFlags
+from specdec.engine.chains import ChainJob, StopFlags
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.kv_pool import KVSequence
 from specdec.heads.eagle import EagleHead
 from specdec.heads.eagle3 import Eagle3Head
-from specdec.heads.paged import FeatureJob, PagedHead
+from specdec.heads.paged import PagedHead
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.state import SamplingState
 from specdec.sessions import HiddenStates, Rule, SessionSpec
@@ -41,8 +39,9 @@ class EagleState:
     sequence: KVSequence | None
     rule: Rule
     features: Features = field(default_factory=Features)
-    #: What the last entry came to, [H]; None where there is no entry, or it was taken over from a parked session.
-    last: Tensor | None = None
+    #: The state of the last entry, of one position: where nothing is pending, it is fed again. None where there is no
+    #: entry, or it was taken over from a parked session.
+    newest: HiddenStates | None = None
     num_cached_tokens: int = 0
 
     @property
@@ -60,17 +59,16 @@ class EagleState:
         """Whether the state the next token follows from is known."""
         if self.sequence is None or self.features.end != len(self.sampling) - 1:
             return False
-        return self.last is not None or self.num_pending > 0
+        return self.newest is not None or self.num_pending > 0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Work:
     """A job and what it takes in."""
 
     state: EagleState
     taken: list[HiddenStates]
-    job: FeatureJob
-    last: Tensor | None = None
+    job: ChainJob
 
 
 class EagleDrafter(HeadDrafter[EagleState, _Work]):
@@ -131,7 +129,7 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
             state.features.cut(keep)
             if state.sequence is not None and state.features.num_entries < state.sequence.length:
                 self._pool.rollback(state.sequence, state.features.num_entries)
-                state.last = None
+                state.newest = None
         state.sampling = committed(state.sampling, keep, token_ids)
         if state.sequence is not None:
             state.features.add(hidden_states)
@@ -146,7 +144,7 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
     def close(self, state: EagleState, park_as: str | None = None) -> None:
         """Release or park the cache; entries after a gap are not parked."""
         sequence, state.sequence = state.sequence, None
-        state.last = None
+        state.newest = None
         if sequence is None:
             return
         if park_as is None:
@@ -169,39 +167,36 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
         num_tokens = job.num_tokens if state.may_draft and num_rows == state.num_pending else 0
         if state.sequence is None or job.assumed or job.assumes_next or not (num_rows or num_tokens):
             return None
-        first = state.features.num_entries
-        taken = state.features.take(num_rows)
-        fed = [state.token_ids[position + 1] for position in state.features.positions(first, num_rows)]
-        feature_job = FeatureJob(
+        features = state.features
+        if not num_rows:
+            assert state.newest is not None
+            features.put_back([state.newest])
+            self._pool.rollback(state.sequence, features.num_entries)
+            num_rows = 1
+        first, taken = features.num_entries, features.take(num_rows)
+        job_of_head = ChainJob(
             state.sequence,
-            fed,
-            tensor_of(taken) if taken else _NOTHING,
+            [state.token_ids[position + 1] for position in features.positions(first, num_rows)],
             num_tokens,
             state.sampling,
             state.rule,
-            last=state.last,
+            features=tensor_of(taken),
             num_candidates=job.num_guesses,
         )
-        return _Work(state, taken, feature_job)
+        return _Work(state, taken, job_of_head)
 
     def _compute(self, works: Sequence[_Work], stop: StopFlags) -> Sequence[DraftedChain]:
-        chains, lasts = self._paged.draft_chains([work.job for work in works], stop)
-        for work, last in zip(works, lasts, strict=True):
-            work.last = last
-        return chains
+        return self._paged.draft_chains([work.job for work in works], stop)
 
     def _finish(self, work: _Work) -> None:
-        """Drop the entries on predicted features."""
-        self._pool.rollback(work.job.sequence, work.state.features.num_entries)
-        work.state.last = work.last
+        """Keep the state to feed again."""
+        last = work.taken[-1]
+        work.state.newest = last.rows(last.end - 1, last.end)
 
     def _undo(self, work: _Work) -> None:
         state = work.state
         state.features.put_back(work.taken)
         self._pool.rollback(work.job.sequence, min(state.features.num_entries, work.job.sequence.length))
-
-
-_NOTHING = Tensor()
 
 
 def _load(settings: DraftSettings) -> tuple[LoadedHead, PagedHead]:

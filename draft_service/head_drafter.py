@@ -297,12 +297,13 @@ def committed(sampling: SamplingState, keep: int, token_ids: Sequence[int]) -> S
 
 
 def tensor_of(states: Sequence[HiddenStates]) -> torch.Tensor:
-    """[positions, features] on the CPU, of the element type they came in."""
+    """[positions, features] on the CPU, bfloat16 where they came so, else float32."""
     parts = [
         torch.frombuffer(bytearray(each.data), dtype=getattr(torch, each.dtype)).view(-1, each.num_features)
         for each in states
     ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return whole if whole.dtype == torch.bfloat16 else whole.float()
 
 
 def _context_of(target: str) -> int:

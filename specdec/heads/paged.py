@@ -6,8 +6,7 @@ fed. Rotary positions count entries; attention sees their differences only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,38 +14,18 @@ from torch import Tensor
 from specdec.engine import acceleration
 from specdec.engine.attention import AttentionKernels, PagedBatch, paged_attention, write_kv
 from specdec.engine.batch import Segment, build_batch
-from specdec.engine.chains import StopFlags, draw_chains
-from specdec.engine.engine import resolve_device, usable_cores
-from specdec.engine.kv_pool import KVPool, KVSequence
+from specdec.engine.chains import ChainJob, StopFlags, draw_chains
+from specdec.engine.engine import usable_cores
+from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import LayerShape
 from specdec.engine.memory import allocate_caches, count_blocks, fit_max_model_len
+from specdec.engine.native import chains as native
 from specdec.heads.eagle import EagleHead
 from specdec.heads.eagle3 import Eagle3Head
+from specdec.heads.native import NativeHead
 from specdec.sampling.drafting import DraftedChain
-from specdec.sampling.rule import Rule
-from specdec.sampling.state import SamplingState
 from specdec.sampling.transfer import send
 from specdec.settings import ModelSettings
-
-__all__ = ["FeatureJob", "PagedHead", "resolve_device", "usable_cores"]
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureJob:
-    """One chain to draft, or, with ``num_tokens`` 0, positions to take in."""
-
-    sequence: KVSequence
-    #: For each position fed the token after it.
-    token_ids: Sequence[int]
-    #: The target's states of these positions, [len(token_ids), features], of any dtype, on any device.
-    states: Tensor
-    num_tokens: int
-    state: SamplingState
-    rule: Rule
-    #: Where nothing is fed: what the last position fed before came to, [H].
-    last: Tensor | None = None
-    num_candidates: int = 0
-    assumed: tuple[int, ...] = ()
 
 
 class PagedHead:
@@ -85,12 +64,20 @@ class PagedHead:
         self._scale = attention.head_dim**-0.5
         self._caches = allocate_caches([shape], num_blocks, settings.block_size, weight.device)
         self._kernels: AttentionKernels | None = None
-        if not settings.enforce_eager:
-            on_cpu = weight.device.type == "cpu"
-            self._kernels = acceleration.native_attention() if on_cpu else acceleration.triton_attention()
+        self._native: NativeHead | None = None
+        if not settings.enforce_eager and weight.device.type == "cpu":
+            self._kernels = acceleration.native_attention()
+            self._native = NativeHead.build(head, self._caches[0], settings.num_threads or usable_cores())
+        elif not settings.enforce_eager:
+            self._kernels = acceleration.triton_attention()
+
+    @property
+    def path(self) -> str:
+        """How chains are drafted: "native head" in one call, or "torch" with a pass per step."""
+        return "torch" if self._native is None else "native head"
 
     def forward(self, segments: Sequence[Segment], features: Tensor) -> Tensor:
-        """Feed every segment's positions, with their features [T, H] one after another; in inference mode.
+        """Feed every segment's positions, with their features [T, H] one after another; in inference mode, by torch.
 
         Returns [sum of num_logits, H]: what the wanted rows came to. Sequences grow by what they were fed.
 
@@ -98,7 +85,6 @@ class PagedHead:
             InvalidRequest: a token id is outside the vocabulary.
             ValueError: a segment is empty or does not fit its sequence.
         """
-        self._copy_blocks()
         batch = build_batch(
             segments,
             block_size=self.pool.block_size,
@@ -126,21 +112,22 @@ class PagedHead:
         """Over the target's vocabulary, float32 [N, V]; -inf for tokens that cannot be drafted."""
         return self.head.to_target_logits(self.head.logits(x).float())
 
-    def draft_chains(
-        self, jobs: Sequence[FeatureJob], stop: StopFlags | None = None
-    ) -> tuple[list[DraftedChain], list[Tensor]]:
-        """Take in what the jobs feed, then draft a chain for those that want one.
+    def draft_chains(self, jobs: Sequence[ChainJob], stop: StopFlags | None = None) -> list[DraftedChain]:
+        """Take in what the jobs feed, with their features, then draft a chain for those that want one.
 
-        Sequences grow by what was fed and by one entry less than was drafted; those entries are on predicted features
-        and are to be dropped. Also returns, for every job, what its last position fed came to: [H]. Raises like
-        :meth:`forward`, after which sequences may have grown: roll them back.
+        Sequences grow by ``token_ids`` alone: entries of drafted tokens are on the head's own features and count for
+        nothing. Raises like :meth:`forward`, after which sequences may have grown: roll them back.
         """
+        self._copy_blocks()
+        if self._native is not None:
+            size, limit = self.pool.block_size, self.max_model_len
+            return native.draft_chains(self._native, jobs, stop, block_size=size, max_model_len=limit)
         with torch.inference_mode():
-            lasts = self._take_in(jobs)
+            x = self._take_in(jobs)
             drafting = [i for i, job in enumerate(jobs) if job.num_tokens]
             if not drafting:
-                return [DraftedChain(())] * len(jobs), lasts
-            x = torch.stack(lasts)
+                return [DraftedChain(())] * len(jobs)
+            lengths = [job.sequence.length for job in jobs]
 
             def feed(going_on: Sequence[int], token_ids: Tensor) -> Tensor:
                 at = send(list(going_on), self.device)
@@ -150,23 +137,17 @@ class PagedHead:
                 return self.logits(out)
 
             first = x if len(drafting) == len(jobs) else x.index_select(0, send(drafting, self.device))
-            return draw_chains(self.logits(first), jobs, feed, stop), lasts
+            chains = draw_chains(self.logits(first), jobs, feed, stop)
+            for job, length in zip(jobs, lengths, strict=True):
+                job.sequence.length = length
+            return chains
 
-    def _take_in(self, jobs: Sequence[FeatureJob]) -> list[Tensor]:
-        """One pass over all that is fed; to what the last position of each job came to."""
-        feeding = [job for job in jobs if job.token_ids]
-        rows: Iterator[Tensor] = iter(())
-        if feeding:
-            dtype = self.head.fc.weight.dtype
-            states = torch.cat([job.states.to(self.device, dtype, non_blocking=True) for job in feeding])
-            segments = [Segment(job.sequence, job.token_ids, 1) for job in feeding]
-            rows = iter(self.forward(segments, self.head.fuse(states)))
-        lasts = []
-        for job in jobs:
-            last = next(rows) if job.token_ids else job.last
-            assert last is not None
-            lasts.append(last)
-        return lasts
+    def _take_in(self, jobs: Sequence[ChainJob]) -> Tensor:
+        """One pass over all that is fed; to what the last position of each job came to, [jobs, H]."""
+        dtype = self.head.fc.weight.dtype
+        features = [job.features for job in jobs if job.features is not None]
+        states = torch.cat([part.to(self.device, dtype, non_blocking=True) for part in features])
+        return self.forward([Segment(job.sequence, job.token_ids, 1) for job in jobs], self.head.fuse(states))
 
     def _copy_blocks(self) -> None:
         """Make the copies that sequences taken back from a parked one wait for."""
