@@ -14,6 +14,7 @@ from typing import Any, Final, Generic, Protocol
 
 from draft_service.drafter import Draft, Drafter, DraftJob, S, Stop
 from specdec.errors import Unavailable
+from specdec.tree_shape import TreeShape
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Wish(Generic[S]):
         "state",
         "stop",
         "submitted_ns",
+        "tree",
     )
 
     def __init__(
@@ -50,6 +52,7 @@ class Wish(Generic[S]):
         assumed: tuple[int, ...] = (),
         assumes_next: bool = False,
         likelihood: float = 1.0,
+        tree: TreeShape | None = None,
     ) -> None:
         self.state = state
         #: Tokens to draft; 0 only takes in what is pending.
@@ -61,6 +64,8 @@ class Wish(Generic[S]):
         self.assumes_next = assumes_next
         #: Probability that the draft will be of use; 1 for one that is waited for.
         self.likelihood = likelihood
+        #: What kind of tree to draft; None: a chain.
+        self.tree = tree
         self.stop = Stop()
         self.is_settled = False
         #: The batch it stands in, while that is in the drafter's hands.
@@ -72,7 +77,9 @@ class Wish(Generic[S]):
     def job(self, num_rows: int) -> DraftJob[S]:
         """The job for the drafter: take in ``num_rows`` pending tokens, and draft if these are all."""
         num_tokens = self.num_tokens if self.assumed or num_rows == self.state.num_pending else 0
-        return DraftJob(self.state, num_rows, num_tokens, self.num_guesses, self.assumed, self.assumes_next, self.stop)
+        return DraftJob(
+            self.state, num_rows, num_tokens, self.num_guesses, self.assumed, self.assumes_next, self.stop, self.tree
+        )
 
     def settle(self, outcome: Draft | Exception) -> None:
         """Deliver the outcome, once."""

@@ -18,6 +18,7 @@ from specdec.errors import InvalidRequest, ModelNotSupported, Overloaded, Unavai
 from specdec.methods import HEAD_METHODS
 from specdec.sessions import ModelInfo, ServerLoad, SessionSpec
 from specdec.settings import DraftSettings, SchedulerSettings
+from specdec.tree_shape import TreeShape
 
 #: Seconds a session may wait for others to end. Just long enough for streams that are closing at this moment: a
 #: session without a draft is only slower, one that waits for a draft does not even begin to be fast.
@@ -62,8 +63,10 @@ async def _load_head_drafter(settings: DraftSettings) -> Drafter[Any]:
 class DraftCore:
     """A :class:`~specdec.sessions.DraftBackend` on a drafter. All methods run on one event loop."""
 
-    def __init__(self, drafter: Drafter[Any], scheduler: SchedulerSettings) -> None:
+    def __init__(self, drafter: Drafter[Any], scheduler: SchedulerSettings, tree: TreeShape | None = None) -> None:
+        """``tree``: what sessions have drafted; None: chains."""
         self._drafter = drafter
+        self.tree = tree
         self._scheduler = scheduler
         self.lookahead = Lookahead()
         self.odds = {kind: Odds() for kind in Kind}
@@ -84,7 +87,9 @@ class DraftCore:
             ModelNotSupported: the checkpoint cannot be run correctly.
             InvalidRequest: a setting does not fit the model or the machine.
         """
-        return cls(await load_drafter(settings), settings.scheduler)
+        speculative = settings.speculative
+        tree = speculative.tree if speculative.needs_model else None
+        return cls(await load_drafter(settings), settings.scheduler, tree)
 
     async def open(self, spec: SessionSpec) -> CoreSession:
         """Admit a session and prefill its tokens.

@@ -20,6 +20,7 @@ import torch
 
 from draft_service.drafter import MAX_ROWS_NOW, Draft, DraftJob
 from draft_service.lines import Line, Lines
+from draft_service.tree_drafting import DraftedTree, TreeJob, draft_trees
 from specdec.engine.chains import ChainJob, StopFlags, draft_chains
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.engine import Engine
@@ -29,6 +30,7 @@ from specdec.sampling.params import SamplingParams
 from specdec.sampling.state import SamplingState
 from specdec.sessions import HiddenStates, ModelInfo, Rule, SessionSpec
 from specdec.settings import DraftSettings
+from specdec.tree_shape import MAX_FED, TreeShape
 
 #: A batch is drafted on the event loop if it should take no longer than this: the two hand-overs to another thread and
 #: back take a tenth of a millisecond.
@@ -44,6 +46,8 @@ class ModelState:
     lines: Lines | None
     rule: Rule
     num_cached_tokens: int = 0
+    #: Tokens at most, committed and drafted; the cache may hold more entries, for siblings.
+    max_tokens: int = 0
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -90,9 +94,16 @@ class _Feed:
             num_candidates=num_guesses,
         )
 
-    def finish(self, chain: DraftedChain) -> Draft:
-        """The line holds what was drafted now."""
+    def tree(self, shape: TreeShape) -> TreeJob:
+        """A tree after the committed tokens."""
+        state = self.job.state
+        return TreeJob(self.line.sequence, self.token_ids, shape, self.job.num_tokens, state.sampling, state.rule)
+
+    def finish(self, chain: DraftedChain | DraftedTree) -> Draft:
+        """The line holds what was drafted now; of a tree it holds nothing."""
         self.line.is_busy = False
+        if isinstance(chain, DraftedTree):
+            return Draft(chain.token_ids, parents=chain.parents)
         self.line.token_ids = (*self.job.assumed, *self.next_guesses[:1], *chain.token_ids)
         return Draft(chain.token_ids, chain.q_rows, chain.candidates, self.next_guesses)
 
@@ -113,6 +124,9 @@ class ModelDrafter:
         self._step_ns = 0.0
         self._states: set[ModelState] = set()
         self._park_ttl_s = settings.scheduler.park_ttl_s
+        tree = settings.speculative.tree
+        #: Entries that trees need beyond those of the tokens before them.
+        self._num_fed = 0 if tree is None else MAX_FED if tree.nodes else tree.top_k * (tree.depth - 1)
         self.info: ModelInfo = replace(
             engine.info,
             method="draft_model",
@@ -153,7 +167,8 @@ class ModelDrafter:
             return state
         pool.expire(time.monotonic(), self._park_ttl_s)
         wanted = context if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
-        max_tokens = max(len(spec.token_ids), min(wanted, context))
+        state.max_tokens = max(len(spec.token_ids), min(wanted, context))
+        max_tokens = min(state.max_tokens + self._num_fed, pool.total_blocks * pool.block_size)
         if not pool.can_open(max_tokens):
             for other in self._states:
                 self.drop_ahead(other)
@@ -188,7 +203,7 @@ class ModelDrafter:
 
     def room(self, state: ModelState) -> int:
         """Drafting k tokens needs len + k - 1 entries."""
-        return 0 if state.lines is None else state.lines.main.sequence.max_tokens + 1 - len(state.sampling)
+        return 0 if state.lines is None else state.max_tokens + 1 - len(state.sampling)
 
     async def draft(self, batch: Sequence[Job]) -> list[Draft]:
         """One call on the device thread: a ragged pass that takes in what is pending, then a step per drafted token."""
@@ -204,7 +219,7 @@ class ModelDrafter:
         Only for native passes, which belong to no thread, and for batches whose like was short before.
         """
         num_rows = sum(job.num_rows for job in batch)
-        num_steps = max(job.num_tokens for job in batch)
+        num_steps = max(job.tree.depth if job.tree else job.num_tokens for job in batch)
         if not (
             self._engine.path == "native decoder"
             and num_rows <= MAX_ROWS_NOW
@@ -277,8 +292,24 @@ class ModelDrafter:
         missing = [*committed[start:], *job.assumed[max(0, start - len(committed)) :]]
         return _Feed(job, lines, line, start, missing)
 
-    def _compute(self, feeds: Sequence[_Feed], stop: StopFlags) -> list[DraftedChain]:
-        """Feed and draft."""
+    def _compute(self, feeds: Sequence[_Feed], stop: StopFlags) -> list[DraftedChain | DraftedTree]:
+        """Feed and draft: all trees, then all chains."""
+        trees = {i: feed.tree(feed.job.tree) for i, feed in enumerate(feeds) if feed.job.tree and feed.job.num_tokens}
+        if not trees:
+            return [*self._compute_chains(feeds, stop)]
+        started_ns = time.perf_counter_ns()
+        jobs = list(trees.values())
+        drafted: dict[int, DraftedChain | DraftedTree] = dict(
+            zip(trees, draft_trees(self._engine, jobs, lambda: [bool(stop[i]) for i in trees]), strict=True)
+        )
+        if len(jobs) == len(feeds):
+            self._step_ns = (time.perf_counter_ns() - started_ns) / max(job.shape.depth for job in jobs)
+        else:
+            rest = [i for i in range(len(feeds)) if i not in trees]
+            drafted.update(zip(rest, self._compute_chains([feeds[i] for i in rest], stop[rest]), strict=True))
+        return [drafted[i] for i in range(len(feeds))]
+
+    def _compute_chains(self, feeds: Sequence[_Feed], stop: StopFlags) -> list[DraftedChain]:
         started_ns = time.perf_counter_ns()
         guessing = [feed for feed in feeds if feed.job.assumes_next and not feed.draws_what_it_assumes]
         if guessing:  # what is drawn is not what is assumed: one step first, to see the guesses

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar
 
 from specdec.sessions import HiddenStates, ModelInfo, SessionSpec, SparseRow
+from specdec.tree_shape import TreeShape
 
 
 class DraftState(Protocol):
@@ -88,11 +89,16 @@ class DraftJob(Generic[S]):
     #: Assume one token more: the best guess of what the target will put after ``assumed``.
     assumes_next: bool = False
     stop: Stop = field(default_factory=Stop)
+    #: Draft a tree of this shape, of ``num_tokens`` tokens at most; None: a chain. A drafter that knows no trees drafts
+    #: chains. Nothing is assumed then, and no guesses are wanted.
+    tree: TreeShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The drafted tokens of one session; ``q_rows`` is empty or holds one row per token."""
+    """The drafted tokens of one session; ``q_rows`` is empty or holds one row per group of siblings, in a chain per
+    token.
+    """
 
     token_ids: tuple[int, ...] = ()
     q_rows: tuple[SparseRow, ...] = ()
@@ -100,6 +106,9 @@ class Draft:
     guesses: tuple[tuple[int, ...], ...] = ()
     #: Where a job assumes the next token: the guesses of it, best first; the first is assumed. Empty: there is none.
     next_guesses: tuple[int, ...] = ()
+    #: Of a tree: the index of the token each one follows, which stands before it, or -1; empty: a chain. The best
+    #: tokens come first, as later ones may be cut off.
+    parents: tuple[int, ...] = ()
 
 
 class Drafter(Protocol[S]):

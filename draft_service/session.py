@@ -72,7 +72,7 @@ class CoreSession:
             SessionOdds(core.odds[Kind.of(spec)]), frozenset(spec.params.stop_token_ids), self._num_tokens_at
         )
         self._reads_states = bool(core.drafter.info.hidden_state_layers)
-        self._may_look_ahead = not self._reads_states
+        self._may_look_ahead = not self._reads_states and core.tree is None
         #: Tokens a proposal may have, as the latest message wants it.
         self._wanted = 0
         self._arrived: list[Advance] = []
@@ -300,6 +300,10 @@ class CoreSession:
         """Wish for the proposal that a message asks for."""
         length = message.committed_len
         num_tokens = 0 if is_old else self._num_tokens_at(length)
+        tree = self._core.tree
+        if tree is not None and num_tokens > 0:  # what limits a chain's length limits a tree's depth
+            tree = tree.cut(self._depth_at(length))
+            num_tokens = min(self._wanted, self._opened.num_speculative_tokens)
         if num_tokens <= 0:
             self._end_ahead()
             self._outbox.put(Proposal(self._opened.epoch, length, ()))
@@ -317,7 +321,7 @@ class CoreSession:
             self._look_ahead(message.num_ahead)
 
         self._tree.clear()
-        wish = Wish(self._state, num_tokens, answer, num_guesses=num_guesses)
+        wish = Wish(self._state, num_tokens, answer, num_guesses=num_guesses, tree=tree)
         self._submit(wish)
 
     def draft_for(self, hypothesis: Hypothesis) -> Wish[Any]:
@@ -358,6 +362,7 @@ class CoreSession:
                 epoch=self._opened.epoch,
                 base_len=self.committed_len,
                 token_ids=draft.token_ids,
+                parents=draft.parents,
                 q_rows=draft.q_rows,
                 assumed_token_ids=() if hypothesis is None else hypothesis.path,
                 draft_ns=wish.draft_ns,
@@ -385,8 +390,12 @@ class CoreSession:
 
         The target adds a token of its own to what it accepts, so the last one of the request need not be drafted.
         """
+        return min(self._wanted, self._opened.num_speculative_tokens, self._depth_at(length))
+
+    def _depth_at(self, length: int) -> int:
+        """Tokens that may be drafted one after the other, however many are wanted."""
         room = self._core.drafter.room(self._state) - (length - self.committed_len)
-        return min(self._wanted, self._opened.num_speculative_tokens, self._max_len - length - 1, room)
+        return min(self._max_len - length - 1, room)
 
     def _submit(self, wish: Wish[Any]) -> None:
         self._wish = wish

@@ -337,7 +337,9 @@ class Decoding:
 
     def _received(self, verdict: Verdict) -> Verdict:
         now_ns = time.perf_counter_ns()
-        self.metrics.record(self._checked(verdict), now_ns - self._asked_ns)
+        verified = None if self._round is None else self._round.cut(verdict.num_draft_tokens)
+        depth = verified.depth if verified is not None and verified.parents else None
+        self.metrics.record(self._checked(verdict), now_ns - self._asked_ns, depth)
         in_round = verdict.num_draft_tokens > 0
         if in_round and self._round_ended_ns:
             lookahead, sessions = self._decoder.lookahead, self._decoder.open_sessions
@@ -350,7 +352,7 @@ class Decoding:
             # Drafted tokens that the target cut off say nothing of their acceptance.
             is_cut = verdict.num_draft_tokens < len(proposal.token_ids)
             num_asked = verdict.num_draft_tokens if is_cut else self._num_asked
-            self._pace.record(verdict, num_asked, proposal.draft_ns, now_ns)
+            self._pace.record(verdict, num_asked, proposal.draft_ns, now_ns, tree_depth=depth)
         return verdict
 
     def _checked(self, verdict: Verdict) -> Verdict:

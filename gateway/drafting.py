@@ -254,8 +254,7 @@ class Drafting:
             return
         if state.branches.full:
             raise InvalidRequest(f"the draft sent more than {len(state.branches)} proposals for one verdict")
-        if len(proposal.token_ids) > state.k:
-            proposal = replace(proposal, token_ids=proposal.token_ids[: state.k], q_rows=proposal.q_rows[: state.k])
+        proposal = proposal.cut(state.k)
         if not state.branches.keep(path, proposal):
             return
         if path:

@@ -65,6 +65,8 @@ class Lane:
         self.allowance = Allowance()
         self.tally = Tally()
         self.sessions: dict[Member, None] = {}
+        #: Tokens on the longest path of the latest tree that was verified; None where a chain was.
+        self.tree_depth: int | None = None
         #: Sessions that may draft, those whose last verdict was a round's, and those that probe.
         self.num_members = self.num_in_rounds = self.num_probing = 0
         self._num_foreign = 0.0

@@ -39,11 +39,14 @@ class Pace(Protocol):
         """Tokens to decode ahead before asking again, where nothing is to be drafted."""
         ...
 
-    def record(self, verdict: Verdict, num_asked: int, draft_ns: int, now_ns: int) -> None:
+    def record(
+        self, verdict: Verdict, num_asked: int, draft_ns: int, now_ns: int, *, tree_depth: int | None = None
+    ) -> None:
         """A verdict arrived.
 
         ``num_asked``: drafted tokens that were asked for, less those that were cut off before verification, and
-        ``draft_ns``: what drafting them took; both 0 for tokens decoded ahead.
+        ``draft_ns``: what drafting them took; both 0 for tokens decoded ahead. ``tree_depth``: of a tree, how many of
+        its tokens might have been accepted; None for a chain.
         """
         ...
 
@@ -68,7 +71,9 @@ class FixedPace:
         """Asked only when nothing may be drafted at the moment: soon that may change."""
         return min(MIN_CHUNK, num_remaining)
 
-    def record(self, verdict: Verdict, num_asked: int, draft_ns: int, now_ns: int) -> None:
+    def record(
+        self, verdict: Verdict, num_asked: int, draft_ns: int, now_ns: int, *, tree_depth: int | None = None
+    ) -> None:
         """Nothing is learned."""
 
     def leave(self) -> None:
@@ -76,7 +81,11 @@ class FixedPace:
 
 
 class AdaptivePace:
-    """As many drafted tokens as bring most tokens per second for all sessions on the target."""
+    """As many drafted tokens as bring most tokens per second for all sessions on the target.
+
+    A draft that proposes trees (which its first proposal shows) is asked for whole ones or none: how much each token of
+    a tree adds depends on the others. Acceptance is learned by depth then.
+    """
 
     def __init__(self, lane: Lane, limit: int) -> None:
         self.limit = limit
@@ -90,6 +99,8 @@ class AdaptivePace:
         #: Whether the last verdict was a round's, not of tokens decoded ahead, and when it came; None before the first.
         self._in_rounds: bool | None = None
         self._last_ns: int | None = None
+        #: Tokens on the longest path of the draft's trees; None while it proposes chains.
+        self._tree_depth = lane.tree_depth
         #: The turn of the contest in which the session was asked last, and the one whose way it decodes.
         self._asked_turn = self._settled_turn = lane.contest.turn
         lane.sessions[self] = None
@@ -97,12 +108,19 @@ class AdaptivePace:
 
     @property
     def survival(self) -> list[float]:
-        """The probability that a round accepts at least 1, 2, … ``limit`` drafted tokens."""
-        return self._acceptance.survival(self.limit)
+        """The probability that a round accepts at least 1, 2, … ``limit`` drafted tokens; of a tree each token's equal
+        share of the number expected to be accepted.
+        """
+        if self._tree_depth is None:
+            return self._acceptance.survival(self.limit)
+        expected = sum(self._acceptance.survival(self._tree_depth))
+        return [expected / self.limit] * self.limit
 
     def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
         """See :class:`Pace`."""
         lane, limit = self._lane, max(0, min(self.limit, num_remaining - 1))
+        if limit and self._tree_depth is not None:
+            limit = self.limit  # the draft keeps its trees as low as the rest of the request is short
         if not limit:
             k = 0
         elif self._probe_left is not None:
@@ -113,7 +131,7 @@ class AdaptivePace:
                 lane.begin_probe(now_ns)
                 self._probe_left, self._probe_wait = PROBE_ROUNDS, 0
                 k = PROBE_TOKENS
-        self._want(min(k, limit), now_ns)
+        self._want(min(k, limit) if self._tree_depth is None or not k else limit, now_ns)
         self._asked_turn = lane.contest.turn
         return self.k
 
@@ -121,7 +139,9 @@ class AdaptivePace:
         """See :class:`Pace`."""
         return min(self._lane.num_ahead(now_ns), num_remaining)
 
-    def record(self, verdict: Verdict, num_asked: int, draft_ns: int, now_ns: int) -> None:
+    def record(
+        self, verdict: Verdict, num_asked: int, draft_ns: int, now_ns: int, *, tree_depth: int | None = None
+    ) -> None:
         """See :class:`Pace`."""
         lane, num_tokens = self._lane, len(verdict.token_ids)
         lane.observe_tick(verdict.timings)
@@ -133,8 +153,10 @@ class AdaptivePace:
             lane.tally.num_plain += not in_rounds
             lane.tally.num_draft_tokens += num_asked
         if in_rounds:
-            self._acceptance.observe(num_asked, verdict.num_accepted)
-            lane.totals.observe(num_asked, verdict.num_accepted)
+            self._tree_depth = lane.tree_depth = tree_depth
+            depth = num_asked if tree_depth is None else tree_depth
+            self._acceptance.observe(depth, verdict.num_accepted)
+            lane.totals.observe(depth, verdict.num_accepted)
             lane.forecast.observe_draft(verdict.num_draft_tokens, draft_ns)
         if last_ns is not None and num_tokens:
             cycle_ns = now_ns - last_ns

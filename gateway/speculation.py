@@ -17,7 +17,8 @@ class SpeculationMetrics:
     #: Drafted tokens verified.
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
-    #: Rounds in which a drafted token was rejected; the others ended with the draft.
+    #: Rounds in which a drafted token (in a tree: all that might have followed) was rejected; the others ended with the
+    #: draft.
     num_rejections: int = 0
     #: Entry a: rounds in which exactly a drafted tokens were accepted.
     acceptance_histogram: list[int] = field(default_factory=list)
@@ -39,9 +40,10 @@ class SpeculationMetrics:
     #: Nanoseconds that rounds took beyond their place in the queue and their work: network, messages, hand-overs.
     wire_ns: int = 0
 
-    def record(self, verdict: Verdict, turn_ns: int) -> None:
+    def record(self, verdict: Verdict, turn_ns: int, depth: int | None = None) -> None:
         """Count a round; one without drafts counts for nothing. ``turn_ns``: from asking for it to its verdict, or
-        from the verdict before where it was asked for already then.
+        from the verdict before where it was asked for already then. ``depth``: drafted tokens that might have been
+        accepted; None: all of them, for they were a chain.
         """
         if not verdict.num_draft_tokens:
             return
@@ -50,7 +52,7 @@ class SpeculationMetrics:
         self.num_spec_steps += 1
         self.num_draft_tokens += verdict.num_draft_tokens
         self.num_accepted_draft_tokens += verdict.num_accepted
-        self.num_rejections += verdict.num_accepted < verdict.num_draft_tokens
+        self.num_rejections += verdict.num_accepted < (verdict.num_draft_tokens if depth is None else depth)
         missing = verdict.num_accepted + 1 - len(self.acceptance_histogram)
         if missing > 0:
             self.acceptance_histogram.extend([0] * missing)

@@ -218,13 +218,15 @@ def encode_proposal(proposal: Proposal) -> pb.Proposal:
 def decode_proposal(message: pb.Proposal) -> Proposal:
     """A proposal whose parts fit each other. Its q rows are passed on as they are: only a target reads them."""
     num_tokens = len(message.token_ids)
-    if message.q_rows and len(message.q_rows) != num_tokens:
-        raise InvalidRequest(
-            f"a proposal of {num_tokens} tokens has {len(message.q_rows)} q_rows; send one per token or none",
-            param="q_rows",
-        )
     if message.parents:
         _check_parents(message.parents, num_tokens)
+    num_groups = len(set(message.parents)) if message.parents else num_tokens
+    if message.q_rows and len(message.q_rows) != num_groups:
+        raise InvalidRequest(
+            f"a proposal of {num_tokens} tokens has {len(message.q_rows)} q_rows; send {num_groups}, one per"
+            f" {'group of siblings' if message.parents else 'token'}, or none",
+            param="q_rows",
+        )
     return Proposal(
         epoch=message.epoch,
         base_len=message.base_len,

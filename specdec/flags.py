@@ -56,6 +56,9 @@ HELP: Final[Mapping[type, Mapping[str, str]]] = {
         "suffix_decoding_max_cached_requests": "suffix: past requests whose output is kept for all; 0 keeps none",
         "suffix_decoding_max_spec_factor": "suffix: drafted tokens at most, for each one that matched",
         "suffix_decoding_min_token_prob": "suffix: drafts on while the tokens together are at least this likely",
+        "tree_top_k": "draft models and heads: children of each token of a drafted tree; 1 drafts chains",
+        "tree_depth": "levels of a drafted tree at most; by default half of num_speculative_tokens, 2 to 6",
+        "speculative_token_tree": "a static tree instead, such as '[(0,), (1,), (0, 0)]'",
     },
     ServerSettings: {
         "host": "address to listen on",

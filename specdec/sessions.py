@@ -7,10 +7,11 @@ clients implement them over the wire; :mod:`specdec.codec` turns the data below 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, Protocol
 
+from specdec import trees
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.rule import Rule as Rule  # noqa: PLC0414 (offered here, too)
 from specdec.sampling.rule import SparseRow as SparseRow  # noqa: PLC0414
@@ -32,7 +33,8 @@ class Proposal:
     token_ids: tuple[int, ...]
     #: Index of each token's parent, -1 for the prefix; empty means a chain.
     parents: tuple[int, ...] = ()
-    #: One per token where a ratio rule needs q; empty for deterministic and coupled drafts.
+    #: Where a ratio rule needs q: one per group of siblings, in the order of their first tokens (in a chain one per
+    #: token). Empty for deterministic and coupled drafts.
     q_rows: tuple[SparseRow, ...] = ()
     #: Tokens assumed to be committed between base_len and the drafted ones.
     assumed_token_ids: tuple[int, ...] = ()
@@ -47,9 +49,33 @@ class Proposal:
         return self.base_len + len(self.assumed_token_ids)
 
     @property
+    def depth(self) -> int:
+        """Tokens of its longest path."""
+        return max(trees.depths(self.parents)) + 1 if self.parents else len(self.token_ids)
+
+    def cut(self, num_tokens: int, max_depth: int | None = None) -> Proposal:
+        """The first ``num_tokens`` of its tokens that follow fewer than ``max_depth`` others."""
+        count = len(self.token_ids)
+        if num_tokens >= count and (max_depth is None or max_depth >= self.depth):
+            return self
+        if not self.parents:
+            num_tokens = num_tokens if max_depth is None else min(num_tokens, max_depth)
+            return replace(self, token_ids=self.token_ids[:num_tokens], q_rows=self.q_rows[:num_tokens])
+        kept = (range(count) if max_depth is None else trees.below(self.parents, max_depth))[:num_tokens]
+        index = {old: new for new, old in enumerate(kept)} | {-1: -1}
+        numbers = trees.groups(self.parents)
+        groups = dict.fromkeys(numbers[old] for old in kept)
+        return replace(
+            self,
+            token_ids=tuple(self.token_ids[old] for old in kept),
+            parents=tuple(index[self.parents[old]] for old in kept),
+            q_rows=tuple(self.q_rows[group] for group in groups) if self.q_rows else (),
+        )
+
+    @property
     def num_bytes(self) -> int:
         """What it takes to keep it, about: 4 bytes a token, and the q rows."""
-        num_tokens = len(self.token_ids) + len(self.assumed_token_ids)
+        num_tokens = len(self.token_ids) + len(self.parents) + len(self.assumed_token_ids)
         return 4 * num_tokens + sum(len(row.packed) for row in self.q_rows)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final, Self, get_args, get_type_hints
 from specdec.errors import InvalidRequest
 from specdec.methods import HEAD_METHODS, LOOKUP_METHODS, METHODS, MODEL_METHODS, refuse_mtp
 from specdec.sessions import Rule
+from specdec.tree_shape import TreeShape
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "auto")
@@ -167,6 +168,13 @@ class SpeculativeSettings:
     suffix_decoding_max_spec_factor: float = 1.0
     #: "suffix" drafts on while the drafted tokens together are at least this likely, by the counts of its trees.
     suffix_decoding_min_token_prob: float = 0.1
+    #: Draft models and heads draft trees: so many children of each token that is drafted on after, and so many of those
+    #: on each level; 1 drafts chains.
+    tree_top_k: int = 1
+    #: Levels of a tree at most; None takes half of num_speculative_tokens, 2 to 6.
+    tree_depth: int | None = None
+    #: A static tree in place of those two, as text: a list of nodes, each a tuple of ranks from the root down.
+    speculative_token_tree: str | None = None
     draft_tensor_parallel_size: int = 1
     #: The draft model's :attr:`ModelSettings.quantization`. Rounding it costs a little acceptance and no exactness.
     quantization: str | None = "auto"
@@ -207,6 +215,17 @@ class SpeculativeSettings:
         _check_range(self, 1, math.inf, "suffix_decoding_max_tree_depth")
         _check_range(self, 0, math.inf, "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor")
         _check_range(self, 0, 1, "suffix_decoding_min_token_prob")
+        _check_range(self, 1, 64, "tree_top_k", "tree_depth")
+        _ = self.tree
+
+    @property
+    def tree(self) -> TreeShape | None:
+        """The trees to draft; None: chains.
+
+        Raises:
+            InvalidRequest: the settings describe none that can be drafted.
+        """
+        return TreeShape.of(self.tree_top_k, self.tree_depth, self.speculative_token_tree, self.num_speculative_tokens)
 
     @property
     def methods(self) -> tuple[str, ...]:

@@ -164,7 +164,7 @@ class Batcher:
         wanted = [session.num_draft_tokens for session in rounds]
         if sum(map(bool, wanted)) < 2:
             return wanted  # of one alone the gateway knows more: what its rounds wait for besides
-        survivals = [session.acceptance.survival(count) for session, count in zip(rounds, wanted, strict=True)]
+        survivals = [session.survival for session in rounds]
         context = sum(session.subject.sequence.length for session in rounds)
         return self._budget.allot(survivals, context)
 
@@ -178,8 +178,8 @@ class Batcher:
             self._latest = (result.timings.batch_rows, ended_ns - result.started_ns)
         for (session, part), outcome in zip(taken, result.parts, strict=True):
             if part.draft_token_ids and outcome.error is None:
-                self._budget.totals.observe(len(part.draft_token_ids), outcome.num_accepted)
-                session.acceptance.observe(len(part.draft_token_ids), outcome.num_accepted)
+                self._budget.totals.observe(part.depth, outcome.num_accepted)
+                session.acceptance.observe(part.depth, outcome.num_accepted)
                 if outcome.cut.finish_reason is None and session not in self._ready:
                     self._gathering.left(session, len(part.token_ids), ended_ns)
 

@@ -26,13 +26,14 @@ PAUSE_WEIGHT: Final = 0.1
 
 
 class Budget:
-    """Cuts the tails of drafted chains where their rows cost more than the tokens they promise.
+    """Cuts the tails of drafted chains and trees where their rows cost more than the tokens they promise.
 
-    How likely a token is to be accepted is known from its position and the past rounds of its session, its cost from
-    past ticks. No token is looked at, and nothing drawn with it: given the past, whether position j is verified is
-    independent of the tokens of this round, so what is verified is a shorter chain, as if fewer tokens had been asked
-    for. Each rule is exact for every length of the chain, hence for any mixture of lengths made without the chain. (It
-    would stay exact where the cut of position j depended on the tokens before j. One that depended on token j or on its
+    How likely a token is to be accepted is known from its position (in a tree its place, see
+    :func:`~specdec.pacing.acceptance.of_tree`) and the past rounds of its session, its cost from past ticks. No token
+    is looked at, and nothing drawn with it: given the past, whether position j is verified is independent of the tokens
+    of this round, so what is verified is a shorter chain or a smaller tree, as if fewer tokens had been asked for. Each
+    rule is exact for every length of the chain, hence for any mixture of lengths made without the chain. (It would stay
+    exact where the cut of position j depended on the tokens before j. One that depended on token j or on its
     probability would not: tokens of one kind would be verified more often than drawn.)
     """
 

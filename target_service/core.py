@@ -106,7 +106,7 @@ class TargetCore:
             tokenizer_size=self._info.tokenizer_size or None,
             device=self._engine.device,
         )
-        sequence = await self._admission.admit(partial(self._reserve, spec, ending.max_len - 1))
+        sequence = await self._admission.admit(partial(self._reserve, spec, self._num_entries(spec, ending)))
         rule = spec.rule or self._settings.verification
         subject = Subject(
             state,
@@ -224,6 +224,12 @@ class TargetCore:
         result = run_tick(self._engine, self._verifier, parts)
         self._busy_ns += result.timings.forward_ns + result.timings.verify_ns
         return result
+
+    def _num_entries(self, spec: SessionSpec, ending: Ending) -> int:
+        """Entries a session may ever need: those of all tokens but the last, and of a tree drafted near the end."""
+        pool, num_tokens = self._engine.pool, ending.max_len - 1
+        capacity = pool.total_blocks * pool.block_size
+        return max(num_tokens, min(num_tokens + spec.num_speculative_tokens, capacity))
 
     def _reserve(self, spec: SessionSpec, num_entries: int) -> KVSequence:
         """Blocks for all the entries the session may ever need, with what is parked for it where there is some."""

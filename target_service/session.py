@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from specdec.branches import MAX_BRANCHES, MAX_BYTES, Branches, Path, path_of
 from specdec.engine.kv_pool import KVSequence
 from specdec.errors import InvalidRequest, TandemError, Unavailable
-from specdec.pacing.acceptance import Acceptance
+from specdec.pacing.acceptance import Acceptance, of_tree
 from specdec.sessions import (
     FinishReason,
     HiddenStates,
@@ -23,6 +23,7 @@ from specdec.sessions import (
     Verdict,
 )
 from specdec.state_buffer import StateBuffer
+from specdec.trees import is_chain
 from target_service.tick import Part, PartResult, Subject, TickResult
 from target_service.verifier import check_draft
 
@@ -59,7 +60,8 @@ class Session:
 
     Committed tokens c_0…c_{n-1}; the cache holds n-1 entries, for the last committed token is not fed yet. A round
     feeds [c_{n-1}, x_1…x_k], commits a accepted drafts and the target's own token, keeps a+1 of the k+1 new entries
-    and drops k-a. The end of prefilling is a round without drafts whose fed tokens are the prompt.
+    and drops k-a (of a tree those off the accepted path, and the others are moved together). The end of prefilling is a
+    round without drafts whose fed tokens are the prompt.
 
     All calls are made on the event loop. While a tick that carries the session runs (``in_flight``), its subject
     belongs to the device thread; closing then waits for the end of the tick.
@@ -138,6 +140,8 @@ class Session:
             InvalidRequest: the proposal cannot be verified, or too many are waiting.
         """
         self._check(proposal)
+        if is_chain(proposal.parents):
+            proposal = replace(proposal, parents=())
         if proposal.epoch != self.spec.epoch or proposal.base_len > self.committed_len:
             self._host.count_stale()
             return
@@ -257,6 +261,16 @@ class Session:
         """Drafted tokens of the round that is ready."""
         return len(self._asked.token_ids) if self._asked is not None else 0
 
+    @property
+    def survival(self) -> list[float]:
+        """How likely each drafted token of the round that is ready is to be accepted, never more than the one before it
+        in the list.
+        """
+        if self._asked is None:
+            return []
+        by_depth = self.acceptance.survival(self._asked.depth)
+        return of_tree(by_depth, self._asked.parents) if self._asked.parents else by_depth
+
     def next_chunk(self, num_rows: int) -> Part:
         """The prompt's next ``num_rows`` tokens or fewer, now in flight."""
         self.in_flight = True
@@ -270,10 +284,19 @@ class Session:
         """The round that is ready, now in flight, without the drafted tokens beyond ``max_draft_tokens``."""
         self.in_flight = True
         asked, self._asked = self._asked, None
-        draft = asked.token_ids[:max_draft_tokens] if asked is not None else ()
-        fed = (self.subject.state.token_ids[-1], *draft)
-        q_rows = asked.q_rows[:max_draft_tokens] if asked is not None else ()
-        return Part(self.subject, fed, decides=True, draft_token_ids=draft, q_rows=q_rows)
+        last = self.subject.state.token_ids[-1]
+        if asked is None:
+            return Part(self.subject, (last,), decides=True)
+        if max_draft_tokens is not None:
+            asked = asked.cut(max_draft_tokens)
+        return Part(
+            self.subject,
+            (last, *asked.token_ids),
+            decides=True,
+            draft_token_ids=asked.token_ids,
+            q_rows=asked.q_rows,
+            parents=() if is_chain(asked.parents) else asked.parents,
+        )
 
     def settle(self, part: Part, result: PartResult, tick: TickResult) -> None:
         """Take in what a tick brought: drop the entries of rejected tokens and queue the verdict."""
@@ -360,9 +383,8 @@ class Session:
         drafted tokens.
         """
         room = self.subject.ending.room(self.committed_len) - 1
-        if len(proposal.token_ids) > room:
-            proposal = replace(proposal, token_ids=proposal.token_ids[:room], q_rows=proposal.q_rows[:room])
-        self._asked = proposal
+        num_entries = self.subject.sequence.max_tokens - self.committed_len  # siblings take room of their own
+        self._asked = proposal.cut(num_entries, max_depth=room)
         self._ahead_until = 0
         self._asked_ns = time.perf_counter_ns()
         if not self.in_flight:
@@ -378,18 +400,13 @@ class Session:
             self._host.count_superseded()
 
     def _check(self, proposal: Proposal) -> None:
-        if proposal.parents:
-            raise InvalidRequest(
-                "the proposal is a tree (it has parents); this version verifies chains: leave parents empty",
-                param="parents",
-            )
         if len(proposal.token_ids) > self.spec.num_speculative_tokens:
             raise InvalidRequest(
                 f"the proposal has {len(proposal.token_ids)} tokens; the session was opened with"
                 f" num_speculative_tokens = {self.spec.num_speculative_tokens}",
                 param="token_ids",
             )
-        check_draft(proposal.token_ids, proposal.q_rows, self.subject.state.num_tokens)
+        check_draft(proposal.token_ids, proposal.q_rows, self.subject.state.num_tokens, proposal.parents)
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

@@ -10,12 +10,13 @@ from typing import Protocol
 
 import torch
 
-from specdec.engine.engine import Segment
+from specdec.engine.engine import Kept, Segment
 from specdec.engine.kv_pool import KVSequence
 from specdec.errors import TandemError
 from specdec.sampling.rule import Rule, SparseRow
 from specdec.sampling.state import SamplingState
 from specdec.sessions import HiddenStates, PositionLogprobs, RoundTimings
+from specdec.trees import depths
 from target_service.ending import Cut, Ending
 from target_service.logprobs import position_logprobs
 from target_service.verifier import Outcome, Round, Verifier
@@ -30,6 +31,10 @@ class Model(Protocol):
 
     def forward_with_states(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The same, and each segment's hidden states: bfloat16 [num_states, features]."""
+        ...
+
+    def keep_rows(self, kept: Sequence[Kept]) -> None:
+        """Drop what is not on the accepted paths of trees."""
         ...
 
 
@@ -62,6 +67,13 @@ class Part:
     draft_token_ids: tuple[int, ...] = ()
     q_rows: tuple[SparseRow, ...] = ()
     is_prefill: bool = False
+    #: Of each drafted token the one it follows, -1 for the committed tokens; empty: a chain.
+    parents: tuple[int, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """Drafted tokens that may be accepted."""
+        return max(depths(self.parents)) + 1 if self.parents else len(self.draft_token_ids)
 
     @property
     def num_logits(self) -> int:
@@ -112,13 +124,15 @@ def run_tick(model: Model, verifier: Verifier, parts: Sequence[Part]) -> TickRes
     row = 0
     for part in parts:
         subject, num_logits = part.subject, part.num_logits
-        segments.append(Segment(subject.sequence, part.token_ids, num_logits, part.num_states, subject.state_layers))
+        follows = (-1, *(parent + 1 for parent in part.parents)) if part.parents else ()
+        segments.append(
+            Segment(subject.sequence, part.token_ids, num_logits, part.num_states, subject.state_layers, follows)
+        )
         row += num_logits
         if part.decides:
             start_row = row - len(part.draft_token_ids) - 1
-            rounds.append(
-                Round(subject.state, subject.rule, start_row, part.draft_token_ids, part.q_rows, subject.logprobs)
-            )
+            drafted = (part.draft_token_ids, part.q_rows, subject.logprobs, part.parents)
+            rounds.append(Round(subject.state, subject.rule, start_row, *drafted))
     states: Sequence[torch.Tensor | None] = (None,) * len(parts)
     if any(segment.num_states for segment in segments):
         logits, states = model.forward_with_states(segments)
@@ -126,7 +140,9 @@ def run_tick(model: Model, verifier: Verifier, parts: Sequence[Part]) -> TickRes
     else:
         logits = model.forward(segments)
     forward_done_ns = time.perf_counter_ns()
-    outcomes = iter(verifier.verify(logits, rounds))
+    decided = verifier.verify(logits, rounds)
+    _keep_paths(model, parts, decided)
+    outcomes = iter(decided)
     results = []
     row = 0
     for part, segment, rows in zip(parts, segments, states, strict=True):
@@ -134,8 +150,11 @@ def run_tick(model: Model, verifier: Verifier, parts: Sequence[Part]) -> TickRes
         if part.is_prefill and part.subject.prompt_logprobs is not None:
             scored = _score_prompt(part, part.subject.prompt_logprobs, logits[row : row + segment.num_logits])
         row += segment.num_logits
-        result = _commit(part, next(outcomes), scored) if part.decides else PartResult(prompt_logprobs=scored)
+        outcome = next(outcomes) if part.decides else None
+        result = PartResult(prompt_logprobs=scored) if outcome is None else _commit(part, outcome, scored)
         if rows is not None and segment.num_states:
+            if outcome is not None and part.parents:  # those of the accepted path
+                rows = rows[[0, *(i + 1 for i in outcome.path)]]  # noqa: PLW2901
             result = replace(result, hidden_states=_kept_states(part, result, rows))
         results.append(result)
     timings = RoundTimings(
@@ -146,6 +165,18 @@ def run_tick(model: Model, verifier: Verifier, parts: Sequence[Part]) -> TickRes
         batch_context=sum(part.subject.sequence.length for part in parts),
     )
     return TickResult(results, started_ns, timings)
+
+
+def _keep_paths(model: Model, parts: Sequence[Part], outcomes: Sequence[Outcome]) -> None:
+    """Of every tree that was fed only the accepted path stays in the cache."""
+    kept = []
+    for part, outcome in zip((part for part in parts if part.decides), outcomes, strict=True):
+        if part.parents:
+            sequence = part.subject.sequence
+            rows = (0, *(i + 1 for i in outcome.path))  # row 0 is the last committed token's
+            kept.append(Kept(sequence, sequence.length - len(part.token_ids), rows))
+    if kept:
+        model.keep_rows(kept)
 
 
 def _commit(part: Part, outcome: Outcome, scored: Sequence[PositionLogprobs]) -> PartResult:
@@ -160,7 +191,8 @@ def _commit(part: Part, outcome: Outcome, scored: Sequence[PositionLogprobs]) ->
 def _kept_states(part: Part, result: PartResult, rows: torch.Tensor) -> HiddenStates | None:
     """Of the rows computed, [num_states, features], those that go with the part's result."""
     num_rows, num_features = rows.shape
-    start = part.subject.sequence.length - num_rows  # nothing is rolled back yet
+    # Nothing is rolled back yet, but that of a tree the accepted path alone is left.
+    start = part.subject.sequence.length - num_rows
     if not part.is_prefill:
         num_rows = len(result.cut.token_ids)
         if part.subject.last_state_only and num_rows:

@@ -89,12 +89,14 @@ def specs(draw, *, target: bool) -> SessionSpec:
 def proposals(draw) -> Proposal:
     token_ids = draw(ids)
     with_rows, tree = draw(st.booleans()), draw(st.booleans())
+    parents = tuple(draw(st.integers(-1, i - 1)) for i in range(len(token_ids))) if tree else ()
+    num_rows = len(set(parents)) if parents else len(token_ids)
     return Proposal(
         epoch=draw(uint32),
         base_len=draw(uint32),
         token_ids=token_ids,
-        parents=tuple(draw(st.integers(-1, i - 1)) for i in range(len(token_ids))) if tree else (),
-        q_rows=tuple(SparseRow(draw(st.binary(max_size=8))) for _ in token_ids) if with_rows else (),
+        parents=parents,
+        q_rows=tuple(SparseRow(draw(st.binary(max_size=8))) for _ in range(num_rows)) if with_rows else (),
         assumed_token_ids=draw(ids),
         draft_ns=draw(uint64),
         queue_ns=draw(uint64),

@@ -24,8 +24,8 @@ class AttentionKernels(Protocol):
     """
 
     @property
-    def KNOWS_TREES_AND_SINKS(self) -> bool:
-        """Whether the rows of a sequence may form a tree, and ``sinks`` be given."""
+    def KNOWS_SINKS(self) -> bool:
+        """Whether ``sinks`` may be given."""
         ...
 
     def paged_attention(  # noqa: PLR0917 - an operator's signature

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,11 @@ from specdec.engine.kv_pool import KVSequence
 from specdec.engine.plan import BatchPlan
 from specdec.errors import InvalidRequest
 from specdec.sampling.transfer import send
+from specdec.trees import depths
+
+#: Rows of a tree at most: 64 have a bit of :attr:`~specdec.engine.plan.BatchPlan.ancestors`, and nothing follows the
+#: last one.
+MAX_TREE_ROWS: Final = 65
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,10 @@ class Segment:
     #: :class:`specdec.sessions.HiddenStates`).
     num_states: int = 0
     state_layers: tuple[int, ...] = ()
+    #: Empty where each token follows the one before it; else for every token the index of the one it follows, which
+    #: stands before it, or -1 for the entries in the cache. At most :data:`MAX_TREE_ROWS` tokens then, and only a leaf
+    #: may be the last of so many.
+    parents: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,8 @@ class Batch:
         plan, num_rows, num_logits = self.plan, self.plan.num_rows, self.logit_rows.shape[0]
         ids = self.input_ids[0]
         host = [plan.positions, plan.slots, self.logit_rows, *([ids] if ids.device.type == "cpu" else [])]
+        if plan.ancestors is not None:
+            host.append(plan.ancestors)
         sizes = torch.cat((plan.row_starts, plan.kv_lens))
         numbers, sizes, tables = _move(torch.cat(host), sizes, plan.block_tables, device)
         moved = replace(
@@ -61,9 +73,10 @@ class Batch:
             row_starts=sizes[: plan.num_sequences + 1],
             block_tables=tables,
             kv_lens=sizes[plan.num_sequences + 1 :],
+            ancestors=None if plan.ancestors is None else numbers[-num_rows:],
         )
         rest = numbers[2 * num_rows :]
-        ids = rest[num_logits:] if ids.device.type == "cpu" else ids
+        ids = rest[num_logits : num_logits + num_rows] if ids.device.type == "cpu" else ids
         return replace(self, plan=moved, input_ids=ids.unsqueeze(0), logit_rows=rest[:num_logits])
 
 
@@ -73,20 +86,14 @@ def build_batch(segments: Sequence[Segment], *, block_size: int, vocab_size: int
     Raises:
         InvalidRequest: a token id is outside the vocabulary (checked where ids come as host integers: on a GPU such
             an id would take down the device), or a sequence outgrows the model.
-        ValueError: a segment is empty, wants more logits than it has rows, or outgrows its sequence's reservation.
+        ValueError: a segment is empty, wants more logits than it has rows, is no tree, or outgrows its sequence's
+            reservation or the model.
     """
     counts, starts = [], []
     for segment in segments:
-        count, length = len(segment.token_ids), segment.sequence.length
-        if not 0 <= segment.num_logits <= count or count == 0:
-            raise ValueError(f"a segment of {count} tokens cannot give {segment.num_logits} rows of logits")
-        if length + count > min(segment.sequence.max_tokens, max_model_len):
-            raise ValueError(
-                f"{length} entries and {count} tokens exceed the {segment.sequence.max_tokens} the sequence has room"
-                f" for (the model takes {max_model_len})"
-            )
-        counts.append(count)
-        starts.append(length)
+        check_segment(segment, max_model_len)
+        counts.append(len(segment.token_ids))
+        starts.append(segment.sequence.length)
     num_sequences = len(counts)
     if len({id(segment.sequence) for segment in segments}) != num_sequences:
         raise ValueError("a sequence stands in two segments of one batch")
@@ -97,9 +104,16 @@ def build_batch(segments: Sequence[Segment], *, block_size: int, vocab_size: int
     positions: list[int] = []
     slots: list[int] = []
     logit_rows: list[int] = []
+    ancestors: list[int] = []
     for index, segment in enumerate(segments):
         start, end, last_row = starts[index], kv_lens[index], row_starts[index + 1]
-        positions += range(start, end)
+        if segment.parents:
+            steps, bits = _tree(segment.parents)
+            positions += [start + step for step in steps]
+            ancestors += bits
+        else:
+            positions += range(start, end)
+            ancestors += [-1] * counts[index]
         logit_rows += range(last_row - segment.num_logits, last_row)
         table = tables[index]
         while start < end:  # one stretch per block
@@ -122,10 +136,39 @@ def build_batch(segments: Sequence[Segment], *, block_size: int, vocab_size: int
         max_kv_len=max(kv_lens),
         max_rows=max(counts),
         block_size=block_size,
+        ancestors=torch.tensor(ancestors) if any(segment.parents for segment in segments) else None,
     )
     rest = numbers[2 * num_rows :]
     ids = rest[len(logit_rows) :] if token_ids is not None else _given_ids(segments)
     return Batch(plan, ids.unsqueeze(0), rest[: len(logit_rows)], row_starts, kv_lens)
+
+
+def check_segment(segment: Segment, max_model_len: int) -> None:
+    """Raise what :func:`build_batch` raises of a segment by itself."""
+    count, length, parents = len(segment.token_ids), segment.sequence.length, segment.parents
+    if not 0 <= segment.num_logits <= count or count == 0:
+        raise ValueError(f"a segment of {count} tokens cannot give {segment.num_logits} rows of logits")
+    longest = count
+    if parents:
+        if len(parents) != count or count > MAX_TREE_ROWS or MAX_TREE_ROWS - 1 in parents:
+            raise ValueError(
+                f"a tree of {count} tokens with {len(parents)} parents; at most {MAX_TREE_ROWS - 1} may have children"
+            )
+        longest = max(depths(parents)) + 1
+    if length + count > segment.sequence.max_tokens or length + longest > max_model_len:
+        raise ValueError(
+            f"{length} entries and {count} tokens exceed the {segment.sequence.max_tokens} the sequence has room"
+            f" for (the model takes {max_model_len})"
+        )
+
+
+def _tree(parents: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Depths and :attr:`~specdec.engine.plan.BatchPlan.ancestors` of a tree's rows."""
+    bits: list[int] = []
+    for index, parent in enumerate(parents):
+        own = (1 << index) & (2**64 - 1)
+        bits.append((0 if parent < 0 else bits[parent]) | own)
+    return depths(parents), [value - 2**64 if value >= 2**63 else value for value in bits]
 
 
 def _block_tables(segments: Sequence[Segment], kv_lens: Sequence[int], block_size: int) -> npt.NDArray[np.int32]:

@@ -16,6 +16,7 @@ from specdec.engine import acceleration, checkpoint, memory, support
 from specdec.engine.acceleration import Decoder
 from specdec.engine.attention import AttentionKernels, PagedBatch
 from specdec.engine.batch import Batch, Segment, build_batch
+from specdec.engine.compaction import Kept, keep_rows
 from specdec.engine.cuda.graphs import CudaCapture, GraphRunner, reserved_bytes
 from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, bind, record_layers
@@ -28,7 +29,7 @@ from specdec.sampling.transfer import send
 from specdec.sessions import ModelInfo
 from specdec.settings import ModelSettings
 
-__all__ = ["Engine", "Segment"]
+__all__ = ["Engine", "Kept", "Segment"]
 
 logger = logging.getLogger(__name__)
 
@@ -252,6 +253,20 @@ class Engine:
             sources, targets = send([list(origins.values()), list(origins)], self.device).unbind()
             for cache in caches:
                 cache.index_copy_(0, targets, cache.index_select(0, sources))
+
+    def keep_rows(self, kept: Sequence[Kept]) -> None:
+        """Drop all of a tree that is not on its accepted path; each sequence is ``first + len(rows)`` long afterwards.
+
+        No entry is copied where the path is the first rows. Called between passes, where passes are run.
+        """
+        moving = [one for one in kept if one.moves and not one.sequence.released]
+        if moving and isinstance(self._decoder, NativeDecoder):
+            self._decoder.keep_rows(moving, self.pool.block_size)
+        elif moving:
+            with torch.inference_mode():
+                keep_rows([cache for pair in self._caches for cache in pair], moving, self.pool.block_size)
+        for one in kept:
+            one.sequence.length = one.first + len(one.rows)
 
     @property
     def decoder(self) -> Decoder | None:

@@ -98,8 +98,7 @@ def _attend(
     rows, keys, values = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, H, D]
     scale = rows.shape[-1] ** -0.5 if scaling is None else float(scaling)
     plan = batch.batch.plan
-    is_plain = s_aux is None and plan.ancestors is None
-    if state.kernels is not None and (is_plain or state.kernels.KNOWS_TREES_AND_SINKS):
+    if state.kernels is not None and (s_aux is None or state.kernels.KNOWS_SINKS):
         state.kernels.write_kv(layer.k_cache, layer.v_cache, keys, values, plan)
         out = state.kernels.paged_attention(
             rows, layer.k_cache, layer.v_cache, plan, scale, layer.window, softcap, sinks=s_aux

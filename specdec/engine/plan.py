@@ -40,7 +40,8 @@ class BatchPlan:
     block_size: int
     #: int64 [T], or None where the rows of every sequence form a chain. Bit ``j`` of a row says whether it sees row
     #: ``j`` of its own sequence's rows, itself included; ancestors stand before their descendants. Cached entries are
-    #: seen by all rows, and rows from the 65th on by all that follow them, so -1 is a chain of any length.
+    #: seen by all rows, and rows from the 65th on by all that follow them, so -1 is a chain of any length (and only a
+    #: chain has -1).
     ancestors: torch.Tensor | None = None
 
     @property

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specdec.sampling.state import SamplingState
 from specdec.sampling.transfer import send
+from specdec.trees import path_to
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,11 +39,25 @@ class Rows:
         return cls(states, send(prefix, states[0].device) if states else prefix, lens, lens)
 
     @classmethod
-    def along(cls, states: Sequence[SamplingState], chains: Sequence[Sequence[int]]) -> Rows:
-        """k + 1 rows per state: after its committed tokens, then after each drafted token of its chain."""
-        places = [(state, ids, n) for state, ids in zip(states, chains, strict=True) for n in range(len(ids) + 1)]
+    def along(
+        cls,
+        states: Sequence[SamplingState],
+        token_ids: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]] | None = None,
+    ) -> Rows:
+        """k + 1 rows per state: after its committed tokens, then after each of its drafted tokens and those it follows.
+
+        ``parents`` of trees of drafted tokens; None, or empty, where each follows the one before it.
+        """
+        places: list[tuple[SamplingState, Sequence[int], int]] = []  # a path, and how much of it
+        for i, (state, ids) in enumerate(zip(states, token_ids, strict=True)):
+            if follows := parents[i] if parents else ():
+                paths = [path_to(follows, node) for node in range(-1, len(ids))]
+                places += [(state, [ids[node] for node in path], len(path)) for path in paths]
+            else:
+                places += [(state, ids, n) for n in range(len(ids) + 1)]
         edits = any(state.edits for state in states)  # nothing else reads prefixes
-        width = max(map(len, chains)) if edits else 0
+        width = max(len(ids) for _, ids, _ in places) if edits and places else 0
         prefix = torch.zeros(len(places), 0, dtype=torch.int64)
         if width:
             prefix = torch.tensor([[*ids, *[0] * (width - len(ids))] for _, ids, _ in places])

@@ -21,5 +21,5 @@ from target_service.rules.greedy import follow
 
 
 def verify(target: Distribution, drafts: Drafts, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """(accepted [B], next token [B]); ``keys`` int64 [R] are the keys of the coupling noise of the target's rows."""
+    """(end [B], next token [B]); ``keys`` int64 [R] are the keys of the coupling noise of the target's rows."""
     return follow(target.tokens(winners(target, keys)), target.valid, drafts)

@@ -1,4 +1,4 @@
-"""What a rule is given besides the target's distributions: drafted chains, their q and uniform numbers."""
+"""What a rule is given besides the target's distributions: drafted chains or trees, their q and uniform numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from specdec import trees
 from specdec.sampling import sparse
 from specdec.sampling.rule import SparseRow
 from specdec.sampling.transfer import send
@@ -16,42 +18,84 @@ from specdec.sampling.transfer import send
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drafts:
-    """The drafted chains of B rounds, padded to k tokens (k >= 1, so that no shape is empty)."""
+    """The drafted tokens of B rounds, padded to k (k >= 1, so that no shape is empty): all chains, or all trees.
 
-    #: int64 [B, k]; 0 where a chain is shorter.
+    The *places* of a round are where a token of the target's may stand: 0 is the first, i + 1 the one after drafted
+    token i. So a walk along drafted tokens ends at a place; in a chain that is the number of tokens accepted.
+    """
+
+    #: int64 [B, k]; 0 where fewer were drafted.
     token_ids: Tensor
     #: int64 [B], 0 to k.
     lengths: Tensor
-    #: int64 [B, k + 1]: row of the target that decides token i; entries after the chain's length mean nothing.
+    #: int64 [B, k + 1]: row of the target that decides at each place; entries after the round's length mean nothing.
     rows: Tensor
+    #: int64 [B, k]: of each token the one it follows, -1 for the prefix and where fewer were drafted. None: chains.
+    parents: Tensor | None = None
 
     @classmethod
     def chains(cls, token_ids: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Drafts:
         """Chains whose rows lie one after the other: k_0 + 1 rows of the first, then those of the second, ..."""
+        return cls._of(token_ids, [], torch.device(device))
+
+    @classmethod
+    def trees(
+        cls, token_ids: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+    ) -> Drafts:
+        """Trees, their rows likewise; siblings differ."""
+        return cls._of(token_ids, parents, torch.device(device))
+
+    @classmethod
+    def _of(cls, token_ids: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], device: torch.device) -> Drafts:
         lengths = [len(ids) for ids in token_ids]
         width = max(1, *lengths)
         padded, start = [], 0
-        for ids in token_ids:
-            padded.append([*ids, *[0] * (width - len(ids)), len(ids), start])
+        for b, ids in enumerate(token_ids):
+            padding = width - len(ids)
+            follows = [*parents[b], *[-1] * padding] if parents else []
+            padded.append([*ids, *[0] * padding, len(ids), start, *follows])
             start += len(ids) + 1
-        packed = send(padded, torch.device(device))
-        length, first = packed[:, width : width + 1], packed[:, width + 1 :]  # [B, 1]
+        packed = send(padded, device)
+        length, first = packed[:, width : width + 1], packed[:, width + 1 : width + 2]  # [B, 1]
         steps = torch.arange(width + 1, device=device)
-        return cls(packed[:, :width], length.squeeze(1), first + torch.minimum(steps, length))
+        rows = first + torch.minimum(steps, length)
+        return cls(packed[:, :width], length.squeeze(1), rows, packed[:, width + 2 :] if parents else None)
 
     @property
     def present(self) -> Tensor:
         """Which entries of ``token_ids`` are drafted tokens: bool [B, k]."""
         return torch.arange(self.token_ids.shape[1], device=self.token_ids.device) < self.lengths[:, None]
 
-    def row_at(self, index: Tensor) -> Tensor:
-        """Row of the target that decides token ``index`` of each chain: int64 [B] to [B]."""
-        return self.rows.gather(1, index[:, None]).squeeze(1)
+    @property
+    def deciding(self) -> Tensor:
+        """Row of the target that decides each drafted token: int64 [B, k]."""
+        return self.rows[:, :-1] if self.parents is None else self.rows.gather(1, self.parents + 1)
+
+    def row_at(self, place: Tensor) -> Tensor:
+        """Row of the target that decides at a place of each round: int64 [B] to [B]."""
+        return self.rows.gather(1, place[:, None]).squeeze(1)
+
+    def reached(self, passes: Tensor) -> Tensor:
+        """Tokens that pass with all they follow: bool [B, k] to [B, k]."""
+        if self.parents is None:
+            return passes.long().cumprod(1).bool()
+        follows, reached = pad(self.parents + 1, (1, 0)), pad(passes, (1, 0), value=True)  # [B, k + 1], by place
+        for _ in range((follows.shape[1] - 1).bit_length()):  # twice as far back each time
+            reached = reached & reached.gather(1, follows)
+            follows = follows.gather(1, follows)
+        return reached[:, 1:]
+
+    def end(self, passes: Tensor) -> Tensor:
+        """The place where the walk along tokens that pass (bool [B, k], at most one of siblings) ends: int64 [B]."""
+        reached = self.reached(passes)
+        if self.parents is None:
+            return reached.long().sum(1)
+        return (reached * torch.arange(1, reached.shape[1] + 1, device=reached.device)).amax(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Q:
-    """The distributions drafted tokens were drawn from, sparse: q is 0 off the tokens named."""
+    """The distributions the tokens of chains were drawn from, sparse: q is 0 off the tokens named."""
 
     #: int64 [B, k, K]; padding has probability 0.
     token_ids: Tensor
@@ -96,7 +140,56 @@ class Uniforms:
 
     #: [B, k], one per drafted token.
     accept: Tensor
-    #: [B, k], for the draw after a rejection of token i.
+    #: [B, k], for the draw at place i after a rejection there.
     residual: Tensor
-    #: [B], for the draw after the last drafted token.
+    #: For the draw where no token was drafted: [B] in chains, after the last one; [B, k + 1] in trees, by place.
     bonus: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Siblings:
+    """The drafted tokens of B trees by the place they may stand at, and the q they were drawn from."""
+
+    #: int64 [B, k + 1, m]: tokens (their index in the tree) in the order in which they are tried; -1 where there are
+    #: fewer.
+    members: Tensor
+    #: int64 [B, k + 1, K] and float64 [B, k + 1, K]: q of the first sibling. Without q that is 0 everywhere, and the
+    #: ids are the siblings' own. Padding has id -1.
+    token_ids: Tensor
+    probabilities: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]],
+        rows: Sequence[Sequence[SparseRow]],
+        drafts: Drafts,
+    ) -> Siblings:
+        """``rows``: of each tree one per group of siblings, in the order of their first tokens, or none."""
+        num_rounds, num_places = drafts.rows.shape
+        members: dict[tuple[int, int], list[int]] = {}
+        q: dict[tuple[int, int], tuple[sparse.Ids, sparse.Ids]] = {}
+        for b, follows in enumerate(parents):
+            for i, (parent, number) in enumerate(zip(follows, trees.groups(follows), strict=True)):
+                siblings = members.setdefault((b, parent + 1), [])
+                siblings.append(i)
+                if rows[b] and len(siblings) == 1:
+                    q[b, parent + 1] = sparse.unpack(rows[b][number])
+        most = max((len(group) for group in members.values()), default=1)
+        width = max((len(named) for named, _ in q.values()), default=0)
+        both = np.full((2, num_rounds, num_places, max(most, width)), -1, dtype=np.int64)
+        both[1] = 0
+        tried = np.full((num_rounds, num_places, most), -1, dtype=np.int64)
+        for (b, place), group in members.items():
+            tried[b, place, : len(group)] = group
+            if (b, place) in q:
+                named, weights = q[b, place]
+                both[:, b, place, : len(named)] = named, weights
+            else:
+                both[0, b, place, : len(group)] = [token_ids[b][i] for i in group]
+        device = drafts.token_ids.device
+        named_ids, numbers = send(torch.from_numpy(both), device).unbind()
+        probabilities = numbers.double()
+        probabilities /= probabilities.sum(-1, keepdim=True).clamp_min_(1.0)
+        return cls(send(torch.from_numpy(tried), device), named_ids, probabilities)

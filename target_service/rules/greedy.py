@@ -9,19 +9,19 @@ from target_service.rules.drafts import Drafts
 
 
 def verify(logits: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor]:
-    """Edited logits [R, V] to (accepted [B], next token [B], valid [R]); a row is valid if its maximum is finite."""
+    """Edited logits [R, V] to (end [B], next token [B], valid [R]); a row is valid if its maximum is finite."""
     best, choices = logits.max(-1)
     valid = best.abs() < torch.inf
     return *follow(choices, valid, drafts), valid
 
 
 def follow(choices: Tensor, valid: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
-    """Walk each chain while its token is the target's own choice; then emit that choice.
+    """Walk along the drafted tokens that are the target's own choice; then emit that choice.
 
-    ``choices`` int64 [R] and ``valid`` bool [R] to (accepted [B], next token [B]). A choice never depends on the draft,
-    so neither does the text; a row that is not valid has none, and there the walk ends.
+    ``choices`` int64 [R] and ``valid`` bool [R] to (the place where each walk ends [B], next token [B]). A choice never
+    depends on the draft, so neither does the text; a row that is not valid has none, and there the walk ends.
     """
-    chosen = choices[drafts.rows]  # [B, k + 1]
-    agree = (chosen[:, :-1] == drafts.token_ids) & valid[drafts.rows[:, :-1]] & drafts.present
-    accepted = agree.long().cumprod(1).sum(1)
-    return accepted, torch.gather(chosen, 1, accepted[:, None]).squeeze(1)
+    rows = drafts.deciding
+    agree = (choices[rows] == drafts.token_ids) & valid[rows] & drafts.present
+    end = drafts.end(agree)
+    return end, choices[drafts.row_at(end)]

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_service.core import DraftCore
-from specdec.engine.engine import Engine, Segment
+from specdec.engine.engine import Engine, Kept, Segment
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.state import SamplingState
 from specdec.sessions import Proposal, Rule, SessionSpec
@@ -162,10 +162,20 @@ class Target:
         """One round: how many drafts were accepted, and the tokens it committed."""
         drafted = proposal.token_ids if proposal is not None else ()
         q_rows = proposal.q_rows if proposal is not None else ()
-        fed = [*self.state.token_ids[self._sequence.length :], *drafted]
-        logits = self._engine.forward([Segment(self._sequence, fed, len(drafted) + 1)])
-        (outcome,) = Verifier().verify(logits, [Round(self.state, self._rule, 0, drafted, q_rows)])
+        parents = proposal.parents if proposal is not None else ()
+        pending = self.state.token_ids[self._sequence.length :]
+        if parents:
+            if pending[1:]:
+                self._engine.forward([Segment(self._sequence, pending[:-1], 0)])
+            pending = pending[-1:]
+        start, follows = self._sequence.length, (-1, *(parent + 1 for parent in parents)) if parents else ()
+        logits = self._engine.forward(
+            [Segment(self._sequence, [*pending, *drafted], len(drafted) + 1, parents=follows)]
+        )
+        (outcome,) = Verifier().verify(logits, [Round(self.state, self._rule, 0, drafted, q_rows, None, parents)])
         assert outcome.error is None
+        if parents:
+            self._engine.keep_rows([Kept(self._sequence, start, (0, *(i + 1 for i in outcome.path)))])
         self.state.commit(outcome.token_ids)
         self._engine.pool.rollback(self._sequence, len(self.state) - 1)
         return outcome.num_accepted, outcome.token_ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -42,16 +42,12 @@ class Case:
         pool = KVPool(sum(-(-count // self.block_size) for count in counts) + 3, self.block_size)
         pool.open(self.block_size)  # so that a table does not start with block 1
         segments = []
-        for (before, _), count in zip(self.shapes, counts, strict=True):
+        for (before, rows), count in zip(self.shapes, counts, strict=True):
             sequence = pool.open(count)
             sequence.length = before
-            segments.append(Segment(sequence, [0] * (count - before), 0))
+            segments.append(Segment(sequence, [0] * (count - before), 0, parents=() if isinstance(rows, int) else rows))
         device = torch.device(self.device)
         batch = build_batch(segments, block_size=self.block_size, vocab_size=9, max_model_len=10**6).to(device)
-        depths, ancestors = self._trees()
-        if any(not isinstance(rows, int) for _, rows in self.shapes):
-            positions, bits = (torch.tensor(values, device=device) for values in (depths, ancestors))
-            batch = replace(batch, plan=replace(batch.plan, positions=positions, ancestors=bits))
         self.batch = PagedBatch(batch)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -101,16 +97,6 @@ class Case:
                 total = weights.sum(1) + (sinks.exp() if has_sinks else 0)
                 out.append(torch.einsum("hn,nhd->hd", weights / total[:, None], values[seen]))
         return torch.stack(out)
-
-    def _trees(self) -> tuple[list[int], list[int]]:
-        """Positions and ancestors of all rows."""
-        positions, ancestors = [], []
-        for before, rows in self.shapes:
-            for path in _paths(rows):
-                positions.append(before + len(path) - 1)
-                bits = -1 if isinstance(rows, int) else sum(1 << row for row in path)
-                ancestors.append(bits - 2**64 if bits >= 2**63 else bits)
-        return positions, ancestors
 
 
 def _paths(rows: int | Sequence[int]) -> list[list[int]]:

@@ -265,7 +265,7 @@ class ScriptedPace(FixedPace):
     def num_ahead(self, num_remaining, now_ns):
         return min(1 + int(share("ahead", self.seed, self.calls) * 24), num_remaining)
 
-    def record(self, verdict, num_asked, draft_ns, now_ns):
+    def record(self, verdict, num_asked, draft_ns, now_ns, *, tree_depth=None):
         assert num_asked >= verdict.num_draft_tokens
         self.asked.append(num_asked)
 

@@ -43,7 +43,9 @@ async def test_proposals_no_round_can_carry(start_core, plain):
         for proposal, text in [
             (Proposal(1, n, (1, 2, 3)), "3 tokens; the session was opened with num_speculative_tokens = 2"),
             (Proposal(1, n, (1, VOCAB)), f"tokens are 0 to {VOCAB - 1}"),
-            (Proposal(1, n, (1, 2), parents=(-1, 0)), "tree"),
+            (Proposal(1, n, (1, 1), parents=(-1, -1)), "siblings must differ"),
+            (Proposal(1, n, (1, 2), parents=(-1, 1)), r"parents\[1\] is 1"),
+            (Proposal(1, n, (1, 2), parents=(-1, -1), q_rows=(only_2,)), "not in its q row"),
             (Proposal(1, n, (1, 2), q_rows=(only_2,)), "q rows"),
             (Proposal(1, n, (1,), q_rows=(only_2,)), "not in its q row"),
             (Proposal(1, n, (1,), q_rows=(SparseRow(b"?"),)), "malformed"),

@@ -146,9 +146,13 @@ async def test_first_messages_that_are_refused(start_core, serve, message, text)
 
 
 async def test_proposals_that_are_refused_end_the_session(start_core, serve):
-    tree = {"parents": (-1, 0)}
+    tree = {"parents": (-1, -1)}
     async with start_core() as core, serve(core) as (stub, _):
-        for ids, parts, text in [((1, 2), tree, "tree"), ((VOCAB,), {}, "tokens are 0 to"), ((1,) * 9, {}, "9 tokens")]:
+        for ids, parts, text in [
+            ((1, 1), tree, "siblings must differ"),
+            ((VOCAB,), {}, "tokens are 0 to"),
+            ((1,) * 9, {}, "9 tokens"),
+        ]:
             async with Client(stub, make_spec(make_prompt(0), 20)) as client:
                 n = (await client.open()).committed_len
                 await client.send_round(n, ids, **parts)

@@ -16,7 +16,7 @@ import torch
 from specdec.engine.cuda import kernels
 from specdec.engine.plan import BatchPlan
 
-KNOWS_TREES_AND_SINKS: Final = True
+KNOWS_SINKS: Final = True
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 #: Programs per multiprocessor that a launch should have before entries are no longer split.

@@ -20,10 +20,15 @@ struct Plan {
   const int64_t* slots;         // [T]
   const int32_t* row_starts;    // [S + 1]
   const int32_t* block_tables;  // [S, table_width]
+  const int32_t* kv_lens;       // [S]
+  const int64_t* ancestors;     // [T], or null where rows form chains
   int64_t num_rows;
   int64_t num_sequences;
   int64_t table_width;
   int64_t block_size;
+
+  // The entry of a row of a sequence: rows lie behind the cached entries in order, whatever their positions are.
+  int64_t entry_of(int64_t sequence, int64_t row) const { return kv_lens[sequence] - (row_starts[sequence + 1] - row); }
 };
 
 struct AttentionShape {
@@ -60,8 +65,7 @@ inline bool shares_splits(const Plan& plan, const AttentionShape& shape, int thr
   for (int64_t s = 0; s < plan.num_sequences; s++) {
     if (plan.row_starts[s] == plan.row_starts[s + 1]) continue;
     tasks += (plan.row_starts[s + 1] - plan.row_starts[s] + step - 1) / step * shape.kv_heads;
-    const int64_t last = plan.positions[plan.row_starts[s + 1] - 1];
-    if (last > longest) longest = last;
+    if (plan.kv_lens[s] - 1 > longest) longest = plan.kv_lens[s] - 1;
   }
   return threads > 1 && longest >= kSplit && tasks < kSplitTasks * threads;
 }
@@ -75,7 +79,7 @@ inline int64_t list_attention_tasks(const Plan& plan, const AttentionShape& shap
     const int32_t begin = plan.row_starts[s], end = plan.row_starts[s + 1];
     for (int32_t last = end; last > begin; last -= step) {
       const int32_t first = last - step > begin ? last - step : begin;
-      const int32_t splits = shared ? int32_t(plan.positions[last - 1] / kSplit + 1) : 1;
+      const int32_t splits = shared ? int32_t(plan.entry_of(s, last - 1) / kSplit + 1) : 1;
       for (int32_t split = 0; split < splits; split++, count++)
         if (tasks) tasks[count] = {s, first, last, split, splits};
     }
@@ -225,21 +229,54 @@ inline void scale_row(float* out, int64_t n, float shrink) {
   for (int64_t i = 0; i < n; i += kLanes) store(out + i, load(out + i) * shrink);
 }
 
+// Which entries the rows of one task see: those from the window's first to its own, and in a tree of those that were fed
+// with it only its ancestors.
+struct Sight {
+  const Plan& plan;
+  const int64_t *position, *ancestors;  // of the task's rows; no ancestors in a chain
+  int64_t window;
+  int64_t entry;   // of the first row; the others follow
+  int64_t cached;  // entries that were there before the pass
+
+  Sight(const Plan& plan, const AttentionShape& shape, const AttentionTask& task)
+      : plan(plan),
+        position(plan.positions + task.first),
+        ancestors(plan.ancestors ? plan.ancestors + task.first : nullptr),
+        window(shape.window),
+        entry(plan.entry_of(task.sequence, task.first)),
+        cached(plan.entry_of(task.sequence, plan.row_starts[task.sequence])) {}
+
+  int64_t last(int r) const { return entry + r; }
+  int64_t first(int r) const {
+    const int64_t first = window ? position[r] - window + 1 : 0;
+    if (first <= 0) return 0;
+    return in_tree(r) && first > cached ? cached : first;
+  }
+  bool in_tree(int r) const { return ancestors && ancestors[r] != -1; }
+
+  // Bit j: whether the row sees entry `from` + j, as far as the tree decides it.
+  uint64_t branch(int r, int64_t from) const {
+    uint64_t bits = uint64_t(ancestors[r]);
+    // Ancestors stand in the order of their positions: the window holds the last of them, and the row itself.
+    if (window && in_tree(r))
+      for (const int64_t most = window - (last(r) - cached > 63); __builtin_popcountll(bits) > most;) bits &= bits - 1;
+    const int64_t shift = from - cached;
+    if (shift <= -64 || shift >= 64) return ~uint64_t(0);
+    if (shift < 0) return bits << -shift | ((uint64_t(1) << -shift) - 1);
+    return shift ? bits >> shift | ~uint64_t(0) << (64 - shift) : bits;
+  }
+};
+
 // What one task's rows gather from the keys begin … end - 1 of one split.
-template <class Cache>
-void attend_split(const Plan& plan, const AttentionShape& shape, const AttentionTask& task, int kv_head, int64_t begin,
-                  int64_t end, const Cache* k_cache, const Cache* v_cache, const AttentionScratch& s,
+template <bool kTrees, class Cache>
+void attend_split(const Plan& plan, const AttentionShape& shape, const AttentionTask& task, const Sight& sight,
+                  int kv_head, int64_t begin, int64_t end, const Cache* k_cache, const Cache* v_cache, const AttentionScratch& s,
                   const Gathered& sums) {
   const int group = shape.heads / shape.kv_heads, rows = task.last - task.first;
   const int dim = shape.head_dim, value_dim = shape.value_dim;
   const int64_t out_width = round_up(value_dim, kKeys);
   const int wide = out_width % kPanel ? 2 : kVectors;  // vectors of values that are summed together
-  const int64_t* position = plan.positions + task.first;
   const int32_t* table = plan.block_tables + task.sequence * plan.table_width;
-  auto first_key = [&](int r) {
-    const int64_t first = shape.window ? position[r] - shape.window + 1 : 0;
-    return first > 0 ? first : 0;
-  };
   // Where a tile's keys begin, if they lie in columns: within one block, and the mask drops those that nobody may see.
   auto first_column = [&](int64_t tile) {
     const Cache* block = k_cache + table[tile / plan.block_size] * shape.k_block_stride;
@@ -254,10 +291,10 @@ void attend_split(const Plan& plan, const AttentionShape& shape, const Attention
   Vec lane;
   for (int i = 0; i < kLanes; i++) lane[i] = float(i);
   for (int64_t tile_begin = begin / kKeys * kKeys; tile_begin < end; tile_begin += kKeys) {
-    // Rows that see any of these keys; neighbours, as positions grow from row to row.
+    // Rows that may see any of these keys, and those between them.
     int from = rows, to = 0;
     for (int r = 0; r < rows; r++)
-      if (position[r] >= tile_begin && first_key(r) < tile_begin + kKeys) {
+      if (sight.last(r) >= tile_begin && sight.first(r) < tile_begin + kKeys) {
         if (from > r) from = r;
         to = r + 1;
       }
@@ -307,23 +344,31 @@ void attend_split(const Plan& plan, const AttentionShape& shape, const Attention
                   scores, kKeys, d > 0);
     }
     for (int r = from; r < to; r++) {
-      const Vec low = splat(float(first_key(r) - tile_begin)), high = splat(float(position[r] - tile_begin));
+      const Vec low = splat(float(sight.first(r) - tile_begin)), high = splat(float(sight.last(r) - tile_begin));
+      Vec on_branch[2];
+      if constexpr (kTrees) {
+        const uint64_t branch = sight.branch(r, tile_begin);
+        for (int j = 0; j < kKeys; j++) on_branch[j / kLanes][j % kLanes] = float(branch >> j & 1);
+      }
+      auto sees = [&](int h) {
+        const Vec at = lane + float(h * kLanes);
+        if constexpr (kTrees) return at >= low && at <= high && on_branch[h] > Vec{};
+        else return at >= low && at <= high;
+      };
       for (int m = r * group; m < (r + 1) * group; m++) {
         float* row = s.scores + m * kKeys;
         Vec x[2];
         for (int h = 0; h < 2; h++) {
-          const Vec at = lane + float(h * kLanes);
           x[h] = load(row + h * kLanes) * shape.scale;
           if (shape.softcap > 0.0f) x[h] = tanh(x[h] / shape.softcap) * shape.softcap;
-          x[h] = (at >= low && at <= high) ? x[h] : splat(-1e30f);
+          x[h] = sees(h) ? x[h] : splat(-1e30f);
         }
         const float peak = sums.peak[m], tile_peak = largest(max(x[0], x[1]));
         const float new_peak = tile_peak > peak ? tile_peak : peak;
         Vec weight_sum{};
         for (int h = 0; h < 2; h++) {
-          const Vec at = lane + float(h * kLanes);
           Vec w = exp(x[h] - new_peak);
-          w = (at >= low && at <= high) ? w : Vec{};
+          w = sees(h) ? w : Vec{};
           store(row + h * kLanes, w);
           weight_sum += w;
         }
@@ -371,7 +416,7 @@ void attend(const Plan& plan, const AttentionShape& shape, const AttentionTask* 
   const int group = shape.heads / shape.kv_heads, rows = task.last - task.first, count = rows * group;
   const int dim = shape.head_dim, value_dim = shape.value_dim;
   const int64_t out_width = round_up(value_dim, kKeys);
-  const int64_t* position = plan.positions + task.first;
+  const Sight sight(plan, shape, task);
   for (int r = 0; r < rows; r++)
     for (int g = 0; g < group; g++) {
       const Query* q = query + (task.first + r) * query_row + (kv_head * group + g) * query_head;
@@ -381,14 +426,18 @@ void attend(const Plan& plan, const AttentionShape& shape, const AttentionTask* 
       for (; d < dim; d++) to[d] = to_float(q[d]);
     }
 
-  // Keys that any row sees: the first row's window reaches back furthest.
-  const int64_t end = position[rows - 1] + 1;
-  int64_t begin = shape.window ? position[0] - shape.window + 1 : 0;
-  if (begin < 0) begin = 0;
+  // Keys that any row sees: the first row's window reaches back furthest, but for trees.
+  const int64_t end = sight.last(rows - 1) + 1;
+  int64_t begin = sight.first(0);
+  for (int r = 1; sight.ancestors && r < rows; r++)
+    if (sight.first(r) < begin) begin = sight.first(r);
   auto gather = [&](int64_t split, const Gathered& sums) {
     const int64_t from = split * kSplit > begin ? split * kSplit : begin;
     const int64_t to = (split + 1) * kSplit < end ? (split + 1) * kSplit : end;
-    attend_split(plan, shape, task, kv_head, from, to, k_cache, v_cache, s, sums);
+    if (sight.ancestors)
+      attend_split<true>(plan, shape, task, sight, kv_head, from, to, k_cache, v_cache, s, sums);
+    else
+      attend_split<false>(plan, shape, task, sight, kv_head, from, to, k_cache, v_cache, s, sums);
   };
   const Gathered* sums = &s.whole;
   if (task.splits > 1) {

@@ -14,7 +14,7 @@ import torch
 from specdec.engine.native.library import DTYPES, CAttentionShape, CPlan, NativeLibrary, load
 from specdec.engine.plan import BatchPlan
 
-KNOWS_TREES_AND_SINKS: Final = False
+KNOWS_SINKS: Final = False
 
 
 def _library() -> NativeLibrary:
@@ -36,7 +36,7 @@ def paged_attention(  # noqa: PLR0917
     *,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend every row to the entries of its own sequence up to itself.
+    """Attend every row to the cached entries of its sequence and to its ancestors (in a chain: the rows before it).
 
     query [T, Hq, D] (any strides over rows and heads); k_cache [N, Hkv, block, D]; v_cache [N, Hkv, block, Dv]; each
     float32 or bfloat16, the caches of one dtype; softmax and sums are float32. ``window`` counts the entries a row
@@ -44,10 +44,10 @@ def paged_attention(  # noqa: PLR0917
     ``num_threads`` None takes torch's. Returns [T, Hq, Dv] in the query's dtype.
 
     Raises:
-        NotImplementedError: a dtype or layout the kernel does not know, trees or sinks, or there are no kernels here.
+        NotImplementedError: a dtype or layout the kernel does not know, sinks, or there are no kernels here.
     """
-    if plan.ancestors is not None or sinks is not None:
-        raise NotImplementedError("attention over trees or with sinks")
+    if sinks is not None:
+        raise NotImplementedError("attention with sinks")
     if query.dtype not in DTYPES or k_cache.dtype not in DTYPES or v_cache.dtype != k_cache.dtype:
         raise NotImplementedError(f"attention of {query.dtype} rows over {k_cache.dtype} and {v_cache.dtype} caches")
     _check_cache(k_cache)

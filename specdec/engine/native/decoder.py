@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import struct
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -23,6 +25,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from specdec.engine.compaction import Kept
 from specdec.engine.linears import Int8Linear, Matrix, is_plain, matrix_of
 from specdec.engine.native.library import DTYPES, WEIGHT_DTYPES, CPlan, NativeLibrary, load
 from specdec.engine.native.packing import Packing, layer_groups
@@ -39,6 +42,9 @@ _MODELS: Final = {f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2",
 #: Rotary embeddings whose frequencies are the same at every length.
 _ROPE_TYPES: Final = {"default", "linear", "llama3", "yarn"}
 _NORMS: Final = {f"{name}RMSNorm" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+
+#: ``Kept`` of compaction.cpp.
+_KEPT: Final = struct.Struct("4q")
 
 _Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64
@@ -251,13 +257,7 @@ class NativeDecoder(NativeModel):
     def batch_of(
         self, input_ids: torch.Tensor, plan: BatchPlan, logit_rows: torch.Tensor, logits: torch.Tensor
     ) -> CBatch:
-        """The native ``Batch`` (decoder.h) of a pass; the tensors must outlive it. ``logits`` float32 [N, V].
-
-        Raises:
-            NotImplementedError: rows of a sequence form a tree.
-        """
-        if plan.ancestors is not None:
-            raise NotImplementedError("the native decoder attends over chains of rows, not over trees")
+        """The native ``Batch`` (decoder.h) of a pass; the tensors must outlive it. ``logits`` float32 [N, V]."""
         batch = self.caches_for(plan.max_kv_len)
         batch.token_ids = input_ids.data_ptr()
         batch.logit_rows = logit_rows.data_ptr()
@@ -265,6 +265,20 @@ class NativeDecoder(NativeModel):
         batch.plan = CPlan.of(plan)
         batch.logits = logits.data_ptr()
         return batch
+
+    def keep_rows(self, kept: Sequence[Kept], block_size: int) -> None:
+        """:func:`specdec.engine.compaction.keep_rows` on this decoder's layout of the cache."""
+        rows = array("q", [row for one in kept for row in one.rows])
+        at, _ = rows.buffer_info()
+        packed = bytearray()
+        blocks = [one.sequence.blocks for one in kept]
+        for one, table in zip(kept, blocks, strict=True):
+            packed += _KEPT.pack(table.__array_interface__["data"][0], at, len(one.rows), one.first)
+            at += 8 * len(one.rows)
+        caches = self.caches_for(0)
+        caches.plan.block_size = block_size
+        structs = ctypes.addressof(ctypes.c_char.from_buffer(packed))
+        self.library.keep_rows(self.address, ctypes.addressof(caches), structs, len(kept))
 
 
 def _rotary_tables(rotary: nn.Module, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,9 +12,10 @@ struct Feed {
   const int32_t* blocks;     // of its sequence; null: block 0 takes all rows
   const int64_t* token_ids;  // [num_tokens]; those of the next feed follow
   int64_t num_tokens;
-  int64_t length;      // entries in the cache
-  int64_t num_logits;  // of the last rows
-  int64_t num_states;  // likewise
+  int64_t length;          // entries in the cache
+  int64_t num_logits;      // of the last rows
+  int64_t num_states;      // likewise
+  const int64_t* parents;  // [num_tokens], or null where the tokens form a chain
 };
 
 }  // namespace tandem
@@ -29,10 +30,12 @@ extern "C" __attribute__((visibility("default"))) int tandem_feed(const Model* m
   Layout layout{};
   layout.block_size = batch.plan.block_size;
   int64_t num_rows = 0, num_logits = 0, num_states = 0;
+  bool has_trees = false;
   for (int64_t s = 0; s < num_feeds; s++) {
     num_rows += feeds[s].num_tokens;
     num_logits += feeds[s].num_logits;
     num_states += feeds[s].num_states;
+    has_trees |= feeds[s].parents != nullptr;
     layout.width = std::max(layout.width, layout.blocks_of(feeds[s].length + feeds[s].num_tokens));
   }
   char* memory = nullptr;
@@ -44,14 +47,14 @@ extern "C" __attribute__((visibility("default"))) int tandem_feed(const Model* m
       end += round_up(bytes, 64);
       return at;
     };
-    layout.take(take, num_rows, num_feeds);
+    layout.take(take, num_rows, num_feeds, has_trees);
     logit_rows = reinterpret_cast<int64_t*>(take(num_logits * 8));
     state_rows = reinterpret_cast<int64_t*>(take(num_states * 8));
     if (pass == 0 && !(memory = working_memory(size_t(end)))) return -1;
   }
   int64_t row = 0, wanted = 0, kept = 0;
   for (int64_t s = 0; s < num_feeds; s++) {
-    layout.place(s, feeds[s].blocks, feeds[s].length, feeds[s].num_tokens, row);
+    layout.place(s, feeds[s].blocks, feeds[s].length, feeds[s].num_tokens, row, feeds[s].parents);
     row += feeds[s].num_tokens;
     for (int64_t i = row - feeds[s].num_logits; i < row; i++) logit_rows[wanted++] = i;
     for (int64_t i = row - feeds[s].num_states; i < row; i++) state_rows[kept++] = i;

@@ -10,13 +10,13 @@ from typing import Final
 
 import torch
 
-from specdec.engine.batch import Segment
+from specdec.engine.batch import Segment, check_segment
 from specdec.engine.native.decoder import NativeDecoder
 from specdec.engine.states import STATE_DTYPE, StateRows
 from specdec.errors import InvalidRequest
 
 #: ``Feed`` of feed.cpp.
-_FEED: Final = struct.Struct("6q")
+_FEED: Final = struct.Struct("7q")
 
 
 def takes(segments: Sequence[Segment]) -> bool:
@@ -38,23 +38,16 @@ def feed(
 
     Raises as :func:`specdec.engine.batch.build_batch`.
     """
-    tokens = array("q")
+    tokens, parents = array("q"), array("q")
     starts = []
     longest = num_logits = 0
     for segment in segments:
-        sequence, count = segment.sequence, len(segment.token_ids)
-        if not 0 <= segment.num_logits <= count or count == 0:
-            raise ValueError(f"a segment of {count} tokens cannot give {segment.num_logits} rows of logits")
-        end = sequence.length + count
-        if end > min(sequence.max_tokens, max_model_len):
-            raise ValueError(
-                f"{sequence.length} entries and {count} tokens exceed the {sequence.max_tokens} the sequence has room"
-                f" for (the model takes {max_model_len})"
-            )
-        longest = max(longest, end)
+        check_segment(segment, max_model_len)
+        longest = max(longest, segment.sequence.length + len(segment.token_ids))
         num_logits += segment.num_logits
-        starts.append(len(tokens))
+        starts.append((len(tokens), len(parents)))
         tokens.extend(segment.token_ids)
+        parents.extend(segment.parents)
     if len({id(segment.sequence) for segment in segments}) != len(segments):
         raise ValueError("a sequence stands in two segments of one batch")
     smallest, largest = min(tokens), max(tokens)
@@ -62,10 +55,10 @@ def feed(
         wrong = smallest if smallest < 0 else largest
         raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {vocab_size} tokens", param="token_ids")
 
-    at, _ = tokens.buffer_info()
+    (at, _), (parents_at, _) = tokens.buffer_info(), parents.buffer_info()
     packed = bytearray(_FEED.size * len(segments))
     blocks = [segment.sequence.blocks for segment in segments]  # held: the event loop may replace a sequence's own
-    for s, (segment, start) in enumerate(zip(segments, starts, strict=True)):
+    for s, (segment, (start, parent_start)) in enumerate(zip(segments, starts, strict=True)):
         _FEED.pack_into(
             packed,
             s * _FEED.size,
@@ -75,6 +68,7 @@ def feed(
             segment.sequence.length,
             segment.num_logits,
             segment.num_states,
+            parents_at + 8 * parent_start if segment.parents else 0,
         )
     logits = torch.empty(num_logits, decoder.vocab_size)
     caches = decoder.caches_for(longest)

@@ -39,6 +39,8 @@ class CPlan(ctypes.Structure):
         ("slots", _Pointer),
         ("row_starts", _Pointer),
         ("block_tables", _Pointer),
+        ("kv_lens", _Pointer),
+        ("ancestors", _Pointer),
         ("num_rows", _Int64),
         ("num_sequences", _Int64),
         ("table_width", _Int64),
@@ -53,6 +55,8 @@ class CPlan(ctypes.Structure):
             plan.slots.data_ptr(),
             plan.row_starts.data_ptr(),
             plan.block_tables.data_ptr(),
+            plan.kv_lens.data_ptr(),
+            None if plan.ancestors is None else plan.ancestors.data_ptr(),
             plan.positions.shape[0],
             plan.kv_lens.shape[0],
             plan.block_tables.shape[1],
@@ -138,6 +142,8 @@ class NativeLibrary:
         self.decoder_forward.argtypes = (_Pointer, _Pointer, _Int)
         self.feed = lib.tandem_feed
         self.feed.argtypes = (_Pointer, _Pointer, _Pointer, _Int64, _Pointer, _Int)
+        self.keep_rows = lib.tandem_keep_rows
+        self.keep_rows.argtypes, self.keep_rows.restype = (_Pointer, _Pointer, _Pointer, _Int64), None
         self.draft_chains = lib.tandem_draft_chains
         self.draft_chains.argtypes = (_Pointer, _Pointer, _Pointer, _Int64, _Pointer, _Pointer, _Int)
         self.draft_rows = lib.tandem_draft_rows

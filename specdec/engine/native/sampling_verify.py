@@ -16,7 +16,7 @@ from specdec.sampling.rule import Rule, SparseRow
 from specdec.sampling.state import SamplingState
 
 #: ``Round`` of sampling_verify.cpp.
-_ROUND: Final = struct.Struct("9q")
+_ROUND: Final = struct.Struct("10q")
 _MALFORMED: Final = -2
 
 
@@ -40,12 +40,17 @@ class VerifyRound(Protocol):
 
     @property
     def draft_token_ids(self) -> Sequence[int]:
-        """The chain."""
+        """The drafted tokens."""
+        ...
+
+    @property
+    def parents(self) -> Sequence[int]:
+        """Of each the one it follows, -1 for the committed tokens; empty: a chain."""
         ...
 
     @property
     def q_rows(self) -> Sequence[SparseRow]:
-        """None or one per drafted token."""
+        """None, or one per group of siblings, in a chain per token."""
         ...
 
 
@@ -57,12 +62,14 @@ def verify_rounds(
     *,
     num_threads: int | None = None,
 ) -> list[tuple[int, int, bool]] | None:
-    """(accepted, the target's own token, whether there was one to draw) of every round; None where a proposal is
-    malformed.
+    """(the place where the walk along the drafted tokens ends: in a chain how many are accepted, in a tree 0 or the
+    index of the last one + 1; the target's own token, which stands there; whether there was one to draw) of every
+    round. None where a proposal is malformed.
 
     ``logits`` float32 [R, V] on the CPU, contiguous, raw; they are not written to. ``uniforms`` take the place of the
     sessions' own noise under the ratio rules: for each round k numbers for acceptance, k for residual draws, one for
-    the bonus draw. ``num_threads`` (None takes torch's) share the work, where there is enough of it.
+    the bonus draw (for trees k + 1, by place). ``num_threads`` (None takes torch's) share the work, where there is
+    enough of it.
     """
     assert logits.dtype is torch.float32
     assert logits.is_contiguous()
@@ -72,9 +79,12 @@ def verify_rounds(
         assert r.start_row >= 0
         assert r.start_row + len(r.draft_token_ids) < logits.shape[0]
         assert r.state.num_tokens <= logits.shape[1]
-        assert len(r.q_rows) in (0, len(r.draft_token_ids))
+        assert len(r.parents) in (0, len(r.draft_token_ids))
+        num_groups = len(set(r.parents)) if r.parents else len(r.draft_token_ids)
+        assert len(r.q_rows) in (0, num_groups)
         starts.append((len(numbers), len(rows)))
         numbers.extend(r.draft_token_ids)
+        numbers.extend(r.parents)
         for row in r.q_rows:
             numbers.append(len(row.packed))
             rows += row.packed
@@ -86,7 +96,7 @@ def verify_rounds(
 
     packed = bytearray(_ROUND.size * len(rounds))
     for b, (r, (number, row_at)) in enumerate(zip(rounds, starts, strict=True)):
-        count = len(r.draft_token_ids)
+        count, num_parents = len(r.draft_token_ids), len(r.parents)
         _ROUND.pack_into(
             packed,
             b * _ROUND.size,
@@ -97,10 +107,11 @@ def verify_rounds(
             len(r.state),
             RULES[r.rule],
             rows_at + row_at if r.q_rows else 0,
-            numbers_at + 8 * (number + count),
+            numbers_at + 8 * (number + count + num_parents),
             noise_at if uniforms else 0,
+            numbers_at + 8 * (number + count) if num_parents else 0,
         )
-        noise_at += 8 * (2 * count + 1)
+        noise_at += 8 * (2 * count + num_parents + 1)
     out = array("q", bytes(24 * len(rounds)))
     status = kernels.verify_rounds(
         logits.data_ptr(),
@@ -115,7 +126,7 @@ def verify_rounds(
     if status:
         raise MemoryError("working memory for verification")
     values = iter(out.tolist())
-    return [(accepted, token_id, bool(valid)) for accepted, token_id, valid in zip(values, values, values, strict=True)]
+    return [(end, token_id, bool(valid)) for end, token_id, valid in zip(values, values, values, strict=True)]
 
 
 def is_well_formed(

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -234,13 +233,6 @@ def test_a_float32_model_may_keep_a_bfloat16_cache() -> None:
     wanted = _stock(model, ids)
     runner = Runner(model, cache_dtype=torch.bfloat16)
     torch.testing.assert_close(runner.feed([(runner.open(40), 0, ids)])[0], wanted, atol=0.3, rtol=0)
-
-
-def test_trees_of_rows_are_refused() -> None:
-    runner = Runner(make_model("llama"))
-    plan = replace(make_plan([0], [2], [runner.open(2)], BLOCK), ancestors=torch.tensor([1, 3]))
-    with pytest.raises(NotImplementedError, match="not over trees"):
-        runner.decoder.forward(torch.tensor([1, 2]), plan, torch.arange(2))
 
 
 @pytest.mark.parametrize("token", [-1, 97])

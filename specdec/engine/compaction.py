@@ -1,0 +1,42 @@
+"""What stays of a tree of rows once one of its paths is accepted: those entries, moved together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specdec.engine.kv_pool import KVSequence
+from specdec.sampling.transfer import send
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Of the entries from ``first`` on only some stay: entry ``first + rows[i]`` becomes entry ``first + i``."""
+
+    sequence: KVSequence
+    first: int
+    #: Ascending.
+    rows: Sequence[int]
+
+    @property
+    def moves(self) -> bool:
+        """Whether any entry is to be moved: none is where the path is the first rows."""
+        return bool(self.rows) and self.rows[-1] != len(self.rows) - 1
+
+
+def keep_rows(caches: Sequence[torch.Tensor], kept: Sequence[Kept], block_size: int) -> None:
+    """Move entries of caches [num_blocks, H, block_size, D]; nothing waits for the device."""
+    sources, targets = [], []
+    for one in kept:
+        blocks = one.sequence.blocks
+        for to, row in enumerate(one.rows, one.first):
+            if (source := one.first + row) != to:
+                sources.append((int(blocks[source // block_size]), source % block_size))
+                targets.append((int(blocks[to // block_size]), to % block_size))
+    if not sources:
+        return
+    places = send([*zip(*sources, strict=True), *zip(*targets, strict=True)], caches[0].device)  # [4, moves]
+    for cache in caches:
+        cache[places[2], :, places[3]] = cache[places[0], :, places[1]]

@@ -1,0 +1,66 @@
+"""The likeliest next tokens of a draft, for trees: which tokens, and how likely each is to be the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.sampling.distribution import distribution
+from specdec.sampling.draws import race
+from specdec.sampling.edits import edited
+from specdec.sampling.noise import Stream
+from specdec.sampling.rows import Rows
+from specdec.sampling.rule import Rule
+from specdec.sampling.state import SamplingState
+from specdec.sampling.transfer import send
+
+
+def candidates(logits: Tensor, rows: Rows, rules: Sequence[Rule], count: int) -> tuple[Tensor, Tensor]:
+    """Token ids int64 [R, count], the likeliest first, and their log-probabilities float64 [R, count] (-inf where fewer
+    tokens can be drawn), on the device; ``logits`` float32 [R, V] raw, ``rules`` those of the rows.
+
+    The probability is that of being the token the target puts there, as the draft sees it. Greedy: softmax of the
+    edited logits. Ratio rules: q, after all transforms. Coupled: the target's token is argmax_v p_v / E_v with noise
+    that is known here, so tokens are ranked by q_v / E_v, normalised.
+    """
+    logits = edited(logits, rows)
+    count = min(count, logits.shape[1])
+    of_kind: dict[tuple[str, bool], list[int]] = {}
+    for i, (state, rule) in enumerate(zip(rows.states, rules, strict=True)):
+        of_kind.setdefault(_kind(state, rule), []).append(i)
+    if len(of_kind) == 1:
+        return _likeliest(next(iter(of_kind)), logits, rows, count)
+    token_ids = torch.zeros(len(rows), count, dtype=torch.int64, device=logits.device)
+    logprobs = torch.zeros(len(rows), count, dtype=torch.float64, device=logits.device)
+    for kind, indices in of_kind.items():
+        at = send(indices, logits.device)
+        some_ids, some_logprobs = _likeliest(kind, logits.index_select(0, at), rows.select(indices), count)
+        token_ids.index_copy_(0, at, some_ids)
+        logprobs.index_copy_(0, at, some_logprobs)
+    return token_ids, logprobs
+
+
+def _kind(state: SamplingState, rule: Rule) -> tuple[str, bool]:
+    """Rows that are looked at alike; of those with a temperature the ones that truncate apart."""
+    if state.params.greedy:
+        return "greedy", False
+    return ("coupled" if rule is Rule.COUPLED else "ratio"), state.truncates
+
+
+def _likeliest(kind: tuple[str, bool], logits: Tensor, rows: Rows, count: int) -> tuple[Tensor, Tensor]:
+    if kind[0] == "greedy":
+        best = logits.topk(count, dim=-1)
+        return best.indices, (best.values - logits.logsumexp(-1, keepdim=True)).double()
+    q = distribution(logits, rows)
+    weights = q.weights
+    if kind[0] == "coupled":
+        keys = [s.noise_key(Stream.COUPLING, at) for s, at in zip(rows.states, rows.positions, strict=True)]
+        weights = race(q, send(keys, logits.device))
+    best = weights.topk(min(count, weights.shape[1]), dim=-1)
+    token_ids, values = q.tokens(best.indices), best.values.log() - weights.sum(-1, keepdim=True).log()
+    if (missing := count - token_ids.shape[1]) > 0:
+        token_ids = torch.nn.functional.pad(token_ids, (0, missing))
+        values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
+    return token_ids, values
