@@ -188,7 +188,7 @@ class Decoding:
             while True:
                 verdict = self._commit(await self._in_time())
                 if verdict.finish_reason is None:
-                    await self._go_on(verdict.token_ids)
+                    await self._go_on(verdict)
                 yield verdict
                 if verdict.finish_reason is not None:
                     return
@@ -261,15 +261,15 @@ class Decoding:
         elif num_remaining > 0:
             self._decode_ahead(target, self._next_chunk(num_remaining))
 
-    async def _go_on(self, token_ids: tuple[int, ...]) -> None:
+    async def _go_on(self, verdict: Verdict) -> None:
         """After a verdict: have the next round under way and the draft at work before the caller handles the text.
 
         Waits for nobody. Where the draft has no proposal yet, :meth:`_ask` waits for it.
         """
-        self._offers.commit(token_ids)
+        self._offers.commit(verdict.token_ids)
         if (offered := self._offers.take()) is not None:
             self._begin(offered)
-        self._drafting.commit(token_ids)
+        self._drafting.commit(verdict.token_ids, verdict.hidden_states)
         target, length = self._target, len(self.token_ids)
         if target is None:
             return
@@ -376,7 +376,7 @@ class Decoding:
         if self._num_draft_tokens(self._end - len(self.token_ids)):
             self._drafting.prepare()
         spec = self._target_spec()
-        self._target = await self._replica.backend.open(spec)
+        self._target = await self._open_target(self._replica, spec)
         first = self._checked(self._target.first)
         self._ahead_until = self._prolong_at = first.committed_len + spec.decode_ahead_tokens
         if spec.decode_ahead_tokens > LOW_WATER:
@@ -385,6 +385,16 @@ class Decoding:
             self.opened = self._target.opened
         self._pace.record(first, 0, 0, time.perf_counter_ns())
         return first
+
+    async def _open_target(self, replica: Replica[TargetBackend], spec: SessionSpec) -> TargetSession:
+        try:
+            return await replica.backend.open(spec)
+        except InvalidRequest as error:
+            if not spec.hidden_state_layers or error.param != "hidden_state_layers":
+                raise
+            logger.warning("the draft reads hidden states that target %s does not have: %s", replica.name, error)
+            self._drafting.refuse(error)
+            return await replica.backend.open(replace(spec, hidden_state_layers=()))
 
     async def _recover(self, error: TandemError) -> None:
         """Make room for a new session after the target was lost; raises when it was lost too often."""
@@ -439,7 +449,13 @@ class Decoding:
         spec = self._spec(self._epoch, params)
         # While no draft is wanted more can be asked for at once; the first verdict brings one token of it.
         num_ahead = 0 if self._pace.k else self._next_chunk(self._end - len(self.token_ids) - 1)
-        return replace(spec, decode_ahead_tokens=num_ahead)
+        wish = self._drafting.wish()
+        return replace(
+            spec,
+            decode_ahead_tokens=num_ahead,
+            hidden_state_layers=wish.layers,
+            last_hidden_state_only=wish.last_only,
+        )
 
     def _draft_spec(self, epoch: int) -> SessionSpec:
         return self._spec(epoch, self.request.params)

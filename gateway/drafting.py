@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from gateway.routing import Replica, Router
+from gateway.routing import Replica, Router, StateWish
 from gateway.speculation import SpeculationMetrics
 from specdec.branches import MAX_BRANCHES, Branches, Path, path_of
 from specdec.errors import (
@@ -20,7 +20,8 @@ from specdec.errors import (
     TandemError,
     Unavailable,
 )
-from specdec.sessions import DraftBackend, DraftSession, Proposal, SessionSpec
+from specdec.sessions import DraftBackend, DraftSession, HiddenStates, Proposal, SessionSpec
+from specdec.state_buffer import StateBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class DraftState:
     known_len: int
     #: Drafted tokens a round at most.
     num_speculative_tokens: int
+    #: The target's hidden states that it reads.
+    wish: StateWish = field(default_factory=StateWish)
     #: Drafted tokens asked for in the next round; 0: none.
     k: int = 0
     #: Proposals it may send ahead of the next verdict.
@@ -111,6 +114,9 @@ class Drafting:
         self._timeout_s = timeout_s
         self._on_ahead = on_ahead
         self._state: DraftState | None = None
+        #: The hidden states that verdicts bring, and those that no draft was told of yet.
+        self._wish = StateWish()
+        self._states = StateBuffer()
         self._opening: asyncio.Task[DraftState | None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._epoch = 0
@@ -130,9 +136,25 @@ class Drafting:
         if self._state is None:
             self._start()
 
-    def commit(self, token_ids: tuple[int, ...]) -> None:
-        """Tokens were committed: forget the proposals that assumed others."""
+    def wish(self) -> StateWish:
+        """The hidden states to ask the target for, which it sends from its next opening on."""
+        if self.off:
+            wish = StateWish()
+        else:
+            wish = self._state.wish if self._state is not None else self._router.state_wish(self._session_id)
+        if wish != self._wish:
+            self._wish = wish
+            self._states.clear()
+        return wish
+
+    def commit(self, token_ids: tuple[int, ...], hidden_states: Sequence[HiddenStates] = ()) -> None:
+        """Tokens were committed: forget the proposals that assumed others, and keep the hidden states for the draft."""
         state = self._state
+        if hidden_states and not self.off and (state is None or state.wish == self._wish):
+            if self._wish.last_only:
+                self._states.clear()
+            for states in hidden_states:
+                self._states.add(states)
         if state is None:
             return
         state.branches.commit(token_ids)
@@ -167,8 +189,9 @@ class Drafting:
         state.k = k
         state.num_ahead = self._num_ahead_of(state)
         news = tuple(self._token_ids[state.known_len :])
+        states = self._states.take() if state.wish == self._wish else ()
         try:
-            await state.session.advance(state.known_len, news, k, state.num_ahead)
+            await state.session.advance(state.known_len, news, k, state.num_ahead, states)
         except Exception as error:
             self._lose(state, error)
         state.known_len = len(self._token_ids)
@@ -176,7 +199,7 @@ class Drafting:
 
     def _num_ahead_of(self, state: DraftState) -> int:
         """Proposals the draft may send ahead now: with those kept and those on their way no more than may be kept."""
-        if not state.k:
+        if not state.k or state.wish.layers:  # the states behind a verdict are not known before it
             return 0
         num_ahead = self._num_ahead()
         return max(0, min(num_ahead, MAX_BRANCHES - 1 - len(state.branches) - max(num_ahead, state.num_ahead)))
@@ -201,8 +224,9 @@ class Drafting:
             state.on_arrival = state.arrival = None
 
     def refuse(self, error: TandemError) -> None:
-        """The target cannot verify what the draft proposes: go on without it, for good."""
+        """The target cannot verify what the draft proposes, or send what it reads: go on without it, for good."""
         self.off = True
+        self._states.clear()
         if self._state is not None:
             self._lose(self._state, error)
 
@@ -323,7 +347,8 @@ class Drafting:
         k = min(self._k, session.opened.num_speculative_tokens)
         if k == 0:
             self.off = True
-        return DraftState(session, replica, len(spec.token_ids), k)
+        wish = StateWish() if replica.info is None else StateWish.of(replica.info)
+        return DraftState(session, replica, len(spec.token_ids), num_speculative_tokens=k, wish=wish)
 
 
 def _settle(state: DraftState) -> None:

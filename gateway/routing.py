@@ -6,6 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final, Generic, Self, TypeVar
 
 from specdec.errors import ModelNotSupported, Unavailable
@@ -18,6 +19,19 @@ B = TypeVar("B", TargetBackend, DraftBackend)
 
 #: Seconds a replica that just failed a session is passed over while others are there.
 AVOID_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StateWish:
+    """Hidden states of the target that a draft reads: of which layers, and whether the newest position's are enough."""
+
+    layers: tuple[int, ...] = ()
+    last_only: bool = False
+
+    @classmethod
+    def of(cls, info: ModelInfo) -> StateWish:
+        """What a draft says it reads."""
+        return cls(info.hidden_state_layers, info.last_hidden_state_only) if info.hidden_state_layers else cls()
 
 
 class Replica(Generic[B]):
@@ -176,6 +190,14 @@ class Router:
     ) -> Replica[DraftBackend] | None:
         """The session's draft; None when no draft can be used now."""
         return self.drafts.pick(session_id, avoid)
+
+    def state_wish(self, session_id: str) -> StateWish:
+        """The hidden states that the session's draft reads; while no draft can be used, those that one reads which may
+        come back.
+        """
+        replica = self.pick_draft(session_id)
+        infos = [other.info for other in ([replica] if replica is not None else self.drafts.replicas)]
+        return next((StateWish.of(info) for info in infos if info is not None), StateWish())
 
     def _judge(self, replica: Replica[TargetBackend] | Replica[DraftBackend]) -> None:
         replica.refusal = None

@@ -15,6 +15,7 @@ from specdec.sampling.params import SamplingParams
 from specdec.sessions import (
     DraftOpened,
     FinishReason,
+    HiddenStates,
     ModelInfo,
     PositionLogprobs,
     Proposal,
@@ -53,6 +54,12 @@ def logprobs_of(token, count, vocab_size=VOCAB):
         return ()
     top = tuple(TokenLogprob((token + i) % vocab_size, -0.5 * (i + 1), i + 1) for i in range(count))
     return (PositionLogprobs(TokenLogprob(token, -0.5, 1), top),)
+
+
+def states_of(token_ids, start, end, layers):
+    """Made-up hidden states, two numbers a layer: a function of position, token and layer."""
+    rows = [number(i, token_ids[i], layer).to_bytes(8)[:4] for i in range(start, end) for layer in layers]
+    return HiddenStates(start, 2 * len(layers), "bfloat16", b"".join(rows))
 
 
 def reference(prompt, params, next_token=next_token):
@@ -99,6 +106,7 @@ class FakeBackend:
         self.open_sessions = set()
         self.num_opened = 0
         self.num_closed = 0
+        self.sessions = []
         self.specs = []
         self.dead = False
         self.frozen = asyncio.Event()
@@ -162,6 +170,7 @@ class FakeSession:
         assert all(spec.session_id != other.spec.session_id for other in backend.open_sessions)
         backend.open_sessions.add(self)
         backend.num_opened += 1
+        backend.sessions.append(self)
         backend.specs.append(spec)
 
     async def run(self):
@@ -314,8 +323,21 @@ class FakeTargetSession(FakeSession):
                 break
         accepted = len(tokens) - 1
         logprobs = sum((logprobs_of(token, params.logprobs) for token in out), ())
+        states = ()
+        if layers := self.spec.hidden_state_layers:
+            start = 0 if base == len(self.spec.token_ids) else base - 1
+            end = len(self.token_ids) - 1
+            states = (states_of(self.token_ids, end - 1 if self.spec.last_hidden_state_only else start, end, layers),)
         return Verdict(
-            self.spec.epoch, base, tuple(out), accepted, len(drafted), reason, stop_token_id=stop, logprobs=logprobs
+            self.spec.epoch,
+            base,
+            tuple(out),
+            accepted,
+            len(drafted),
+            reason,
+            stop_token_id=stop,
+            logprobs=logprobs,
+            hidden_states=states,
         )
 
 
@@ -334,6 +356,8 @@ class FakeDraft(FakeBackend):
         self.limit = limit
         self.empty_every = empty_every
         self.num_proposals = 0
+        #: Proposals that were asked for without the hidden states they need.
+        self.num_unready = 0
 
     async def open(self, spec):
         await self.work("open", self.open_latency_s)
@@ -356,11 +380,22 @@ class FakeDraftSession(FakeSession):
         self.opened = DraftOpened(spec.epoch, min(backend.limit, spec.num_speculative_tokens))
         #: Committed tokens a proposal was sent for.
         self.answered = set()
+        #: Positions whose hidden states it was given, and those of the latest message.
+        self.known_states = set()
+        self.new_states = []
 
     async def advance(self, base_len, token_ids, num_draft_tokens, num_ahead=0, hidden_states=()):
         assert not self.closed
         assert base_len == len(self.token_ids), "the gateway sent a stale message"
         self.token_ids += token_ids
+        layers = self.backend.model.hidden_state_layers
+        self.new_states = []
+        for block in hidden_states:
+            assert not self.new_states or block.start > self.new_states[-1]
+            assert block == states_of(self.token_ids, block.start, block.end, layers)
+            self.new_states += range(block.start, block.end)
+        assert max(self.new_states, default=0) < len(self.token_ids)
+        self.known_states |= set(self.new_states)
         self.asked = (num_draft_tokens, num_ahead) if num_draft_tokens else None
         self.wake.set()
 
@@ -376,6 +411,9 @@ class FakeDraftSession(FakeSession):
             return False
         (k, num_ahead), self.asked = self.asked, None
         known = tuple(self.token_ids)
+        if self.backend.model.hidden_state_layers:
+            self.backend.num_unready += len(known) - 2 not in self.known_states
+            assert num_ahead == 0
         assumed = ()
         for _ in range(1 + num_ahead):
             context = known + assumed
