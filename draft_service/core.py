@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from typing import Any, Final, Self
 
 from draft_service.batcher import Batcher
+from draft_service.combined import CombinedDrafter
 from draft_service.drafter import Drafter, DraftState
 from draft_service.lookahead import Lookahead
+from draft_service.lookup import LookupDrafter
 from draft_service.ngram import NgramDrafter
 from draft_service.none import NoDrafter
 from draft_service.odds import Kind, Odds
 from draft_service.session import CoreSession
-from specdec.errors import InvalidRequest, ModelNotSupported, Overloaded, Unavailable
-from specdec.methods import HEAD_METHODS
+from draft_service.suffix import SuffixDrafter
+from specdec.errors import InvalidRequest, Overloaded, Unavailable
+from specdec.methods import LOOKUP_METHODS
 from specdec.sessions import ModelInfo, ServerLoad, SessionSpec
-from specdec.settings import DraftSettings, SchedulerSettings
+from specdec.settings import DraftSettings, SchedulerSettings, SpeculativeSettings
 from specdec.tree_shape import TreeShape
 
 #: Seconds a session may wait for others to end. Just long enough for streams that are closing at this moment: a
@@ -29,21 +32,33 @@ async def load_drafter(settings: DraftSettings) -> Drafter[Any]:
     """The drafter that ``settings.speculative.method`` names. Only one with a model imports torch.
 
     Raises:
-        ModelNotSupported: the checkpoint cannot be run correctly, or there is no drafter for the method.
+        ModelNotSupported: the checkpoint cannot be run correctly.
         InvalidRequest: a setting does not fit the model or the machine.
     """
     speculative = settings.speculative
-    if speculative.method == "ngram":
-        return NgramDrafter(speculative)
-    if speculative.method == "none":
+    first, *rest = speculative.methods
+    if not rest:
+        return await _load(first, settings)
+    lookup = await _load_lookup(first, speculative)
+    return CombinedDrafter(lookup, await _load(rest[0], settings), speculative)
+
+
+async def _load(method: str, settings: DraftSettings) -> Drafter[Any]:
+    if method in LOOKUP_METHODS:
+        return await _load_lookup(method, settings.speculative)
+    if method == "none":
         return NoDrafter()
-    if speculative.method == "draft_model":
+    if method == "draft_model":
         from draft_service.draft_model import ModelDrafter  # noqa: PLC0415 (torch)
 
         return await ModelDrafter.load(settings)
-    if speculative.method in HEAD_METHODS:
-        return await _load_head_drafter(settings)
-    raise ModelNotSupported(f"there is no drafter yet for method {' with '.join(speculative.methods)}")
+    return await _load_head_drafter(settings)
+
+
+async def _load_lookup(method: str, speculative: SpeculativeSettings) -> LookupDrafter[Any]:
+    if method == "suffix":
+        return await asyncio.to_thread(SuffixDrafter, speculative)  # the first time it is compiled
+    return NgramDrafter(speculative)
 
 
 async def _load_head_drafter(settings: DraftSettings) -> Drafter[Any]:

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Sequence
 
 from draft_service.drafter import MAX_ROWS_NOW, Draft, DraftJob
+from draft_service.lookup import Match, draft_by_lookup
 from specdec import __version__
 from specdec.sessions import HiddenStates, ModelInfo, SessionSpec
 from specdec.settings import SpeculativeSettings
@@ -76,7 +77,7 @@ class NgramIndex:
                     del last[tuple(tokens[i - n : i])]
         self._num_indexed = keep
 
-    def continuation(self, num_tokens: int) -> tuple[int, ...]:
+    def continuation(self, num_tokens: int) -> Match:
         """The ``num_tokens`` tokens that followed the longest, most recent match; empty where there is none."""
         tokens = self.token_ids
         length = len(tokens)
@@ -87,8 +88,8 @@ class NgramIndex:
             if start is not None:
                 period = length - start
                 copied = tokens[start : start + num_tokens]
-                return tuple(copied[i % period] for i in range(num_tokens))
-        return ()
+                return Match(tuple(copied[i % period] for i in range(num_tokens)), n)
+        return Match()
 
 
 class NgramDrafter:
@@ -119,15 +120,34 @@ class NgramDrafter:
         """There is no context limit; the target's own holds."""
         return 2**31
 
+    @property
+    def long_match(self) -> int:
+        """The longest n-gram."""
+        return self._max_n
+
+    def look_up(self, state: NgramIndex, num_tokens: int, assumed: Sequence[int] = ()) -> Match:
+        """The continuation of the indexed tokens and those assumed after them, which are indexed and taken back."""
+        if not assumed:
+            return state.continuation(num_tokens)
+        num_committed = len(state.token_ids)
+        try:
+            state.extend(assumed)
+            return state.continuation(num_tokens)
+        finally:
+            state.replace(num_committed, ())
+
     async def draft(self, batch: Sequence[DraftJob[NgramIndex]]) -> list[Draft]:
         """Index and look up, right here: a few microseconds a token, in bounded chunks with the loop let in between."""
-        drafts = _draft_all(batch)
+        drafts = self._draft_all(batch)
         await asyncio.sleep(0)
         return drafts
 
     def draft_now(self, batch: Sequence[DraftJob[NgramIndex]]) -> list[Draft] | None:
         """The same for a batch without long prompts."""
-        return _draft_all(batch) if sum(job.num_rows for job in batch) <= MAX_ROWS_NOW else None
+        return self._draft_all(batch) if sum(job.num_rows for job in batch) <= MAX_ROWS_NOW else None
+
+    def _draft_all(self, batch: Sequence[DraftJob[NgramIndex]]) -> list[Draft]:
+        return [draft_by_lookup(self, job) for job in batch]
 
     def drop_ahead(self, state: NgramIndex) -> None:
         """Nothing stays behind."""
@@ -141,27 +161,3 @@ class NgramDrafter:
 
     async def shutdown(self) -> None:
         """There is nothing to free."""
-
-
-def _draft_all(batch: Sequence[DraftJob[NgramIndex]]) -> list[Draft]:
-    return [_draft_ahead(job) if job.assumed else _draft(job) for job in batch]
-
-
-def _draft(job: DraftJob[NgramIndex]) -> Draft:
-    job.state.take_in(job.num_rows)
-    return Draft(job.state.continuation(job.num_tokens) if job.num_tokens else ())
-
-
-def _draft_ahead(job: DraftJob[NgramIndex]) -> Draft:
-    """Index the assumed tokens, too, look up, and take them back; the copy itself is the guess of the next one."""
-    index = job.state
-    num_committed = len(index.token_ids)
-    try:
-        index.extend(job.assumed)
-        next_guesses = index.continuation(1) if job.assumes_next else ()
-        if job.assumes_next and not next_guesses:
-            return Draft()
-        index.extend(next_guesses)
-        return Draft(index.continuation(job.num_tokens), next_guesses=next_guesses)
-    finally:
-        index.replace(num_committed, ())

@@ -347,7 +347,7 @@ class CoreSession:
             self._end_ahead()
             return
         counts.num_tokens += len(outcome.token_ids)
-        if len(outcome.token_ids) < hypothesis.num_tokens:
+        if not outcome.token_ids or (wish.stop.is_raised and len(outcome.token_ids) < hypothesis.num_tokens):
             counts.num_stopped += wish.stop.is_raised
             return
         self._tree.grow(hypothesis, outcome)

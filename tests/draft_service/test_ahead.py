@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from draft_service import draft_model
+from draft_service import draft_model, suffix
 from specdec.errors import Cancelled
 from specdec.sessions import Rule
 
@@ -170,12 +170,18 @@ async def test_a_model_like_the_targets_is_foreseen_often(start_core, spec, kind
     assert foreseen > 0.1 * num_rounds
 
 
-async def test_prompt_lookup_goes_on_with_its_copy(start_core, spec, monkeypatch):
+@pytest.mark.parametrize(
+    "method",
+    ["ngram", "suffix", ("suffix", "ngram"), ("ngram", "draft_model"), ("suffix", "draft_model")],
+    ids="-".join,
+)
+async def test_what_is_looked_up_goes_on_with_its_copy(start_core, spec, monkeypatch, method):
     look_at_all(monkeypatch)
+    monkeypatch.setattr(suffix, "LONG_MATCH", 3)
     rng = random.Random(5)
     text = [rng.randrange(6) for _ in range(40)]
     hits = compared = 0
-    async with start_core(method="ngram", k=3) as core:
+    async with start_core(method=method, k=3) as core:
         client = Client(await core.open(spec(text)), text)
         news = [text[0]]
         for _ in range(60):

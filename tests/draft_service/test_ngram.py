@@ -28,7 +28,7 @@ def brute_force(tokens, k, min_n, max_n):
 
 def look_up(index, k):
     index.take_in(index.num_pending)
-    return index.continuation(k)
+    return index.continuation(k).token_ids
 
 
 @settings(max_examples=300)
@@ -67,7 +67,7 @@ def test_the_brute_force_would_notice_an_index_of_the_text_itself():
     index.take_in(index.num_pending)
     index._last[2][(1, 2)] = len(tokens)  # planted: the n-gram at the very end
     with pytest.raises((AssertionError, ZeroDivisionError)):
-        assert index.continuation(2) == brute_force(tokens, 2, 1, 2)
+        assert index.continuation(2).token_ids == brute_force(tokens, 2, 1, 2)
 
 
 def test_longest_wins_over_most_recent():
