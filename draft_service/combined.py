@@ -104,8 +104,6 @@ class CombinedDrafter(Generic[L, S]):
     ) -> None:
         """Both know the committed tokens; the look-up takes in a few at once, to tell whether it has a long match."""
         self._other.advance(state.other, keep, token_ids, hidden_states)
-        if keep == len(state.lookup.token_ids) and not token_ids:
-            return
         self._lookup.advance(state.lookup, keep, token_ids)
         if state.lookup.num_pending <= _MAX_ROWS_AT_ONCE:
             state.lookup.take_in(state.lookup.num_pending)
