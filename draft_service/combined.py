@@ -159,11 +159,14 @@ class CombinedDrafter(Generic[L, S]):
     def _look_up(self, job: Job[L, S]) -> Draft | None:
         """What is looked up for a job; None where the other drafter has to draft."""
         state = job.state
+        # A chain in place of a tree is as long as that may be deep.
+        num_tokens = job.num_tokens if job.tree is None else min(job.num_tokens, job.tree.depth)
+        own = _of_state(job, state.lookup, num_tokens=num_tokens)
         if not job.assumed:
-            return draft_by_lookup(self._lookup, _of_state(job, state.lookup)) if state.looks_up else None
+            return draft_by_lookup(self._lookup, own) if state.looks_up else None
         if state.lookup.num_pending or not self.matches_long(state, job.assumed):
             return None
-        draft = draft_by_lookup(self._lookup, _of_state(job, state.lookup))
+        draft = draft_by_lookup(self._lookup, own)
         if job.assumes_next and not self.matches_long(state, (*job.assumed, *draft.next_guesses)):
             return None
         return draft

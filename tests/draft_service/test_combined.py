@@ -123,3 +123,12 @@ async def test_a_failing_model_leaves_the_session_as_it_was(start, spec, greedy,
                 await session.receive()
         assert (await session.propose(len(COPY), [1, 2, 3], 4)).token_ids == greedy([*COPY, 1, 2, 3], 4)
         await session.close()
+
+
+async def test_a_chain_in_place_of_a_tree_is_no_longer_than_that_is_deep(start, spec):
+    async with start(tree_top_k=2, tree_depth=2) as core:
+        session = await core.open(spec(COPY))
+        assert (await session.propose(len(COPY), [], 4)).token_ids == (30, 31)
+        proposal = await session.propose(len(COPY), [1, 2, 3], 4)
+        assert len(proposal.parents) == len(proposal.token_ids) == 4  # the model's
+        await session.close()
