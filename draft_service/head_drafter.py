@@ -18,7 +18,7 @@ import torch
 from draft_service.draft_model import MAX_NS_NOW
 from draft_service.drafter import MAX_ROWS_NOW, Draft, DraftJob
 from specdec import __version__
-from specdec.engine import checkpoint
+from specdec.engine import checkpoint, support
 from specdec.engine.chains import StopFlags
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.engine import resolve_device, usable_cores
@@ -68,6 +68,16 @@ class LoadedHead:
     model: ModelSettings
     info: ModelInfo
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether native kernels may take the place of torch's layers."""
+        return self.device.type == "cpu" and not self.model.enforce_eager
+
+    @property
+    def num_threads(self) -> int:
+        """Of computations on a CPU."""
+        return self.model.num_threads or usable_cores()
+
 
 def load_head(settings: DraftSettings) -> LoadedHead:
     """Read the head the settings name, on the device thread.
@@ -81,11 +91,6 @@ def load_head(settings: DraftSettings) -> LoadedHead:
     model, target = settings.model, settings.target_model
     if model is None or target is None:
         raise InvalidRequest("a draft head needs its folder and that of its target", param="model")
-    if model.quantization not in (None, "auto"):
-        raise InvalidRequest(
-            f"quantization is {model.quantization!r}, but the weights of draft heads are not rounded; leave it out",
-            param="quantization",
-        )
     device = resolve_device(model.device)
     if device.type == "cpu":
         torch.set_num_threads(model.num_threads or usable_cores())
@@ -111,6 +116,8 @@ def load_head(settings: DraftSettings) -> LoadedHead:
         version=__version__,
         hidden_state_layers=head.hidden_state_layers,
     )
+    if support.check_quantization(model, head.config, device):
+        support.quantise(model, head)
     return LoadedHead(head, device, model, info)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draft_service.drafter import DraftJob
 from draft_service.head_drafter import HeadDrafter, LoadedHead, committed, load_head, tensor_of
-from specdec.engine.chains import Feed, StopFlags, draw_chains
+from specdec.engine.chains import Drawing, Feed, StopFlags, draw_chains
 from specdec.engine.device_thread import DeviceThread
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.rule import Rule
@@ -63,7 +63,7 @@ class LastStateDrafter(HeadDrafter[LastState, _Work]):
         """``width``: numbers of a state; ``max_tokens``: tokens the head drafts at most."""
         super().__init__(loaded, thread)
         self._state_width = width
-        self._dtype = next(loaded.head.parameters()).dtype
+        self._dtype: torch.dtype = getattr(torch, loaded.info.dtype)
         num_tokens = min(loaded.info.num_speculative_tokens, max_tokens)
         self.info = replace(loaded.info, num_speculative_tokens=num_tokens, last_hidden_state_only=True)
 
@@ -90,6 +90,13 @@ class LastStateDrafter(HeadDrafter[LastState, _Work]):
 
         states [R, H] on the head's device and of its dtype; at most ``num_tokens`` are drafted.
         """
+
+    def _draw(
+        self, works: Sequence[Drawing], states: Tensor, last_tokens: Sequence[int], stop: StopFlags
+    ) -> list[DraftedChain]:
+        """The chains of a batch."""
+        logits, feed = self._begin(states, last_tokens, max(work.num_tokens for work in works))
+        return draw_chains(logits, works, feed, stop)
 
     def open(self, spec: SessionSpec) -> LastState:
         """A state without memory worth mentioning."""
@@ -126,8 +133,7 @@ class LastStateDrafter(HeadDrafter[LastState, _Work]):
         with torch.inference_mode():
             states = tensor_of([work.newest for work in works]).to(self._device, self._dtype)
             last_tokens = [work.state.token_ids[-1] for work in works]
-            logits, feed = self._begin(states, last_tokens, max(work.num_tokens for work in works))
-            return draw_chains(logits, works, feed, stop)
+            return self._draw(works, states, last_tokens, stop)
 
     def _undo(self, work: _Work) -> None:
         """Nothing changes in a state."""

@@ -15,6 +15,7 @@ from draft_service.head_drafter import LoadedHead
 from draft_service.last_state import LastStateDrafter
 from specdec.engine.chains import Feed
 from specdec.engine.device_thread import DeviceThread
+from specdec.engine.linears import pack_linears
 from specdec.heads.medusa import MedusaHeads
 from specdec.sampling.transfer import send
 
@@ -30,6 +31,8 @@ class MedusaDrafter(LastStateDrafter):
         assert isinstance(heads, MedusaHeads)
         drafter = cls(loaded, thread, width=heads.config.hidden_size, max_tokens=heads.config.num_heads)
         drafter._heads = heads
+        if loaded.has_kernels:
+            pack_linears(heads, loaded.num_threads)
         return drafter
 
     def _begin(self, states: Tensor, last_tokens: Sequence[int], num_tokens: int) -> tuple[Tensor, Feed]:

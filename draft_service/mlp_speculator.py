@@ -9,9 +9,11 @@ from torch import Tensor
 
 from draft_service.head_drafter import LoadedHead
 from draft_service.last_state import LastStateDrafter
-from specdec.engine.chains import Feed
+from specdec.engine.chains import Drawing, Feed, StopFlags
 from specdec.engine.device_thread import DeviceThread
 from specdec.heads.mlp_speculator import MlpSpeculator
+from specdec.heads.native_mlp import NativeMlp
+from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.transfer import send
 
 
@@ -19,6 +21,7 @@ class MlpDrafter(LastStateDrafter):
     """Drafts a chain of ``n_predict`` tokens at most."""
 
     _head: MlpSpeculator
+    _native: NativeMlp | None
 
     @classmethod
     def _of(cls, loaded: LoadedHead, thread: DeviceThread) -> Self:
@@ -26,7 +29,16 @@ class MlpDrafter(LastStateDrafter):
         assert isinstance(head, MlpSpeculator)
         drafter = cls(loaded, thread, width=head.config.emb_dim, max_tokens=head.config.n_predict)
         drafter._head = head
+        drafter._native = NativeMlp.build(head, loaded.num_threads) if loaded.has_kernels else None
         return drafter
+
+    def _draw(
+        self, works: Sequence[Drawing], states: Tensor, last_tokens: Sequence[int], stop: StopFlags
+    ) -> list[DraftedChain]:
+        """In one native call where the kernels are."""
+        if self._native is not None:
+            return self._native.draft_chains(works, last_tokens, states, stop)
+        return super()._draw(works, states, last_tokens, stop)
 
     def _begin(self, states: Tensor, last_tokens: Sequence[int], num_tokens: int) -> tuple[Tensor, Feed]:
         head = self._head

@@ -24,8 +24,8 @@ Forward = Callable[[Sequence[Segment]], torch.Tensor]
 _CHUNKS: Final = ((1, 2, 29, 2, 1, 1, 1), (5, 1, 1, 11, 2, 1))
 #: Distance of a row of logits, relative to the logits' spread, and the share of rows allowed beyond it: half
 #: precision rounds differently in batches of another shape, which may send a token to another expert.
-_TOLERANCES: Final = {torch.float32: (1e-3, 0.0), torch.float16: (2e-2, 0.25), torch.bfloat16: (8e-2, 0.25)}
-_QUANTISED_TOLERANCE: Final = (0.2, 0.25)
+TOLERANCES: Final = {torch.float32: (1e-3, 0.0), torch.float16: (2e-2, 0.25), torch.bfloat16: (8e-2, 0.25)}
+QUANTISED_TOLERANCE: Final = (0.2, 0.25)
 
 
 class Reference:
@@ -57,9 +57,9 @@ class Reference:
                 )
             self.sequences.append(ids.tolist())
             self.logits.append(logits)
-        self.tolerance, self.allowed_share = _TOLERANCES.get(model.dtype, _QUANTISED_TOLERANCE)
+        self.tolerance, self.allowed_share = TOLERANCES.get(model.dtype, QUANTISED_TOLERANCE)
         if getattr(model, "hf_quantizer", None) is not None:
-            self.tolerance, self.allowed_share = _QUANTISED_TOLERANCE
+            self.tolerance, self.allowed_share = QUANTISED_TOLERANCE
 
     def difference(self, forward: Forward, pool: KVPool) -> str | None:
         """Feed the sequences ragged, in chunks, through ``forward``; None if it agrees, else what differs."""
@@ -82,16 +82,23 @@ class Reference:
             for sequence in reversed(opened):
                 pool.release(sequence)
         answers = [torch.cat(part) for part in rows]
-        wanted = torch.cat(self.logits)
-        spread = (wanted - wanted.mean(-1, keepdim=True)).square().mean().sqrt()
-        distance = (torch.cat(answers) - wanted).square().mean(-1).sqrt() / spread.clamp_min(1e-12)  # [rows]
-        beyond = ~(distance <= self.tolerance)  # NaN is beyond too
-        if float(beyond.float().mean()) <= self.allowed_share:
-            return None
-        return (
-            f"{int(beyond.sum())} of {len(distance)} rows differ from the stock model by more than {self.tolerance:g}"
-            f" of the logits' spread (at most {float(distance.max()):.3g})"
-        )
+        return disagreement(torch.cat(answers), torch.cat(self.logits), self.tolerance, self.allowed_share)
+
+
+def disagreement(logits: torch.Tensor, wanted: torch.Tensor, tolerance: float, allowed_share: float) -> str | None:
+    """None where rows of logits [rows, V] agree with what the stock model answers, else what differs.
+
+    All but ``allowed_share`` of the rows must be within ``tolerance`` of the logits' spread, in the root mean square.
+    """
+    spread = (wanted - wanted.mean(-1, keepdim=True)).square().mean().sqrt()
+    distance = (logits - wanted).square().mean(-1).sqrt() / spread.clamp_min(1e-12)  # [rows]
+    beyond = ~(distance <= tolerance)  # NaN is beyond too
+    if float(beyond.float().mean()) <= allowed_share:
+        return None
+    return (
+        f"{int(beyond.sum())} of {len(distance)} rows differ from the stock model by more than {tolerance:g}"
+        f" of the logits' spread (at most {float(distance.max()):.3g})"
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.engine.layers import LayerShape
@@ -30,7 +31,7 @@ def check_config(config: PreTrainedConfig) -> None:
         )
 
 
-def check_quantization(settings: ModelSettings, config: PreTrainedConfig, device: torch.device) -> bool:
+def check_quantization(settings: ModelSettings, config: object, device: torch.device) -> bool:
     """Whether weights are to be rounded. Where nothing here multiplies the result "auto" leaves them alone.
 
     Raises:
@@ -50,7 +51,7 @@ def check_quantization(settings: ModelSettings, config: PreTrainedConfig, device
     return problem is None
 
 
-def quantise(settings: ModelSettings, model: PreTrainedModel) -> None:
+def quantise(settings: ModelSettings, model: nn.Module) -> None:
     """Round a model's weights.
 
     Raises:
@@ -58,8 +59,8 @@ def quantise(settings: ModelSettings, model: PreTrainedModel) -> None:
     """
     if not quantise_linears(model) and settings.quantization != "auto":
         raise ModelNotSupported(
-            f"{type(model).__name__} in {model.dtype} has no linear layers that can be rounded to 8 bits: they must be"
-            " plain ones of float32 or bfloat16"
+            f"{type(model).__name__} in {next(model.parameters()).dtype} has no linear layers that can be rounded to 8"
+            " bits: they must be plain ones of float32 or bfloat16"
         )
 
 

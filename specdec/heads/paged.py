@@ -6,6 +6,7 @@ fed. Rotary positions count entries; attention sees their differences only.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -18,14 +19,18 @@ from specdec.engine.chains import ChainJob, StopFlags, draw_chains
 from specdec.engine.engine import usable_cores
 from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import LayerShape
+from specdec.engine.linears import pack_linears
 from specdec.engine.memory import allocate_caches, count_blocks, fit_max_model_len
 from specdec.engine.native import chains as native
 from specdec.heads.eagle import EagleHead
 from specdec.heads.eagle3 import Eagle3Head
 from specdec.heads.native import NativeHead
+from specdec.heads.self_check import Reference
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.transfer import send
 from specdec.settings import ModelSettings
+
+logger = logging.getLogger(__name__)
 
 
 class PagedHead:
@@ -67,9 +72,24 @@ class PagedHead:
         self._native: NativeHead | None = None
         if not settings.enforce_eager and weight.device.type == "cpu":
             self._kernels = acceleration.native_attention()
-            self._native = NativeHead.build(head, self._caches[0], settings.num_threads or usable_cores())
+            self._native = self._build_native(settings.num_threads or usable_cores())
         elif not settings.enforce_eager:
             self._kernels = acceleration.triton_attention()
+
+    def _build_native(self, num_threads: int) -> NativeHead | None:
+        """The head on native kernels, if they agree with its module; else the module gets packed layers alone."""
+        limit = self.pool.total_blocks // 2 * self.pool.block_size
+        reference = Reference(self.head, limit) if limit > 0 else None
+        native_head = NativeHead.build(self.head, self._caches[0], num_threads)
+        if native_head is None:
+            pack_linears(self.head, num_threads)
+            return None
+        difference = None if reference is None else reference.difference(native_head, self.pool)
+        if difference is not None:
+            logger.warning("%s: the native head is not used: %s", type(self.head).__name__, difference)
+            return None
+        torch.set_num_threads(1)  # the kernels bring their own; torch's would spin beside them
+        return native_head
 
     @property
     def path(self) -> str:

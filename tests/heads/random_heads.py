@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from specdec.engine.chain_job import Drawing
 from specdec.heads.eagle import EagleConfig, EagleHead
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from specdec.heads.layer import LayerConfig, RopeConfig
+from specdec.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
 from specdec.sampling.drafting import DraftedChain, collect, draft
 from specdec.sampling.rows import Rows
 from specdec.sampling.rule import Rule
 from specdec.sampling.state import SamplingState
 
 Head = EagleHead | Eagle3Head
+M = TypeVar("M", bound=nn.Module)
 VOCAB = 97
 
 
@@ -80,7 +84,7 @@ HEADS: dict[str, Callable[[], Head]] = {
 }
 
 
-def shaken(head: Head) -> Head:
+def shaken(head: M) -> M:
     """Weights so large that every part tells."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(11)
@@ -138,3 +142,27 @@ def chain(  # noqa: PLR0917
         ids.append(int(drafted.token_ids))
         states = torch.cat((states, brought))
     return collect(steps, [num_tokens])[0] if steps else DraftedChain(())
+
+
+def mlp_speculator(*, tie: bool, scale: bool, emb_dim: int = 30, inner: int = 24, steps: int = 4) -> MlpSpeculator:
+    config = MlpSpeculatorConfig(
+        emb_dim=emb_dim, inner_dim=inner, vocab_size=VOCAB, n_predict=steps, scale_input=scale, tie_weights=tie
+    )
+    return shaken(MlpSpeculator(config))
+
+
+def mlp_chain(
+    mlp: MlpSpeculator, states: Tensor, last_tokens: Sequence[int], jobs: Sequence[Drawing]
+) -> list[DraftedChain]:
+    """The chains of all jobs, one by one."""
+    chains = []
+    for row, token, job in zip(states, last_tokens, jobs, strict=True):
+        ids, state, rows, steps = [token], mlp.start(row[None].float()), Rows.after([job.state], [()]), []
+        for step in range(job.num_tokens):
+            state = mlp(torch.tensor(ids[-1:]), state, step)
+            drafted = draft(mlp.logits(state, step), rows, [job.rule], job.num_candidates)
+            steps.append(drafted)
+            rows = rows.extended(drafted.token_ids)
+            ids.append(int(drafted.token_ids))
+        chains.append(collect(steps, [job.num_tokens])[0] if steps else DraftedChain(()))
+    return chains

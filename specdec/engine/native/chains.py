@@ -5,24 +5,36 @@ from __future__ import annotations
 import ctypes
 import struct
 from array import array
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from specdec.engine.chain_job import ChainJob, StopFlags
+from specdec.engine.chain_job import ChainJob, Drawing, StopFlags
 from specdec.engine.native.decoder import NativeModel
 from specdec.engine.native.library import DTYPES
 from specdec.engine.native.sampling import MAX_CANDIDATES, MAX_ROW_BYTES, RULES, sampler_of
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.rule import Rule, SparseRow
 
-#: ``Chain`` of chains.cpp.
+#: ``Chain`` of drafting.h.
 _CHAIN: Final = struct.Struct("12q")
 
 
+class Fed(NamedTuple):
+    """What a chain takes in first: addresses, 0 where there is nothing, and numbers."""
+
+    blocks: int
+    #: Followed in memory by the tokens assumed.
+    token_ids: int
+    features: int
+    num_token_ids: int
+    #: Entries in the cache.
+    length: int
+
+
 class CDrafted(ctypes.Structure):
-    """``Drafted`` of chains.cpp."""
+    """``Drafted`` of drafting.h."""
 
     _fields_ = (
         ("token_ids", ctypes.c_void_p),
@@ -57,7 +69,7 @@ class _Output:
             depth,
         )
 
-    def read(self, jobs: Sequence[ChainJob]) -> list[DraftedChain]:
+    def read(self, jobs: Sequence[Drawing]) -> list[DraftedChain]:
         depth, width = self._depth, self._width
         tokens = self._memory[: self._candidates_at].cast("q").tolist()
         candidates = self._memory[self._candidates_at : self._lengths_at].cast("q").tolist()
@@ -111,21 +123,56 @@ def draft_chains(
         raise ValueError("a sequence stands in two chains of one batch")
 
     at, _ = tokens.buffer_info()
-    packed = bytearray(_CHAIN.size * len(jobs))
     blocks = [job.sequence.blocks for job in jobs]  # held: the event loop may replace a sequence's own
-    for c, (job, start) in enumerate(zip(jobs, starts, strict=True)):
-        count, num_assumed = len(job.token_ids), len(job.assumed)
+    fed = [
+        Fed(
+            0 if job.sequence.released else blocks[c].__array_interface__["data"][0],
+            at + 8 * start,
+            0 if job.features is None else job.features.data_ptr(),
+            len(job.token_ids),
+            job.sequence.length,
+        )
+        for c, (job, start) in enumerate(zip(jobs, starts, strict=True))
+    ]
+    caches = model.caches_for(longest)
+    caches.plan.block_size = block_size
+    if jobs[0].features is not None:
+        caches.features_dtype = DTYPES[jobs[0].features.dtype]
+    chains = draw_chains(
+        jobs,
+        fed,
+        stop,
+        lambda packed, stop_at, out: model.check(
+            model.library.draft_chains(
+                model.address, ctypes.addressof(caches), packed, len(jobs), stop_at, out, model.num_threads
+            )
+        ),
+    )
+    for job, chain in zip(jobs, chains, strict=True):
+        job.sequence.length += len(job.token_ids)
+        if not model.num_features:
+            job.sequence.length += max(0, len(chain.token_ids) - 1)
+    return chains
+
+
+def draw_chains(
+    jobs: Sequence[Drawing], fed: Sequence[Fed], stop: StopFlags | None, call: Callable[[int, int | None, int], None]
+) -> list[DraftedChain]:
+    """Let native code draw the jobs' chains: ``call`` gets the addresses of its chains, the flags and its output."""
+    packed = bytearray(_CHAIN.size * len(jobs))
+    for c, (job, (blocks, token_ids, features, count, length)) in enumerate(zip(jobs, fed, strict=True)):
+        num_assumed = len(job.assumed)
         _CHAIN.pack_into(
             packed,
             c * _CHAIN.size,
             sampler_of(job.state),
-            0 if job.sequence.released else blocks[c].__array_interface__["data"][0],
-            at + 8 * start,
-            at + 8 * (start + count),
-            0 if job.features is None else job.features.data_ptr(),
+            blocks,
+            token_ids,
+            token_ids + 8 * count,
+            features,
             count,
             num_assumed,
-            job.sequence.length,
+            length,
             len(job.state) + num_assumed,
             job.num_tokens,
             job.num_candidates,
@@ -134,29 +181,14 @@ def draft_chains(
     with_q = any(job.rule is not Rule.COUPLED and not job.state.params.greedy for job in jobs)
     depth, width = max(job.num_tokens for job in jobs), max(job.num_candidates for job in jobs)
     out = _Output(len(jobs), depth, width, with_q=with_q)
-    caches = model.caches_for(longest)
-    caches.plan.block_size = block_size
-    if jobs[0].features is not None:
-        caches.features_dtype = DTYPES[jobs[0].features.dtype]
     if stop is not None and (stop.dtype != np.int32 or not stop.flags.c_contiguous):
         raise ValueError(f"stop flags are {stop.dtype}; they must be contiguous int32")
-    model.check(
-        model.library.draft_chains(
-            model.address,
-            ctypes.addressof(caches),
-            ctypes.addressof(ctypes.c_char.from_buffer(packed)),
-            len(jobs),
-            None if stop is None else stop.ctypes.data,
-            ctypes.addressof(out.struct),
-            model.num_threads,
-        )
+    call(
+        ctypes.addressof(ctypes.c_char.from_buffer(packed)),
+        None if stop is None else stop.ctypes.data,
+        ctypes.addressof(out.struct),
     )
-    chains = out.read(jobs)
-    for job, chain in zip(jobs, chains, strict=True):
-        job.sequence.length += len(job.token_ids)
-        if not model.num_features:
-            job.sequence.length += max(0, len(chain.token_ids) - 1)
-    return chains
+    return out.read(jobs)
 
 
 def _check_features(job: ChainJob, num_features: int, first: ChainJob) -> None:
