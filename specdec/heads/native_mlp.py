@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from specdec.engine.chain_job import Drawing, StopFlags
 from specdec.engine.linears import Int8Linear, is_plain, matrix_of
-from specdec.engine.native.chains import Fed, draw_chains
+from specdec.engine.native.chains import draw_chains
 from specdec.engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary, load
 from specdec.engine.native.packing import Packing
 from specdec.engine.native.sampling import MAX_CANDIDATES
@@ -136,7 +136,7 @@ class NativeMlp:
         row_bytes = self.num_features * states.itemsize
         fed = []
         for i, job in enumerate(jobs):
-            fed.append(Fed(0, at, states.data_ptr() + i * row_bytes, 1, 0))
+            fed.append((0, at, states.data_ptr() + i * row_bytes, 1, 0))
             at += 8 * (1 + len(job.assumed))
         self._struct.features_dtype = DTYPES[states.dtype]
         address = ctypes.addressof(self._struct)

@@ -6,7 +6,7 @@ import ctypes
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -19,18 +19,9 @@ from specdec.sampling.rule import Rule, SparseRow
 
 #: ``Chain`` of drafting.h.
 _CHAIN: Final = struct.Struct("12q")
-
-
-class Fed(NamedTuple):
-    """What a chain takes in first: addresses, 0 where there is nothing, and numbers."""
-
-    blocks: int
-    #: Followed in memory by the tokens assumed.
-    token_ids: int
-    features: int
-    num_token_ids: int
-    #: Entries in the cache.
-    length: int
+#: What a chain takes in first: the addresses of its blocks, of its tokens (those assumed follow) and of its features, 0
+#: where there are none; how many tokens; and how many entries are in the cache.
+Fed: TypeAlias = tuple[int, int, int, int, int]
 
 
 class CDrafted(ctypes.Structure):
@@ -125,7 +116,7 @@ def draft_chains(
     at, _ = tokens.buffer_info()
     blocks = [job.sequence.blocks for job in jobs]  # held: the event loop may replace a sequence's own
     fed = [
-        Fed(
+        (
             0 if job.sequence.released else blocks[c].__array_interface__["data"][0],
             at + 8 * start,
             0 if job.features is None else job.features.data_ptr(),
