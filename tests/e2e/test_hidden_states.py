@@ -1,0 +1,277 @@
+"""Gateway, target and draft together: what a drafter reads are the target's states of the committed tokens, exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draft_service.core import DraftCore
+from draft_service.servicer import DraftServicer
+from gateway.backends.draft import GrpcDraft
+from gateway.backends.target import GrpcTarget
+from gateway.decoding import Decoder, DecodingRequest, DecodingSettings
+from gateway.pacing import FixedPace
+from gateway.routing import Replica, Router
+from specdec import state_buffer
+from specdec.engine.engine import Engine, Segment
+from specdec.rpc.channel import open_channel
+from specdec.rpc.server import RpcServer
+from specdec.sampling.params import SamplingParams
+from specdec.settings import ModelSettings, SchedulerSettings, ServerSettings, TargetSettings
+from specdec.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
+from specdec.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_server
+from target_service.core import TargetCore
+from target_service.servicer import TargetServicer
+from tests.readers import StateReader
+
+VOCAB = 64
+LAYERS = (2, 1, -1)
+NUM_FEATURES = 3 * 32
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr("gateway.drafting.FIRST_BACKOFF_S", 0.001)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """Weights so large that greedy text depends on the context and does not loop at once."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.25,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model_settings(llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    llama.save_pretrained(folder)
+    return ModelSettings(
+        model=str(folder), device="cpu", dtype="float32", num_threads=1, kv_cache_memory_bytes=16 * 2**20
+    )
+
+
+@pytest.fixture(scope="module")
+def exact(model_settings, llama):
+    """``exact(tokens)``: states of the engine alone, in one piece, bytes by position; checked against transformers."""
+    engine = Engine.load(model_settings)
+
+    @torch.no_grad()
+    def rows(token_ids) -> dict[int, bytes]:
+        sequence = engine.pool.open(len(token_ids))
+        segment = Segment(sequence, list(token_ids), 0, len(token_ids), LAYERS)
+        states = engine.forward_with_states([segment])[1][0]
+        engine.pool.release(sequence)
+        stock = llama(torch.tensor([list(token_ids)]), use_cache=False, output_hidden_states=True).hidden_states
+        expected = torch.cat([stock[layer][0] for layer in LAYERS], 1)
+        torch.testing.assert_close(states.float(), expected, rtol=2**-8, atol=2e-4)
+        return {i: row.view(torch.uint8).numpy().tobytes() for i, row in enumerate(states)}
+
+    yield rows
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def plain(llama):
+    @torch.no_grad()
+    def generate(prompt, count):
+        ids = torch.tensor([list(prompt)])
+        options = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count}
+        return llama.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+    return generate
+
+
+def prompt_of(seed, length):
+    return tuple(torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+class Guesser:
+    """Proposes the target's own text, with a mistake now and then; fails where it is told to."""
+
+    def __init__(self, texts, fail_at=()):
+        self.texts = texts
+        self.fail_at = set(fail_at)
+        self.rng = random.Random(1)
+        self.num_calls = 0
+
+    def __call__(self, reading):
+        assert reading.is_ready
+        self.num_calls += 1
+        if self.num_calls in self.fail_at:
+            raise RuntimeError("a drafter that breaks")
+        known = reading.token_ids
+        text = next(text for text in self.texts if text[: len(known)] == known)
+        drafted = text[len(known) : len(known) + 4]
+        if drafted and self.rng.random() < 0.5:
+            at = self.rng.randrange(len(drafted))
+            drafted[at] = (drafted[at] + 1) % VOCAB
+        return drafted
+
+
+class FicklePace(FixedPace):
+    """Drafts three times out of four, else decodes a few tokens ahead."""
+
+    def __init__(self, limit, seed):
+        super().__init__(limit)
+        self.limit = limit
+        self.rng = random.Random(seed)
+
+    def num_draft_tokens(self, num_remaining, now_ns):
+        self.k = min(self.limit, max(0, num_remaining - 1)) if self.rng.random() < 0.75 else 0
+        return self.k
+
+    def num_ahead(self, num_remaining, now_ns):
+        return min(self.rng.randint(1, 4), num_remaining)
+
+
+@asynccontextmanager
+async def service(model_settings, reader, transport):
+    """A decoder on a target and a draft; both know of no session in the end."""
+    target = await TargetCore.start(
+        TargetSettings(model=model_settings, scheduler=SchedulerSettings(max_num_batched_tokens=24))
+    )
+    draft = DraftCore(reader, SchedulerSettings())
+    servers, channels = [], []
+    backends = target, draft
+    if transport == "grpc":
+        for add, servicer, name in (
+            (add_TargetServiceServicer_to_server, TargetServicer(target), "specdec.v1.TargetService"),
+            (add_DraftServiceServicer_to_server, DraftServicer(draft), "specdec.v1.DraftService"),
+        ):
+            server = RpcServer(ServerSettings())
+            server.add(add, servicer, name)
+            await server.start()
+            servers.append(server)
+            channels.append(open_channel(server.address))
+        backends = GrpcTarget(channels[0]), GrpcDraft(channels[1])
+    router = Router([Replica("target", backends[0])], [Replica("draft", backends[1])])
+    router.target_up(router.targets.replicas[0], await backends[0].info())
+    router.draft_up(router.drafts.replicas[0], await backends[1].info())
+    try:
+        yield Decoder(router, DecodingSettings(fixed_draft_length=True))
+        async with asyncio.timeout(10):
+            while (await target.load()).open_sessions or (await draft.load()).open_sessions:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)  # the servers' own pace
+        assert reader.num_closed == len(reader.readings)
+    finally:
+        for channel in channels:
+            await channel.close()
+        for server in servers:
+            await server.stop()
+        await draft.close()
+        await target.close()
+
+
+async def decode(decoder, prompt, count, **changes):
+    params = SamplingParams(temperature=0.0, max_tokens=count, seed=1, **changes.pop("params", {}))
+    decoding = decoder.start(DecodingRequest(prompt=prompt, params=params, num_speculative_tokens=4, **changes))
+    out = []
+    async with aclosing(decoding.verdicts()) as verdicts:
+        async for verdict in verdicts:
+            out += verdict.token_ids
+    return out, decoding
+
+
+def check(reading, exact, first=0):
+    """All of a session's rows are exact, and none is missing behind the first."""
+    assert reading.rows == {i: row for i, row in exact(reading.token_ids[:-1]).items() if i >= first}
+
+
+@pytest.mark.parametrize(
+    ("transport", "num_sessions"), [("in process", 1), ("in process", 8), ("grpc", 1), ("grpc", 8)]
+)
+async def test_every_state_is_exact(  # noqa: PLR0917
+    model_settings, exact, plain, monkeypatch, transport, num_sessions
+):
+    """Long prompts in chunks, rejections, phases of decoding ahead, and states in several messages."""
+    monkeypatch.setattr(state_buffer.pieces, "__defaults__", (7 * NUM_FEATURES * 2,))
+    paces = iter(range(100))
+    monkeypatch.setattr(Decoder, "pace", lambda self, replica, limit: FicklePace(limit, next(paces)))
+    prompts = [prompt_of(i, 10 + 17 * i) for i in range(num_sessions)]
+    texts = [[*prompt, *plain(prompt, 70)] for prompt in prompts]
+    reader = StateReader(Guesser(texts), LAYERS)
+    async with service(model_settings, reader, transport) as decoder:
+        answers = await asyncio.gather(*(decode(decoder, prompt, 60) for prompt in prompts))
+    for prompt, text, (out, decoding) in zip(prompts, texts, answers, strict=True):
+        assert out == text[len(prompt) : len(prompt) + 60]
+        assert 0 < decoding.metrics.draft_acceptance_rate < 1
+        assert decoding.metrics.num_spec_steps > 5
+        (reading,) = [own for own in reader.readings if tuple(own.token_ids[: len(prompt)]) == prompt]
+        assert len(reading.token_ids) > len(prompt) + 30
+        # What was decoded ahead last, and what the last verdict brought, the draft was not told.
+        check(reading, exact)
+
+
+@pytest.mark.parametrize("transport", ["in process", "grpc"])
+async def test_stop_tokens_and_parked_sessions(model_settings, exact, plain, transport):
+    prompt = next(p for p in (prompt_of(seed, 50) for seed in range(100)) if len(set(plain(p, 30))) > 15)
+    text = plain(prompt, 60)
+    stop = next(token for i, token in enumerate(text) if i > 15 and token not in text[:i])
+    texts = [[*prompt, *text]]
+    reader = StateReader(Guesser(texts), LAYERS)
+    async with service(model_settings, reader, transport) as decoder:
+        out, _ = await decode(decoder, prompt, 60, session_id="chat", params={"stop_token_ids": (stop,)})
+        assert out == text[: text.index(stop) + 1]
+        check(reader.readings[0], exact)
+        follow = (*prompt, *out, *prompt_of(7, 30))
+        texts.append([*follow, *plain(follow, 50)])
+        again, decoding = await decode(decoder, follow, 40, session_id="chat")
+        assert again == plain(follow, 40)
+        num_cached = decoding.opened.num_cached_tokens
+        assert num_cached == len(prompt) + len(out) - 1
+    check(reader.readings[1], exact, first=num_cached)
+
+
+@pytest.mark.parametrize("transport", ["in process", "grpc"])
+async def test_a_draft_that_breaks_goes_on_with_what_came_since(model_settings, exact, plain, transport):
+    prompt = prompt_of(3, 40)
+    texts = [[*prompt, *plain(prompt, 420)]]
+    reader = StateReader(Guesser(texts, fail_at=(5, 12)), LAYERS)
+    async with service(model_settings, reader, transport) as decoder:
+        out, decoding = await decode(decoder, prompt, 400)
+        assert out == texts[0][40:440]
+    assert decoding.metrics.num_draft_failures == 2
+    assert len(reader.readings) == 3
+    check(reader.readings[0], exact)
+    for before, reading in zip(reader.readings, reader.readings[1:], strict=False):
+        first = min(reading.rows)
+        assert first >= len(before.token_ids) - 1
+        check(reading, exact, first=first)
+
+
+async def test_the_newest_state_alone(model_settings, exact, plain):
+    prompt = prompt_of(4, 60)
+    texts = [[*prompt, *plain(prompt, 100)]]
+    guesser = Guesser(texts)
+    seen = {}
+
+    def propose(reading):
+        position = len(reading.token_ids) - 2
+        seen[position] = reading.rows[position]
+        return guesser(reading)
+
+    reader = StateReader(propose, LAYERS, last_only=True)
+    async with service(model_settings, reader, "grpc") as decoder:
+        assert (await decode(decoder, prompt, 80))[0] == texts[0][60:140]
+    rows = exact(texts[0][:140])
+    assert len(seen) > 20
+    assert seen == {position: rows[position] for position in seen}
+    assert reader.readings[0].rows == seen
