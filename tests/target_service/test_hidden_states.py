@@ -155,6 +155,40 @@ async def test_a_verdict_cut_at_a_stop_token_carries_no_more(start_core, plain, 
         await session.close()
 
 
+@pytest.mark.parametrize("last_only", [False, True])
+async def test_a_tree_brings_the_rows_of_its_accepted_path(start_core, plain, stock, last_only):
+    prompt = make_prompt(77, 20)
+    text = plain(prompt, 60)
+    rng = random.Random(3)
+    async with start_core() as core:
+        spec = make_spec(prompt, 50, hidden_state_layers=LAYERS, last_hidden_state_only=last_only)
+        session = await core.open(spec)
+        verdict, tokens, rows = session.first, list(prompt), {}
+        while True:
+            tokens += verdict.token_ids
+            for block in verdict.hidden_states:
+                rows |= {block.start + i: row for i, row in enumerate(tensor_of(block))}
+            assert max(rows) == len(tokens) - 2
+            if verdict.finish_reason is not None:
+                break
+            # Two branches; the second one is right, as far as it goes.
+            right = list(text[len(tokens) - 20 :][:4])
+            wrong = [(token + 1) % VOCAB for token in right[:2]]
+            if rng.random() < 0.5 and len(right) > 2:
+                right[2] = (right[2] + 1) % VOCAB
+            drafted = (*wrong, *right)
+            count = len(wrong)
+            parents = (*range(-1, count - 1), *(-1 if i == 0 else count + i - 1 for i in range(len(right))))
+            verdict = await verify(session, len(tokens), Proposal(1, len(tokens), drafted, parents))
+        assert tuple(tokens[20:]) == text[:50]
+        positions = sorted(rows)
+        assert last_only or positions == list(range(len(tokens) - 1))
+        expected = stock(tokens)[positions]
+        actual = torch.stack([rows[position] for position in positions])
+        torch.testing.assert_close(actual.float(), expected, rtol=2**-8, atol=2e-4)
+        await session.close()
+
+
 async def test_the_last_position_alone(start_core, plain, stock):
     prompt = make_prompt(72, 50)
     async with start_core(max_num_batched_tokens=16) as core:
