@@ -1,0 +1,159 @@
+"""Draft heads on the bundled target: the text is the target's, whatever they draft."""
+
+import grpc
+import pytest
+from transformers import AutoTokenizer
+
+from specdec.v1 import generation_service_pb2 as pb
+from specdec.v1 import types_pb2
+from tandem import LLM, SamplingParams
+from tests.e2e.fitted_heads import write_heads
+from tests.e2e.servers import TARGET_MODEL, Stack
+
+NUM_TOKENS = 64
+METHODS = ("eagle", "eagle3", "medusa", "mlp_speculator")
+#: Heads of which a good part of what they draft is accepted.
+FITTED = ("eagle", "medusa")
+
+
+@pytest.fixture(scope="module")
+def prompts(real_prompts):
+    tokenizer = AutoTokenizer.from_pretrained(TARGET_MODEL)
+    return [tokenizer(text).input_ids for text in real_prompts]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory, prompts):
+    folder = tmp_path_factory.mktemp("heads")
+    write_heads(folder, TARGET_MODEL, prompts)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def generate(heads, prompts):
+    """``generate(method, k, params)``: the first eight prompts' outputs, drafted by a head, or by none."""
+
+    def run(method, k, params, *, count=8, repeats=True, **settings):
+        config = {"method": method, "model": str(heads / method), "num_speculative_tokens": k} if method else None
+        settings = {"fixed_draft_length": True, "dtype": "float32"} | settings
+        with LLM(model=TARGET_MODEL, speculative_config=config, **settings) as llm:
+            inputs = [{"prompt_token_ids": ids[: 8 + 4 * i]} for i, ids in enumerate(prompts[:count])]
+            together = llm.generate(inputs, params, use_tqdm=False)
+            if repeats:
+                first = params[0] if isinstance(params, list) else params
+                assert ids_of(llm.generate(inputs[0], first, use_tqdm=False)) == ids_of(together)[:1]
+        return together
+
+    return run
+
+
+def ids_of(outputs):
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+SEEDED = [
+    SamplingParams(temperature=t, top_p=p, top_k=k, max_tokens=NUM_TOKENS, seed=900 + i)
+    for i, (t, p, k) in enumerate([(1.0, 1.0, 0), (1.0, 0.9, 0), (0.7, 1.0, 40), (1.3, 0.95, 0)] * 2)
+]
+
+
+@pytest.fixture(scope="module")
+def plain(generate):
+    return {"greedy": ids_of(generate(None, 0, GREEDY)), "seeded": ids_of(generate(None, 0, SEEDED))}
+
+
+@pytest.mark.parametrize("k", [1, 3, 64])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_text_is_that_of_plain_decoding(generate, plain, method, k):
+    """Greedy, and seeded at temperature 1 and around it; eight at once and one alone."""
+    greedy = generate(method, k, GREEDY)
+    assert ids_of(greedy) == plain["greedy"]
+    drafted = sum(output.metrics.num_draft_tokens for output in greedy)
+    accepted = sum(output.metrics.num_accepted_tokens for output in greedy)
+    assert drafted > 0
+    if method in FITTED:
+        assert accepted > (0.02 if k == 64 else 0.1) * drafted
+    if k == 3:
+        assert ids_of(generate(method, k, SEEDED)) == plain["seeded"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_to_the_context_limit(generate, method):
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    wanted = generate(None, 0, params, count=3, max_model_len=96)
+    outputs = generate(method, 4, params, count=3, max_model_len=96)
+    assert ids_of(outputs) == ids_of(wanted)
+    assert all(len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 96 for output in outputs)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("method", METHODS)
+def test_ratio_rules_take_the_rows_of_q(generate, method, rule):
+    """That their text is distributed as the target's is tested where q is known to be what was drawn from."""
+    params = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS)
+    outputs = generate(method, 3, params, count=4, repeats=False, verification=rule)
+    accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
+    assert all(output.metrics.num_draft_tokens > 0 for output in outputs)
+    assert accepted > 0 or method not in FITTED
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "eagle", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1},
+        {"method": "eagle3", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1},
+        {"folder": "mlp_speculator", "draft_tensor_parallel_size": 1},
+        {"folder": "eagle3"},
+        {"folder": "medusa", "num_speculative_tokens": 3},
+    ],
+    ids=["eagle", "eagle3", "mlp by its model alone", "eagle3 by its model alone", "medusa by its model"],
+)
+def test_the_calls_of_vllms_documentation(heads, prompts, config):
+    config = dict(config)
+    model = str(heads / config.pop("folder", config.get("method")))
+    with LLM(model=TARGET_MODEL, speculative_config={"model": model, **config}, fixed_draft_length=True) as llm:
+        (output,) = llm.generate({"prompt_token_ids": prompts[0][:20]}, GREEDY, use_tqdm=False)
+    assert output.metrics.num_draft_tokens > 0
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (1.0, 77)])
+def test_killing_the_draft_changes_no_token(head_stack, prompts, temperature, seed):
+    request = pb.GenerateRequest(
+        token_ids=types_pb2.TokenIds(ids=prompts[0][:30]),
+        max_tokens=200,
+        ignore_eos=True,
+        seed=seed,
+        sampling=types_pb2.SamplingParams(temperature=temperature),
+    )
+    undisturbed = collect(head_stack, request)
+    killed = collect(head_stack, request, at_token=40, act=head_stack.drafts[0].kill)
+    assert ids_of_pieces(killed) == ids_of_pieces(undisturbed)
+    assert 0 < killed[-1].speculation.num_draft_tokens < undisturbed[-1].speculation.num_draft_tokens
+    assert undisturbed[-1].speculation.num_accepted_draft_tokens > 0
+    head_stack.drafts[0].restart_on_same_port()
+
+
+@pytest.fixture(scope="module")
+def head_stack(heads):
+    arguments = ("--method", "eagle", "--model", str(heads / "eagle"), "--target-model", TARGET_MODEL)
+    running = Stack.start(draft_arguments=arguments)
+    yield running
+    running.close()
+
+
+def collect(stack, request, *, at_token=None, act=None):
+    pieces, count = [], 0
+    with grpc.insecure_channel(stack.grpc_address) as channel:
+        for piece in stack.generation(channel).Generate(request, timeout=120):
+            pieces.append(piece)
+            count += len(piece.token_ids)
+            if act is not None and count >= at_token:
+                act()
+                act = None
+    return pieces
+
+
+def ids_of_pieces(pieces):
+    return [token for piece in pieces for token in piece.token_ids]
