@@ -10,7 +10,7 @@ from tandem import LLM, SamplingParams
 from tests.e2e.fitted_heads import write_heads
 from tests.e2e.servers import TARGET_MODEL, Stack
 
-NUM_TOKENS = 64
+NUM_TOKENS = 48
 METHODS = ("eagle", "eagle3", "medusa", "mlp_speculator")
 #: Heads of which a good part of what they draft is accepted.
 FITTED = ("eagle", "medusa")
@@ -87,8 +87,7 @@ def test_to_the_context_limit(generate, method):
     assert all(len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 96 for output in outputs)
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "rule"), zip(METHODS, ["token", "block", "token", "block"], strict=True))
 def test_ratio_rules_take_the_rows_of_q(generate, method, rule):
     """That their text is distributed as the target's is tested where q is known to be what was drawn from."""
     params = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS)
