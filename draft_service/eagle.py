@@ -11,23 +11,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 from draft_service.drafter import DraftJob
 from draft_service.features import Features
 from draft_service.head_drafter import HeadDrafter, LoadedHead, committed, load_head, tensor_of
+from draft_service.tree_drafting import DraftedTree, TreeJob, draft_trees
 from specdec.engine.chains import ChainJob, StopFlags
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.kv_pool import KVSequence
 from specdec.heads.eagle import EagleHead
 from specdec.heads.eagle3 import Eagle3Head
 from specdec.heads.paged import PagedHead
+from specdec.heads.tree_passes import PagedTreePasses
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.state import SamplingState
 from specdec.sessions import HiddenStates, Rule, SessionSpec
 from specdec.settings import DraftSettings
+from specdec.tree_shape import MAX_FED, TreeShape
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +46,8 @@ class EagleState:
     #: entry, or it was taken over from a parked session.
     newest: HiddenStates | None = None
     num_cached_tokens: int = 0
+    #: Tokens at most, committed and drafted; the cache may hold more entries, for siblings.
+    max_tokens: int = 0
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -69,6 +74,14 @@ class _Work:
     state: EagleState
     taken: list[HiddenStates]
     job: ChainJob
+    #: Of the tree to draft in place of the chain.
+    shape: TreeShape | None
+
+    def tree(self) -> TreeJob:
+        """The tree to draft."""
+        job = self.job
+        assert self.shape is not None
+        return TreeJob(job.sequence, job.token_ids, self.shape, job.num_tokens, job.state, job.rule)
 
 
 class EagleDrafter(HeadDrafter[EagleState, _Work]):
@@ -80,6 +93,9 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
         self._paged = paged
         self._pool = paged.pool
         self._park_ttl_s = settings.scheduler.park_ttl_s
+        tree = settings.speculative.tree
+        #: Entries that trees need beyond those of the tokens before them.
+        self._num_fed = 0 if tree is None else MAX_FED if tree.nodes else tree.top_k * (tree.depth - 1)
         head = paged.head
         width = head.config.target_hidden_size if isinstance(head, Eagle3Head) else head.config.layer.hidden_size
         self._state_width = len(head.hidden_state_layers) * width
@@ -111,7 +127,8 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
             return state
         pool.expire(time.monotonic(), self._park_ttl_s)
         wanted = context if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
-        max_tokens = max(len(spec.token_ids), min(wanted, context))
+        state.max_tokens = max(len(spec.token_ids), min(wanted, context))
+        max_tokens = min(state.max_tokens + self._num_fed, pool.total_blocks * pool.block_size)
         sequence = None
         if spec.park and len(spec.token_ids) > 1:
             sequence = pool.resume(_key(spec.session_id, spec.token_ids), spec.token_ids[1:], max_tokens)
@@ -136,10 +153,7 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
 
     def room(self, state: EagleState) -> int:
         """Drafting k tokens needs len + k - 2 entries at most, and the state of the last token but one."""
-        if not state.may_draft:
-            return 0
-        assert state.sequence is not None
-        return state.sequence.max_tokens + 1 - len(state.sampling)
+        return state.max_tokens + 1 - len(state.sampling) if state.may_draft else 0
 
     def close(self, state: EagleState, park_as: str | None = None) -> None:
         """Release or park the cache; entries after a gap are not parked."""
@@ -183,10 +197,14 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
             features=tensor_of(taken),
             num_candidates=job.num_guesses,
         )
-        return _Work(state, taken, job_of_head)
+        return _Work(state, taken, job_of_head, job.tree if num_tokens else None)
 
     def _compute(self, works: Sequence[_Work], stop: StopFlags) -> Sequence[DraftedChain]:
         return self._paged.draft_chains([work.job for work in works], stop)
+
+    def _compute_trees(self, works: Sequence[_Work], stopped: Callable[[], Sequence[bool]]) -> Sequence[DraftedTree]:
+        features = {work.job.sequence: work.job.features for work in works if work.job.features is not None}
+        return draft_trees(PagedTreePasses(self._paged, features), [work.tree() for work in works], stopped)
 
     def _finish(self, work: _Work) -> None:
         """Keep the state to feed again."""

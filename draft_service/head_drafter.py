@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 
 from draft_service.draft_model import MAX_NS_NOW
 from draft_service.drafter import MAX_ROWS_NOW, Draft, DraftJob
+from draft_service.tree_drafting import DraftedTree
 from specdec import __version__
 from specdec.engine import checkpoint, support
 from specdec.engine.chains import StopFlags
@@ -160,7 +161,11 @@ class HeadDrafter(ABC, Generic[S, W]):
 
     @abstractmethod
     def _compute(self, works: Sequence[W], stop: StopFlags) -> Sequence[DraftedChain]:
-        """Do it, on the device thread."""
+        """Draft chains, or take in what is pending, on the device thread."""
+
+    @abstractmethod
+    def _compute_trees(self, works: Sequence[W], stopped: Callable[[], Sequence[bool]]) -> Sequence[DraftedTree]:
+        """Draft trees, on the device thread, in inference mode."""
 
     @abstractmethod
     def _undo(self, work: W) -> None:
@@ -182,7 +187,7 @@ class HeadDrafter(ABC, Generic[S, W]):
 
     def draft_now(self, batch: Sequence[DraftJob[S]]) -> list[Draft] | None:
         """On the calling thread, while the device's own is idle: on a CPU, where the like of it was short before."""
-        num_steps = max(job.num_tokens for job in batch)
+        num_steps = max(job.tree.depth if job.tree else job.num_tokens for job in batch)
         if not (
             self._device.type == "cpu"
             and sum(job.num_rows for job in batch) <= MAX_ROWS_NOW
@@ -254,26 +259,39 @@ class HeadDrafter(ABC, Generic[S, W]):
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _timed(self, jobs: Sequence[DraftJob[S]], works: Sequence[W]) -> Sequence[DraftedChain]:
+    def _timed(self, jobs: Sequence[DraftJob[S]], works: Sequence[W]) -> Sequence[DraftedChain | DraftedTree]:
         stop = np.zeros(len(jobs), dtype=np.int32)
         for at, job in enumerate(jobs):
             job.stop.bind(stop, at)
+        trees = [i for i, job in enumerate(jobs) if job.tree is not None and job.num_tokens]
+        chains = [i for i in range(len(jobs)) if i not in trees]
+        drafted: dict[int, DraftedChain | DraftedTree] = {}
         started_ns = time.perf_counter_ns()
-        chains = self._compute(works, stop)
+        if trees:
+            with torch.inference_mode():
+                some = self._compute_trees([works[i] for i in trees], lambda: [bool(stop[i]) for i in trees])
+                drafted.update(zip(trees, some, strict=True))
+        if chains:
+            flags = stop if not trees else stop[chains]
+            drafted.update(zip(chains, self._compute([works[i] for i in chains], flags), strict=True))
         if all(job.num_tokens for job in jobs):
-            self._step_ns = (time.perf_counter_ns() - started_ns) / max(job.num_tokens for job in jobs)
-        return chains
+            num_steps = max(job.tree.depth if job.tree else job.num_tokens for job in jobs)
+            self._step_ns = (time.perf_counter_ns() - started_ns) / num_steps
+        return [drafted[i] for i in range(len(jobs))]
 
-    def _drafts(self, works: Sequence[W | None], chains: Sequence[DraftedChain]) -> list[Draft]:
-        left = iter(chains)
+    def _drafts(self, works: Sequence[W | None], drafted: Sequence[DraftedChain | DraftedTree]) -> list[Draft]:
+        left = iter(drafted)
         drafts = []
         for work in works:
             if work is None:
                 drafts.append(Draft())
                 continue
             self._finish(work)
-            chain = next(left)
-            drafts.append(Draft(chain.token_ids, chain.q_rows, chain.candidates))
+            one = next(left)
+            if isinstance(one, DraftedTree):
+                drafts.append(Draft(one.token_ids, parents=one.parents))
+            else:
+                drafts.append(Draft(one.token_ids, one.q_rows, one.candidates))
         return drafts
 
     @contextmanager

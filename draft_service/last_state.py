@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draft_service.drafter import DraftJob
 from draft_service.head_drafter import HeadDrafter, LoadedHead, committed, load_head, tensor_of
+from draft_service.tree_drafting import DraftedTree, Passes, TreeJob, draft_trees
 from specdec.engine.chains import Drawing, Feed, StopFlags, draw_chains
 from specdec.engine.device_thread import DeviceThread
+from specdec.engine.kv_pool import KVSequence
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.rule import Rule
 from specdec.sampling.state import SamplingState
 from specdec.sessions import HiddenStates, SessionSpec
 from specdec.settings import DraftSettings
+from specdec.tree_shape import TreeShape
 
 
 @dataclass(slots=True, eq=False)
@@ -53,18 +57,24 @@ class _Work:
     rule: Rule
     num_tokens: int
     num_candidates: int
+    shape: TreeShape | None
     assumed: tuple[int, ...] = ()
 
 
 class LastStateDrafter(HeadDrafter[LastState, _Work]):
     """Keeps a state per session and no cache; what the head computes of it is the subclass's."""
 
-    def __init__(self, loaded: LoadedHead, thread: DeviceThread, *, width: int, max_tokens: int) -> None:
-        """``width``: numbers of a state; ``max_tokens``: tokens the head drafts at most."""
+    def __init__(
+        self, loaded: LoadedHead, thread: DeviceThread, settings: DraftSettings, *, width: int, max_depth: int
+    ) -> None:
+        """``width``: numbers of a state; ``max_depth``: tokens the head drafts one after the other at most."""
         super().__init__(loaded, thread)
+        self._max_depth = max_depth
         self._state_width = width
         self._dtype: torch.dtype = getattr(torch, loaded.info.dtype)
-        num_tokens = min(loaded.info.num_speculative_tokens, max_tokens)
+        num_tokens = loaded.info.num_speculative_tokens
+        if settings.speculative.tree is None:
+            num_tokens = min(num_tokens, max_depth)
         self.info = replace(loaded.info, num_speculative_tokens=num_tokens, last_hidden_state_only=True)
 
     @classmethod
@@ -72,7 +82,7 @@ class LastStateDrafter(HeadDrafter[LastState, _Work]):
         """Load and warm up the head on a device thread of its own; raises like :func:`load_head`."""
         thread = DeviceThread("draft-device")
         try:
-            drafter = cls._of(await thread.run(load_head, settings), thread)
+            drafter = cls._of(await thread.run(load_head, settings), thread, settings)
             await drafter.warm_up()
         except BaseException:
             await asyncio.to_thread(thread.close)
@@ -81,7 +91,7 @@ class LastStateDrafter(HeadDrafter[LastState, _Work]):
 
     @classmethod
     @abstractmethod
-    def _of(cls, loaded: LoadedHead, thread: DeviceThread) -> Self:
+    def _of(cls, loaded: LoadedHead, thread: DeviceThread, settings: DraftSettings) -> Self:
         """A drafter on a loaded head."""
 
     @abstractmethod
@@ -97,6 +107,10 @@ class LastStateDrafter(HeadDrafter[LastState, _Work]):
         """The chains of a batch."""
         logits, feed = self._begin(states, last_tokens, max(work.num_tokens for work in works))
         return draw_chains(logits, works, feed, stop)
+
+    @abstractmethod
+    def _tree_passes(self, states: Mapping[KVSequence, Tensor], depth: int) -> Passes:
+        """What feeds the tokens of trees of ``depth`` levels at most, after the states [1, H] of their sequences."""
 
     def open(self, spec: SessionSpec) -> LastState:
         """A state without memory worth mentioning."""
@@ -124,16 +138,33 @@ class LastStateDrafter(HeadDrafter[LastState, _Work]):
 
     def _prepare(self, job: DraftJob[LastState]) -> _Work | None:
         state = job.state
-        num_tokens = min(job.num_tokens, self.info.num_speculative_tokens)
+        shape = job.tree and job.tree.cut(self._max_depth)
+        num_tokens = min(job.num_tokens, self.info.num_speculative_tokens if shape else self._max_depth)
         if state.newest is None or not state.may_draft or num_tokens <= 0 or job.assumed or job.assumes_next:
             return None
-        return _Work(state.newest, state.sampling, state.rule, num_tokens, job.num_guesses)
+        return _Work(state.newest, state.sampling, state.rule, num_tokens, job.num_guesses, shape)
 
     def _compute(self, works: Sequence[_Work], stop: StopFlags) -> Sequence[DraftedChain]:
         with torch.inference_mode():
-            states = tensor_of([work.newest for work in works]).to(self._device, self._dtype)
+            states = self._states(works)
             last_tokens = [work.state.token_ids[-1] for work in works]
             return self._draw(works, states, last_tokens, stop)
+
+    def _compute_trees(self, works: Sequence[_Work], stopped: Callable[[], Sequence[bool]]) -> Sequence[DraftedTree]:
+        jobs = []
+        for work in works:
+            assert work.shape is not None
+            sequence = KVSequence(np.empty(0, dtype=np.int32), max_tokens=2**31)  # of no cache
+            jobs.append(
+                TreeJob(sequence, work.state.token_ids[-1:], work.shape, work.num_tokens, work.state, work.rule)
+            )
+        rows = self._states(works)
+        states = {job.sequence: rows[i : i + 1] for i, job in enumerate(jobs)}
+        return draft_trees(self._tree_passes(states, max(job.shape.depth for job in jobs)), jobs, stopped)
+
+    def _states(self, works: Sequence[_Work]) -> Tensor:
+        """The target's states, [R, H]."""
+        return tensor_of([work.newest for work in works]).to(self._device, self._dtype)
 
     def _undo(self, work: _Work) -> None:
         """Nothing changes in a state."""

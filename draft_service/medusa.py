@@ -6,30 +6,35 @@ ratio rule the rows of q are what the tokens were drawn from, given the prefix, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 from torch import Tensor
 
 from draft_service.head_drafter import LoadedHead
 from draft_service.last_state import LastStateDrafter
+from draft_service.tree_drafting import Passes
 from specdec.engine.chains import Feed
 from specdec.engine.device_thread import DeviceThread
+from specdec.engine.kv_pool import KVSequence
 from specdec.engine.linears import pack_linears
 from specdec.heads.medusa import MedusaHeads
+from specdec.heads.tree_passes import MedusaTreePasses
 from specdec.sampling.transfer import send
+from specdec.settings import DraftSettings
 
 
 class MedusaDrafter(LastStateDrafter):
-    """Drafts a chain of as many tokens as there are heads, at most."""
+    """Drafts chains of as many tokens as there are heads, at most, or trees of as many levels."""
 
     _heads: MedusaHeads
 
     @classmethod
-    def _of(cls, loaded: LoadedHead, thread: DeviceThread) -> Self:
+    def _of(cls, loaded: LoadedHead, thread: DeviceThread, settings: DraftSettings) -> Self:
         heads = loaded.head
         assert isinstance(heads, MedusaHeads)
-        drafter = cls(loaded, thread, width=heads.config.hidden_size, max_tokens=heads.config.num_heads)
+        config = heads.config
+        drafter = cls(loaded, thread, settings, width=config.hidden_size, max_depth=config.num_heads)
         drafter._heads = heads
         if loaded.has_kernels:
             pack_linears(heads, loaded.num_threads)
@@ -45,3 +50,6 @@ class MedusaDrafter(LastStateDrafter):
             return logits[:, step].index_select(0, send(list(going_on), logits.device))
 
         return logits[:, 0], feed
+
+    def _tree_passes(self, states: Mapping[KVSequence, Tensor], depth: int) -> Passes:
+        return MedusaTreePasses(self._heads, states, depth)

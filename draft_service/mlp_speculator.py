@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 from torch import Tensor
 
 from draft_service.head_drafter import LoadedHead
 from draft_service.last_state import LastStateDrafter
+from draft_service.tree_drafting import Passes
 from specdec.engine.chains import Drawing, Feed, StopFlags
 from specdec.engine.device_thread import DeviceThread
+from specdec.engine.kv_pool import KVSequence
 from specdec.heads.mlp_speculator import MlpSpeculator
 from specdec.heads.native_mlp import NativeMlp
+from specdec.heads.tree_passes import MlpTreePasses
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.transfer import send
+from specdec.settings import DraftSettings
 
 
 class MlpDrafter(LastStateDrafter):
-    """Drafts a chain of ``n_predict`` tokens at most."""
+    """Drafts chains of ``n_predict`` tokens at most, or trees of as many levels."""
 
     _head: MlpSpeculator
     _native: NativeMlp | None
 
     @classmethod
-    def _of(cls, loaded: LoadedHead, thread: DeviceThread) -> Self:
+    def _of(cls, loaded: LoadedHead, thread: DeviceThread, settings: DraftSettings) -> Self:
         head = loaded.head
         assert isinstance(head, MlpSpeculator)
-        drafter = cls(loaded, thread, width=head.config.emb_dim, max_tokens=head.config.n_predict)
+        config = head.config
+        drafter = cls(loaded, thread, settings, width=config.emb_dim, max_depth=config.n_predict)
         drafter._head = head
         drafter._native = NativeMlp.build(head, loaded.num_threads) if loaded.has_kernels else None
         return drafter
@@ -55,3 +60,6 @@ class MlpDrafter(LastStateDrafter):
             return head.logits(state, step).float()
 
         return head.logits(state, 0).float(), feed
+
+    def _tree_passes(self, states: Mapping[KVSequence, Tensor], depth: int) -> Passes:
+        return MlpTreePasses(self._head, states)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
 
 from draft_service.token_tree import TokenTree
-from specdec.engine.engine import Engine, Segment
+from specdec.engine.batch import Segment
 from specdec.engine.kv_pool import KVSequence
 from specdec.sampling.candidates import candidates
 from specdec.sampling.rows import Rows
@@ -42,7 +45,17 @@ class DraftedTree:
     parents: tuple[int, ...]
 
 
-def draft_trees(engine: Engine, jobs: Sequence[TreeJob], stopped: Callable[[], Sequence[bool]]) -> list[DraftedTree]:
+class Passes(Protocol):
+    """What feeds the tokens of trees: an engine, or a draft head that brings its features to them."""
+
+    def forward(self, segments: Sequence[Segment]) -> Tensor:
+        """As :meth:`Engine.forward <specdec.engine.engine.Engine.forward>`. Of a tree all rows are fed at every level
+        anew, the first ones as before; logits are wanted of the new ones.
+        """
+        ...
+
+
+def draft_trees(passes: Passes, jobs: Sequence[TreeJob], stopped: Callable[[], Sequence[bool]]) -> list[DraftedTree]:
     """Draft every tree; each sequence grows by its ``token_ids`` alone. A job that is stopped ends with the levels it
     has, and so does one whose next level has no room in its sequence.
 
@@ -51,7 +64,7 @@ def draft_trees(engine: Engine, jobs: Sequence[TreeJob], stopped: Callable[[], S
     trees = [TokenTree(job.shape, job.num_tokens) for job in jobs]
     ends = [job.sequence.length + len(job.token_ids) for job in jobs]
     width = max(job.shape.top_k for job in jobs)
-    logits = engine.forward([Segment(job.sequence, job.token_ids, 1) for job in jobs])
+    logits = passes.forward([Segment(job.sequence, job.token_ids, 1) for job in jobs])
     active, rows = list(range(len(jobs))), Rows.after([job.sampling for job in jobs])
     while True:
         counts = [len(trees[i].frontier) for i in active]
@@ -76,7 +89,7 @@ def draft_trees(engine: Engine, jobs: Sequence[TreeJob], stopped: Callable[[], S
             jobs[i].sequence.length = ends[i]
             segments.append(Segment(jobs[i].sequence, token_ids, len(trees[i].frontier), parents=parents))
         try:
-            logits = engine.forward(segments)
+            logits = passes.forward(segments)
         finally:
             for i in active:
                 jobs[i].sequence.length = ends[i]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.engine import acceleration
 from specdec.engine.attention import AttentionKernels, PagedBatch, paged_attention, write_kv
-from specdec.engine.batch import Segment, build_batch
+from specdec.engine.batch import Batch, Segment, build_batch
 from specdec.engine.chains import ChainJob, StopFlags, draw_chains
 from specdec.engine.engine import usable_cores
 from specdec.engine.kv_pool import KVPool
@@ -105,12 +105,7 @@ class PagedHead:
             InvalidRequest: a token id is outside the vocabulary.
             ValueError: a segment is empty or does not fit its sequence.
         """
-        batch = build_batch(
-            segments,
-            block_size=self.pool.block_size,
-            vocab_size=self.head.config.vocab_size,
-            max_model_len=self.max_model_len,
-        )
+        batch = self._batch(segments)
         on_device = batch.to(self.device)
         plan = on_device.plan
         k_cache, v_cache = self._caches[0]
@@ -131,6 +126,24 @@ class PagedHead:
     def logits(self, x: Tensor) -> Tensor:
         """Over the target's vocabulary, float32 [N, V]; -inf for tokens that cannot be drafted."""
         return self.head.to_target_logits(self.head.logits(x).float())
+
+    def step(self, segments: Sequence[Segment], states: Tensor, *, are_features: bool) -> tuple[Tensor, Tensor]:
+        """Feed rows with the target's states [T, features], or with what rows before came to [T, H]; in inference mode.
+
+        Returns what the wanted rows came to, [N, H], and their logits over the target's vocabulary, float32 [N, V].
+        Sequences grow by what they were fed. Raises like :meth:`forward`.
+        """
+        self._copy_blocks()
+        if self._native is None:
+            dtype = self.head.fc.weight.dtype
+            states = states.to(self.device, dtype, non_blocking=True)
+            x = self.forward(segments, self.head.fuse(states) if are_features else states)
+            return x, self.logits(x)
+        batch = self._batch(segments)
+        logits, x = self._native.forward(batch.input_ids[0], states, batch.plan, are_features=are_features)
+        for segment, kv_len in zip(segments, batch.kv_lens, strict=True):
+            segment.sequence.length = kv_len
+        return x[batch.logit_rows], self.head.to_target_logits(logits[batch.logit_rows])
 
     def draft_chains(self, jobs: Sequence[ChainJob], stop: StopFlags | None = None) -> list[DraftedChain]:
         """Take in what the jobs feed, with their features, then draft a chain for those that want one.
@@ -168,6 +181,14 @@ class PagedHead:
         features = [job.features for job in jobs if job.features is not None]
         states = torch.cat([part.to(self.device, dtype, non_blocking=True) for part in features])
         return self.forward([Segment(job.sequence, job.token_ids, 1) for job in jobs], self.head.fuse(states))
+
+    def _batch(self, segments: Sequence[Segment]) -> Batch:
+        return build_batch(
+            segments,
+            block_size=self.pool.block_size,
+            vocab_size=self.head.config.vocab_size,
+            max_model_len=self.max_model_len,
+        )
 
     def _copy_blocks(self) -> None:
         """Make the copies that sequences taken back from a parked one wait for."""

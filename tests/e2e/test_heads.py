@@ -87,7 +87,7 @@ def test_to_the_context_limit(generate, method):
     assert all(len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 96 for output in outputs)
 
 
-@pytest.mark.parametrize(("method", "rule"), zip(METHODS, ["token", "block", "token", "block"], strict=True))
+@pytest.mark.parametrize(("method", "rule"), list(zip(METHODS, ["token", "block"] * 2, strict=True)))
 def test_ratio_rules_take_the_rows_of_q(generate, method, rule):
     """That their text is distributed as the target's is tested where q is known to be what was drawn from."""
     params = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS)
