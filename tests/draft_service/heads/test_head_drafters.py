@@ -2,179 +2,19 @@
 
 import asyncio
 import random
-from contextlib import asynccontextmanager
-from itertools import pairwise
 
 import pytest
 import torch
 
-from draft_service.core import DraftCore
 from draft_service.eagle import EagleDrafter
-from specdec.engine import chains
 from specdec.errors import InvalidRequest
 from specdec.sampling.drafting import draft
 from specdec.sampling.rows import Rows
 from specdec.sampling.sparse import unpack
 from specdec.sampling.state import SamplingState
 from specdec.sessions import HiddenStates, Rule
-from specdec.settings import DraftSettings, ModelSettings, SchedulerSettings, SpeculativeSettings
+from tests.draft_service.heads.talk import KINDS, PROMPT, K, Talk, greedy, others, verdict
 from tests.heads import checkpoints as files
-from tests.heads import reference
-
-PROMPT = [3, 14, 15, 9, 26, 5]
-K = 4
-KINDS = ("eagle", "eagle3", "medusa", "mlp_speculator")
-
-
-@pytest.fixture(scope="module")
-def target():
-    return files.build_target()
-
-
-@pytest.fixture(scope="module")
-def folder(target, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("heads")
-    files.write_target(folder / "target", target)
-    for published in (
-        (folder / "eagle", files.eagle_config(), files.eagle_tensors(), "pytorch_model.bin"),
-        (folder / "eagle3", files.eagle3_config(), files.eagle3_tensors(), "model.safetensors"),
-        (folder / "medusa", files.medusa_config(), files.medusa_tensors(), "medusa_lm_head.pt"),
-        (
-            folder / "mlp_speculator",
-            files.mlp_config(n_predict=5, scale_input=True, tie_weights=True),
-            files.mlp_tensors(n_predict=5, tied=True, once=True),
-            "model.safetensors",
-        ),
-    ):
-        files.write_head_files(*published)
-    return folder
-
-
-@pytest.fixture
-def start(folder):
-    """``async with start(method) as core``: a core that holds no block when it is left."""
-
-    @asynccontextmanager
-    async def start_core(method, k=K, scheduler=None, parks=False, **model):
-        core = await DraftCore.start(
-            DraftSettings(
-                speculative=SpeculativeSettings(
-                    model=str(folder / method), method=method, num_speculative_tokens=k, draft_tensor_parallel_size=1
-                ),
-                model=ModelSettings(
-                    model=str(folder / method), num_threads=1, **({"kv_cache_memory_bytes": 1 << 20} | model)
-                ),
-                target_model=str(folder / "target"),
-                scheduler=SchedulerSettings(**(scheduler or {})),
-            )
-        )
-        try:
-            yield core
-            load = await core.load()
-            assert load.open_sessions == 0
-            assert parks or load.used_blocks == 0
-        finally:
-            await core.close()
-
-    return start_core
-
-
-@pytest.fixture(scope="module")
-def formula(target):
-    """``formula(method)(tokens, states)``: logits of each step after the tokens, by the reference."""
-    embeddings, lm_head = target.get_input_embeddings().weight.detach(), target.lm_head.weight.detach()
-
-    def of(method):
-        if method == "medusa":
-            return lambda tokens, states: reference.medusa_step(files.medusa_tensors(), states[len(tokens) - 2])
-        if method == "mlp_speculator":
-            config = files.mlp_config(n_predict=5, scale_input=True, tie_weights=True)
-            tensors = files.mlp_tensors(n_predict=5, tied=True)
-            bare = {name.removeprefix("speculator."): value for name, value in tensors.items()}
-            return lambda tokens, states: reference.mlp_step(config, bare, tokens[-1], states[len(tokens) - 2])
-        config, tensors, theta = {
-            "eagle": (files.eagle_config(), files.eagle_tensors(), files.DRAFT_ROPE),
-            "eagle3": (files.eagle3_config(), files.eagle3_tensors(), 10000.0),
-        }[method]
-        model = reference.EagleReference(config, tensors, embeddings=embeddings, lm_head=lm_head, theta=theta)
-        of.models[method] = model
-        return lambda tokens, states, start=0: model.after(tokens, list(states[start : len(tokens) - 1]), start)
-
-    of.target, of.models = target, {}
-    for method in KINDS:
-        of(method)
-    return of
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    """The logits that every draw has seen, in order."""
-    logits = []
-
-    def recording(rows, *rest):
-        logits.append(rows.clone())
-        return draft(rows, *rest)
-
-    monkeypatch.setattr(chains, "draft", recording)
-    return logits
-
-
-class Talk:
-    """One session, and the verdicts on it: their tokens are made up, the states are the target's."""
-
-    def __init__(self, core, model, method, dtype="float32"):
-        self._core, self._model, self._dtype = core, model, dtype
-        self._layers = (2, 3, 4) if method == "eagle3" else (-1,)
-        self.tokens = list(PROMPT)
-
-    async def open(self, spec):
-        self.tokens = list(spec.token_ids)
-        self.session = await self._core.open(spec)
-
-    def states(self):
-        return reference.target_states(self._model, self.tokens, self._layers)
-
-    def rows(self, start, end):
-        data = self.states()[start:end].to(getattr(torch, self._dtype))
-        return HiddenStates(start, data.shape[1], self._dtype, data.view(torch.uint8).numpy().tobytes())
-
-    async def propose(self, new, k, start=None, end=None, cut=None):
-        """Commit tokens, with the states of the positions from ``start`` up to ``end``; ``cut`` of them at a time."""
-        base = len(self.tokens)
-        self.tokens += new
-        start, end = base - 1 if start is None else start, len(self.tokens) - 1 if end is None else end
-        edges = [*range(start, end, cut or max(1, end - start)), end]
-        states = [self.rows(first, last) for first, last in pairwise(edges)]
-        await self.session.advance(base, new, k, 0, states)
-        return await self.session.receive()
-
-
-def greedy(step, k):
-    drafted = []
-    for _ in range(k):
-        drafted.append(int(step(drafted).argmax()))
-    return tuple(drafted)
-
-
-def others(rng, count, but=None):
-    tokens = [rng.randrange(files.VOCAB) for _ in range(count)]
-    if tokens and tokens[0] == but:
-        tokens[0] = (tokens[0] + 1) % files.VOCAB
-    return tokens
-
-
-def verdict(rng, kind, drafted):
-    match kind:
-        case "none":
-            return others(rng, 1, but=drafted[0] if drafted else None)
-        case "partial":
-            return [*drafted[:2], *others(rng, 1, but=drafted[2] if len(drafted) > 2 else None)]
-        case "all":
-            return [*drafted, *others(rng, 1)]
-        case "catch-up":
-            return others(rng, 7)
-        case "shorter":
-            return [*drafted[:1]]
 
 
 @pytest.mark.parametrize("way", [*((kind, True) for kind in KINDS), ("eagle", False), ("eagle3", False)], ids=str)
