@@ -44,12 +44,12 @@ def start(folder):
     """``async with start(method) as core``: a core that holds no block when it is left."""
 
     @asynccontextmanager
-    async def start_core(method, k=K, scheduler=None, parks=False, speculative=None, **model):
+    async def start_core(method, k=K, scheduler=None, *, parks=False, lookup=None, speculative=None, **model):
         core = await DraftCore.start(
             DraftSettings(
                 speculative=SpeculativeSettings(
                     model=str(folder / method),
-                    method=method,
+                    method=(lookup, method) if lookup else method,
                     num_speculative_tokens=k,
                     draft_tensor_parallel_size=1,
                     **(speculative or {}),

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from draft_service.drafter import DraftJob, Stop
 from draft_service.eagle import EagleDrafter
 from specdec.errors import InvalidRequest
 from specdec.sampling.drafting import draft
@@ -267,3 +268,62 @@ async def test_info(start, folder):
             assert (info.hidden_state_layers, info.max_model_len) == (layers, 512)
             assert info.last_hidden_state_only == (method in ("medusa", "mlp_speculator"))
             assert info.num_parameters > 0
+
+
+@pytest.mark.parametrize("method", KINDS)
+async def test_a_batch_that_fails_changes_nothing(start, spec, formula, monkeypatch, method):
+    async with start(method) as core:
+        talk, drafter = Talk(core, formula.target, method), core._drafter
+        await talk.open(spec(PROMPT))
+        await talk.propose([7], K, start=0)
+        compute = type(drafter)._compute
+
+        def failing(self, works, stop):
+            compute(self, works, stop)
+            raise MemoryError("planted")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(drafter), "_compute", failing)
+            with pytest.raises(MemoryError, match="planted"):
+                await talk.propose([8, 9], K)
+        for new in ([], [30]):  # asked again, and after the next verdict
+            proposal = await talk.propose(new, K)
+            assert proposal.token_ids == greedy(formula(method)(talk.tokens, talk.states()), K)
+        await talk.session.close()
+
+
+@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize("in_torch", [False, True])
+async def test_a_chain_that_is_stopped_ends_with_what_it_has(start, spec, target, method, in_torch):
+    async with start(method, enforce_eager=in_torch) as core:
+        drafter = core._drafter
+        state = drafter.open(spec(PROMPT))
+        talk = Talk(core, target, method)
+        talk.tokens = [*PROMPT, 7]
+        drafter.advance(state, len(PROMPT), [7], [talk.rows(0, len(PROMPT))])
+        assert drafter.room(state) > K
+        stop = Stop()
+        stop.please()
+        stopped, whole = [
+            (await drafter.draft([DraftJob(state, state.num_pending, K, stop=each)]))[0] for each in (stop, Stop())
+        ]
+        assert len(stopped.token_ids) < K == len(whole.token_ids)
+        assert whole.token_ids[: len(stopped.token_ids)] == stopped.token_ids
+        drafter.close(state)
+
+
+async def test_a_look_up_before_a_head(start, spec, formula):
+    """Where the look-up has no long match the head drafts, on all states that have come meanwhile."""
+    async with start("eagle3", lookup="ngram") as core:
+        assert (await core.info()).hidden_state_layers == (2, 3, 4)
+        talk = Talk(core, formula.target, "eagle3")
+        await talk.open(spec(PROMPT))
+        first, copied = 0, 0
+        for new in ([7], [50, 51, 52, 53, 54, 55], [50, 51, 52, 53], [9], [20]):
+            proposal = await talk.propose(new, 2, start=first)
+            drafted = greedy(formula("eagle3")(talk.tokens, talk.states()), 2)
+            copied += proposal.token_ids == (54, 55)
+            assert proposal.token_ids in (drafted, (54, 55))
+            first = None
+        assert copied == 1
+        await talk.session.close()
