@@ -68,8 +68,9 @@ class CoreSession:
         #: What was asked for and is not there yet, and what is drafted ahead at this moment.
         self._wish: Wish[Any] | None = None
         self._ahead: dict[Hypothesis, Wish[Any]] = {}
+        self._kind = Kind.of(spec)
         self._tree = Tree(
-            SessionOdds(core.odds[Kind.of(spec)]), frozenset(spec.params.stop_token_ids), self._num_tokens_at
+            SessionOdds(core.odds[self._kind]), frozenset(spec.params.stop_token_ids), self._num_tokens_at
         )
         self._reads_states = bool(core.drafter.info.hidden_state_layers)
         self._may_look_ahead = not self._reads_states and core.tree is None
@@ -301,9 +302,13 @@ class CoreSession:
         length = message.committed_len
         num_tokens = 0 if is_old else self._num_tokens_at(length)
         tree = self._core.tree
-        if tree is not None and num_tokens > 0:  # what limits a chain's length limits a tree's depth
-            tree = tree.cut(self._depth_at(length))
-            num_tokens = min(self._wanted, self._opened.num_speculative_tokens)
+        if tree is not None and num_tokens > 0:
+            if self._kind is Kind.RATIO:  # a chain drawn from q passes more often than chosen siblings do
+                num_tokens = min(num_tokens, tree.depth)
+                tree = None
+            else:  # what limits a chain's length limits a tree's depth
+                tree = tree.cut(self._depth_at(length))
+                num_tokens = min(self._wanted, self._opened.num_speculative_tokens)
         if num_tokens <= 0:
             self._end_ahead()
             self._outbox.put(Proposal(self._opened.epoch, length, ()))

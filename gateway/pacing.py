@@ -153,8 +153,10 @@ class AdaptivePace:
             lane.tally.num_plain += not in_rounds
             lane.tally.num_draft_tokens += num_asked
         if in_rounds:
-            self._tree_depth = lane.tree_depth = tree_depth
             depth = num_asked if tree_depth is None else tree_depth
+            # Near the end of a request trees are low.
+            self._tree_depth = None if tree_depth is None else max(tree_depth, self._tree_depth or 0)
+            lane.tree_depth = self._tree_depth
             self._acceptance.observe(depth, verdict.num_accepted)
             lane.totals.observe(depth, verdict.num_accepted)
             lane.forecast.observe_draft(verdict.num_draft_tokens, draft_ns)

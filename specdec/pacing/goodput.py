@@ -59,8 +59,8 @@ def choose(rounds: Sequence[Sequence[float]], goodput: Goodput) -> Choice:
         accepted += value
         num_rounds += first
         following = tokens[count][0] if count < len(tokens) else 0.0
-        if count < next_try and following:
-            continue
+        if following == value or (count < next_try and following):
+            continue  # no threshold parts equal values, such as those of one tree
         next_try = count + 1 if count < EXACT_TOKENS else count + 1 + count // 16
         reached = goodput(count, num_rounds, accepted)
         if reached > best.goodput:

@@ -206,6 +206,21 @@ async def test_a_kindred_target_accepts_more_of_a_tree_than_of_a_chain(start_cor
     assert mean["tree"] > mean["chain"] + 0.2
 
 
+async def test_under_a_ratio_rule_chains_are_drawn(start_core, spec, kindred_target) -> None:
+    """As deep as a tree would be, with q."""
+    opening = spec(PROMPT, rule=Rule.BLOCK, temperature=1.0)
+    async with start_core(k=12, tree_top_k=3, tree_depth=4) as core:
+        session, target = await core.open(opening), kindred_target(opening)
+        known, (_, new) = list(PROMPT), target.verify()
+        for _ in range(10):
+            proposal = await session.propose(len(known), new, 12)
+            known += new
+            assert (len(proposal.token_ids), len(proposal.q_rows), proposal.parents) == (4, 4, ())
+            _, new = target.verify(proposal)
+        await session.close()
+        target.close()
+
+
 async def test_at_its_limits_a_tree_is_low_or_none(start_core, spec, stock_tree) -> None:
     async with start_core(k=40, tree_top_k=3, tree_depth=4) as core:
         session = await core.open(spec(PROMPT, max_tokens=6))

@@ -48,6 +48,8 @@ class World:
     tokens: int = 128
     prompt: int = 32
     k: int = 4
+    #: Levels of the trees the draft proposes, ``acceptance`` being that of a level; None: it proposes chains.
+    depth: int | None = None
 
 
 #: What decides k: the pace of a session, its remaining tokens and the time in ns.
@@ -232,7 +234,8 @@ class Simulation:
     def commit(self, client: Client, timings: RoundTimings, begun: float) -> None:
         rate = self.world.acceptance(self.now / 1000.0, client.number)
         accepted = 0
-        while accepted < client.k and self.random.random() < rate:
+        most = client.k if self.world.depth is None else min(client.k, self.world.depth)
+        while accepted < most and self.random.random() < rate:
             accepted += 1
         tokens = min(accepted + 1, client.remaining)
         client.remaining -= tokens
@@ -263,7 +266,8 @@ class Simulation:
         if client.closed:
             return
         self.log.append((self.now / 1000.0, len(verdict.token_ids)))
-        client.pace.record(verdict, asked, client.draft_ns if asked else 0, int(self.now * MS))
+        tree_depth = None if self.world.depth is None or not asked else min(asked, self.world.depth)
+        client.pace.record(verdict, asked, client.draft_ns if asked else 0, int(self.now * MS), tree_depth=tree_depth)
         if going_on:
             return
         if client.remaining > 0:

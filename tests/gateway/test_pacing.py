@@ -250,3 +250,39 @@ def test_a_fixed_pace_asks_for_all_that_is_allowed():
     pace.record(verdict(), 4, 0, 0)
     pace.leave()
     assert pace.num_draft_tokens(100, 0) == 4
+
+
+@pytest.mark.parametrize("sessions", [1, 8])
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("kind", TICKS)
+def test_trees_are_never_slower_either(kind, rate, sessions):
+    """A trial of trees costs more than one of chains, so savings last for longer."""
+    of = replace(world(kind, rate, sessions), k=12, depth=4)
+    assert throughput(adaptive, of, cycles=1500)[0] >= 0.97 * throughput(plain, of, cycles=1500)[0]
+
+
+@pytest.mark.parametrize(("kind", "sessions"), [("large", 1), ("accelerator", 8)])
+def test_trees_are_drafted_whole_where_they_pay(kind, sessions):
+    of = replace(world(kind, 0.85, sessions), k=12, depth=4)
+    whole = throughput(fixed(12), of)[0]
+    assert whole > 1.2 * throughput(plain, of)[0]
+    simulation = Simulation(of, adaptive)
+    simulation.run(200 * of.tick(sessions, sessions) / 1000.0)
+    count = len(simulation.ks)
+    assert simulation.run(600 * of.tick(sessions, sessions) / 1000.0) > 0.8 * whole
+    lengths = [k for _, k in simulation.ks[count:] if k]
+    assert lengths.count(12) > 0.95 * len(lengths)
+
+
+def test_a_session_asks_for_whole_trees_as_soon_as_another_has_met_one():
+    lane = Lane()
+    first = AdaptivePace(lane, 12)
+    timings = RoundTimings(forward_ns=10 * MS, verify_ns=MS, batch_sessions=1, batch_rows=13, batch_context=100)
+    for now in range(4):
+        first.record(Verdict(1, 1, (1,) * 4, 3, 12, timings=timings), 12, MS, now * 20 * MS, tree_depth=4)
+    assert first.survival == [first.survival[0]] * 12
+    assert sum(first.survival) == pytest.approx(3, rel=0.2)  # of the four levels three were accepted
+    second = AdaptivePace(lane, 12)
+    assert len(set(second.survival)) == 1
+    first.record(Verdict(1, 1, (1,) * 3, 2, 4, timings=timings), 4, MS, 100 * MS)  # a chain
+    assert len(set(first.survival)) > 1
