@@ -35,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``tandem bench``."""
     parser.add_argument("--model", help="folder or hub name of the target; without it the bundled pair is measured")
     group = parser.add_argument_group("what is compared")
-    group.add_argument("--drafter", metavar="A,B", help="draft_model, ngram, or all (default: the configured one)")
+    group.add_argument(
+        "--drafter",
+        metavar="A,B",
+        help="methods such as draft_model, ngram, suffix, suffix+draft_model; or all (default: the configured one)",
+    )
     group.add_argument("--rules", metavar="A,B", help="token, block, coupled, or all; differ at a temperature above 0")
     group.add_argument("--batch-size", type=_sizes, default=(1,), metavar="N,M", help="sessions at once (default: 1)")
     group.add_argument("--k", type=int, help="drafted tokens a round; the same as --num-speculative-tokens")

@@ -8,18 +8,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from specdec.errors import InvalidRequest
-from specdec.methods import METHODS
+from specdec.methods import LOOKUP_METHODS, METHODS, MODEL_METHODS
 from specdec.sessions import Rule
 from specdec.settings import SpeculativeSettings
-from tandem.checkpoints import DRAFT
+from tandem.checkpoints import bundled_drafter
 from tandem.deployment import Deployment, deployment_of
 from tandem.speculation import OLDER_NAMES, read_speculation
 
 PLAIN: Final = "plain"
 #: What ``--drafter all`` stands for, where it can be had.
-DRAFTERS: Final = tuple(method for method in METHODS if method != "none")
-#: Those of them that need no checkpoint.
-MODEL_FREE: Final = ("ngram",)
+DRAFTERS: Final = (*(method for method in METHODS if method != "none"), "suffix+draft_model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +75,23 @@ def deployments_of(args: argparse.Namespace) -> dict[str, Deployment]:
 
 
 def _drafters(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Method → ``speculative_config``, for the methods asked for."""
+    """Method, or two with a plus sign between them → ``speculative_config``, for the drafters asked for."""
     older = {name: getattr(args, name, None) for name in OLDER_NAMES}
     k = older.pop("num_speculative_tokens") if args.k is None else args.k
-    given = read_speculation(args.speculative_config, older)
-    known: dict[str, dict[str, Any]] = {method: {"method": method} for method in MODEL_FREE}
-    if args.model is None:
-        known["draft_model"] = {"model": DRAFT}
+    given = read_speculation(args.speculative_config, older, target=args.model)
+    known: dict[str, dict[str, Any]] = {method: {"method": method} for method in LOOKUP_METHODS}
+    for method in MODEL_METHODS:
+        if model := bundled_drafter(args.model, [method]):
+            known[method] = {"method": method, "model": model}
     if given is not None:
-        known["+".join(given.methods)] = asdict(given)
+        known[given.methods[-1]] = {**asdict(given), "method": given.methods[-1]}
         k = given.num_speculative_tokens if k is None else k
+    known |= {
+        f"{lookup}+{other}": {**config, "method": [lookup, other]}
+        for lookup in LOOKUP_METHODS
+        for other, config in known.items()
+        if lookup != other
+    }
     k = SpeculativeSettings().num_speculative_tokens if k is None else k
     if k < 1:
         raise InvalidRequest(f"k is {k}; it must be at least 1 where drafting is measured", param="k")
@@ -112,7 +117,7 @@ def _names(
         chosen = ["draft_model"]
     if not chosen or chosen == ["none"]:
         raise InvalidRequest("there is nothing to compare: give --speculative-config or --drafter", param="drafter")
-    if unknown := [name for name in chosen if name not in DRAFTERS]:
+    if unknown := [name for name in chosen if not set(name.split("+")) <= set(METHODS)]:
         raise InvalidRequest(
             f"--drafter names {', '.join(unknown)}; choose from {', '.join(DRAFTERS)}, or all", param="drafter"
         )

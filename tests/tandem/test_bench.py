@@ -12,6 +12,7 @@ from tandem import cli
 from tandem.bench.huggingface import MODES, HuggingFace
 from tandem.checkpoints import MODELS
 
+DRAFTERS = ("draft_model", "ngram", "suffix", "suffix+draft_model")
 TINY = ["--num-prompts", "2", "--max-tokens", "16", "--prompt-tokens", "16"]
 
 
@@ -21,16 +22,16 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.e2e
-def test_every_drafter_over_grpc(tmp_path: Path) -> None:
+def test_several_drafters_over_grpc(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
-    done = bench("--k", "3", "--fixed-draft-length", "--drafter", "all", "--batch-size", "1,2", *files)
+    done = bench("--k", "3", "--fixed-draft-length", "--drafter", ",".join(DRAFTERS), "--batch-size", "1,2", *files)
     assert done.returncode == 0, done.stderr
     for text in ("plain", "draft_model", "ngram", "1 session", "2 sessions", "acceptance per token", "limit", "torch"):
         assert text in done.stdout
     sections = json.loads((tmp_path / "out.json").read_text())["sections"]
     assert [section["num_sessions"] for section in sections] == [1, 2]
     for section in sections:
-        assert list(section["ways"]) == ["plain", "draft_model", "ngram"]
+        assert list(section["ways"]) == ["plain", *DRAFTERS]
         assert all(len(way["tokens_per_s"]) == 2 for way in section["ways"].values())
         assert all(set(way["itl_ms"]) == {"p50", "p90", "p99"} for way in section["ways"].values())
         assert 0 < section["ways"]["plain"]["target_busy"] < 1
@@ -57,7 +58,8 @@ def test_two_embedded_sessions_under_two_rules(capsys: pytest.CaptureFixture[str
     ("arguments", "message"),
     [
         (["--model", "python-12m"], "nothing to compare"),
-        (["--model", "python-12m", "--drafter", "draft_model"], "needs a model"),
+        (["--model", "python-1m", "--drafter", "draft_model"], "needs a model"),
+        (["--model", "python-1m", "--drafter", "suffix+draft_model"], "needs a model"),
         (["--drafter", "ngram,crystal"], "crystal; choose from"),
         (["--rules", "block,coin"], "coin; choose from"),
         (["--rules", "all"], "give --temperature"),

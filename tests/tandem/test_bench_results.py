@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from rich.console import Console
 from specdec.errors import Unavailable
 from specdec.sampling.params import SamplingParams
 from specdec.sessions import Rule
+from specdec.settings import SpeculativeSettings
 from specdec.v1 import generation_service_pb2 as pb
+from tandem.bench import command
 from tandem.bench.answers import Answer, Piece, collect
 from tandem.bench.chart import draw_report
 from tandem.bench.measure import Bench
@@ -23,7 +25,7 @@ from tandem.bench.plot import load_pyplot
 from tandem.bench.report import print_report
 from tandem.bench.results import Measurement, Section
 from tandem.bench.systems import metrics_of
-from tandem.bench.ways import Way, plain_way, speculative_ways
+from tandem.bench.ways import Way, deployments_of, plain_way, speculative_ways
 
 
 def answer(*pieces: tuple[float, int], **speculation: object) -> Answer:
@@ -181,6 +183,29 @@ async def test_ways_take_turns_and_the_warm_up_does_not_count() -> None:
 
 def test_one_rule_needs_no_name() -> None:
     assert speculative_ways({"ngram": 3}, [None]) == [Way("ngram", "ngram", 3)]
+
+
+def test_drafters_by_name() -> None:
+    parser = ArgumentParser()
+    command.add_arguments(parser)
+
+    def speculative(*argv: str) -> dict[str, SpeculativeSettings]:
+        found = {}
+        for name, deployment in deployments_of(parser.parse_args(argv)).items():
+            assert deployment.draft is not None
+            found[name] = deployment.draft.speculative
+        return found
+
+    every = speculative("--drafter", "all", "--k", "7")
+    assert {"draft_model", "ngram", "suffix", "suffix+draft_model"} <= set(every)
+    assert {settings.num_speculative_tokens for settings in every.values()} == {7}
+    assert every["suffix+draft_model"].methods == ("suffix", "draft_model")
+    config = '{"method": "suffix", "suffix_decoding_max_tree_depth": 12}'
+    (name, settings), *_ = speculative("--speculative-config", config, "--drafter", "suffix,ngram").items()
+    assert (name, settings.suffix_decoding_max_tree_depth, settings.num_speculative_tokens) == ("suffix", 12, 12)
+    assert list(speculative("--speculative-config", config)) == ["suffix"]
+    both = '{"method": ["ngram", "draft_model"], "model": "python-1m"}'
+    assert list(speculative("--speculative-config", both)) == ["ngram+draft_model"]
 
 
 def options(**changes: object) -> Namespace:
