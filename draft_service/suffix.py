@@ -20,7 +20,7 @@ from specdec import __version__
 from specdec.sessions import HiddenStates, ModelInfo, SessionSpec
 from specdec.settings import SpeculativeSettings
 
-#: Tokens of past outputs that are kept at most: with two nodes a token, some 300 MB.
+#: Tokens of past outputs that are kept at most: 265 MB of tree, where nothing repeats.
 MAX_CACHED_TOKENS: Final = 2_000_000
 #: A match of so many tokens is worth more than a model's draft; see docs/drafters.md for what was measured.
 LONG_MATCH: Final = 8
