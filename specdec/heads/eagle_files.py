@@ -18,6 +18,16 @@ from specdec.heads.tensors import TargetTensors, load
 #: Tensors that files bring along and no head uses: tables that follow from the config, and layers of the target that
 #: training needed.
 _UNUSED: Final = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+#: What EAGLE-3 is, in the words of ModelOpt's ``eagle_config``; other values describe other heads.
+_EAGLE_CONFIG: Final[Mapping[str, Any]] = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": 1,
+}
 #: speculators' names of EAGLE-1's tensors.
 _SPECULATORS_EAGLE: Final[Mapping[str, str]] = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
 
@@ -141,12 +151,13 @@ def _fields(folder: Path, config: Mapping[str, Any]) -> tuple[Fields, Fields]:
 
 
 def _read_layer(fields: Fields) -> LayerConfig:
-    fields.require("model_type", ("llama",))
+    kind = fields.require("model_type", ("llama", "qwen2", "mistral"))  # one layer, but for what they take for granted
+    if kind == "mistral" and fields.take("sliding_window"):
+        raise fields.refusal("sliding_window", "only full attention can be run")
     fields.require("hidden_act", ("silu",))
     fields.require("num_hidden_layers", (1,))
     fields.require("use_sliding_window", (False,))
-    kinds = fields.take("layer_types", [])
-    if set(kinds) - {"full_attention"}:
+    if set(fields.take("layer_types", [])) - {"full_attention"}:
         raise fields.refusal("layer_types", "only full_attention can be run")
     hidden_size, num_heads = fields.number("hidden_size"), fields.number("num_attention_heads")
     attention_bias = bool(fields.take("attention_bias", False))
@@ -158,7 +169,7 @@ def _read_layer(fields: Fields) -> LayerConfig:
         head_dim=fields.number("head_dim", hidden_size // num_heads),
         rms_norm_eps=float(fields.take("rms_norm_eps", 1e-6)),
         rope=_read_rope(fields),
-        qkv_bias=bool(fields.take("qkv_bias", attention_bias)),
+        qkv_bias=bool(fields.take("qkv_bias", attention_bias or kind == "qwen2")),
         o_bias=attention_bias,
         mlp_bias=bool(fields.take("mlp_bias", False)),
     )
@@ -193,11 +204,13 @@ def _read_layer_ids(fields: Fields, target: TargetTensors) -> tuple[int, ...]:
     """
     given = fields.take("eagle_aux_hidden_state_layer_ids")
     inner = fields.take("eagle_config", {})
-    if not isinstance(inner, dict) or inner.get("use_aux_hidden_state") is False:
-        raise fields.refusal("eagle_config", "only heads on the states of several layers can be run")
-    unknown = inner.keys() - {"use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids", "norm_before_fc"}
-    if any(inner[name] for name in unknown):
-        raise fields.refusal("eagle_config", f"{', '.join(sorted(unknown))} is not known here")
+    if not isinstance(inner, dict):
+        raise fields.refusal("eagle_config", "it must be an object")
+    for name, value in inner.items():
+        if name in ("eagle_aux_hidden_state_layer_ids", "norm_before_fc") or value is None:
+            continue
+        if value != _EAGLE_CONFIG.get(name, False):
+            raise fields.refusal("eagle_config", f"with {name} = {value!r} it is no EAGLE-3 head as known here")
     outputs = inner.get("eagle_aux_hidden_state_layer_ids")
     layers = tuple(given) if given else tuple(i + 1 for i in outputs) if outputs else default_layers(target.num_layers)
     if not all(isinstance(i, int) and 0 <= i <= target.num_layers for i in layers):

@@ -16,11 +16,11 @@ _HARMLESS: Final = frozenset(
     """
     _name_or_path architectures attention_dropout attn_implementation auto_map base_model_name_or_path
     bos_token_id chunk_size_feed_forward dtype embed_requires_grad enable_sp_ulysses eos_token_id
-    hidden_dropout id2label initializer_range is_decoder is_encoder_decoder label2id layer_types max_length
-    max_window_layers mlp_dropout model_type name output_attentions output_hidden_states pad_token_id
-    pretraining_tp problem_type residual_dropout return_dict rms_norm_eps sliding_window speculators_config
-    speculators_model_type speculators_version tie_word_embeddings torch_dtype torchscript
-    transformers_version use_cache use_sliding_window version
+    has_no_defaults_at_init hidden_dropout id2label initializer_range is_decoder is_encoder_decoder label2id
+    layer_types max_length max_window_layers mlp_dropout model_type name output_attentions
+    output_hidden_states pad_token_id pretraining_tp problem_type residual_dropout return_dict rms_norm_eps
+    sliding_window speculators_config speculators_model_type speculators_version target_model_type
+    tie_word_embeddings torch_dtype torchscript transformers_version use_cache use_sliding_window version
     """.split()  # noqa: SIM905 - a list of forty lines says no more
 )
 

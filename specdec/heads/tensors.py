@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from specdec.errors import InvalidRequest, ModelNotSupported
 
+#: Weights of a head, the first that there are.
+_WEIGHTS: Final = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt")
 _INDEX: Final = "model.safetensors.index.json"
 #: Names of the embedding and the output layer in the architectures of transformers, after any prefix.
 _EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -23,19 +25,20 @@ _OUTPUTS: Final = ("lm_head.weight", "embed_out.weight")
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a small checkpoint, on the CPU.
 
-    Safetensors are taken where there are any; else ``.bin`` and ``.pt`` files, which may hold tensors only: nothing in
-    them is run.
+    Safetensors are taken where there are any; else ``.bin`` or ``.pt`` files, which may hold tensors only: nothing in
+    them is run. What a training has left beside the weights (``training_args.bin``, ``optimizer.pt``) is not looked at.
 
     Raises:
         InvalidRequest: there are none, or they cannot be read.
     """
     tensors: dict[str, Tensor] = {}
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = next((found for pattern in _WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
     try:
         for path in paths:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        for path in () if paths else sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt", device="cpu") as file:
+                    tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+                continue
             loaded = torch.load(path, map_location="cpu", weights_only=True)
             if not isinstance(loaded, Mapping):
                 raise InvalidRequest(f"{path} holds no named tensors", param="model")

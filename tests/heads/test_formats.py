@@ -24,6 +24,16 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MODELOPT = {
+    "eagle_aux_hidden_state_layer_ids": [],
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": None,
+}
 
 
 class Target(NamedTuple):
@@ -80,8 +90,10 @@ def eagle_reference(model, published, canonical=None, **options):
         ({"bias": True}, {"embeddings": False}),
         ({"bias": False}, {"bias": False}),
         ({"qkv_bias": True}, {"qkv_bias": True}),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, {"qkv_bias": True}),
+        ({"model_type": "mistral", "sliding_window": None}, {}),
     ],
-    ids=["no field", "bias", "no bias", "biases of attention"],
+    ids=["no field", "bias", "no bias", "biases of attention", "qwen2", "mistral"],
 )
 def test_eagle(tmp_path, target, file, fields, options):
     published = files.write_head_files(tmp_path, files.eagle_config(**fields), files.eagle_tensors(**options), file)
@@ -192,8 +204,9 @@ def test_eagle3_of_the_speculators_library(tmp_path, target, fields, options, be
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}, (1, 3, 5)),  # indices of hidden_states
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, (2, 4, 6)),  # layers whose output is meant
         ({"eagle_config": {"use_aux_hidden_state": True}}, (2, 3, 4)),
+        ({"eagle_config": MODELOPT}, (2, 3, 4)),
     ],
-    ids=["default", "top level", "eagle_config", "no ids"],
+    ids=["default", "top level", "eagle_config", "no ids", "as ModelOpt writes it"],
 )
 def test_layer_ids_mean_states_or_outputs(tmp_path, target, fields, layers):
     published = files.write_head_files(tmp_path, files.eagle3_config(**fields), files.eagle3_tensors())
@@ -351,7 +364,9 @@ def test_written_and_read_back(tmp_path, target, config, tensors, dtype):
         (files.eagle_config(add_para_norm=True), files.eagle_tensors(), "add_para_norm"),
         (files.eagle_config(hidden_size=64), files.eagle_tensors(), "hidden_size"),
         (files.eagle_config(hidden_act="gelu"), files.eagle_tensors(), "hidden_act"),
-        (files.eagle_config(model_type="qwen2"), files.eagle_tensors(), "model_type"),
+        (files.eagle_config(model_type="qwen3"), files.eagle_tensors(), "model_type"),
+        (files.eagle_config(model_type="qwen2", use_sliding_window=True), files.eagle_tensors(), "use_sliding_window"),
+        (files.eagle_config(model_type="mistral", sliding_window=8), files.eagle_tensors(), "sliding_window"),
         (files.eagle_config(vocab_size=96), files.eagle_tensors(), "vocab_size"),
         (files.eagle_config(logit_scale=0.5), files.eagle_tensors(), "logit_scale"),
         (files.eagle_config(rope_scaling={"type": "dynamic", "factor": 2.0}), files.eagle_tensors(), "rope_scaling"),
@@ -365,7 +380,10 @@ def test_written_and_read_back(tmp_path, target, config, tensors, dtype):
         (files.eagle3_config(), files.eagle3_tensors(maps=()), "draft_vocab_size"),
         (files.eagle3_config(target_hidden_size=64), files.eagle3_tensors(), "target_hidden_size"),
         (files.eagle3_config(eagle_config={"use_aux_hidden_state": False}), files.eagle3_tensors(), "eagle_config"),
-        (files.eagle3_config(eagle_config={"parallel": 2}), files.eagle3_tensors(), "eagle_config"),
+        (files.eagle3_config(eagle_config={"parallel": 2}), files.eagle3_tensors(), "parallel = 2"),
+        (files.eagle3_config(eagle_config={"use_last_layernorm": False}), files.eagle3_tensors(), "use_last_layernorm"),
+        (files.eagle3_config(eagle_config={"use_mtp_layernorm": True}), files.eagle3_tensors(), "use_mtp_layernorm"),
+        (files.eagle3_config(eagle_config={"parallel_draft_step": 2}), files.eagle3_tensors(), "parallel_draft_step"),
         (
             files.eagle3_config(eagle_aux_hidden_state_layer_ids=[2, 3, 8]),
             files.eagle3_tensors(),
@@ -402,6 +420,13 @@ def test_a_pickle_that_holds_more_than_tensors_is_refused(tmp_path, target, caps
     with pytest.raises(InvalidRequest, match="more than tensors"):
         read_head(tmp_path, target.folder)
     assert "run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("beside", ["training_args.bin", "optimizer.pt"])
+def test_what_a_training_has_left_behind_is_not_looked_at(tmp_path, target, beside):
+    files.write_head_files(tmp_path, files.eagle_config(), files.eagle_tensors(), "pytorch_model.bin")
+    torch.save({"extra": Payload()}, tmp_path / beside)
+    assert read_head(tmp_path, target.folder).method == "eagle"
 
 
 def test_folders_without_a_head(tmp_path, target):
