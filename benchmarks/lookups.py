@@ -65,7 +65,7 @@ class Outcome:
     round_us: float
 
     def speed(self, token_cost: float) -> float:
-        """Over plain decoding, where a drafted token takes this share of a plain step to verify and no time to draft."""
+        """Over plain decoding, where a drafted token takes this share of a plain step to verify, none to draft."""
         return self.acceptance_length / (1.0 + token_cost * self.drafted_per_round)
 
 

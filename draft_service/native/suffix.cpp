@@ -26,7 +26,7 @@ struct Path {
   int32_t longest_match = 0;  // of all runs that can be continued
 };
 
-// Looks for the best path in one tree. The suffixes of the text that are not in its tree (see SuffixText) count as well.
+// Looks for the best path in one tree. Suffixes of the text that are not in its tree (see SuffixText) count as well.
 class Search {
  public:
   // `first_outside` is the start of the first suffix of `text` to count besides those in the tree; its end: none.
@@ -42,10 +42,10 @@ class Search {
     find_places();
   }
 
-  // For every m, the last m tokens are matched and continued by what followed most often, and that by what followed both,
+  // For every m, the last m tokens are matched and continued by what followed most often, that by what followed both,
   // up to m * factor tokens and while all of it together is likely enough. Probability of a path: of all the times its
   // tokens but the last stood there, how often the last one followed, multiplied. The score is the sum of probabilities
-  // along it; the best wins, among equals the longest match (Oliaro et al. 2024, "SuffixDecoding", Alg. 1 and sec. 3).
+  // along it; the best wins, among equals the longest match (Oliaro et al. 2024, "SuffixDecoding").
   void improve(Path& best) {
     for (int32_t m = num_places_; m >= 1; m--) follow(m, best);
   }
@@ -156,7 +156,9 @@ TANDEM void* tandem_suffix_cache(int32_t depth, int64_t max_requests, int64_t ma
   return new SuffixCache(depth, max_requests, max_tokens);
 }
 TANDEM void tandem_free_suffix_cache(SuffixCache* cache) { delete cache; }
-TANDEM void tandem_suffix_cache_add(SuffixCache* cache, const Token* tokens, int64_t count) { cache->add(tokens, count); }
+TANDEM void tandem_suffix_cache_add(SuffixCache* cache, const Token* tokens, int64_t count) {
+  cache->add(tokens, count);
+}
 TANDEM int64_t tandem_suffix_cache_settle(SuffixCache* cache, int64_t budget) { return cache->settle(budget); }
 
 // Requests, tokens, nodes, bytes.

@@ -1,8 +1,8 @@
 // The growing text of one session, with a suffix tree over it.
 //
-// A suffix enters the tree when it is as long as the tree is deep: it never changes afterwards. The last few, shorter ones
-// stay outside; whoever looks up adds them. So a token costs one insertion, tokens at the end can be taken back at no cost,
-// and tokens that are only assumed never touch the tree.
+// A suffix enters the tree when it is as long as the tree is deep: it never changes afterwards. The last few, shorter
+// ones stay outside; whoever looks up adds them. So a token costs one insertion, tokens at the end can be taken back at
+// no cost, and tokens that are only assumed never touch the tree.
 #pragma once
 
 #include "suffix_tree.h"

@@ -1,9 +1,9 @@
-// A suffix tree of bounded depth with counts: how often each short run of tokens stood in some texts, and what followed.
+// A suffix tree of bounded depth with counts: how often each short run of tokens stood in some texts, what came next.
 //
 // It stands for the trie of all inserted suffixes, in which a node counts the suffixes that pass through it. A chain of
-// trie nodes that all count the same suffixes is one edge here, labelled by a place in a text, so that N suffixes need at
-// most 2 N nodes whatever the depth. As edges point into the text where their run of tokens stood last, the oldest suffixes
-// can be removed, and their text with them, and no edge loses its label.
+// trie nodes that all count the same suffixes is one edge here, labelled by a place in a text, so that N suffixes need
+// at most 2 N nodes whatever the depth. As edges point into the text where their run of tokens stood last, the oldest
+// suffixes can be removed, and their text with them, and no edge loses its label.
 #pragma once
 
 #include <cstdint>
