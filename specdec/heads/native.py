@@ -106,31 +106,31 @@ class NativeHead(NativeModel):
             return cls(library, head, cache, num_threads)
 
     def forward(
-        self, token_ids: Tensor, states: Tensor, plan: BatchPlan, *, are_features: bool
+        self, token_ids: Tensor, states: Tensor, plan: BatchPlan, logit_rows: Tensor, *, are_features: bool
     ) -> tuple[Tensor, Tensor]:
-        """One step of all rows; writes the cache. To logits, float32 [T, outputs], and the next states [T, H].
+        """One step of all rows; writes the cache. To the logits, float32 [N, outputs], and next states, float32 [N, H],
+        of the rows ``logit_rows`` (int64 [N], ascending).
 
         ``token_ids`` int64 [T]; ``states`` [T, num_features] of the target, float32 or bfloat16, or the head's own of
-        the step before, float32 [T, H].
+        the step before, [T, H].
 
         Raises:
             InvalidRequest: a token id is outside the vocabulary.
         """
-        count = token_ids.shape[0]
-        logits, rows = torch.empty(count, self.num_outputs), torch.arange(count)
-        stride = -(-self.hidden_size // 64) * 64 + 32  # row_stride() of gemm.h
-        stream = torch.zeros(count, stride)
+        num_rows, num_logits = token_ids.shape[0], logit_rows.shape[0]
+        logits = torch.empty(num_logits, self.num_outputs)
+        stream = torch.zeros(num_logits if are_features else num_rows, -(-self.hidden_size // 64) * 64 + 32)
         batch: CBatch = self.caches_for(plan.max_kv_len)
-        batch.token_ids, batch.logit_rows, batch.num_logits = token_ids.data_ptr(), rows.data_ptr(), count
+        batch.token_ids, batch.logit_rows, batch.num_logits = token_ids.data_ptr(), logit_rows.data_ptr(), num_logits
         batch.plan, batch.logits, batch.stream = CPlan.of(plan), logits.data_ptr(), stream.data_ptr()
         if are_features:
             states = states.contiguous()
-            addresses = states.data_ptr() + rows * states.element_size() * self.num_features
+            addresses = states.data_ptr() + torch.arange(num_rows) * states.element_size() * self.num_features
             batch.features, batch.features_dtype = addresses.data_ptr(), DTYPES[states.dtype]
         else:
             stream[:, : self.hidden_size] = states
         self.check(self.library.decoder_forward(self.address, ctypes.addressof(batch), self.num_threads))
-        return logits, stream[:, : self.hidden_size]
+        return logits, stream[:num_logits, : self.hidden_size]
 
 
 def _layer(head: EagleHead | Eagle3Head) -> nn.Module:

@@ -140,10 +140,12 @@ class PagedHead:
             x = self.forward(segments, self.head.fuse(states) if are_features else states)
             return x, self.logits(x)
         batch = self._batch(segments)
-        logits, x = self._native.forward(batch.input_ids[0], states, batch.plan, are_features=are_features)
+        logits, x = self._native.forward(
+            batch.input_ids[0], states, batch.plan, batch.logit_rows, are_features=are_features
+        )
         for segment, kv_len in zip(segments, batch.kv_lens, strict=True):
             segment.sequence.length = kv_len
-        return x[batch.logit_rows], self.head.to_target_logits(logits[batch.logit_rows])
+        return x, self.head.to_target_logits(logits)
 
     def draft_chains(self, jobs: Sequence[ChainJob], stop: StopFlags | None = None) -> list[DraftedChain]:
         """Take in what the jobs feed, with their features, then draft a chain for those that want one.

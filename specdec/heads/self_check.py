@@ -70,7 +70,9 @@ class Reference:
                 segments, block_size=pool.block_size, vocab_size=self.vocab_size, max_model_len=sum(map(sum, _CHUNKS))
             )
             states = torch.cat([rows[s] for s in fed])
-            logits, brought = native.forward(batch.input_ids[0], states, batch.plan, are_features=are_features)
+            logits, brought = native.forward(
+                batch.input_ids[0], states, batch.plan, batch.logit_rows, are_features=are_features
+            )
             end = 0
             for s in fed:
                 end += counts[s]

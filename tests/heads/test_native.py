@@ -43,9 +43,13 @@ class Runner:
         self.native = built
 
     def step(
-        self, parts: Sequence[tuple[KVSequence, torch.Tensor, torch.Tensor]], *, are_features: bool
+        self,
+        parts: Sequence[tuple[KVSequence, torch.Tensor, torch.Tensor]],
+        *,
+        are_features: bool,
+        wanted: Sequence[int] | None = None,
     ) -> list[torch.Tensor]:
-        """Parts (sequence, ids, states) to logits and states of all rows, which are cached."""
+        """Parts (sequence, ids, states) to logits and states of all or the wanted rows; all are cached."""
         counts = [len(ids) for _, ids, _ in parts]
         sequences = [sequence for sequence, _, _ in parts]
         plan = make_plan(
@@ -54,7 +58,8 @@ class Runner:
         ids, states = (torch.cat([part[i] for part in parts]) for i in (1, 2))
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.length += count
-        return list(self.native.forward(ids, states, plan, are_features=are_features))
+        rows = torch.arange(len(ids)) if wanted is None else torch.tensor(wanted)
+        return list(self.native.forward(ids, states, plan, rows, are_features=are_features))
 
     def draft(self, jobs: Sequence[ChainJob], stop: Any = None) -> list[DraftedChain]:
         return draft_chains(self.native, jobs, stop, block_size=self.pool.block_size, max_model_len=500)
@@ -102,6 +107,25 @@ def test_steps_are_those_of_the_module(name: str) -> None:
     assert isinstance(head.fc, NativeLinear)
     token_ids = ids[one][: one.length].tolist()  # and the module still works
     assert distance(run(head, token_ids, states[one]), run(module, token_ids, states[one])) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("are_features", [True, False])
+@pytest.mark.parametrize("wanted", [[], [0], [4], [2, 3, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle3, normed residual"])
+def test_only_wanted_rows_are_brought(name: str, wanted: list[int], are_features: bool) -> None:
+    head = HEADS[name]()
+    states = random_features(head, 12, 5)
+    if not are_features:
+        states = head.fuse(states)
+    for num_threads in (1, 2):
+        results = []
+        for rows in (None, wanted):
+            runner = Runner(copy.deepcopy(head), num_threads)
+            parts = [(runner.pool.open(12), ids_of(7, 1), states[:7]), (runner.pool.open(12), ids_of(5, 2), states[7:])]
+            results.append(runner.step(parts, are_features=are_features, wanted=rows))
+        for whole, part in zip(*results, strict=True):
+            assert torch.equal(whole[wanted], part)
 
 
 @torch.no_grad()

@@ -178,7 +178,7 @@ class Pass {
       };
       take(counters, num_counters);
       take(tasks, num_tasks);
-      take(stream, batch.stream && all_rows_wanted ? 0 : rows * hidden_stride);
+      take(stream, batch.stream && (all_rows_wanted || !batch.features) ? 0 : rows * hidden_stride);
       take(qkv, rows * qkv_stride);
       take(prepared, shared_elements);
       take(row_scales, scale_floats);
@@ -198,7 +198,8 @@ class Pass {
     }
     attention_done = counters + num_stages;
     chunks_done = attention_done + attention_items;
-    if (batch.stream) (all_rows_wanted ? stream : wanted_stream) = batch.stream;
+    if (batch.stream && (all_rows_wanted || !batch.features)) stream = batch.stream;
+    if (batch.stream && !all_rows_wanted) wanted_stream = batch.stream;
     return true;
   }
 
@@ -496,11 +497,14 @@ class Pass {
     // From the last attention on rows no longer meet: only those that are wanted go on. False: none are.
     bool keep_wanted() {
       if (p.all_rows_wanted || p.num_last == 0) return p.num_last > 0;
-      for (int r; (r = team.next(*counter)) < p.num_last;) {
-        const int64_t from = p.last_rows[r];
-        copy_row(x + from * p.hidden_stride, round_up(p.hidden, kPanel), p.wanted_stream + r * p.hidden_stride);
-        copy_row(heads_out + from * p.out_stride, p.query_width, p.wanted_attended + r * p.out_stride);
-      }
+      const bool moves = x == p.wanted_stream;  // then one thread does, from the first row on: none is lost
+      for (int item; (item = team.next(*counter)) < (moves ? 1 : p.num_last);)
+        for (int64_t r = item; r < (moves ? p.num_last : item + 1); r++) {
+          const int64_t from = p.last_rows[r];
+          if (!moves || from != r)
+            copy_row(x + from * p.hidden_stride, round_up(p.hidden, kPanel), p.wanted_stream + r * p.hidden_stride);
+          copy_row(heads_out + from * p.out_stride, p.query_width, p.wanted_attended + r * p.out_stride);
+        }
       end_stage();
       x = p.wanted_stream, heads_out = p.wanted_attended, n = p.num_last;
       return true;

@@ -65,8 +65,8 @@ struct Batch {
   float* logits;  // [N, outputs]
   // Of heads. A row's state is that of the row before it, of which its token is the next: as the target's features, or as
   // what the head itself made of that row.
-  const void* const* features;  // [T] rows of num_features, or null: the states are in `stream`, and all rows are wanted
-  float* stream;                // [N, row_stride(H)]: takes the states that the wanted rows bring
+  const void* const* features;  // [T] rows of num_features, or null: the states are in `stream`
+  float* stream;  // [T or N, row_stride(H)]: takes the states that the wanted rows, which ascend, bring: N rows
   int32_t features_dtype;
   // Hidden states wanted: of these rows, of these layers in turn: 0 is the embedding's output, i that of layer i, all
   // before the final norm; -1 is the last one's after it.
