@@ -24,7 +24,7 @@ from specdec.engine.chains import StopFlags
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.engine import resolve_device, usable_cores
 from specdec.errors import InvalidRequest
-from specdec.heads.checkpoint import Head, read_head
+from specdec.heads.checkpoint import Head, read_head, shared_names
 from specdec.heads.tensors import text_config
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.params import SamplingParams
@@ -101,7 +101,7 @@ def load_head(settings: DraftSettings) -> LoadedHead:
     dtype = None if model.dtype == DTYPES[0] else getattr(torch, model.dtype)
     head = read_head(model.model, target, method=method, dtype=dtype, device=device)
     tokenizer = checkpoint.read_tokenizer(replace(model, model=model.tokenizer or target, tokenizer=None))
-    weight = next(parameter for parameter in head.parameters())
+    weight, shared = next(head.parameters()), shared_names(head)
     info = ModelInfo(
         name=os.path.basename(os.path.normpath(model.model)),
         architecture=type(head).__name__,
@@ -111,7 +111,7 @@ def load_head(settings: DraftSettings) -> LoadedHead:
         max_model_len=model.max_model_len or _context_of(target),
         dtype=str(weight.dtype).removeprefix("torch."),
         device=str(device),
-        num_parameters=sum(parameter.numel() for parameter in head.parameters()),
+        num_parameters=sum(value.numel() for name, value in head.named_parameters() if name not in shared),
         method=method,
         num_speculative_tokens=settings.speculative.num_speculative_tokens,
         version=__version__,

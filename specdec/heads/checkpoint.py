@@ -64,20 +64,30 @@ def write_head(head: Head, folder: str | Path) -> None:
     match head:
         case EagleHead():
             config = eagle_files.eagle_config_of(head)
-            shared = {"lm_head.weight"} if head.config.owns_embeddings else {"lm_head.weight", "embed_tokens.weight"}
         case Eagle3Head():
             config = eagle_files.eagle3_config_of(head)
-            shared = set() if head.config.owns_embeddings else {"embed_tokens.weight"}
-            shared |= set() if head.config.owns_lm_head else {"lm_head.weight"}
         case MedusaHeads():
-            config, shared, name = medusa_files.medusa_config_of(head), set(), "medusa_lm_head.safetensors"
+            config, name = medusa_files.medusa_config_of(head), "medusa_lm_head.safetensors"
         case MlpSpeculator():
-            config, shared = mlp_files.mlp_config_of(head), mlp_files.repeated(head.config)
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in shared}
-            tensors = {mlp_files.PREFIX + name: tensor for name, tensor in tensors.items()}
-    save_file({name: tensor for name, tensor in tensors.items() if name not in shared}, folder / name)
+            config, repeated = mlp_files.mlp_config_of(head), mlp_files.repeated(head.config)
+            tensors = {mlp_files.PREFIX + key: tensor for key, tensor in tensors.items() if key not in repeated}
+    shared = shared_names(head)
+    save_file({key: tensor for key, tensor in tensors.items() if key not in shared}, folder / name)
     text = json.dumps({**config, "torch_dtype": dtype}, indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def shared_names(head: Head) -> frozenset[str]:
+    """Names of the tensors that are the target's."""
+    match head:
+        case EagleHead():
+            owned = {"embed_tokens.weight": head.config.owns_embeddings, "lm_head.weight": False}
+        case Eagle3Head():
+            config = head.config
+            owned = {"embed_tokens.weight": config.owns_embeddings, "lm_head.weight": config.owns_lm_head}
+        case _:
+            owned = {}
+    return frozenset(name for name, is_own in owned.items() if not is_own)
 
 
 def _dtype_of(head: Head) -> torch.dtype:

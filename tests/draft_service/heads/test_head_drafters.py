@@ -261,13 +261,20 @@ async def test_memory_is_asked_for_at_opening(start, spec, target):
 
 
 async def test_info(start, folder):
+    tensors = {
+        "eagle": files.eagle_tensors(),  # with embeddings of its own
+        "eagle3": files.eagle3_tensors(maps=()),
+        "medusa": files.medusa_tensors(),
+        "mlp_speculator": files.mlp_tensors(n_predict=5, tied=True, once=True),
+    }
+    own = {method: sum(value.numel() for value in parts.values()) for method, parts in tensors.items()}
     for method, layers in (("eagle", (-1,)), ("eagle3", (2, 3, 4)), ("medusa", (-1,)), ("mlp_speculator", (-1,))):
         async with start(method) as core:
             info = await core.info()
             assert (info.name, info.method, info.vocab_size) == (method, method, files.VOCAB)
             assert (info.hidden_state_layers, info.max_model_len) == (layers, 512)
             assert info.last_hidden_state_only == (method in ("medusa", "mlp_speculator"))
-            assert info.num_parameters > 0
+            assert info.num_parameters == own[method]  # without what is the target's
 
 
 @pytest.mark.parametrize("method", KINDS)
