@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, float32
 
 from draft_service.token_tree import TokenTree
 from specdec.engine.batch import Segment
 from specdec.engine.kv_pool import KVSequence
+from specdec.engine.native import library
+from specdec.engine.native.sampling import likeliest
 from specdec.sampling.candidates import candidates
 from specdec.sampling.rows import Rows
 from specdec.sampling.rule import Rule
@@ -69,7 +71,7 @@ def draft_trees(passes: Passes, jobs: Sequence[TreeJob], stopped: Callable[[], S
     while True:
         counts = [len(trees[i].frontier) for i in active]
         rules = [jobs[i].rule for i, count in zip(active, counts, strict=True) for _ in range(count)]
-        ids, logprobs = (values.tolist() for values in candidates(logits, rows, rules, width))
+        ids, logprobs = _candidates(logits, rows, rules, width)
         first = 0
         for i, count in zip(active, counts, strict=True):
             some, top_k = slice(first, first + count), jobs[i].shape.top_k
@@ -94,6 +96,18 @@ def draft_trees(passes: Passes, jobs: Sequence[TreeJob], stopped: Callable[[], S
             for i in active:
                 jobs[i].sequence.length = ends[i]
         rows = _rows_of([jobs[i].sampling for i in active], list(fed.values()), [trees[i] for i in active])
+
+
+def _candidates(
+    logits: Tensor, rows: Rows, rules: Sequence[Rule], count: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Children of every row and how likely they are: by the kernels on a CPU, where there are any."""
+    if logits.device.type == "cpu" and logits.dtype is float32 and logits.is_contiguous():
+        kernels = library.load()
+        if kernels is not None:
+            return likeliest(kernels, logits, rows, rules, min(count, logits.shape[1]))
+    token_ids, logprobs = candidates(logits, rows, rules, count)
+    return token_ids.tolist(), logprobs.tolist()
 
 
 def _rows_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,6 +17,11 @@ from specdec.sampling.rule import Rule
 from specdec.sampling.state import SamplingState
 from specdec.sampling.transfer import send
 
+#: Of a race so many times the tokens wanted are looked at to tell how likely each is, 64 at most: the others together
+#: hardly ever matter.
+RACED: Final = 4
+_MOST_RACED: Final = 64
+
 
 def candidates(logits: Tensor, rows: Rows, rules: Sequence[Rule], count: int) -> tuple[Tensor, Tensor]:
     """Token ids int64 [R, count], the likeliest first, and their log-probabilities float64 [R, count] (-inf where fewer
@@ -23,7 +29,7 @@ def candidates(logits: Tensor, rows: Rows, rules: Sequence[Rule], count: int) ->
 
     The probability is that of being the token the target puts there, as the draft sees it. Greedy: softmax of the
     edited logits. Ratio rules: q, after all transforms. Coupled: the target's token is argmax_v p_v / E_v with noise
-    that is known here, so tokens are ranked by q_v / E_v, normalised.
+    that is known here, so tokens are ranked by q_v / E_v, normalised over the best few.
     """
     logits = edited(logits, rows)
     count = min(count, logits.shape[1])
@@ -58,8 +64,12 @@ def _likeliest(kind: tuple[str, bool], logits: Tensor, rows: Rows, count: int) -
     if kind[0] == "coupled":
         keys = [s.noise_key(Stream.COUPLING, at) for s, at in zip(rows.states, rows.positions, strict=True)]
         weights = race(q, send(keys, logits.device))
+    total = weights
+    if kind[0] == "coupled":
+        looked_at = min(RACED * count, _MOST_RACED, weights.shape[1])
+        total = weights.topk(looked_at, dim=-1).values
     best = weights.topk(min(count, weights.shape[1]), dim=-1)
-    token_ids, values = q.tokens(best.indices), best.values.log() - weights.sum(-1, keepdim=True).log()
+    token_ids, values = q.tokens(best.indices), best.values.log() - total.sum(-1, keepdim=True).log()
     if (missing := count - token_ids.shape[1]) > 0:
         token_ids = torch.nn.functional.pad(token_ids, (0, missing))
         values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)

@@ -150,6 +150,8 @@ class NativeLibrary:
         self.draft_mlp.argtypes = (_Pointer, _Pointer, _Int64, _Pointer, _Pointer, _Int)
         self.draft_rows = lib.tandem_draft_rows
         self.draft_rows.argtypes = (_Pointer, _Int64, _Int64, _Pointer, _Pointer, _Pointer, _Pointer)
+        self.likeliest = lib.tandem_likeliest
+        self.likeliest.argtypes = (_Pointer, _Int64, _Int64, _Pointer, _Pointer, _Pointer, _Int64, _Pointer, _Pointer)
         self.verify_rounds = lib.tandem_verify_rounds
         self.verify_rounds.argtypes = (_Pointer, _Int64, _Pointer, _Int64, _Pointer, _Int)
         self.check_draft = lib.tandem_check_draft

@@ -343,7 +343,57 @@ int64_t draft_token(float* logits, const Sampler& sampler, Rule rule, const Draf
 
 }  // namespace tandem
 
+namespace tandem {
+
+void likeliest(float* logits, const Sampler& sampler, Rule rule, const TreePlace& place, int64_t count, int64_t* ids,
+               double* logprobs, const Workspace& work) {
+  if (sampler.edits) edit(logits, sampler, place.prefix, place.num_prefix);
+  Row row = look_at(logits, sampler.num_tokens);
+  int64_t found[kMaxCandidates];
+  double weights[kMaxCandidates], total = 0;
+  int64_t looked_at = count;
+  if (row.valid && sampler.temperature == 0) {
+    row.inverse = 1, row.cut = -INFINITY, row.cut_id = row.size;
+  } else if (row.valid) {
+    truncate(row, sampler, work);
+  }
+  if (row.valid && sampler.temperature != 0 && rule == kCoupledRule) {
+    looked_at = std::min({count * kRaced, kMaxCandidates, row.size});
+    const uint64_t key = position_key(sampler.stream_keys[kCoupling], place.position);
+    race(row, key, looked_at, found);
+    for (int64_t i = 0; i < looked_at; i++) {
+      weights[i] = i && found[i] == found[0] ? 0 : row.weight(found[i]) / -std::log(uniform(key, found[i]));
+      total += weights[i];
+    }
+  } else if (row.valid) {
+    largest(row, count, found);
+    for (int64_t i = 0; i < count; i++) weights[i] = i && found[i] == found[0] ? 0 : row.weight(found[i]);
+    total = total_weight(row);
+  }
+  for (int64_t i = 0; i < count; i++) {
+    const bool there = row.valid && i < looked_at && weights[i] > 0;
+    ids[i] = there ? found[i] : 0;
+    logprobs[i] = there ? std::log(weights[i] / total) : -INFINITY;
+  }
+}
+
+}  // namespace tandem
+
 using namespace tandem;
+
+// likeliest() of every row: logits [rows, stride] (edited in place), ids and logprobs [rows, count].
+extern "C" __attribute__((visibility("default"))) int tandem_likeliest(float* logits, int64_t stride, int64_t rows,
+                                                                       const Sampler* const* samplers, const int32_t* rules,
+                                                                       const TreePlace* places, int64_t count, int64_t* ids,
+                                                                       double* logprobs) {
+  char* memory = working_memory(size_t(Workspace::bytes(stride)));
+  if (!memory) return -1;
+  const Workspace work = Workspace::at(memory, stride);
+  for (int64_t r = 0; r < rows; r++)
+    likeliest(logits + r * stride, *samplers[r], Rule(rules[r]), places[r], count, ids + r * count, logprobs + r * count,
+              work);
+  return 0;
+}
 
 // Draws a token from every row: logits [rows, stride] (edited in place), tokens [rows].
 extern "C" __attribute__((visibility("default"))) int tandem_draft_rows(float* logits, int64_t stride, int64_t rows,

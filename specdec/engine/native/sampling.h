@@ -66,6 +66,8 @@ inline double uniform(uint64_t key, int64_t index) {
 // --- rows ---
 
 constexpr int64_t kMaxCandidates = 64;
+// Of a race so many times the tokens wanted are looked at to tell how likely each is: RACED of candidates.py.
+constexpr int64_t kRaced = 4;
 constexpr int64_t kSpan = 256;
 
 // One token of a row; keys order tokens by logit, of equal logits the lower id first.
@@ -169,6 +171,18 @@ struct DraftPlace {
   uint8_t* q;           // [kMaxRowBytes]
   int32_t* q_bytes;     // 0 where no q is sent
 };
+
+// A place of a tree whose children are looked for.
+struct TreePlace {
+  const int64_t* prefix;  // tokens after the committed ones
+  int64_t num_prefix;
+  int64_t position;  // where a child will stand
+};
+
+// The `count` tokens likeliest to be the target's at a place, the likeliest first, and the logarithms of how likely, -inf
+// where fewer can be drawn; the logits are edited in place (specdec/sampling/candidates.py).
+void likeliest(float* logits, const Sampler& sampler, Rule rule, const TreePlace& place, int64_t count, int64_t* ids,
+               double* logprobs, const Workspace& work);
 
 // Draws one token; the logits are edited in place.
 int64_t draft_token(float* logits, const Sampler& sampler, Rule rule, const DraftPlace& place, const Workspace& work);

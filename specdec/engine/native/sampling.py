@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
-from specdec.engine.native.library import load
+from specdec.engine.native.library import NativeLibrary, load
 from specdec.sampling import sparse
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.noise import Stream
@@ -157,6 +158,33 @@ def sampler_of(state: SamplingState) -> int:
         sampler.refresh(state)
     address: int = sampler.address
     return address
+
+
+def likeliest(
+    library: NativeLibrary, logits: torch.Tensor, rows: Rows, rules: Sequence[Rule], count: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """:func:`specdec.sampling.candidates.candidates` on a CPU, row by row, as lists; ``count`` is at most
+    :data:`MAX_CANDIDATES`.
+
+    ``logits`` float32 [R, V], contiguous; rows of sessions that edit them are written to.
+    """
+    num_rows, prefix = len(rows), rows.prefix.contiguous()
+    assert logits.dtype is torch.float32
+    assert logits.is_contiguous()
+    assert count <= MAX_CANDIDATES
+    places = array("q")
+    for r, position in enumerate(rows.positions):
+        places.extend((prefix.data_ptr() + 8 * prefix.shape[1] * r, rows.prefix_lens[r], position))
+    samplers = array("q", map(sampler_of, rows.states))
+    rule_values = array("i", [RULES[rule] for rule in rules])
+    ids, logprobs = array("q", bytes(8 * num_rows * count)), array("d", bytes(8 * num_rows * count))
+    at = [values.buffer_info()[0] for values in (samplers, rule_values, places)]
+    found = [values.buffer_info()[0] for values in (ids, logprobs)]
+    status = library.likeliest(logits.data_ptr(), logits.shape[1], num_rows, *at, count, *found)
+    if status:
+        raise MemoryError("working memory for sampling")
+    starts = range(0, num_rows * count, count)
+    return [ids[s : s + count].tolist() for s in starts], [logprobs[s : s + count].tolist() for s in starts]
 
 
 def draft_rows(logits: torch.Tensor, rows: Rows, rules: Sequence[Rule], num_candidates: int = 0) -> list[DraftedChain]:
