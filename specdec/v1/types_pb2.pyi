@@ -273,7 +273,9 @@ class Proposal(_message.Message):
 
     @_builtins.property
     def q_rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___SparseRow]:
-        """One row per drafted token where a ratio rule needs q; empty when the draft is deterministic or coupled."""
+        """Where a ratio rule needs q, one row per drafted token, in a tree one per group of siblings in the order of their
+        first tokens: those are drawn from it without replacement. Empty when the draft is deterministic or coupled.
+        """
 
     def __init__(
         self,
