@@ -21,6 +21,7 @@ from specdec.engine.kv_pool import KVSequence
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.rule import Rule
 from specdec.sampling.state import SamplingState
+from specdec.sampling.transfer import send
 from specdec.sessions import HiddenStates, SessionSpec
 from specdec.settings import DraftSettings
 from specdec.tree_shape import TreeShape
@@ -164,7 +165,7 @@ class LastStateDrafter(HeadDrafter[LastState, _Work]):
 
     def _states(self, works: Sequence[_Work]) -> Tensor:
         """The target's states, [R, H]."""
-        return tensor_of([work.newest for work in works]).to(self._device, self._dtype)
+        return send(tensor_of([work.newest for work in works]), self._device).to(self._dtype)
 
     def _undo(self, work: _Work) -> None:
         """Nothing changes in a state."""

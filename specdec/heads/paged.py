@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -135,9 +136,9 @@ class PagedHead:
         """
         self._copy_blocks()
         if self._native is None:
-            dtype = self.head.fc.weight.dtype
-            states = states.to(self.device, dtype, non_blocking=True)
-            x = self.forward(segments, self.head.fuse(states) if are_features else states)
+            if are_features:
+                states = self.head.fuse(send(states, self.device).to(self.head.fc.weight.dtype))
+            x = self.forward(segments, states)
             return x, self.logits(x)
         batch = self._batch(segments)
         logits, x = self._native.forward(
@@ -155,6 +156,8 @@ class PagedHead:
         """
         self._copy_blocks()
         if self._native is not None:
+            if len({job.features.dtype for job in jobs if job.features is not None}) > 1:  # of different targets
+                jobs = [replace(job, features=None if job.features is None else job.features.float()) for job in jobs]
             size, limit = self.pool.block_size, self.max_model_len
             return native.draft_chains(self._native, jobs, stop, block_size=size, max_model_len=limit)
         with torch.inference_mode():
@@ -181,7 +184,7 @@ class PagedHead:
         """One pass over all that is fed; to what the last position of each job came to, [jobs, H]."""
         dtype = self.head.fc.weight.dtype
         features = [job.features for job in jobs if job.features is not None]
-        states = torch.cat([part.to(self.device, dtype, non_blocking=True) for part in features])
+        states = send(torch.cat(features), self.device).to(dtype)
         return self.forward([Segment(job.sequence, job.token_ids, 1) for job in jobs], self.head.fuse(states))
 
     def _batch(self, segments: Sequence[Segment]) -> Batch:
