@@ -212,7 +212,7 @@ class SpeculativeSettings:
             "disable_by_batch_size",
             f"disable_by_batch_size is {self.disable_by_batch_size}; it must be at least 1",
         )
-        _check_range(self, 1, math.inf, "suffix_decoding_max_tree_depth")
+        _check_range(self, 1, 512, "suffix_decoding_max_tree_depth")
         _check_range(self, 0, math.inf, "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor")
         _check_range(self, 0, 1, "suffix_decoding_min_token_prob")
         _check_range(self, 1, 64, "tree_top_k", "tree_depth")

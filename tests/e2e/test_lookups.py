@@ -63,6 +63,14 @@ def test_text_is_that_of_plain_decoding(texts, plain, name, k):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_text_drafted_ahead_of_verdicts(texts, plain, name):
+    config = {**CONFIGS[name], "num_speculative_tokens": 5}
+    with make_llm(config, num_ahead_proposals=4, min_offer_likelihood=0.1) as llm:
+        outputs = generate(llm, texts, PARAMS)
+    assert [output.outputs[0].token_ids for output in outputs] == plain
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_to_the_context_limit(texts, name):
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     with make_llm(max_model_len=150) as llm:
