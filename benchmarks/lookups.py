@@ -191,8 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--token-cost",
         type=float,
-        default=0.19,
-        help="time to verify one drafted token, in plain steps (default: 0.19, the bundled target's on two cores)",
+        default=0.1,
+        help="time to verify one drafted token, in plain steps (default: 0.1)",
     )
     parser.add_argument("--json", metavar="FILE", help="write every number to a file, too")
     args = parser.parse_args(argv)
