@@ -39,6 +39,9 @@ class StateBuffer:
         """All that is kept of positions below ``end`` (None: of all), in pieces, and keep none of it."""
         if not self._blocks:
             return ()
+        if len(self._blocks) == 1 and end is None and self.num_bytes <= PIECE_BYTES:  # as a rule
+            self.num_bytes = 0
+            return (self._blocks.popleft(),)
         taken: list[HiddenStates] = []
         while self._blocks and (end is None or self._blocks[0].start < end):
             block = self._blocks.popleft()

@@ -95,7 +95,7 @@ class Session:
         self._opened: TargetOpened | None = None
         self._first: Verdict | None = None
         self._prompt_logprobs: list[PositionLogprobs] = []
-        #: Hidden states that were not handed out yet, and what takes those of the prompt.
+        #: Hidden states of the prompt, and of verdicts that wait behind others; and what takes those of the prompt.
         self._states = StateBuffer()
         self._on_states = on_states or self._states.add
         #: The round asked for, until a tick takes it.
@@ -197,12 +197,12 @@ class Session:
         while not verdicts[-1].num_draft_tokens and self._verdicts and not self._verdicts[0].num_draft_tokens:
             verdicts.append(self._verdicts.popleft())
         verdict = verdicts[0] if len(verdicts) == 1 else join(verdicts)
-        if not self.subject.state_layers:
-            return verdict
-        states = self._states.take(verdict.committed_len - 1)
-        if self.subject.last_state_only:
-            states = tuple(block.rows(block.end - 1, block.end) for block in states[-1:])
-        return replace(verdict, hidden_states=states)
+        if self._states.num_bytes:
+            states = (*verdict.hidden_states, *self._states.take(verdict.committed_len - 1))
+            if self.subject.last_state_only:
+                states = tuple(block.rows(block.end - 1, block.end) for block in states[-1:])
+            verdict = replace(verdict, hidden_states=states)
+        return verdict
 
     async def gather(self, seconds: float) -> None:
         """Let steps of decoding ahead gather for the next :meth:`receive`; returns as soon as no further one follows,
@@ -302,8 +302,8 @@ class Session:
         """Take in what a tick brought: drop the entries of rejected tokens and queue the verdict."""
         self.in_flight = False
         self._prompt_logprobs += result.prompt_logprobs
-        if result.hidden_states is not None:
-            (self._states.add if part.decides else self._on_states)(result.hidden_states)
+        if not part.decides and result.hidden_states is not None:
+            self._on_states(result.hidden_states)
         if result.error is not None:
             self.fail(result.error)
         elif part.decides:
@@ -341,6 +341,10 @@ class Session:
             self._ahead_until = min(self.committed_len + self.spec.decode_ahead_tokens, self.subject.ending.max_len)
         elif self._ahead_until < self.committed_len:  # a round
             self._ahead_from = self.committed_len
+        states = () if result.hidden_states is None else (result.hidden_states,)
+        if states and (part.is_prefill or self._verdicts):  # in order, and no more than may be kept
+            self._states.add(states[0])
+            states = ()
         self._verdicts.append(
             Verdict(
                 epoch=self.spec.epoch,
@@ -352,6 +356,7 @@ class Session:
                 stop_token_id=result.cut.stop_token_id,
                 logprobs=result.logprobs,
                 timings=replace(tick.timings, queue_ns=max(0, tick.started_ns - self._asked_ns)),
+                hidden_states=states,
             )
         )
         self._asked_ns = now_ns  # of the next token when decoding ahead
@@ -427,6 +432,7 @@ def join(verdicts: Sequence[Verdict]) -> Verdict:
     return replace(
         verdicts[-1],
         base_len=verdicts[0].base_len,
+        hidden_states=tuple(states for verdict in verdicts for states in verdict.hidden_states),
         token_ids=tuple(token_id for verdict in verdicts for token_id in verdict.token_ids),
         logprobs=tuple(entry for verdict in verdicts for entry in verdict.logprobs),
     )

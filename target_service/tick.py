@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from specdec.engine.engine import Kept, Segment
 from specdec.engine.kv_pool import KVSequence
+from specdec.engine.states import STATE_DTYPE, PassStates
 from specdec.errors import TandemError
 from specdec.sampling.rule import Rule, SparseRow
 from specdec.sampling.state import SamplingState
@@ -21,6 +21,9 @@ from target_service.ending import Cut, Ending
 from target_service.logprobs import position_logprobs
 from target_service.verifier import Outcome, Round, Verifier
 
+#: The hidden states of a pass, a segment's place in it, and its rows of them.
+OwnStates = tuple[PassStates, int, int]
+
 
 class Model(Protocol):
     """What a tick needs of :class:`specdec.engine.engine.Engine`."""
@@ -29,8 +32,8 @@ class Model(Protocol):
         """Feed every segment and return its logits."""
         ...
 
-    def forward_with_states(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The same, and each segment's hidden states: bfloat16 [num_states, features]."""
+    def forward_with_states(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, PassStates]:
+        """The same, and the segments' hidden states."""
         ...
 
     def keep_rows(self, kept: Sequence[Kept]) -> None:
@@ -133,10 +136,9 @@ def run_tick(model: Model, verifier: Verifier, parts: Sequence[Part]) -> TickRes
             start_row = row - len(part.draft_token_ids) - 1
             drafted = (part.draft_token_ids, part.q_rows, subject.logprobs, part.parents)
             rounds.append(Round(subject.state, subject.rule, start_row, *drafted))
-    states: Sequence[torch.Tensor | None] = (None,) * len(parts)
+    states: PassStates | None = None
     if any(segment.num_states for segment in segments):
         logits, states = model.forward_with_states(segments)
-        states = [rows.cpu() for rows in states]
     else:
         logits = model.forward(segments)
     forward_done_ns = time.perf_counter_ns()
@@ -145,18 +147,16 @@ def run_tick(model: Model, verifier: Verifier, parts: Sequence[Part]) -> TickRes
     outcomes = iter(decided)
     results = []
     row = 0
-    for part, segment, rows in zip(parts, segments, states, strict=True):
+    for index, (part, segment) in enumerate(zip(parts, segments, strict=True)):
         scored: Sequence[PositionLogprobs] = ()
         if part.is_prefill and part.subject.prompt_logprobs is not None:
             scored = _score_prompt(part, part.subject.prompt_logprobs, logits[row : row + segment.num_logits])
         row += segment.num_logits
-        outcome = next(outcomes) if part.decides else None
-        result = PartResult(prompt_logprobs=scored) if outcome is None else _commit(part, outcome, scored)
-        if rows is not None and segment.num_states:
-            if outcome is not None and part.parents:  # those of the accepted path
-                rows = rows[[0, *(i + 1 for i in outcome.path)]]  # noqa: PLW2901
-            result = replace(result, hidden_states=_kept_states(part, result, rows))
-        results.append(result)
+        own = (states, index, segment.num_states) if states is not None and segment.num_states else None
+        if part.decides:
+            results.append(_commit(part, next(outcomes), scored, own))
+        else:
+            results.append(PartResult(prompt_logprobs=scored, hidden_states=_states_of_chunk(part, own)))
     timings = RoundTimings(
         forward_ns=forward_done_ns - started_ns,
         verify_ns=time.perf_counter_ns() - forward_done_ns,
@@ -179,28 +179,43 @@ def _keep_paths(model: Model, parts: Sequence[Part], outcomes: Sequence[Outcome]
         model.keep_rows(kept)
 
 
-def _commit(part: Part, outcome: Outcome, scored: Sequence[PositionLogprobs]) -> PartResult:
+def _commit(part: Part, outcome: Outcome, scored: Sequence[PositionLogprobs], own: OwnStates | None) -> PartResult:
     if outcome.error is not None:
         return PartResult(error=outcome.error)
     state = part.subject.state
-    cut = part.subject.ending.cut(len(state), outcome.token_ids)
+    base_len = len(state)
+    cut = part.subject.ending.cut(base_len, outcome.token_ids)
     state.commit(cut.token_ids)
-    return PartResult(cut, outcome.num_accepted, outcome.logprobs[: len(cut.token_ids)], scored)
+    states = _states_of_chunk(part, own) if part.is_prefill else _states_of_round(part, outcome, base_len, cut, own)
+    return PartResult(cut, outcome.num_accepted, outcome.logprobs[: len(cut.token_ids)], scored, states)
 
 
-def _kept_states(part: Part, result: PartResult, rows: torch.Tensor) -> HiddenStates | None:
-    """Of the rows computed, [num_states, features], those that go with the part's result."""
-    num_rows, num_features = rows.shape
-    # Nothing is rolled back yet, but that of a tree the accepted path alone is left.
-    start = part.subject.sequence.length - num_rows
-    if not part.is_prefill:
-        num_rows = len(result.cut.token_ids)
-        if part.subject.last_state_only and num_rows:
-            start, rows, num_rows = start + num_rows - 1, rows[num_rows - 1 :], 1
-    if not num_rows:
+def _states_of_chunk(part: Part, own: OwnStates | None) -> HiddenStates | None:
+    """All that were computed of a prompt's chunk."""
+    if own is None:
         return None
-    data = ctypes.string_at(rows.data_ptr(), num_rows * num_features * rows.itemsize)
-    return HiddenStates(start, num_features, "bfloat16", data)
+    num_rows = own[2]
+    return _hidden_states(part, own, part.subject.sequence.length - num_rows, range(num_rows))
+
+
+def _states_of_round(
+    part: Part, outcome: Outcome, base_len: int, cut: Cut, own: OwnStates | None
+) -> HiddenStates | None:
+    """Those that the committed tokens were predicted from; of a tree along the accepted path."""
+    count = len(cut.token_ids)
+    if own is None or not count:
+        return None
+    first = count - 1 if part.subject.last_state_only else 0
+    rows: Sequence[int] = range(first, count)
+    if part.parents:
+        rows = (0, *(i + 1 for i in outcome.path))[first:count]
+    return _hidden_states(part, own, base_len - 1 + first, rows)
+
+
+def _hidden_states(part: Part, own: OwnStates, start: int, rows: Sequence[int]) -> HiddenStates:
+    states, index, _ = own
+    data = states.bytes_of(index, rows)
+    return HiddenStates(start, len(data) // len(rows) // STATE_DTYPE.itemsize, "bfloat16", data)
 
 
 def _score_prompt(part: Part, num_top: int, logits: torch.Tensor) -> Sequence[PositionLogprobs]:

@@ -23,7 +23,7 @@ from specdec.engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, b
 from specdec.engine.native.decoder import NativeDecoder
 from specdec.engine.native.feed import feed, takes
 from specdec.engine.self_check import Reference
-from specdec.engine.states import STATE_DTYPE, StateRows, StateTap, check_layers
+from specdec.engine.states import STATE_DTYPE, PassStates, StateRows, StateTap, check_layers
 from specdec.errors import InvalidRequest, ModelNotSupported, Unavailable
 from specdec.sampling.transfer import send
 from specdec.sessions import ModelInfo
@@ -189,18 +189,16 @@ class Engine:
         """
         return self._feed(segments, None)[0]
 
-    def forward_with_states(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """:meth:`forward`, and each segment's hidden states: bfloat16 [num_states, layers * hidden size], the layers
-        one after another as the segment names them, on the engine's device.
+    def forward_with_states(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, PassStates]:
+        """:meth:`forward`, and the hidden states that segments want, one at least; it waits for the device.
 
         Raises as :meth:`forward`, and ValueError where a segment wants more rows than it has; the layers are those that
         :meth:`check_state_layers` lets pass.
         """
-        wanted = StateRows.of(segments)
+        wanted = StateRows(segments)
         logits, states = self._feed(segments, wanted)
-        if wanted is None or states is None:
-            return logits, [torch.empty(0, 0, dtype=STATE_DTYPE)] * len(segments)
-        return logits, wanted.split(states, segments)
+        assert states is not None
+        return logits, PassStates(wanted, states)
 
     def check_state_layers(self, layers: Sequence[int]) -> None:
         """Raise :class:`InvalidRequest` unless the hidden states of ``layers`` can be had of this model."""
@@ -306,7 +304,7 @@ class Engine:
 
     def _run(self, batch: Batch, wanted: StateRows | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [N, vocab_size] of a batch, float32, and the hidden states wanted, [rows, layers, H]."""
-        rows = None if wanted is None else torch.tensor(wanted.rows)
+        rows = None if wanted is None else torch.tensor(wanted.rows(), dtype=torch.int64)
         if self._decoder is not None:
             if wanted is None or rows is None:
                 return self._decoder.forward(batch.input_ids, batch.plan, batch.logit_rows).float(), None

@@ -6,9 +6,9 @@ are there for the passes alone that need them, so all others cost nothing.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -25,49 +25,73 @@ STATE_DTYPE: Final = torch.bfloat16
 MAX_STATE_LAYERS: Final = 16
 
 
-@dataclass(frozen=True, slots=True)
 class StateRows:
-    """The hidden states wanted of one pass: of some of its rows, of all layers that any of its segments names."""
+    """The hidden states wanted of one pass: of the last rows of some of its segments, of all layers that any names."""
 
-    layers: tuple[int, ...]
-    #: Rows of the pass, ascending.
-    rows: list[int]
-    #: Of each segment: how many of those are its own.
-    counts: list[int]
+    __slots__ = ("is_alike", "layers", "num_rows", "segments", "starts")
 
-    @classmethod
-    def of(cls, segments: Sequence[Segment]) -> StateRows | None:
-        """None where no segment wants any.
-
-        Raises:
-            ValueError: a segment wants more rows than it has.
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        """Raises:
+        ValueError: a segment wants more rows than it has.
         """
-        asking = [segment.state_layers for segment in segments if segment.num_states]
-        if not asking:
-            return None
-        alike = all(layers == asking[0] for layers in asking)
-        layers = asking[0] if alike else tuple(sorted({layer for layers in asking for layer in layers}))
+        self.segments = segments
+        #: Of each segment, its first row among those wanted.
+        self.starts: list[int] = []
+        self.layers: tuple[int, ...] = ()
+        #: Every segment wants the same layers.
+        self.is_alike = True
+        self.num_rows = 0
+        for segment in segments:
+            self.starts.append(self.num_rows)
+            if not segment.num_states:
+                continue
+            count = len(segment.token_ids)
+            if not 0 < segment.num_states <= count:
+                raise ValueError(f"a segment of {count} tokens cannot give {segment.num_states} rows of hidden states")
+            self.num_rows += segment.num_states
+            self.is_alike &= self.layers in ((), segment.state_layers)
+            self.layers = self.layers or segment.state_layers
+        if not self.is_alike:
+            asked = (segment.state_layers for segment in segments if segment.num_states)
+            self.layers = tuple(sorted({layer for layers in asked for layer in layers}))
+
+    def rows(self) -> list[int]:
+        """The rows of the pass that are wanted, ascending."""
         rows: list[int] = []
         end = 0
-        for segment in segments:
-            count = len(segment.token_ids)
-            if not 0 <= segment.num_states <= count:
-                raise ValueError(f"a segment of {count} tokens cannot give {segment.num_states} rows of hidden states")
-            end += count
+        for segment in self.segments:
+            end += len(segment.token_ids)
             rows += range(end - segment.num_states, end)
-        return cls(layers, rows, [segment.num_states for segment in segments])
+        return rows
 
-    def split(self, states: torch.Tensor, segments: Sequence[Segment]) -> list[torch.Tensor]:
-        """Of states [rows, layers, H] each segment's own: [its rows, its layers * H], in the order it names them."""
-        pieces = []
-        row = 0
-        for segment, count in zip(segments, self.counts, strict=True):
-            own = states[row : row + count]
-            row += count
-            is_alike = not count or segment.state_layers == self.layers
-            order = [] if is_alike else [self.layers.index(layer) for layer in segment.state_layers]
-            pieces.append((own if is_alike else own[:, order]).flatten(1))
-        return pieces
+
+class PassStates:
+    """The hidden states of a pass, segment by segment, in the host's memory."""
+
+    __slots__ = ("_data", "_row_bytes", "_wanted")
+
+    def __init__(self, wanted: StateRows, data: torch.Tensor) -> None:
+        """``data``: bfloat16 [rows, layers, H]."""
+        self._wanted = wanted
+        self._data = data if data.device.type == "cpu" else data.cpu()
+        self._row_bytes = data.shape[1] * data.shape[2] * data.itemsize
+
+    def of(self, index: int) -> torch.Tensor:
+        """A segment's own, [num_states, layers * H]: its last rows, and its layers as it names them."""
+        start, segment = self._wanted.starts[index], self._wanted.segments[index]
+        own = self._data[start : start + segment.num_states]
+        if not self._wanted.is_alike:
+            own = own[:, [self._wanted.layers.index(layer) for layer in segment.state_layers]]
+        return own.flatten(1)
+
+    def bytes_of(self, index: int, rows: Sequence[int]) -> bytes:
+        """Some rows of :meth:`of`, one after another."""
+        if not self._wanted.is_alike:
+            return ctypes.string_at((own := self.of(index)[list(rows)]).data_ptr(), own.nbytes)
+        size, at = self._row_bytes, self._data.data_ptr() + self._wanted.starts[index] * self._row_bytes
+        if isinstance(rows, range):
+            return ctypes.string_at(at + rows.start * size, len(rows) * size)
+        return b"".join([ctypes.string_at(at + row * size, size) for row in rows])
 
 
 class StateTap:

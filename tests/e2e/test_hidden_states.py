@@ -77,7 +77,7 @@ def exact(model_settings, llama):
     def rows(token_ids) -> dict[int, bytes]:
         sequence = engine.pool.open(len(token_ids))
         segment = Segment(sequence, list(token_ids), 0, len(token_ids), LAYERS)
-        states = engine.forward_with_states([segment])[1][0]
+        states = engine.forward_with_states([segment])[1].of(0)
         engine.pool.release(sequence)
         stock = llama(torch.tensor([list(token_ids)]), use_cache=False, output_hidden_states=True).hidden_states
         expected = torch.cat([stock[layer][0] for layer in LAYERS], 1)

@@ -59,8 +59,10 @@ def test_states_of_a_batch_in_chunks(pair: tuple[Engine, PreTrainedModel], tools
                 owners.append(owner)
         logits, states = engine.forward_with_states(segments)
         assert logits.shape[0] == sum(segment.num_logits for segment in segments)
-        for owner, own in zip(owners, states, strict=True):
-            rows[owner].append(own)
+        for index, owner in enumerate(owners):
+            rows[owner].append(states.of(index))
+            last = states.bytes_of(index, range(1)) + states.bytes_of(index, (len(segments[index].token_ids) - 1,))
+            assert last == rows[owner][-1][[0, -1]].view(torch.uint8).numpy().tobytes()
     for text, own in zip(texts, rows, strict=True):
         close(torch.cat(own), stock_states(stock, text))
     for sequence in sequences:
@@ -83,19 +85,14 @@ def test_each_segment_gets_the_rows_and_layers_it_asks_for(
         engine.pool.rollback(sequence, 0)
     plain = engine.forward([Segment(s.sequence, s.token_ids, s.num_logits) for s in segments])
     torch.testing.assert_close(logits, plain, atol=1e-5, rtol=1e-5)
-    for text, own, (count, layers) in zip(texts, states, asked, strict=True):
-        assert own.shape[0] == count
+    for index, (text, (count, layers)) in enumerate(zip(texts, asked, strict=True)):
         if count:
+            own = states.of(index)
+            assert own.shape[0] == count
             close(own, stock_states(stock, text, layers)[-count:])
+            assert states.bytes_of(index, range(count)) == own.contiguous().view(torch.uint8).numpy().tobytes()
     for sequence in sequences:
         engine.pool.release(sequence)
-
-
-def test_nothing_is_computed_where_nothing_is_asked_for(llama: Engine, tools: SimpleNamespace) -> None:
-    sequence = llama.pool.open(8)
-    _, (none,) = llama.forward_with_states([Segment(sequence, tools.random_ids(8, seed=1), 1)])
-    assert none.shape[0] == 0
-    llama.pool.release(sequence)
 
 
 def test_every_path_of_the_cpu(
@@ -114,7 +111,7 @@ def test_every_path_of_the_cpu(
         assert engine.path == path
         sequence = engine.pool.open(20)
         ids: list[Sequence[int] | torch.Tensor] = [text[:13], torch.tensor(text[13:])]
-        rows = [engine.forward_with_states([Segment(sequence, part, 1, len(part), ALL)])[1][0] for part in ids]
+        rows = [engine.forward_with_states([Segment(sequence, part, 1, len(part), ALL)])[1].of(0) for part in ids]
         close(torch.cat(rows), stock_states(stock, text))
         engine.pool.release(sequence)
         engine.close()

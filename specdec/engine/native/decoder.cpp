@@ -520,9 +520,13 @@ class Pass {
           copy_row(x + p.last_row_of[p.batch.logit_rows[item]] * p.hidden_stride, round_up(p.hidden, kPanel),
                    p.logit_stream + item * p.hidden_stride);
       }
+      if (!gathered) {  // nobody reads what was written: the logits belong to the same stage
+        counter++;
+        return n > 0 && (p.all_rows_wanted || p.num_logits > 0);
+      }
       end_stage();
-      if (!p.all_rows_wanted) x = p.logit_stream, n = p.num_logits;
-      return n > 0;
+      x = p.logit_stream, n = p.num_logits;
+      return true;
     }
 
     bool copies_state(int64_t boundary) const {

@@ -74,7 +74,7 @@ def feed(
     caches = decoder.caches_for(longest)
     kept = None
     if states is not None:
-        kept = torch.empty(len(states.rows), len(states.layers), decoder.hidden_size, dtype=STATE_DTYPE)
+        kept = torch.empty(states.num_rows, len(states.layers), decoder.hidden_size, dtype=STATE_DTYPE)
         layers = array("q", states.layers)
         caches.state_layers, caches.num_state_layers = layers.buffer_info()
         caches.states = kept.data_ptr()
