@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from gateway.routing import Router
@@ -153,12 +153,16 @@ class _Pair:
     def __init__(self, target: TargetSession, draft: DraftSession, spec: SessionSpec) -> None:
         self._target, self._draft = target, draft
         self.token_ids = [*spec.token_ids, *target.first.token_ids]
+        #: The target's hidden states that the draft was not told yet.
+        self._states = list(target.first.hidden_states)
         self.ended = target.first.finish_reason is not None
         self._known_len = len(spec.token_ids)
 
     @classmethod
     async def open(cls, router: Router, spec: SessionSpec, stack: AsyncExitStack) -> _Pair:
-        target = await router.targets.usable[0].backend.open(spec)
+        wish = router.state_wish(spec.session_id)
+        asking = replace(spec, hidden_state_layers=wish.layers, last_hidden_state_only=wish.last_only)
+        target = await router.targets.usable[0].backend.open(asking)
         stack.push_async_callback(target.close)
         draft = await router.drafts.usable[0].backend.open(spec)
         stack.push_async_callback(draft.close)
@@ -167,15 +171,22 @@ class _Pair:
     async def propose(self, k: int, samples: Samples) -> tuple[Proposal, int]:
         """A proposal, and the bytes of asking for it."""
         base_len, news = self._known_len, self.token_ids[self._known_len :]
+        states, self._states = self._states, []
         started = time.perf_counter_ns()
-        await self._draft.advance(base_len, news, k)
+        await self._draft.advance(base_len, news, k, hidden_states=states)
         proposal = await self._draft.receive()
         wall = time.perf_counter_ns() - started
         self._known_len = len(self.token_ids)
         if len(proposal.token_ids) == k:
             samples.draft.append(proposal.draft_ns)
             samples.draft_wire.append(wall - proposal.draft_ns - proposal.queue_ns)
-        message = draft_pb.Advance(epoch=1, base_len=base_len, token_ids=news, num_draft_tokens=k)
+        message = draft_pb.Advance(
+            epoch=1,
+            base_len=base_len,
+            token_ids=news,
+            num_draft_tokens=k,
+            hidden_states=map(codec.encode_hidden_states, states),
+        )
         return proposal, draft_pb.DraftRequest(advance=message).ByteSize()
 
     async def verify(self, asked: tuple[Proposal, int], k: int, samples: Samples) -> None:
@@ -191,6 +202,7 @@ class _Pair:
             samples.target_wire.append(wall - work[1] - verdict.timings.queue_ns)
             samples.wire_bytes.append(advance_bytes + _round_bytes(len(self.token_ids), proposal, verdict))
         self.token_ids += verdict.token_ids
+        self._states += verdict.hidden_states
         self.ended = verdict.finish_reason is not None
 
 

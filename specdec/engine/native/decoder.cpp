@@ -522,7 +522,7 @@ class Pass {
       }
       if (!gathered) {  // nobody reads what was written: the logits belong to the same stage
         counter++;
-        return n > 0 && (p.all_rows_wanted || p.num_logits > 0);
+        return p.num_logits > 0;
       }
       end_stage();
       x = p.logit_stream, n = p.num_logits;
