@@ -48,6 +48,7 @@ _FLAGS: Final[Mapping[str, Mapping[str, str]]] = {
         "unroll_steps": "eagle, eagle3: steps of a chain that are trained (4)",
         "step_decay": "weight of a step's loss in that of the step before",
         "rate": "peak learning rate",
+        "table_rate": "that of embeddings and output layers (a quarter of it in heads, which start from the target's)",
         "weight_decay": "of matrices",
         "warmup_steps": "steps over which the rate rises",
         "decay_share": "share of the steps over which the rate falls to zero",
@@ -65,7 +66,7 @@ _FLAGS: Final[Mapping[str, Mapping[str, str]]] = {
         "keep_lessons": "keep OUTPUT.training, which holds lessons and state, when all is done",
     },
 }
-_NUMBERS: Final[Mapping[str, type]] = {"regression_weight": float}
+_NUMBERS: Final[Mapping[str, type]] = {"regression_weight": float, "table_rate": float}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

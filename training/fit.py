@@ -98,9 +98,8 @@ class Fit:
         self.student = student
         self.settings = settings
         self.state_path = state_path
-        rates = OptimizerSettings(
-            matrix_rate=settings.rate, other_rate=settings.rate, weight_decay=settings.weight_decay
-        )
+        table_rate = settings.table_rate or settings.rate * (1.0 if settings.method == "draft" else 0.25)
+        rates = OptimizerSettings(matrix_rate=settings.rate, other_rate=table_rate, weight_decay=settings.weight_decay)
         self.optimizer = PairedOptimizer(student.module, rates, student.vocab_sizes)
         self.schedule = Schedule(
             ScheduleSettings(

@@ -1,4 +1,4 @@
-"""Measurements on the held-out files: loss of a model, acceptance length of a pair.
+"""Measurements on the held-out files: loss of a model, acceptance length of a pair or of a head.
 
 No speculative loop runs here. Verification leaves the target's text as it is, so the target
 writes its text alone and the draft is then asked, in one forward pass, what it would have
@@ -15,9 +15,15 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from specdec.methods import method_of
+from training.acceptance import Acceptance
 from training.checkpoint import load_model
 from training.corpus import Document, load_documents
+from training.fit import measure
 from training.generate import continue_rows
+from training.lesson import write_lessons
+from training.settings import TrainSettings
+from training.student import layers_read, make_student
 from training.tokenizer import encode_documents, load_tokenizer
 
 NUM_SPECULATIVE_TOKENS = 4
@@ -122,6 +128,30 @@ def acceptance_length(
     return num_committed / num_rounds
 
 
+def measure_head(
+    target_folder: Path, head_folder: Path, prompts: torch.Tensor, num_tokens: int, k: int = NUM_SPECULATIVE_TOKENS
+) -> Acceptance:
+    """Greedy acceptance of a published head over the target's continuations of prompts int64 [B, P]."""
+    method = {"mlp_speculator": "mlp"}.get(name := method_of(str(head_folder)), name)
+    length = prompts.shape[1]
+    settings = TrainSettings(
+        method=method,
+        target=str(target_folder),
+        output=str(head_folder),
+        start_from=str(head_folder),
+        prompt_length=length,
+        row_length=length + num_tokens,
+        num_speculative_tokens=k,
+    )
+    target = load_model(target_folder)
+    generator = torch.Generator().manual_seed(settings.seed)
+    rows = continue_rows(target, prompts, num_tokens, torch.zeros(len(prompts)), generator)
+    lessons = write_lessons(target, rows, layers_read(settings, target))
+    student = make_student(settings, target, torch.zeros(target.config.vocab_size))
+    end_id = load_tokenizer(target_folder).eos_token_id
+    return measure(student, lessons, settings, end_id, 0).acceptance
+
+
 def measure_pair(target_folder: Path, draft_folder: Path) -> dict[str, float]:
     """Every figure of the model card, by name."""
     settings = MeasureSettings()
@@ -148,9 +178,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measures a pair on the held-out files.")
     parser.add_argument("--target", type=Path, default=Path("build/training/python-12m"))
     parser.add_argument("--draft", type=Path, default=Path("build/training/python-1m"))
+    parser.add_argument("--head", type=Path, default=None, help="a head to measure instead of the pair")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.head:
+        settings = MeasureSettings()
+        texts = encode_documents(load_tokenizer(arguments.target), load_documents()[1], with_chat=False)
+        prompts = draw_held_out_prompts(texts, settings)
+        print(f"greedy: {measure_head(arguments.target, arguments.head, prompts, settings.num_tokens)}")
+        return
     figures = measure_pair(arguments.target, arguments.draft)
     print(json.dumps({name: round(value, 4) for name, value in figures.items()}, indent=2))
 

@@ -80,6 +80,8 @@ class TrainSettings:
     step_decay: float = 0.8
     #: Peak learning rate.
     rate: float = 3e-3
+    #: That of embeddings and output layers; None: a quarter of it in heads, where both start as the target's.
+    table_rate: float | None = None
     weight_decay: float = 0.1
     warmup_steps: int = 50
     #: Share of the steps over which the rate falls to zero.

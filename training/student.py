@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -16,6 +15,7 @@ from specdec.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers
 from specdec.heads.layer import LayerConfig, RopeConfig
 from specdec.heads.medusa import MedusaConfig, MedusaHeads
 from specdec.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
+from specdec.methods import method_of
 from training.draft_vocabulary import draft_ids, most_frequent
 from training.lesson import Lessons
 from training.settings import TrainSettings
@@ -55,15 +55,23 @@ class Student:
 
 
 def layers_read(settings: TrainSettings, target: PreTrainedModel) -> tuple[int, ...]:
-    """The target's hidden states the method reads.
+    """The target's hidden states the method reads: those of `start_from` where that is given.
 
     EAGLE-3's usual early, middle and late ones are three in targets of nine layers or more; below that, states spread
     evenly over the layers take their place.
+
+    Raises:
+        InvalidRequest: `layers` are not those of `start_from`.
     """
     if settings.method == "draft":
         return ()
     if settings.method != "eagle3":
         return (-1,)
+    if settings.start_from is not None:
+        layers = _load_head(settings, settings.start_from).hidden_state_layers
+        if settings.layers not in (None, layers):
+            raise InvalidRequest(f"start_from reads the hidden states {list(layers)}: leave out layers", param="layers")
+        return layers
     if settings.layers is not None:
         return settings.layers
     count = target.config.get_text_config().num_hidden_layers
@@ -79,23 +87,24 @@ def make_student(settings: TrainSettings, target: PreTrainedModel, counts: Tenso
     `counts` int64 [V]: how often the target writes each token, which decides about EAGLE-3's vocabulary.
 
     Raises:
-        InvalidRequest: `start_from` holds another method, or was made for other hidden states.
+        InvalidRequest: `start_from` holds another method.
     """
     torch.manual_seed(settings.seed)
-    module = _load(settings) if settings.start_from else _create(settings, target, counts)
+    start = settings.start_from
+    module = _create(settings, target, counts) if start is None else _load(settings, start)
     nn.Module.to(module, target.device, torch.float32).train()
     for parameter in module.parameters():
         parameter.requires_grad_(True)
     steps, vocab = settings.unroll_steps or NUM_UNROLL_STEPS, target.config.get_text_config().vocab_size
     match module:
         case Eagle3Head():
-            _freeze_shared(module, settings, target)
+            _freeze_shared(module)
             token_ids = module.t2d.nonzero()[:, 0]
             whole = len(token_ids) == module.config.vocab_size
             to_draft = None if whole else draft_ids(token_ids.cpu(), module.config.vocab_size).to(target.device)
             return Student(module, unroll_eagle, steps, (vocab, len(token_ids)), to_draft=to_draft)
         case EagleHead():
-            _freeze_shared(module, settings, target)
+            _freeze_shared(module)
             return Student(module, unroll_eagle, steps, (vocab,))
         case MedusaHeads():
             return Student(module, unroll_medusa, len(module), (vocab,), max_steps=len(module))
@@ -106,24 +115,24 @@ def make_student(settings: TrainSettings, target: PreTrainedModel, counts: Tenso
             return Student(module, unroll_draft, 1, (vocab,))
 
 
-def _freeze_shared(head: EagleHead | Eagle3Head, settings: TrainSettings, target: PreTrainedModel) -> None:
-    """What is the target's stays as it is; and the states the head reads must be those that were captured."""
+def _freeze_shared(head: EagleHead | Eagle3Head) -> None:
+    """What is the target's stays as it is."""
     head.embed_tokens.weight.requires_grad_(head.config.owns_embeddings)
     head.lm_head.weight.requires_grad_(isinstance(head, Eagle3Head) and head.config.owns_lm_head)
-    wanted = layers_read(settings, target)
-    if head.hidden_state_layers != wanted:
-        raise InvalidRequest(
-            f"start_from reads the hidden states {list(head.hidden_state_layers)}, not {list(wanted)}: name its layers",
-            param="layers",
-        )
 
 
-def _load(settings: TrainSettings) -> Module:
-    folder = Path(settings.start_from or "")
+def _load(settings: TrainSettings, folder: str) -> Module:
     if settings.method == "draft":
         draft: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return draft
-    return read_head(folder, settings.target, method=_NAMES.get(settings.method, settings.method), dtype=torch.float32)
+    return _load_head(settings, folder)
+
+
+def _load_head(settings: TrainSettings, folder: str) -> Head:
+    method = _NAMES.get(settings.method, settings.method)
+    if (found := method_of(folder)) != method:
+        raise InvalidRequest(f"start_from {folder} holds a {found}, not a {method}", param="start_from")
+    return read_head(folder, settings.target, method=method, dtype=torch.float32)
 
 
 def _create(settings: TrainSettings, target: PreTrainedModel, counts: Tensor) -> Module:
