@@ -67,11 +67,6 @@ class _Library:
         self.count.argtypes, self.count.restype = (_Pointer, _Pointer, _Int64), _Int64
         self.draft = lib.tandem_suffix_draft
         self.draft.argtypes, self.draft.restype = (_Pointer, _Pointer, _Pointer), None
-        # One for all lookups: they run on one thread, one after another.
-        self.query = _Query()
-        self.query_at = ctypes.addressof(self.query)
-        self.drafted = (ctypes.c_uint32 * _MAX_DRAFTED)()
-        self.query.drafted = ctypes.addressof(self.drafted)
 
 
 @cache
@@ -155,6 +150,10 @@ class SuffixText:
         self._depth = depth
         self._library = load()
         self._num_taken = 0
+        self._query = _Query()
+        self._query_at = ctypes.addressof(self._query)
+        self._drafted = (ctypes.c_uint32 * _MAX_DRAFTED)()
+        self._query.drafted = ctypes.addressof(self._drafted)
         self._begin()
 
     def _begin(self) -> None:
@@ -201,11 +200,11 @@ class SuffixText:
 
         The best path in the text's own tree, or in that of past outputs where it scores higher.
         """
-        query = self._library.query
+        query = self._query
         tokens = array("I", assumed)
         query.assumed, query.num_assumed = tokens.buffer_info()
         query.max_tokens = min(num_tokens, _MAX_DRAFTED)
         query.max_spec_factor, query.min_token_prob = max_spec_factor, min_token_prob
-        self._library.draft(self._handle, None if past is None else past.handle, self._library.query_at)
-        drafted = tuple(self._library.drafted[: query.num_drafted])
+        self._library.draft(self._handle, None if past is None else past.handle, self._query_at)
+        drafted = tuple(self._drafted[: query.num_drafted])
         return Match(drafted, query.longest_match)

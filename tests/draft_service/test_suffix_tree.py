@@ -3,6 +3,7 @@
 import random
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -211,3 +212,14 @@ def test_cost_does_not_grow_with_text_and_past():
         return best
 
     assert seconds(200_000) < 20 * seconds(500)
+
+
+def test_texts_of_different_threads_do_not_meet():
+    """Every thread may have a draft service of its own."""
+
+    def repeat(first):
+        text = SuffixText([first, first + 1, first], 24)
+        return all(look_up(text, None, 8)[0] == (first + 1,) for _ in range(3000))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(repeat, range(0, 400, 100)))
