@@ -190,7 +190,7 @@ class Engine:
         return self._feed(segments, None)[0]
 
     def forward_with_states(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, PassStates]:
-        """:meth:`forward`, and the hidden states that segments want, one at least; it waits for the device.
+        """:meth:`forward`, and the hidden states that segments want, one at least.
 
         Raises as :meth:`forward`, and ValueError where a segment wants more rows than it has; the layers are those that
         :meth:`check_state_layers` lets pass.
@@ -312,12 +312,23 @@ class Engine:
             asked = rows, torch.tensor(wanted.layers), states
             return self._decoder.forward(batch.input_ids, batch.plan, batch.logit_rows, asked).float(), states
         if wanted is not None and rows is not None:
-            assert self._tap is not None
-            with self._tap.catch(wanted.layers, send(rows, self.device)) as caught:
-                logits = self._run_modules(batch.to(self.device)).float()
-            return logits, caught[0]
+            rows = send(rows, self.device)
+            both = None if self._graphs is None else self._graphs.run_with_states(batch, wanted.layers)
+            if both is not None:
+                return both[0], both[1].index_select(0, rows)
+            logits, states = self._run_with_states(batch.to(self.device), wanted.layers, rows)
+            return logits.float(), states
         replayed = None if self._graphs is None else self._graphs.run(batch)
         return self._run_modules(batch.to(self.device)).float() if replayed is None else replayed, None
+
+    def _run_with_states(
+        self, batch: Batch, layers: tuple[int, ...], rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`_run_modules`, and hidden states of some rows (int64 [R]), or of all: [R, layers, H]."""
+        assert self._tap is not None
+        with self._tap.catch(layers, rows) as caught:
+            logits = self._run_modules(batch)
+        return logits, caught[0]
 
     def _run_modules(self, batch: Batch) -> torch.Tensor:
         """Logits [N, vocab_size] of a batch on the device, by the model's own modules."""
@@ -385,6 +396,8 @@ class Engine:
                     max_model_len=self.info.max_model_len,
                     block_size=self.pool.block_size,
                     device=self.device,
+                    forward_with_states=self._run_with_states,
+                    hidden_size=self.hidden_size,
                 )
                 yield _Path("cuda graphs", kernels=kernels, graphs=graphs)
             yield _Path("triton attention", kernels=kernels)

@@ -66,20 +66,20 @@ class StateRows:
 
 
 class PassStates:
-    """The hidden states of a pass, segment by segment, in the host's memory."""
+    """The hidden states of a pass, segment by segment. The first look at them waits for the device."""
 
     __slots__ = ("_data", "_row_bytes", "_wanted")
 
     def __init__(self, wanted: StateRows, data: torch.Tensor) -> None:
         """``data``: bfloat16 [rows, layers, H]."""
         self._wanted = wanted
-        self._data = data if data.device.type == "cpu" else data.cpu()
+        self._data = data
         self._row_bytes = data.shape[1] * data.shape[2] * data.itemsize
 
     def of(self, index: int) -> torch.Tensor:
         """A segment's own, [num_states, layers * H]: its last rows, and its layers as it names them."""
         start, segment = self._wanted.starts[index], self._wanted.segments[index]
-        own = self._data[start : start + segment.num_states]
+        own = self._on_host()[start : start + segment.num_states]
         if not self._wanted.is_alike:
             own = own[:, [self._wanted.layers.index(layer) for layer in segment.state_layers]]
         return own.flatten(1)
@@ -88,10 +88,15 @@ class PassStates:
         """Some rows of :meth:`of`, one after another."""
         if not self._wanted.is_alike:
             return ctypes.string_at((own := self.of(index)[list(rows)]).data_ptr(), own.nbytes)
-        size, at = self._row_bytes, self._data.data_ptr() + self._wanted.starts[index] * self._row_bytes
+        size, at = self._row_bytes, self._on_host().data_ptr() + self._wanted.starts[index] * self._row_bytes
         if isinstance(rows, range):
             return ctypes.string_at(at + rows.start * size, len(rows) * size)
         return b"".join([ctypes.string_at(at + row * size, size) for row in rows])
+
+    def _on_host(self) -> torch.Tensor:
+        if self._data.device.type != "cpu":
+            self._data = self._data.cpu()
+        return self._data
 
 
 class StateTap:
@@ -106,15 +111,18 @@ class StateTap:
         self.num_layers = None if self._layers is None else len(self._layers)
 
     @contextmanager
-    def catch(self, layers: Sequence[int], rows: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-        """While a pass runs: the list holds what is caught of its rows (int64 [R]), [R, layers, H], once it has run."""
+    def catch(self, layers: Sequence[int], rows: torch.Tensor | None) -> Iterator[list[torch.Tensor]]:
+        """While a pass runs: the list holds what is caught of its rows (int64 [R]; None: of all), [R, layers, H], once
+        it has run.
+        """
         assert self._layers is not None
         caught: dict[int, torch.Tensor] = {}
         whole: list[torch.Tensor] = []
 
         def keep(layer: int) -> Callable[[Any], None]:
             def hook(value: Any) -> None:
-                caught[layer] = _states_of(value)[0].index_select(0, rows).to(STATE_DTYPE)  # [R, H]
+                states = _states_of(value)[0]  # [T, H]
+                caught[layer] = (states if rows is None else states.index_select(0, rows)).to(STATE_DTYPE)
 
             return hook
 

@@ -31,6 +31,8 @@ ROW_SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MAX_LOGITS: Final = 256
 #: Passes of at most so many rows, and the largest of one sequence, are captured at start, others when they first come.
 _WARM_ROWS: Final = 64
+#: Choices of layers whose hidden states captured passes leave; with any other, passes run as they are.
+MAX_STATE_CHOICES: Final = 2
 #: Memory for graphs and what they compute in, at most, and as a share of the device's.
 _MAX_BYTES: Final = 2**30
 _MAX_SHARE: Final = 0.05
@@ -39,6 +41,8 @@ _DRIVER_BYTES: Final = 2**21
 
 #: Runs the model's modules on a batch on the device: logits [N, V] of its logit rows.
 Forward = Callable[[Batch], torch.Tensor]
+#: The same, and the hidden states of all its rows at some layers, bfloat16 [T, layers, H].
+ForwardWithStates = Callable[[Batch, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]]
 #: Makes of a function another that does the same work again, on the same memory; None where there is no room for it.
 Capture = Callable[[Callable[[], object]], Callable[[], object] | None]
 
@@ -136,36 +140,58 @@ class GraphRunner:
         max_model_len: int,
         block_size: int,
         device: torch.device,
+        forward_with_states: ForwardWithStates | None = None,
+        hidden_size: int = 0,
     ) -> None:
-        """``forward`` must not wait for the device, and must launch the same for every batch of a bucket."""
+        """``forward`` must not wait for the device, and must launch the same for every batch of a bucket; so must
+        ``forward_with_states``, where passes that give hidden states are captured, too.
+        """
         self._forward = forward
+        self._forward_with_states = forward_with_states
+        self._hidden_size = hidden_size
         self._capture = capture
         self._max_model_len = max_model_len
         self._block_size = block_size
         #: Where every captured pass leaves its logits, float32.
         self._logits = torch.empty(MAX_LOGITS, vocab_size, device=device)
-        self._captured: dict[Bucket, tuple[Inputs, Callable[[], object]] | None] = {}
+        #: By choice of layers, where captured passes leave the hidden states of their rows.
+        self._states: dict[tuple[int, ...], torch.Tensor] = {}
+        self._captured: dict[tuple[Bucket, tuple[int, ...]], tuple[Inputs, Callable[[], object]] | None] = {}
 
     @property
     def buckets(self) -> list[Bucket]:
         """What has been captured."""
-        return [bucket for bucket, captured in self._captured.items() if captured is not None]
+        return [bucket for (bucket, _), captured in self._captured.items() if captured is not None]
 
     def run(self, batch: Batch) -> torch.Tensor | None:
         """Logits, float32 [N, V], of a batch that :func:`~specdec.engine.batch.build_batch` made.
 
         None where it has to run without a graph: it is too large, it holds a tree, or there is no memory for the graph.
         """
+        return self._logits[: batch.logit_rows.shape[0]].clone() if self._replay(batch, ()) else None
+
+    def run_with_states(self, batch: Batch, layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The same, and the hidden states of all rows at some layers, bfloat16 [T, layers, H], until the next pass."""
+        if layers not in self._states:
+            if self._forward_with_states is None or len(self._states) >= MAX_STATE_CHOICES:
+                return None
+            size = ROW_SIZES[-1], len(layers), self._hidden_size
+            self._states[layers] = torch.empty(size, dtype=torch.bfloat16, device=self._logits.device)
+        if not self._replay(batch, layers):
+            return None
+        return self._logits[: batch.logit_rows.shape[0]].clone(), self._states[layers][: batch.plan.num_rows]
+
+    def _replay(self, batch: Batch, layers: tuple[int, ...]) -> bool:
         bucket = Bucket.of(batch.plan.num_rows, batch.plan.num_sequences)
         if bucket is None or batch.logit_rows.shape[0] > MAX_LOGITS or batch.plan.ancestors is not None:
-            return None
-        captured = self._captured_for(bucket)
+            return False
+        captured = self._captured_for(bucket, layers)
         if captured is None:
-            return None
+            return False
         inputs, replay = captured
         inputs.fill(batch)
         replay()
-        return self._logits[: batch.logit_rows.shape[0]].clone()
+        return True
 
     def warm_up(self) -> None:
         """Capture a pass of a long prompt, then small ones of any number of sequences.
@@ -178,20 +204,34 @@ class GraphRunner:
             for exponent in reversed(range((num_rows - 1).bit_length() + 1)):
                 self._captured_for(Bucket(num_rows, 1 << exponent))
 
-    def _captured_for(self, bucket: Bucket) -> tuple[Inputs, Callable[[], object]] | None:
-        if bucket not in self._captured:
-            self._captured[bucket] = None  # a capture that fails is not tried again
-            logits = self._logits[: bucket.num_rows]
+    def _captured_for(self, bucket: Bucket, layers: tuple[int, ...] = ()) -> tuple[Inputs, Callable[[], object]] | None:
+        key = bucket, layers
+        if key not in self._captured:
+            self._captured[key] = None  # a capture that fails is not tried again
             try:
                 inputs = Inputs(
-                    bucket, max_model_len=self._max_model_len, block_size=self._block_size, device=logits.device
+                    bucket,
+                    max_model_len=self._max_model_len,
+                    block_size=self._block_size,
+                    device=self._logits.device,
                 )
-                replay = self._capture(lambda: logits.copy_(self._forward(inputs.batch)))
+                replay = self._capture(lambda: self._compute(inputs.batch, layers))
             except torch.OutOfMemoryError as error:
                 logger.warning("passes of %d rows run without a CUDA graph: %s", bucket.num_rows, error)
                 return None
-            self._captured[bucket] = None if replay is None else (inputs, replay)
-        return self._captured[bucket]
+            self._captured[key] = None if replay is None else (inputs, replay)
+        return self._captured[key]
+
+    def _compute(self, batch: Batch, layers: tuple[int, ...]) -> None:
+        """What is captured: a pass whose results are left where all passes leave theirs."""
+        out = self._logits[: batch.plan.num_rows]
+        if not layers:
+            out.copy_(self._forward(batch))
+            return
+        assert self._forward_with_states is not None
+        logits, states = self._forward_with_states(batch, layers)
+        out.copy_(logits)
+        self._states[layers][: batch.plan.num_rows].copy_(states)
 
 
 class CudaCapture:

@@ -48,6 +48,8 @@ def load_captured(load_engine: Load) -> Load:
                 max_model_len=engine.info.max_model_len,
                 block_size=engine.pool.block_size,
                 device=engine.device,
+                forward_with_states=engine._run_with_states,
+                hidden_size=engine.hidden_size,
             )
         assert engine._graphs is not None
         return engine
@@ -103,6 +105,37 @@ def test_a_batch_is_padded_to_its_bucket() -> None:
         inputs.fill(full)
         assert plan.row_starts.tolist() == [0, 8, 8, 8]
         assert plan.kv_lens.tolist() == [8, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_replayed_passes_leave_the_hidden_states_asked_for(
+    name: str, load_captured: Load, load_engine: Load, tools: SimpleNamespace
+) -> None:
+    engine, plain = load_captured(name), load_engine(name, device=DEVICE, enforce_eager=True)
+    assert engine._graphs is not None
+    captured_before = len(engine._graphs.buckets)
+    texts = [tools.random_ids(21, seed=1), tools.random_ids(9, seed=2)]
+    for layers, is_captured in (((1, -1), True), ((0, 2, 1), True), ((2,), False)):
+        engines = {}
+        for own in (engine, plain):
+            sequences = [own.pool.open(21) for _ in texts]
+            engines[own] = found = []
+            for counts in ((5, 9), (1, 0), (10, 0), (5, 0)):
+                segments = [
+                    Segment(sequence, text[sequence.length :][:count], min(1, count), count, layers)
+                    for sequence, text, count in zip(sequences, texts, counts, strict=True)
+                    if count
+                ]
+                if not counts[1]:
+                    segments.append(Segment(sequences[1], [3], 1))
+                logits, states = own.forward_with_states(segments)
+                found += [logits.cpu(), *(states.of(i).float() for i in range(len(segments)) if segments[i].num_states)]
+            for sequence in sequences:
+                own.pool.release(sequence)
+        for ours, theirs in zip(engines[engine], engines[plain], strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=2**-7)
+        assert (len(engine._graphs.buckets) > captured_before) is is_captured
+        captured_before = len(engine._graphs.buckets)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
