@@ -6,7 +6,8 @@ import ctypes
 import logging
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,16 @@ from specdec.engine.native.sampling import MAX_CANDIDATES
 from specdec.errors import InvalidRequest
 from specdec.heads.mlp_speculator import MlpSpeculator
 from specdec.sampling.drafting import DraftedChain
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.rule import Rule
+from specdec.sampling.state import SamplingState
 
 logger = logging.getLogger(__name__)
+
+#: Chains that are compared with the module's at load.
+_NUM_CHECKED: Final = 8
+#: Of the logits' spread: how far a drafted token may be below the best one, for rounding.
+_TOLERANCES: Final = {torch.float32: 1e-2, torch.bfloat16: 0.2}
 
 _Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64
@@ -95,7 +104,8 @@ class NativeMlp:
 
     @classmethod
     def build(cls, mlp: nn.Module, num_threads: int) -> NativeMlp | None:
-        """A speculator on the native kernels, or None where there are none or they do not know its weights.
+        """A speculator on the native kernels, or None where there are none, they do not know its weights, or chains are
+        not those of the module.
 
         Its linear layers are replaced by packed ones, so it can still be run by itself; their own weights are freed.
         """
@@ -108,7 +118,12 @@ class NativeMlp:
             return None
         assert isinstance(mlp, MlpSpeculator)
         with torch.inference_mode(False), torch.no_grad():
-            return cls(library, mlp, num_threads)
+            native = cls(library, mlp, num_threads)
+        difference = _difference(mlp, native)
+        if difference is not None:
+            logger.warning("the native speculator is not used: %s", difference)
+            return None
+        return native
 
     def draft_chains(
         self, jobs: Sequence[Drawing], last_tokens: Sequence[int], states: Tensor, stop: StopFlags | None = None
@@ -164,6 +179,44 @@ def _packed(packing: Packing, modules: nn.ModuleList) -> list[int]:
     return addresses
 
 
+@dataclass(frozen=True, slots=True)
+class _Greedy:
+    """A greedy chain of the check."""
+
+    state: SamplingState
+    num_tokens: int
+    rule: Rule = Rule.BLOCK
+    num_candidates: int = 0
+    assumed: tuple[int, ...] = ()
+
+
+def _difference(mlp: MlpSpeculator, native: NativeMlp) -> str | None:
+    """None where every token of some greedy chains is the module's choice, or as good as that; else what differs."""
+    config, generator = mlp.config, torch.Generator().manual_seed(20)
+    last = torch.randint(config.vocab_size, (_NUM_CHECKED,), generator=generator)
+    dtype = mlp.ln[0].weight.dtype
+    assert isinstance(dtype, torch.dtype)
+    tolerance = _TOLERANCES[dtype]
+    states = torch.randn(_NUM_CHECKED, config.emb_dim, generator=generator).to(dtype)
+    greedy = SamplingParams(temperature=0.0, seed=0)
+    with torch.inference_mode():
+        jobs = [
+            _Greedy(SamplingState(greedy, [token], 1, config.vocab_size), config.n_predict) for token in last.tolist()
+        ]
+        chains = torch.tensor([chain.token_ids for chain in native.draft_chains(jobs, last.tolist(), states)])
+        state, token_ids = mlp.start(states), last
+        for step in range(config.n_predict):
+            state = mlp(token_ids, state, step)
+            logits, token_ids = mlp.logits(state, step).float(), chains[:, step]
+            behind = (logits.amax(-1) - logits.gather(1, token_ids[:, None])[:, 0]) / logits.std(-1)
+            if not bool((behind <= tolerance).all()):
+                return (
+                    f"in step {step} of {config.n_predict} a token of a greedy chain is {float(behind.max()):.3g} of"
+                    " the logits' spread below the module's"
+                )
+    return None
+
+
 def _unknown(mlp: Any) -> str | None:
     """Why a speculator is not one these kernels compute, or None."""
     if not isinstance(mlp, MlpSpeculator):
@@ -174,6 +227,7 @@ def _unknown(mlp: Any) -> str | None:
             return "linear layers that are not plain"
         if matrix_of(linear).weight.dtype != dtype:
             return "weights of several dtypes"
-    if any(emb.weight.dtype != mlp.emb[0].weight.dtype or emb.weight.dtype not in DTYPES for emb in mlp.emb):
-        return "embeddings of several dtypes"
+    kinds = {part.weight.dtype for part in (*mlp.emb, *mlp.ln)}
+    if len(kinds) > 1 or not kinds <= set(DTYPES):
+        return "weights of several dtypes"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from specdec.engine.linears import NativeLinear, quantise_linears
 from specdec.errors import InvalidRequest
 from specdec.heads.mlp_speculator import MlpSpeculator
-from specdec.heads.native_mlp import NativeMlp
+from specdec.heads.native_mlp import CMlpStep, NativeMlp
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.rule import Rule
 from specdec.sampling.state import SamplingState
@@ -139,7 +140,33 @@ def test_what_does_not_fit_is_refused() -> None:
     for token in (-1, VOCAB):
         with pytest.raises(InvalidRequest, match=f"vocabulary of {VOCAB}"):
             native.draft_chains(jobs, [1, token], states)
-    mixed = MODELS["untied"]()
-    mixed.head[1].bfloat16()
-    assert NativeMlp.build(mixed, 1) is None
+    for part in ("head", "emb", "ln"):
+        mixed = MODELS["untied"]()
+        getattr(mixed, part)[1].bfloat16()
+        assert NativeMlp.build(mixed, 1) is None
     assert NativeMlp.build(eagle(), 1) is None
+
+
+@pytest.mark.parametrize("part", ["scale", "scales_input", "norm", "embedding"])
+def test_what_is_wrong_shows_at_load(
+    part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pack = NativeMlp.__init__
+
+    def spoiled(self: NativeMlp, *args: Any) -> None:
+        pack(self, *args)
+        steps = (CMlpStep * self.num_steps).from_address(self._struct.steps)
+        if part == "scale":
+            self._struct.scale *= 2
+        elif part == "scales_input":
+            self._struct.scales_input = 0
+        elif part == "norm":
+            steps[1].bias = steps[1].weight
+        else:
+            steps[2].embedding = steps[1].embedding
+
+    monkeypatch.setattr(NativeMlp, "__init__", spoiled)
+    mlp = mlp_speculator(tie=False, scale=True)
+    with caplog.at_level(logging.WARNING):
+        assert NativeMlp.build(mlp, 1) is None
+    assert "native speculator is not used: in step" in caplog.text
