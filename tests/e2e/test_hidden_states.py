@@ -25,6 +25,7 @@ from specdec.sampling.params import SamplingParams
 from specdec.settings import ModelSettings, SchedulerSettings, ServerSettings, TargetSettings
 from specdec.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 from specdec.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_server
+from tandem.bench.parts import time_parts
 from target_service.core import TargetCore
 from target_service.servicer import TargetServicer
 from tests.readers import StateReader
@@ -275,3 +276,14 @@ async def test_the_newest_state_alone(model_settings, exact, plain):
     assert len(seen) > 20
     assert seen == {position: rows[position] for position in seen}
     assert reader.readings[0].rows == seen
+
+
+async def test_the_parts_of_a_round_are_timed_with_states(model_settings, plain):
+    prompts = [prompt_of(seed, 20) for seed in (5, 6)]
+    reader = StateReader(Guesser([[*prompt, *plain(prompt, 60)] for prompt in prompts]), LAYERS)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    async with service(model_settings, reader, "grpc") as decoder:
+        costs = await time_parts(decoder.router, [prompts], params, None, 4)
+    # Each committed token's row travels twice.
+    assert costs.wire_bytes > 2 * NUM_FEATURES * 2
+    assert reader.propose.num_calls > 10
