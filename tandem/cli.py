@@ -30,7 +30,7 @@ SERVICES: Final[Mapping[str, tuple[str, str]]] = {
     "gateway": ("gateway.main", "run one gateway"),
 }
 #: Their flags that take a checkpoint.
-_CHECKPOINT_FLAGS: Final = ("--model", "--tokenizer")
+_CHECKPOINT_FLAGS: Final = ("--model", "--target-model", "--tokenizer")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import draft_service.main
 from specdec.errors import InvalidRequest, ModelNotSupported
+from tandem import cli
 from tandem.checkpoints import MODELS, bundled_models, check_pair, find_checkpoint
 
 TARGET, DRAFT = MODELS / "python-12m", MODELS / "python-1m"
@@ -16,6 +18,13 @@ def test_the_bundled_pair_fits() -> None:
     assert {"python-12m", "python-1m"} <= set(bundled_models())
     assert find_checkpoint("python-12m") == find_checkpoint(str(TARGET)) == str(TARGET)
     check_pair(str(TARGET), str(DRAFT))
+
+
+def test_services_are_started_by_bundled_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(draft_service.main, "main", lambda argv: calls.append(argv) or 0)
+    assert cli.main(["draft", "--model=python-1m", "--target_model", "python-12m", "--port", "0"]) == 0
+    assert calls == [[f"--model={DRAFT}", "--target-model", str(TARGET), "--port", "0"]]
 
 
 def edit(source: Path, folder: Path, **config: object) -> dict:
