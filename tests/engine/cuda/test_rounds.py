@@ -7,6 +7,7 @@ there by itself; what copies from the host is judged by how it does it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from specdec.engine.batch import build_batch
 from specdec.engine.chains import ChainJob, draft_chains
+from specdec.engine.compaction import Kept, keep_rows
 from specdec.engine.cuda.sync import HostWaits, NoSync
 from specdec.engine.engine import Segment
 from specdec.engine.kv_pool import KVPool
@@ -102,14 +104,19 @@ class Model:
             segment.sequence.length += len(segment.token_ids)
         return torch.empty(batch.logit_rows.shape[0], V, device=META)
 
+    def keep_rows(self, kept: Sequence[Kept]) -> None:
+        """The second of two siblings."""
+        keep_rows([torch.empty(401, 2, 4, 8, device=META)], [replace(one, rows=(0, 2)) for one in kept], 4)
+
 
 def every_state() -> list[tuple[SamplingState, Rule]]:
     kinds = [(SamplingParams(seed=seed, **params), rule) for seed, params in enumerate(SAMPLING) for rule in Rule]
     return [(SamplingState(params, PROMPT, len(PROMPT), V, device=META), rule) for params, rule in kinds]
 
 
+@pytest.mark.parametrize("parents", [(), (-1, -1)])
 @pytest.mark.parametrize("has_q", [False, True])
-def test_a_tick_waits_once(has_q: bool) -> None:
+def test_a_tick_waits_once(has_q: bool, parents: tuple[int, ...]) -> None:
     model = Model()
     q_rows = tuple(pack(np.array(ids), np.array([2, 1])) for ids in ([3, 7], [5, 6])) if has_q else ()
     ending = Ending(len(PROMPT), 40, frozenset(), 0)
@@ -123,7 +130,9 @@ def test_a_tick_waits_once(has_q: bool) -> None:
             fed = subject.state.token_ids[subject.sequence.length :]
             drafts = (3, 5) if len(fed) == 1 else ()
             q = q_rows if drafts and subject.rule is not Rule.COUPLED and i % 3 else ()
-            parts.append(Part(subject, [*fed, *drafts], True, drafts, q, is_prefill=not drafts))
+            q = q[:1] if parents else q  # siblings share one; they are 3 and 7
+            drafts, follows = (3, 7) if parents and drafts else drafts, parents if drafts else ()
+            parts.append(Part(subject, [*fed, *drafts], True, drafts, q, is_prefill=not drafts, parents=follows))
         with Watch() as watch:
             result = run_tick(model, Verifier(), parts)
         assert watch.num_fetched == 1
