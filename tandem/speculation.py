@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from specdec.errors import InvalidRequest
-from specdec.methods import method_of
+from specdec.methods import HEAD_METHODS, method_of
 from specdec.settings import SpeculativeSettings
 from tandem.checkpoints import DRAFT, TARGET, bundled_drafter, check_pair, find_checkpoint
 
@@ -73,8 +73,22 @@ def read_speculation(
     if isinstance(model, str) and method is None:
         merged["method"] = method_of(find_checkpoint(model))
     elif model is None and isinstance(method, str | list | tuple):
-        merged["model"] = bundled_drafter(target, [method] if isinstance(method, str) else method)
+        methods = [method] if isinstance(method, str) else method
+        merged["model"] = bundled_drafter(target, methods)
+        _require_head(merged["model"], methods)
     return SpeculativeSettings.from_config(merged)
+
+
+def _require_head(model: str | None, methods: Sequence[str]) -> None:
+    """A head is made for one target: where none comes with it, say how to get one."""
+    head = next((method for method in methods if method in HEAD_METHODS), None)
+    if model is None and head is not None:
+        trained_as = "mlp" if head == "mlp_speculator" else head
+        raise InvalidRequest(
+            f'method "{head}" needs "model", the folder of a head made for this target; none comes with it, and'
+            f" tandem train {trained_as} makes one",
+            param="model",
+        )
 
 
 def _widen_lookup(merged: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from training.optimizer import OptimizerSettings, PairedOptimizer
 from training.schedule import Schedule, ScheduleSettings
 from training.settings import TrainSettings
 from training.student import Student
+from training.unroll import Guess
 
 #: Weight of EAGLE-1's regression: Li et al. 2024 give it ten times that of the cross entropy.
 REGRESSION_WEIGHT = 10.0
@@ -37,25 +38,32 @@ class Measurement:
 
 def lesson_loss(student: Student, lesson: Lessons, settings: TrainSettings) -> torch.Tensor:
     """Mean loss over the steps of the chains, each weighing `step_decay` times what the one before weighs."""
-    device = lesson.rows.device.type
     taught = lesson if student.to_draft is None else lesson.restrict(student.to_draft)
-    total, weights = torch.zeros((), device=lesson.rows.device), 0.0
-    with torch.autocast(device, torch.bfloat16):
-        for step, guess in enumerate(student.guesses(lesson, student.num_steps)):
-            size = guess.logits.shape[1]
-            loss = distillation_loss(
-                guess.logits.float(),
-                taught.window(guess.offset, size),
-                greedy_weight=settings.greedy_weight,
-                variation_weight=settings.variation_weight,
-            )
-            if settings.method == "eagle" and guess.features is not None:
-                states = lesson.states[:, guess.offset : guess.offset + size]
-                weight = REGRESSION_WEIGHT if settings.regression_weight is None else settings.regression_weight
-                loss = loss + weight * smooth_l1_loss(guess.features.float(), states)
-            weight = settings.step_decay**step
-            total, weights = total + weight * loss, weights + weight
-    return total / weights
+    with torch.autocast(lesson.rows.device.type, torch.bfloat16):
+        guesses = student.guesses(lesson, student.num_steps)
+        return mean_loss([step_loss(guess, lesson, taught, settings) for guess in guesses], settings)
+
+
+def step_loss(guess: Guess, lesson: Lessons, taught: Lessons, settings: TrainSettings) -> torch.Tensor:
+    """The loss of one step; `taught` is the lesson over the student's vocabulary."""
+    size = guess.logits.shape[1]
+    loss = distillation_loss(
+        guess.logits.float(),
+        taught.window(guess.offset, size),
+        greedy_weight=settings.greedy_weight,
+        variation_weight=settings.variation_weight,
+    )
+    if settings.method == "eagle" and guess.features is not None:
+        states = lesson.states[:, guess.offset : guess.offset + size]
+        weight = REGRESSION_WEIGHT if settings.regression_weight is None else settings.regression_weight
+        loss = loss + weight * smooth_l1_loss(guess.features.float(), states)
+    return loss
+
+
+def mean_loss(losses: Sequence[torch.Tensor], settings: TrainSettings) -> torch.Tensor:
+    """The steps' losses, weighted."""
+    weights = [settings.step_decay**step for step in range(len(losses))]
+    return torch.stack([weight * loss for weight, loss in zip(weights, losses, strict=True)]).sum() / sum(weights)
 
 
 @torch.inference_mode()
@@ -68,13 +76,16 @@ def measure(student: Student, held_out: Lessons, settings: TrainSettings, end_id
     student.module.eval()
     for index in torch.split(torch.arange(len(held_out)), EVAL_ROWS):
         lesson = held_out.select(index, device)
-        losses.append(lesson_loss(student, lesson, settings).item() * len(index))
-        choices = (lesson if student.to_draft is None else lesson.restrict(student.to_draft)).top_ids[..., 0]
-        steps = []
-        for guess in student.guesses(lesson, depth):
-            size = guess.logits.shape[1]
-            steps.append(guess.logits.argmax(-1) == choices[:, guess.offset : guess.offset + size])
-        hits.append(torch.stack(steps, -1)[:, first:].cpu())
+        taught = lesson if student.to_draft is None else lesson.restrict(student.to_draft)
+        step_losses, steps = [], []
+        with torch.autocast(device.type, torch.bfloat16):
+            for guess in student.guesses(lesson, max(depth, student.num_steps)):
+                choices = taught.window(guess.offset, guess.logits.shape[1]).top_ids[..., 0]
+                steps.append(guess.logits.argmax(-1) == choices)
+                if len(steps) <= student.num_steps:
+                    step_losses.append(step_loss(guess, lesson, taught, settings))
+        losses.append(mean_loss(step_losses, settings).item() * len(index))
+        hits.append(torch.stack(steps[:depth], -1)[:, first:].cpu())
         sizes.append(_countable(lesson.rows[:, settings.prompt_length :].cpu(), hits[-1].shape[1], end_id))
     student.module.train()
     acceptance = greedy_acceptance(torch.cat(hits), torch.cat(sizes))

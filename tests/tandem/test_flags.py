@@ -175,6 +175,8 @@ def test_the_other_flags_reach_their_settings() -> None:
         (("python-12m", "-sc", '{"method": ["suffix", "ngram", "draft_model"]}'), "there can be no third"),
         (("python-12m", "-sc", '{"method": ["suffix", "suffix"]}'), "the second another one"),
         (("python-1m", "-sc", '{"method": ["suffix", "draft_model"]}'), 'method "draft_model" needs "model"'),
+        (("python-1m", "-sc", '{"method": "eagle3"}'), "none comes with it, and tandem train eagle3 makes one"),
+        (("python-1m", "-sc", '{"method": ["suffix", "mlp_speculator"]}'), "tandem train mlp makes one"),
         (("python-12m", "-sc", '{"method": "suffix", "suffix_decoding_max_tree_depth": 0}'), "must be in [1, 512]"),
         (("python-12m", "-sc", '{"method": "suffix", "suffix_decoding_max_cached_requests": -1}'), "at least 0"),
         (("python-12m", "-sc", '{"method": "suffix", "suffix_decoding_max_spec_factor": -1}'), "at least 0"),
