@@ -112,6 +112,6 @@ async def test_both_apis_tell_the_same(scheme: str, stack: Stack) -> None:
         drafted = await collect(remote.system.stream("import os\n", params, Rule.BLOCK, 4))
         assert plain.text == drafted.text
         assert plain.num_tokens == drafted.num_tokens == 24
-        assert plain.num_rounds == 23 > drafted.num_rounds
+        assert drafted.num_rounds < plain.num_rounds <= 23  # steps that wait to be sent are joined
         assert not plain.speculation["num_spec_steps"]
         assert drafted.speculation["num_spec_steps"]
