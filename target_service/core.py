@@ -106,7 +106,7 @@ class TargetCore:
             tokenizer_size=self._info.tokenizer_size or None,
             device=self._engine.device,
         )
-        sequence = await self._admission.admit(partial(self._reserve, spec, self._num_entries(spec, ending)))
+        sequence = await self._admission.admit(partial(self._reserve, spec, ending.max_len - 1))
         rule = spec.rule or self._settings.verification
         subject = Subject(
             state,
@@ -225,15 +225,10 @@ class TargetCore:
         self._busy_ns += result.timings.forward_ns + result.timings.verify_ns
         return result
 
-    def _num_entries(self, spec: SessionSpec, ending: Ending) -> int:
-        """Entries a session may ever need: those of all tokens but the last, and of a tree drafted near the end."""
-        pool, num_tokens = self._engine.pool, ending.max_len - 1
-        capacity = pool.total_blocks * pool.block_size
-        return max(num_tokens, min(num_tokens + spec.num_speculative_tokens, capacity))
-
     def _reserve(self, spec: SessionSpec, num_entries: int) -> KVSequence:
         """Blocks for all the entries the session may ever need, with what is parked for it where there is some."""
         pool = self._engine.pool
+        num_entries = -(-num_entries // pool.block_size) * pool.block_size  # what is left there serves trees' siblings
         # A prompt that is not computed has no log-probabilities.
         if spec.park and spec.session_id and spec.params.prompt_logprobs is None:
             resumed = pool.resume(spec.session_id, spec.token_ids, num_entries)

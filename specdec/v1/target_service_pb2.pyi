@@ -88,7 +88,7 @@ class OpenTargetSession(_message.Message):
     max_tokens: _builtins.int
     """Output tokens at most, those already in token_ids included."""
     num_speculative_tokens: _builtins.int
-    """Most drafted tokens a round will carry; cache is reserved for them."""
+    """Most drafted tokens a round will carry."""
     park: _builtins.bool
     """Keep the cache under session_id after the stream ends, and reuse what is kept there."""
     logprobs: _builtins.int

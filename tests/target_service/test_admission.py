@@ -52,7 +52,7 @@ async def test_a_full_queue_is_refused_with_numbers(start_core):
         waiting = asyncio.create_task(core.open(make_spec(make_prompt(3), 4)))
         await asyncio.sleep(0)
         with pytest.raises(
-            Overloaded, match="2 of 2 sessions open, 4 of 32 KV blocks in use; the queue is full: 1 of 1"
+            Overloaded, match="2 of 2 sessions open, 2 of 32 KV blocks in use; the queue is full: 1 of 1"
         ):
             await core.open(make_spec(make_prompt(4), 4))
         await sessions[0].close()

@@ -98,7 +98,7 @@ async def test_coupled_text_is_the_plain_one(start_core):
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 9])
 async def test_near_its_end_a_tree_loses_its_lowest_levels(start_core, plain, max_tokens):
-    prompt = make_prompt(3)
+    prompt = make_prompt(3, 16)  # its output begins a KV block, in which siblings have room
     text = plain(prompt, 20)
     async with start_core() as core:
         session = await core.open(make_spec(prompt, max_tokens + 1))
@@ -111,19 +111,29 @@ async def test_near_its_end_a_tree_loses_its_lowest_levels(start_core, plain, ma
         await session.close()
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4])
+async def test_where_no_block_is_left_a_tree_loses_its_last_tokens(start_core, plain, max_tokens):
+    prompt = make_prompt(3, 16 - max_tokens)  # the output ends with the first KV block
+    text = plain(prompt, 20)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, max_tokens + 1))
+        assert len(session.subject.sequence.blocks) == 1
+        n = session.first.committed_len
+        ids, parents = (text[1], 0, text[2], 1, text[3], 2), (-1, -1, 0, 0, 2, 2)
+        verdict = await verify(session, n, Proposal(1, n, ids, parents))
+        assert verdict.num_draft_tokens == max_tokens - 1
+        assert verdict.token_ids == text[1 : 2 + [0, 1, 1, 2][max_tokens - 1]]
+        await session.close()
+
+
 async def test_at_the_models_context(start_core, plain):
-    """Siblings may lie behind the last position, as far as the cache has room."""
+    """Siblings may lie behind the last position, as far as the last block has room."""
     prompt = make_prompt(5)
     async with start_core() as core:
         context = core._engine.info.max_model_len
         text = plain(prompt, context - len(prompt))
         session = await core.open(make_spec(prompt, None))
         assert await decode_with_trees(session, text, seed=1) == text
-        await session.close()
-    blocks = -(-context // 16)
-    async with start_core(kv_blocks=blocks) as core:  # no room for any sibling beyond the context
-        session = await core.open(make_spec(prompt, None))
-        assert await decode_with_trees(session, text, seed=2) == text
         await session.close()
 
 
