@@ -30,7 +30,7 @@ from specdec.sampling.params import SamplingParams
 from specdec.sampling.state import SamplingState
 from specdec.sessions import HiddenStates, ModelInfo, Rule, SessionSpec
 from specdec.settings import DraftSettings
-from specdec.tree_shape import MAX_FED, TreeShape
+from specdec.tree_shape import TreeShape
 
 #: A batch is drafted on the event loop if it should take no longer than this: the two hand-overs to another thread and
 #: back take a tenth of a millisecond.
@@ -126,7 +126,7 @@ class ModelDrafter:
         self._park_ttl_s = settings.scheduler.park_ttl_s
         tree = settings.speculative.tree
         #: Entries that trees need beyond those of the tokens before them.
-        self._num_fed = 0 if tree is None else MAX_FED if tree.nodes else tree.top_k * (tree.depth - 1)
+        self._num_fed = 0 if tree is None else tree.num_fed
         self.info: ModelInfo = replace(
             engine.info,
             method="draft_model",

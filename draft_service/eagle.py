@@ -30,7 +30,7 @@ from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.state import SamplingState
 from specdec.sessions import HiddenStates, Rule, SessionSpec
 from specdec.settings import DraftSettings
-from specdec.tree_shape import MAX_FED, TreeShape
+from specdec.tree_shape import TreeShape
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +95,7 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
         self._park_ttl_s = settings.scheduler.park_ttl_s
         tree = settings.speculative.tree
         #: Entries that trees need beyond those of the tokens before them.
-        self._num_fed = 0 if tree is None else MAX_FED if tree.nodes else tree.top_k * (tree.depth - 1)
+        self._num_fed = 0 if tree is None else tree.num_fed
         head = paged.head
         width = head.config.target_hidden_size if isinstance(head, Eagle3Head) else head.config.layer.hidden_size
         self._state_width = len(head.hidden_state_layers) * width

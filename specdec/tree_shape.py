@@ -40,14 +40,14 @@ class TreeShape:
             return cls._read(static, num_tokens)
         if top_k == 1:
             return None
-        depth = depth or min(max(2, min(num_tokens // 2, 6)), 1 + MAX_FED // top_k)
-        if top_k * (depth - 1) > MAX_FED:
+        shape = cls(top_k, depth or min(max(2, min(num_tokens // 2, 6)), 1 + MAX_FED // top_k))
+        if shape.num_fed > MAX_FED:
             raise InvalidRequest(
-                f"tree_top_k is {top_k} and tree_depth {depth}: {top_k * (depth - 1)} tokens would be fed to draft one"
+                f"tree_top_k is {top_k} and tree_depth {shape.depth}: {shape.num_fed} tokens would be fed to draft one"
                 f" tree; at most {MAX_FED} can be",
                 param="tree_depth",
             )
-        return cls(top_k, depth)
+        return shape
 
     @classmethod
     def _read(cls, text: str, num_tokens: int) -> TreeShape | None:
@@ -68,6 +68,13 @@ class TreeShape:
             )
         shape = cls(1 + max(rank for node in nodes for rank in node), max(map(len, nodes)), tuple(nodes))
         return None if shape.top_k == 1 else shape
+
+    @property
+    def num_fed(self) -> int:
+        """Tokens fed to draft it at most, those drafted on after; each takes an entry of a cache meanwhile."""
+        if self.nodes:
+            return len({node[:-1] for node in self.nodes if len(node) > 1})
+        return self.top_k * (self.depth - 1)
 
     def cut(self, depth: int) -> TreeShape:
         """The first ``depth`` levels, at least one."""

@@ -74,6 +74,7 @@ def test_the_tree_is_eagle_2s(shape: TreeShape) -> None:
             assert set(paths_of(token_ids, parents)) == eagle_2(language, shape, num_tokens)
             assert len(set(paths_of(token_ids, parents))) == len(token_ids)
             assert max(trees.depths(parents)) < shape.depth
+            assert len(build(language, shape, num_tokens).fed[0]) <= shape.num_fed
 
 
 def test_its_first_tokens_are_the_best_tree_of_so_many() -> None:
@@ -96,6 +97,7 @@ def test_a_static_tree_takes_the_ranks_it_names() -> None:
     token_ids, parents = tree.finish()
     assert paths_of(token_ids, parents) == expected
     assert [len(path) for path in paths_of(*tree.fed)] == [1, 1, 2]  # only those with children are ever fed
+    assert shape.num_fed == 3
     assert len(build(language, shape, 4).finish()[0]) == 4
 
 
