@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Final, Self
 
 import numpy as np
-import torch
 
 from draft_service.drafter import MAX_ROWS_NOW, Draft, DraftJob
 from draft_service.lines import Line, Lines
@@ -183,23 +182,12 @@ class ModelDrafter:
         self, state: ModelState, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
     ) -> None:
         """Keep the entries that agree with the new committed tokens; O(1) besides comparing ``token_ids``."""
-        sampling, lines = state.sampling, state.lines
-        if keep == len(sampling):
-            if lines is not None:
-                lines.commit(keep, token_ids)
-            with torch.inference_mode():  # the counts were made in it
-                sampling.commit(token_ids)
-        else:  # Committed tokens were taken back: rare, and the counts of the penalties start anew.
-            if lines is not None:
-                lines.cut(keep)
-            state.sampling = SamplingState(
-                sampling.params,
-                [*sampling.token_ids[:keep], *token_ids],
-                sampling.prompt_len,
-                sampling.vocab_size,
-                tokenizer_size=sampling.num_tokens,
-                device=sampling.device,
-            )
+        lines = state.lines
+        if lines is not None and keep == len(state.sampling):
+            lines.commit(keep, token_ids)
+        elif lines is not None:  # committed tokens are taken back
+            lines.cut(keep)
+        state.sampling = state.sampling.committed(keep, token_ids)
 
     def room(self, state: ModelState) -> int:
         """Drafting k tokens needs len + k - 1 entries."""

@@ -17,7 +17,7 @@ from typing import Self
 
 from draft_service.drafter import DraftJob
 from draft_service.features import Features
-from draft_service.head_drafter import HeadDrafter, LoadedHead, committed, load_head, tensor_of
+from draft_service.head_drafter import HeadDrafter, LoadedHead, load_head, tensor_of
 from draft_service.tree_drafting import DraftedTree, TreeJob, draft_trees
 from specdec.engine.chains import ChainJob, StopFlags
 from specdec.engine.device_thread import DeviceThread
@@ -147,7 +147,7 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
             if state.sequence is not None and state.features.num_entries < state.sequence.length:
                 self._pool.rollback(state.sequence, state.features.num_entries)
                 state.newest = None
-        state.sampling = committed(state.sampling, keep, token_ids)
+        state.sampling = state.sampling.committed(keep, token_ids)
         if state.sequence is not None:
             state.features.add(hidden_states)
 

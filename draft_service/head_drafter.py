@@ -305,22 +305,6 @@ class HeadDrafter(ABC, Generic[S, W]):
             raise
 
 
-def committed(sampling: SamplingState, keep: int, token_ids: Sequence[int]) -> SamplingState:
-    """The sampling state after ``token_ids`` have replaced what followed the first ``keep`` tokens."""
-    if keep == len(sampling):
-        with torch.inference_mode():  # the counts were made in it
-            sampling.commit(token_ids)
-        return sampling
-    return SamplingState(  # tokens were taken back: rare, and the counts of the penalties start anew
-        sampling.params,
-        [*sampling.token_ids[:keep], *token_ids],
-        sampling.prompt_len,
-        sampling.vocab_size,
-        tokenizer_size=sampling.num_tokens,
-        device=sampling.device,
-    )
-
-
 def tensor_of(states: Sequence[HiddenStates]) -> torch.Tensor:
     """[positions, features] on the CPU, bfloat16 where they came so, else float32."""
     parts = [

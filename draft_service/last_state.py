@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draft_service.drafter import DraftJob
-from draft_service.head_drafter import HeadDrafter, LoadedHead, committed, load_head, tensor_of
+from draft_service.head_drafter import HeadDrafter, LoadedHead, load_head, tensor_of
 from draft_service.tree_drafting import DraftedTree, Passes, TreeJob, draft_trees
 from specdec.engine.chains import Drawing, Feed, StopFlags, draw_chains
 from specdec.engine.device_thread import DeviceThread
@@ -122,7 +122,7 @@ class LastStateDrafter(HeadDrafter[LastState, _Work]):
     ) -> None:
         """Remember the newest state."""
         self._check_states(hidden_states)
-        state.sampling = committed(state.sampling, keep, token_ids)
+        state.sampling = state.sampling.committed(keep, token_ids)
         position = len(state.sampling) - 2
         for states in hidden_states:
             wanted = states.rows(position, position + 1)

@@ -67,8 +67,23 @@ class SamplingState:
         new = list(token_ids)
         self.token_ids += new
         if "output_counts" in self.__dict__:
-            ids = send([t for t in new if t < self.num_tokens], self.device, torch.int64)
-            self.output_counts.index_add_(0, ids, torch.ones(ids.shape, device=self.device))
+            with torch.inference_mode():  # the counts may have been made in it
+                ids = send([t for t in new if t < self.num_tokens], self.device, torch.int64)
+                self.output_counts.index_add_(0, ids, torch.ones(ids.shape, device=self.device))
+
+    def committed(self, keep: int, token_ids: Sequence[int]) -> SamplingState:
+        """The state with ``token_ids`` after the first ``keep`` tokens: this one, unless that takes tokens back."""
+        if keep == len(self):
+            self.commit(token_ids)
+            return self
+        return SamplingState(  # rare: the counts of the penalties start anew
+            self.params,
+            [*self.token_ids[:keep], *token_ids],
+            self.prompt_len,
+            self.vocab_size,
+            tokenizer_size=self.num_tokens,
+            device=self.device,
+        )
 
     def stream_key(self, stream: Stream) -> int:
         """The part of a stream's keys that is the same at all positions: unsigned 64-bit."""

@@ -120,6 +120,18 @@ def test_prefix_equals_commit(kind: dict[str, Any], chain: list[int]) -> None:
         assert torch.equal(edited(logits, rows), wanted)
 
 
+@pytest.mark.parametrize("keep", [len(PROMPT + OUTPUT), len(PROMPT) + 1, 2])
+def test_tokens_after_the_first_ones_replace_what_followed(keep: int) -> None:
+    state, logits = state_of(presence_penalty=1.0, repetition_penalty=1.2), logits_of(1)
+    with torch.inference_mode():
+        edited(logits, Rows.after([state]))  # makes the counts
+    after = state.committed(keep, [9, 7])
+    assert (after is state) == (keep == len(PROMPT + OUTPUT))
+    fresh = state_of([*(PROMPT + OUTPUT)[:keep], 9, 7], presence_penalty=1.0, repetition_penalty=1.2)
+    assert after.token_ids == fresh.token_ids
+    assert torch.equal(edited(logits, Rows.after([after])), edited(logits, Rows.after([fresh])))
+
+
 def test_penalties_frozen_at_the_start_of_the_round_are_caught() -> None:
     """The planted twin of trap 6: rows without their prefix differ from sequential decoding."""
     state = state_of(presence_penalty=1.0)
