@@ -337,15 +337,16 @@ class Decoding:
 
     def _received(self, verdict: Verdict) -> Verdict:
         now_ns = time.perf_counter_ns()
-        verified = None if self._round is None else self._round.cut(verdict.num_draft_tokens)
-        depth = verified.depth if verified is not None and verified.parents else None
+        proposal, self._round = self._round, None
+        depth = None
+        if proposal is not None and proposal.parents and verdict.num_draft_tokens:
+            depth = proposal.cut(verdict.num_draft_tokens).depth
         self.metrics.record(self._checked(verdict), now_ns - self._asked_ns, depth)
         in_round = verdict.num_draft_tokens > 0
         if in_round and self._round_ended_ns:
             lookahead, sessions = self._decoder.lookahead, self._decoder.open_sessions
             lookahead.record(now_ns - self._round_ended_ns, sessions, self._turns[0])
         self._round_ended_ns = now_ns if in_round else 0
-        proposal, self._round = self._round, None
         if proposal is None:
             self._pace.record(verdict, 0, 0, now_ns)
         else:

@@ -140,7 +140,7 @@ class Session:
             InvalidRequest: the proposal cannot be verified, or too many are waiting.
         """
         self._check(proposal)
-        if is_chain(proposal.parents):
+        if proposal.parents and is_chain(proposal.parents):
             proposal = replace(proposal, parents=())
         if proposal.epoch != self.spec.epoch or proposal.base_len > self.committed_len:
             self._host.count_stale()
