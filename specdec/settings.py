@@ -303,6 +303,7 @@ class DraftSettings:
     model: ModelSettings | None = None
     #: Folder of the target's checkpoint, for heads, which use some of its tensors.
     target_model: str | None = None
+    scheduler: SchedulerSettings = SchedulerSettings()
 
     def __post_init__(self) -> None:
         _require(
@@ -311,8 +312,6 @@ class DraftSettings:
             f"a head ({', '.join(self.speculative.methods)}) uses tensors of the target: give target_model, the folder"
             " of the target's checkpoint",
         )
-
-    scheduler: SchedulerSettings = SchedulerSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
