@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
-import numpy as np
-
 from draft_service.drafter import MAX_ROWS_NOW, Draft, DraftJob
 from draft_service.lines import Line, Lines
+from draft_service.mixed_drafting import draft_mixed
 from draft_service.tree_drafting import DraftedTree, TreeJob, draft_trees
 from specdec.engine.chains import ChainJob, StopFlags, draft_chains
 from specdec.engine.device_thread import DeviceThread
@@ -29,7 +28,6 @@ from specdec.sampling.params import SamplingParams
 from specdec.sampling.state import SamplingState
 from specdec.sessions import HiddenStates, ModelInfo, Rule, SessionSpec
 from specdec.settings import DraftSettings
-from specdec.tree_shape import TreeShape
 
 #: A batch is drafted on the event loop if it should take no longer than this: the two hand-overs to another thread and
 #: back take a tenth of a millisecond.
@@ -93,10 +91,11 @@ class _Feed:
             num_candidates=num_guesses,
         )
 
-    def tree(self, shape: TreeShape) -> TreeJob:
+    def tree(self) -> TreeJob:
         """A tree after the committed tokens."""
-        state = self.job.state
-        return TreeJob(self.line.sequence, self.token_ids, shape, self.job.num_tokens, state.sampling, state.rule)
+        job, state = self.job, self.job.state
+        assert job.tree is not None
+        return TreeJob(self.line.sequence, self.token_ids, job.tree, job.num_tokens, state.sampling, state.rule)
 
     def finish(self, chain: DraftedChain | DraftedTree) -> Draft:
         """The line holds what was drafted now; of a tree it holds nothing."""
@@ -198,7 +197,7 @@ class ModelDrafter:
         feeds = [self._prepare(job) for job in batch]
         running = [feed for feed in feeds if feed is not None]
         with _undoing(running):
-            chains = iter(await self._thread.run(self._compute, running, _stop_flags(running)) if running else ())
+            chains = iter(await self._thread.run(self._compute, running) if running else ())
         return [Draft() if feed is None else feed.finish(next(chains)) for feed in feeds]
 
     def draft_now(self, batch: Sequence[Job]) -> list[Draft] | None:
@@ -207,17 +206,16 @@ class ModelDrafter:
         Only for native passes, which belong to no thread, and for batches whose like was short before.
         """
         num_rows = sum(job.num_rows for job in batch)
-        num_steps = max(job.tree.depth if job.tree else job.num_tokens for job in batch)
         if not (
             self._engine.path == "native decoder"
             and num_rows <= MAX_ROWS_NOW
             and all(job.num_tokens and not job.assumed for job in batch)
-            and 0 < self._step_ns * num_steps < MAX_NS_NOW
+            and 0 < self._step_ns * max(job.num_steps for job in batch) < MAX_NS_NOW
         ):
             return None
         feeds = [feed for job in batch if (feed := self._prepare(job)) is not None]  # all: nothing is assumed
         with _undoing(feeds):
-            chains = self._compute(feeds, _stop_flags(feeds))
+            chains = self._compute(feeds)
         return [feed.finish(chain) for feed, chain in zip(feeds, chains, strict=True)]
 
     def drop_ahead(self, state: ModelState) -> None:
@@ -280,25 +278,20 @@ class ModelDrafter:
         missing = [*committed[start:], *job.assumed[max(0, start - len(committed)) :]]
         return _Feed(job, lines, line, start, missing)
 
-    def _compute(self, feeds: Sequence[_Feed], stop: StopFlags) -> list[DraftedChain | DraftedTree]:
+    def _compute(self, feeds: Sequence[_Feed]) -> list[DraftedChain | DraftedTree]:
         """Feed and draft: all trees, then all chains."""
-        trees = {i: feed.tree(feed.job.tree) for i, feed in enumerate(feeds) if feed.job.tree and feed.job.num_tokens}
-        if not trees:
-            return [*self._compute_chains(feeds, stop)]
         started_ns = time.perf_counter_ns()
-        jobs = list(trees.values())
-        drafted: dict[int, DraftedChain | DraftedTree] = dict(
-            zip(trees, draft_trees(self._engine, jobs, lambda: [bool(stop[i]) for i in trees]), strict=True)
+        jobs = [feed.job for feed in feeds]
+        drafted = draft_mixed(
+            jobs,
+            lambda places, stop: draft_trees(self._engine, [feeds[i].tree() for i in places], stop.tolist),
+            lambda places, stop: self._compute_chains([feeds[i] for i in places], stop),
         )
-        if len(jobs) == len(feeds):
-            self._step_ns = (time.perf_counter_ns() - started_ns) / max(job.shape.depth for job in jobs)
-        else:
-            rest = [i for i in range(len(feeds)) if i not in trees]
-            drafted.update(zip(rest, self._compute_chains([feeds[i] for i in rest], stop[rest]), strict=True))
-        return [drafted[i] for i in range(len(feeds))]
+        if all(job.num_tokens for job in jobs):
+            self._step_ns = (time.perf_counter_ns() - started_ns) / max(job.num_steps for job in jobs)
+        return drafted
 
     def _compute_chains(self, feeds: Sequence[_Feed], stop: StopFlags) -> list[DraftedChain]:
-        started_ns = time.perf_counter_ns()
         guessing = [feed for feed in feeds if feed.job.assumes_next and not feed.draws_what_it_assumes]
         if guessing:  # what is drawn is not what is assumed: one step first, to see the guesses
             jobs = [feed.chain(feed.token_ids, 1, max(1, feed.job.num_guesses)) for feed in guessing]
@@ -314,17 +307,7 @@ class ModelDrafter:
         for i, feed in enumerate(feeds):
             if draws[i]:
                 feed.next_guesses, chains[i] = _without_first(chains[i])
-        if all(job.num_tokens for job in jobs):
-            self._step_ns = (time.perf_counter_ns() - started_ns) / max(job.num_tokens for job in jobs)
         return chains
-
-
-def _stop_flags(feeds: Sequence[_Feed]) -> StopFlags:
-    """An entry per feed, raised where its job is asked to stop."""
-    stop = np.zeros(len(feeds), dtype=np.int32)
-    for at, feed in enumerate(feeds):
-        feed.job.stop.bind(stop, at)
-    return stop
 
 
 @contextmanager

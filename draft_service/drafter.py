@@ -93,6 +93,14 @@ class DraftJob(Generic[S]):
     #: chains. Nothing is assumed then, and no guesses are wanted.
     tree: TreeShape | None = None
 
+    @property
+    def num_steps(self) -> int:
+        """Passes that draft it, one after the other: levels of the tree, or tokens, one that is assumed first included.
+
+        The first takes in what is pending.
+        """
+        return self.tree.depth if self.tree else self.num_tokens + self.assumes_next
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:

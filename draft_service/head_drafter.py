@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from draft_service.draft_model import MAX_NS_NOW
 from draft_service.drafter import MAX_ROWS_NOW, Draft, DraftJob
+from draft_service.mixed_drafting import draft_mixed
 from draft_service.tree_drafting import DraftedTree
 from specdec import __version__
 from specdec.engine import checkpoint, support
@@ -58,6 +58,8 @@ class HeadState(Protocol):
 S = TypeVar("S", bound=HeadState)
 #: One job's part of a batch, prepared on the event loop.
 W = TypeVar("W")
+#: By its place in the batch each job for which there is something to do, and its part.
+Works = dict[int, tuple[DraftJob[S], W]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,29 +180,24 @@ class HeadDrafter(ABC, Generic[S, W]):
 
     async def draft(self, batch: Sequence[DraftJob[S]]) -> list[Draft]:
         """One call on the device thread: a pass that takes in what is pending, then a step per drafted token."""
-        works = [self._prepare(job) for job in batch]
-        jobs = [job for job, work in zip(batch, works, strict=True) if work is not None]
-        running = [work for work in works if work is not None]
-        with self._undoing(running):
-            chains = await self._thread.run(self._timed, jobs, running) if running else ()
-        return self._drafts(works, chains)
+        works = self._works(batch)
+        with self._undoing(works):
+            drafted = await self._thread.run(self._timed, works) if works else ()
+        return self._drafts(batch, works, drafted)
 
     def draft_now(self, batch: Sequence[DraftJob[S]]) -> list[Draft] | None:
         """On the calling thread, while the device's own is idle: on a CPU, where the like of it was short before."""
-        num_steps = max(job.tree.depth if job.tree else job.num_tokens for job in batch)
         if not (
             self._device.type == "cpu"
             and sum(job.num_rows for job in batch) <= MAX_ROWS_NOW
             and all(job.num_tokens for job in batch)
-            and 0 < self._step_ns * num_steps < MAX_NS_NOW
+            and 0 < self._step_ns * max(job.num_steps for job in batch) < MAX_NS_NOW
         ):
             return None
-        works = [self._prepare(job) for job in batch]
-        jobs = [job for job, work in zip(batch, works, strict=True) if work is not None]
-        running = [work for work in works if work is not None]
-        with self._undoing(running):
-            chains = self._timed(jobs, running) if running else ()
-        return self._drafts(works, chains)
+        works = self._works(batch)
+        with self._undoing(works):
+            drafted = self._timed(works) if works else ()
+        return self._drafts(batch, works, drafted)
 
     def drop_ahead(self, state: S) -> None:
         """Nothing is drafted ahead: that would need states the target has not computed yet."""
@@ -259,48 +256,43 @@ class HeadDrafter(ABC, Generic[S, W]):
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _timed(self, jobs: Sequence[DraftJob[S]], works: Sequence[W]) -> Sequence[DraftedChain | DraftedTree]:
-        stop = np.zeros(len(jobs), dtype=np.int32)
-        for at, job in enumerate(jobs):
-            job.stop.bind(stop, at)
-        trees = [i for i, job in enumerate(jobs) if job.tree is not None and job.num_tokens]
-        chains = [i for i in range(len(jobs)) if i not in trees]
-        drafted: dict[int, DraftedChain | DraftedTree] = {}
-        started_ns = time.perf_counter_ns()
-        if trees:
-            with torch.inference_mode():
-                some = self._compute_trees([works[i] for i in trees], lambda: [bool(stop[i]) for i in trees])
-                drafted.update(zip(trees, some, strict=True))
-        if chains:
-            flags = stop if not trees else stop[chains]
-            drafted.update(zip(chains, self._compute([works[i] for i in chains], flags), strict=True))
-        if all(job.num_tokens for job in jobs):
-            num_steps = max(job.tree.depth if job.tree else job.num_tokens for job in jobs)
-            self._step_ns = (time.perf_counter_ns() - started_ns) / num_steps
-        return [drafted[i] for i in range(len(jobs))]
+    def _works(self, batch: Sequence[DraftJob[S]]) -> Works[S, W]:
+        """The jobs for which there is something to do."""
+        works = ((job, self._prepare(job)) for job in batch)
+        return {place: (job, work) for place, (job, work) in enumerate(works) if work is not None}
 
-    def _drafts(self, works: Sequence[W | None], drafted: Sequence[DraftedChain | DraftedTree]) -> list[Draft]:
-        left = iter(drafted)
-        drafts = []
-        for work in works:
-            if work is None:
-                drafts.append(Draft())
-                continue
+    def _timed(self, works: Works[S, W]) -> Sequence[DraftedChain | DraftedTree]:
+        jobs, parts = [job for job, _ in works.values()], [work for _, work in works.values()]
+
+        def draft_trees(places: Sequence[int], stop: StopFlags) -> Sequence[DraftedTree]:
+            with torch.inference_mode():
+                return self._compute_trees([parts[i] for i in places], stop.tolist)
+
+        started_ns = time.perf_counter_ns()
+        drafted = draft_mixed(jobs, draft_trees, lambda places, stop: self._compute([parts[i] for i in places], stop))
+        if all(job.num_tokens for job in jobs):
+            self._step_ns = (time.perf_counter_ns() - started_ns) / max(job.num_steps for job in jobs)
+        return drafted
+
+    def _drafts(
+        self, batch: Sequence[DraftJob[S]], works: Works[S, W], drafted: Sequence[DraftedChain | DraftedTree]
+    ) -> list[Draft]:
+        drafts = [Draft()] * len(batch)
+        for (place, (_, work)), one in zip(works.items(), drafted, strict=True):
             self._finish(work)
-            one = next(left)
             if isinstance(one, DraftedTree):
-                drafts.append(Draft(one.token_ids, parents=one.parents))
+                drafts[place] = Draft(one.token_ids, parents=one.parents)
             else:
-                drafts.append(Draft(one.token_ids, one.q_rows, one.candidates))
+                drafts[place] = Draft(one.token_ids, one.q_rows, one.candidates)
         return drafts
 
     @contextmanager
-    def _undoing(self, works: Sequence[W]) -> Iterator[None]:
+    def _undoing(self, works: Works[S, W]) -> Iterator[None]:
         """Put the states back as they were if what is done with them fails."""
         try:
             yield
         except BaseException:
-            for work in works:
+            for _, work in works.values():
                 self._undo(work)
             raise
 
