@@ -14,11 +14,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Final
 
+from gateway.decoder import Decoder
 from gateway.drafting import Drafting, close_session
-from gateway.lane import Lane
-from gateway.lookahead import Lookahead
-from gateway.pacing import AdaptivePace, FixedPace, Pace
-from gateway.routing import Replica, Router
+from gateway.pacing import FixedPace, Pace
+from gateway.routing import Replica
 from gateway.speculation import SpeculationMetrics
 from specdec.branches import Branches, Path
 from specdec.errors import (
@@ -75,60 +74,11 @@ class DecodingRequest:
     deadline: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodingSettings:
-    """What is the same for every request."""
-
-    draft_timeout_s: float = 1.0
-    max_target_retries: int = 3
-    #: Proposals the draft may send ahead of each verdict; 0 drafts and verifies in turns, None is what is faster.
-    num_ahead_proposals: int | None = 0
-    #: Those that are at least this likely to be needed go to the target before the verdict is known.
-    min_offer_likelihood: float = 0.3
-    #: No drafting while more sequences than this are open; None always drafts.
-    disable_by_batch_size: int | None = None
-    #: Every round asks for all the drafted tokens it may; otherwise for as many as pay off.
-    fixed_draft_length: bool = False
-
-
-class Decoder:
-    """Starts decoding loops and counts the open ones."""
-
-    def __init__(self, router: Router, settings: DecodingSettings | None = None) -> None:
-        self.router = router
-        self.settings = settings or DecodingSettings()
-        self.lookahead = Lookahead(self.settings.num_ahead_proposals)
-        self.open_sessions = 0
-        self._lanes: dict[Replica[TargetBackend], Lane] = {}
-        #: Closings that outlive their caller (a cancelled one); kept so that they are not collected.
-        self.closings: set[asyncio.Task[None]] = set()
-
-    @property
-    def crowded(self) -> bool:
-        """Whether so many sequences are open that drafting would slow them down."""
-        limit = self.settings.disable_by_batch_size
-        return limit is not None and self.open_sessions > limit
-
-    def pace(self, replica: Replica[TargetBackend], limit: int) -> Pace:
-        """What decides the number of drafted tokens of one session on a target, ``limit`` at most."""
-        if self.settings.fixed_draft_length:
-            return FixedPace(limit)
-        return AdaptivePace(self._lanes.setdefault(replica, Lane()), limit)
-
-    @property
-    def lanes(self) -> dict[str, Lane]:
-        """What was learned of each target, by its name."""
-        return {replica.name: lane for replica, lane in self._lanes.items()}
-
-    def start(self, request: DecodingRequest) -> Decoding:
-        """A loop for the request; nothing happens until its verdicts are asked for."""
-        return Decoding(self, request)
-
-
 class Decoding:
     """One sequence on its way. Iterate :meth:`verdicts` within ``contextlib.aclosing``."""
 
     def __init__(self, decoder: Decoder, request: DecodingRequest) -> None:
+        """Nothing happens until the verdicts are asked for."""
         self.request = request
         self.metrics = SpeculationMetrics()
         #: What the first target found on opening; None before the first verdict.

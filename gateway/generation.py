@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from gateway.chat import ChatTemplate, read_template
-from gateway.decoding import Decoder, DecodingRequest, DecodingSettings
+from gateway.decoder import Decoder, DecodingSettings
+from gateway.decoding import Decoding, DecodingRequest
 from gateway.merging import merge
 from gateway.metrics import GatewayMetrics
 from gateway.preparation import Preparation
@@ -192,7 +193,7 @@ class Generation:
     async def _sample(
         self, request: GenerationRequest, request_id: str, index: int, sample: DecodingRequest, *, started: float
     ) -> AsyncGenerator[GenerationChunk, None]:
-        decoding = self.decoder.start(sample)
+        decoding = Decoding(self.decoder, sample)
         assembler = SampleAssembler(request_id, index, request.params, decoding, self.tokenizer)
         outcome, last = "cancelled", 0.0
         self.metrics.running.inc()

@@ -14,7 +14,8 @@ from draft_service.core import DraftCore
 from draft_service.servicer import DraftServicer
 from gateway.backends.draft import GrpcDraft
 from gateway.backends.target import GrpcTarget
-from gateway.decoding import Decoder, DecodingRequest, DecodingSettings
+from gateway.decoder import Decoder, DecodingSettings
+from gateway.decoding import Decoding, DecodingRequest
 from gateway.pacing import FixedPace
 from gateway.routing import Replica, Router
 from specdec import state_buffer
@@ -183,7 +184,7 @@ async def service(model_settings, reader, transport):
 
 async def decode(decoder, prompt, count, **changes):
     params = SamplingParams(temperature=0.0, max_tokens=count, seed=1, **changes.pop("params", {}))
-    decoding = decoder.start(DecodingRequest(prompt=prompt, params=params, num_speculative_tokens=4, **changes))
+    decoding = Decoding(decoder, DecodingRequest(prompt=prompt, params=params, num_speculative_tokens=4, **changes))
     out = []
     async with aclosing(decoding.verdicts()) as verdicts:
         async for verdict in verdicts:

@@ -5,7 +5,8 @@ import contextlib
 
 import pytest
 
-from gateway.decoding import Decoder, DecodingRequest, DecodingSettings
+from gateway.decoder import Decoder, DecodingSettings
+from gateway.decoding import Decoding, DecodingRequest
 from gateway.pacing import FixedPace
 from gateway.routing import Replica, Router
 from specdec.errors import DeadlineExceeded, InvalidRequest, Overloaded, StaleSession, Unavailable
@@ -37,7 +38,7 @@ def request_of(k=4, **changes):
 
 async def run(decoder, request):
     """All verdicts of a request, as (token ids, decoding)."""
-    run = decoder.start(request)
+    run = Decoding(decoder, request)
     out, reason = [], None
     async with contextlib.aclosing(run.verdicts()) as verdicts:
         async for verdict in verdicts:
@@ -173,7 +174,7 @@ async def test_slow_draft_is_left_behind_and_comes_back():
     target, draft = FakeTarget(latency_s=0.002), FakeDraft(quality=1.0)
     decoder = decoder_of([target], [draft], draft_timeout_s=0.02)
     request = request_of(4, max_tokens=120)
-    out, run_ = [], decoder.start(request)
+    out, run_ = [], Decoding(decoder, request)
     async with contextlib.aclosing(run_.verdicts()) as verdicts:
         async for verdict in verdicts:
             out += verdict.token_ids
@@ -202,7 +203,7 @@ async def test_draft_moves_to_another_replica():
     drafts = [FakeDraft(quality=1.0), FakeDraft(quality=1.0)]
     target = FakeTarget(latency_s=0.0005)
     decoder = decoder_of([target], drafts)
-    run_ = decoder.start(request_of(2, max_tokens=80))
+    run_ = Decoding(decoder, request_of(2, max_tokens=80))
     out = []
     async with contextlib.aclosing(run_.verdicts()) as verdicts:
         async for verdict in verdicts:
@@ -233,7 +234,7 @@ async def test_crowd_stops_drafting_until_it_is_gone():
     target, draft = FakeTarget(latency_s=0.001), FakeDraft(quality=1.0)
     decoder = decoder_of([target], [draft], disable_by_batch_size=2)
     request = request_of(4, max_tokens=100)
-    first = decoder.start(request)
+    first = Decoding(decoder, request)
     out = []
     async with contextlib.aclosing(first.verdicts()) as verdicts:
         async for verdict in verdicts:
@@ -335,7 +336,7 @@ async def test_stop_tokens_end_the_loop():
     expected = reference(PROMPT, params(stop_token_ids=()))
     stop = params(stop_token_ids=(expected[9],))
     decoder = decoder_of([FakeTarget()], [FakeDraft(quality=1.0)])
-    run_ = decoder.start(DecodingRequest(prompt=PROMPT, params=stop, num_speculative_tokens=4))
+    run_ = Decoding(decoder, DecodingRequest(prompt=PROMPT, params=stop, num_speculative_tokens=4))
     out = []
     async with contextlib.aclosing(run_.verdicts()) as verdicts:
         async for verdict in verdicts:
@@ -383,7 +384,7 @@ async def test_a_consumer_that_stops_early_closes_everything():
     target, draft = FakeTarget(), FakeDraft()
     decoder = decoder_of([target], [draft])
     for stop_after in range(8):
-        async with contextlib.aclosing(decoder.start(request_of(4)).verdicts()) as verdicts:
+        async with contextlib.aclosing(Decoding(decoder, request_of(4)).verdicts()) as verdicts:
             for _ in range(stop_after):
                 await anext(verdicts)
         assert_all_closed(target, draft)

@@ -11,7 +11,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from draft_service.servicer import DraftServicer
 from gateway.app import Gateway
 from gateway.backends.fleet import Fleet
-from gateway.decoding import Decoder, DecodingRequest, DecodingSettings
+from gateway.decoder import Decoder, DecodingSettings
+from gateway.decoding import Decoding, DecodingRequest
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.rpc.channel import open_channel
 from specdec.rpc.server import RpcServer
@@ -207,7 +208,7 @@ async def fleet_of(targets, drafts=()):
 
 async def run(decoder, k=4, **changes):
     request = DecodingRequest(prompt=(5, 6, 7), params=params(**changes), num_speculative_tokens=k)
-    out, decoding = [], decoder.start(request)
+    out, decoding = [], Decoding(decoder, request)
     async with contextlib.aclosing(decoding.verdicts()) as verdicts:
         async for verdict in verdicts:
             out += verdict.token_ids

@@ -5,7 +5,8 @@ import contextlib
 
 import pytest
 
-from gateway.decoding import Decoder
+from gateway.decoder import Decoder
+from gateway.decoding import Decoding
 from gateway.routing import StateWish
 from specdec import state_buffer
 from specdec.errors import InvalidRequest, Unavailable
@@ -74,7 +75,7 @@ async def test_nothing_is_asked_for_where_nobody_reads_it(k, drafts):
 async def test_a_draft_that_was_lost_gets_what_came_since():
     drafts = [reader(quality=1.0), reader(quality=1.0)]
     target = FakeTarget(latency_s=0.0005)
-    run_ = decoder_of([target], drafts).start(request_of(2, max_tokens=80))
+    run_ = Decoding(decoder_of([target], drafts), request_of(2, max_tokens=80))
     out = []
     async with contextlib.aclosing(run_.verdicts()) as verdicts:
         async for verdict in verdicts:
@@ -93,7 +94,7 @@ async def test_a_draft_that_was_lost_gets_what_came_since():
 async def test_a_target_that_was_lost_sends_the_prompts_states_again():
     targets = [FakeTarget(latency_s=0.0005), FakeTarget(latency_s=0.0005)]
     draft = reader(quality=0.8)
-    run_ = decoder_of(targets, [draft]).start(request_of(3, max_tokens=80))
+    run_ = Decoding(decoder_of(targets, [draft]), request_of(3, max_tokens=80))
     out = []
     async with contextlib.aclosing(run_.verdicts()) as verdicts:
         async for verdict in verdicts:
@@ -135,7 +136,7 @@ async def test_another_drafts_states_are_not_passed_on():
     drafts = [reader(quality=1.0), reader(quality=1.0, hidden_state_layers=(1,))]
     target = FakeTarget(latency_s=0.0005)
     decoder = decoder_of([target], drafts)
-    run_ = decoder.start(request_of(2, max_tokens=60))
+    run_ = Decoding(decoder, request_of(2, max_tokens=60))
     out = []
     async with contextlib.aclosing(run_.verdicts()) as verdicts:
         async for verdict in verdicts:
