@@ -1,4 +1,7 @@
-"""What stays of a tree of rows once one of its paths is accepted: those entries, moved together."""
+"""Entries that move within KV caches: those of a tree's accepted path, and whole blocks that a fork has shared.
+
+Nothing here waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Kept:
 
 
 def keep_rows(caches: Sequence[torch.Tensor], kept: Sequence[Kept], block_size: int) -> None:
-    """Move entries of caches [num_blocks, H, block_size, D]; nothing waits for the device."""
+    """Move entries of caches [num_blocks, H, block_size, D]."""
     sources, targets = [], []
     for one in kept:
         blocks = one.sequence.blocks
@@ -40,3 +43,18 @@ def keep_rows(caches: Sequence[torch.Tensor], kept: Sequence[Kept], block_size: 
     places = send([*zip(*sources, strict=True), *zip(*targets, strict=True)], caches[0].device)  # [4, moves]
     for cache in caches:
         cache[places[2], :, places[3]] = cache[places[0], :, places[1]]
+
+
+def copy_blocks(caches: Sequence[torch.Tensor], copies: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks of caches [num_blocks, …], as if one (source, target) after the other; there is one at least."""
+    with torch.inference_mode():
+        if len(copies) == 1:
+            for cache in caches:
+                cache[copies[0][1]] = cache[copies[0][0]]
+            return
+        origins: dict[int, int] = {}  # of what each block holds in the end: a copy may be copied again
+        for source, target in copies:
+            origins[target] = origins.get(source, source)
+        sources, targets = send([list(origins.values()), list(origins)], caches[0].device).unbind()
+        for cache in caches:
+            cache.index_copy_(0, targets, cache.index_select(0, sources))

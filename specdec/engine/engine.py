@@ -16,7 +16,7 @@ from specdec.engine import acceleration, checkpoint, memory, support
 from specdec.engine.acceleration import Decoder
 from specdec.engine.attention import AttentionKernels, PagedBatch
 from specdec.engine.batch import Batch, Segment, build_batch
-from specdec.engine.compaction import Kept, keep_rows
+from specdec.engine.compaction import Kept, copy_blocks, keep_rows
 from specdec.engine.cuda.graphs import CudaCapture, GraphRunner, reserved_bytes
 from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, bind, record_layers
@@ -237,20 +237,8 @@ class Engine:
 
     def copy_blocks(self) -> None:
         """Make the copies that forked sequences wait for; due before any pass writes to the cache."""
-        if not (copies := self.pool.take_copies()):
-            return
-        caches = [cache for pair in self._caches for cache in pair]
-        with torch.inference_mode():
-            if len(copies) == 1:
-                for cache in caches:
-                    cache[copies[0][1]] = cache[copies[0][0]]
-                return
-            origins: dict[int, int] = {}  # of what each block holds in the end: a copy may be copied again
-            for source, target in copies:
-                origins[target] = origins.get(source, source)
-            sources, targets = send([list(origins.values()), list(origins)], self.device).unbind()
-            for cache in caches:
-                cache.index_copy_(0, targets, cache.index_select(0, sources))
+        if copies := self.pool.take_copies():
+            copy_blocks([cache for pair in self._caches for cache in pair], copies)
 
     def keep_rows(self, kept: Sequence[Kept]) -> None:
         """Drop all of a tree that is not on its accepted path; each sequence is ``first + len(rows)`` long afterwards.

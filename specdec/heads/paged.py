@@ -17,6 +17,7 @@ from specdec.engine import acceleration
 from specdec.engine.attention import AttentionKernels, PagedBatch, paged_attention, write_kv
 from specdec.engine.batch import Batch, Segment, build_batch
 from specdec.engine.chains import ChainJob, StopFlags, draw_chains
+from specdec.engine.compaction import copy_blocks
 from specdec.engine.engine import usable_cores
 from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import LayerShape
@@ -197,6 +198,5 @@ class PagedHead:
 
     def _copy_blocks(self) -> None:
         """Make the copies that sequences taken back from a parked one wait for."""
-        for source, target in self.pool.take_copies():
-            for cache in self._caches[0]:
-                cache[target] = cache[source]
+        if copies := self.pool.take_copies():
+            copy_blocks(self._caches[0], copies)
