@@ -21,8 +21,8 @@ from draft_service.tree_drafting import DraftedTree
 from specdec import __version__
 from specdec.engine import checkpoint, support
 from specdec.engine.chains import StopFlags
+from specdec.engine.device import resolve_device, usable_cores
 from specdec.engine.device_thread import DeviceThread
-from specdec.engine.engine import resolve_device, usable_cores
 from specdec.errors import InvalidRequest
 from specdec.heads.checkpoint import Head, read_head, shared_names
 from specdec.heads.tensors import text_config

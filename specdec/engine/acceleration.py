@@ -1,9 +1,10 @@
-"""Faster ways to run a loaded model, tried one after another; each must pass the self-check before it is used."""
+"""Ways to run a loaded model, tried one after another; each must pass the self-check before it is used."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine import linears
 from specdec.engine.attention import AttentionKernels
+from specdec.engine.cuda.graphs import GraphRunner
 from specdec.engine.layers import LayerShape
 from specdec.engine.native import attention, library
 from specdec.engine.native.decoder import NativeDecoder
@@ -39,6 +41,46 @@ class Decoder(Protocol):
         ``states``: rows [R] and layers [F], int64, and where their hidden states go, bfloat16 [R, F, hidden_size].
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """One way to run a model."""
+
+    name: str
+    decoder: Decoder | None = None
+    #: None means torch.
+    kernels: AttentionKernels | None = None
+    graphs: GraphRunner | None = None
+
+
+def paths(
+    model: PreTrainedModel,
+    caches: Caches,
+    shapes: Sequence[LayerShape],
+    num_threads: int,
+    make_graphs: Callable[[], GraphRunner],
+    *,
+    enforce_eager: bool,
+) -> Iterator[Path]:
+    """The ways to run a model on these caches, the fastest first; each is made when its turn comes.
+
+    On a CPU the model's linear layers are packed for those after the first. ``enforce_eager``: only those that run the
+    model's own modules, as they are.
+    """
+    if caches[0][0].device.type == "cpu":
+        if not enforce_eager:
+            decoder = native_decoder(model, caches, shapes, num_threads)
+            if decoder is not None:
+                yield Path("native decoder", decoder)
+            pack_linears(model, num_threads)
+        if (kernels := native_attention()) is not None:
+            yield Path("native attention", kernels=kernels)
+    elif (kernels := triton_attention()) is not None:
+        if not enforce_eager:
+            yield Path("cuda graphs", kernels=kernels, graphs=make_graphs())
+        yield Path("triton attention", kernels=kernels)
+    yield Path("torch attention")
 
 
 def native_attention() -> AttentionKernels | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -14,17 +13,18 @@ from transformers import PreTrainedModel
 import specdec
 from specdec.engine import acceleration, checkpoint, memory, support
 from specdec.engine.acceleration import Decoder
-from specdec.engine.attention import AttentionKernels, PagedBatch
+from specdec.engine.attention import PagedBatch
 from specdec.engine.batch import Batch, Segment, build_batch
 from specdec.engine.compaction import Kept, copy_blocks, keep_rows
 from specdec.engine.cuda.graphs import CudaCapture, GraphRunner, reserved_bytes
+from specdec.engine.device import resolve_device, usable_cores
 from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, bind, record_layers
 from specdec.engine.native.decoder import NativeDecoder
 from specdec.engine.native.feed import feed, takes
 from specdec.engine.self_check import Reference
 from specdec.engine.states import STATE_DTYPE, PassStates, StateRows, StateTap, check_layers
-from specdec.errors import InvalidRequest, ModelNotSupported, Unavailable
+from specdec.errors import ModelNotSupported, Unavailable
 from specdec.sampling.transfer import send
 from specdec.sessions import ModelInfo
 from specdec.settings import ModelSettings
@@ -35,17 +35,6 @@ logger = logging.getLogger(__name__)
 
 #: Rows of the pass that measures activation memory on a GPU, and of the largest warm-up pass.
 _LARGE_PASS_ROWS: Final = 512
-
-
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """One way to run the model."""
-
-    name: str
-    decoder: Decoder | None = None
-    #: None means torch.
-    kernels: AttentionKernels | None = None
-    graphs: GraphRunner | None = None
 
 
 class Engine:
@@ -345,8 +334,17 @@ class Engine:
         Raises:
             ModelNotSupported: none does.
         """
+        assert self._model is not None
         difference: str | None = None
-        for path in self._paths(settings, shapes, num_threads):
+        ways = acceleration.paths(
+            self._model,
+            self._caches,
+            shapes,
+            num_threads,
+            self._make_graphs,
+            enforce_eager=settings.enforce_eager,
+        )
+        for path in ways:
             self._decoder, self._graphs, self.path = path.decoder, path.graphs, path.name
             if self.device.type == "cpu":
                 # The native decoder brings its own threads; torch's would spin beside them for milliseconds after every
@@ -365,60 +363,17 @@ class Engine:
             f" chunks, {difference}"
         )
 
-    def _paths(self, settings: ModelSettings, shapes: Sequence[LayerShape], num_threads: int) -> Iterator[_Path]:
-        assert self._model is not None
-        if self.device.type == "cpu":
-            if not settings.enforce_eager:
-                decoder = acceleration.native_decoder(self._model, self._caches, shapes, num_threads)
-                if decoder is not None:
-                    yield _Path("native decoder", decoder)
-                acceleration.pack_linears(self._model, num_threads)
-            if (kernels := acceleration.native_attention()) is not None:
-                yield _Path("native attention", kernels=kernels)
-        elif (kernels := acceleration.triton_attention()) is not None:
-            if not settings.enforce_eager:
-                graphs = GraphRunner(
-                    self._run_modules,
-                    CudaCapture(self.device),
-                    vocab_size=self.info.vocab_size,
-                    max_model_len=self.info.max_model_len,
-                    block_size=self.pool.block_size,
-                    device=self.device,
-                    forward_with_states=self._run_with_states,
-                    hidden_size=self.hidden_size,
-                )
-                yield _Path("cuda graphs", kernels=kernels, graphs=graphs)
-            yield _Path("triton attention", kernels=kernels)
-        yield _Path("torch attention")
-
-
-def usable_cores() -> int:
-    """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of a setting's name.
-
-    Raises:
-        InvalidRequest: there is no such device.
-    """
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InvalidRequest(f"device is {name!r}: use auto, cpu or cuda:N", param="device") from error
-    if device.type == "cuda":
-        index, count = device.index or 0, torch.cuda.device_count()
-        if index >= count:
-            raise InvalidRequest(f"device is {name!r} but this machine has {count} CUDA devices", param="device")
-        return torch.device("cuda", index)
-    if device.type != "cpu":
-        raise InvalidRequest(f"device is {name!r}: use auto, cpu or cuda:N", param="device")
-    return device
+    def _make_graphs(self) -> GraphRunner:
+        return GraphRunner(
+            self._run_modules,
+            CudaCapture(self.device),
+            vocab_size=self.info.vocab_size,
+            max_model_len=self.info.max_model_len,
+            block_size=self.pool.block_size,
+            device=self.device,
+            forward_with_states=self._run_with_states,
+            hidden_size=self.hidden_size,
+        )
 
 
 def _measure_activation(

@@ -18,7 +18,7 @@ from specdec.engine.attention import AttentionKernels, PagedBatch, paged_attenti
 from specdec.engine.batch import Batch, Segment, build_batch
 from specdec.engine.chains import ChainJob, StopFlags, draw_chains
 from specdec.engine.compaction import copy_blocks
-from specdec.engine.engine import usable_cores
+from specdec.engine.device import usable_cores
 from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import LayerShape
 from specdec.engine.linears import pack_linears
