@@ -25,8 +25,7 @@ class Passes {
     }
   }
 
-  template <class Take>
-  void take(Take&& take) {
+  void take(Take& take) {
     layout_.take(take, num_rows_, num_chains_);
     ids_ = reinterpret_cast<int64_t*>(take(num_rows_ * 8));
     logit_rows_ = reinterpret_cast<int64_t*>(take(num_chains_ * 8));

@@ -82,24 +82,14 @@ class Drafting {
   // Takes all working memory; false if there is none.
   bool lay_out() {
     for (int64_t c = 0; c < num_chains_; c++) prefix_ = std::max(prefix_, chains_[c].num_assumed + out_.depth);
-    char* memory = nullptr;
-    int64_t end = 0;
-    auto take = [&](int64_t bytes) {
-      char* at = memory ? memory + end : nullptr;
-      end += round_up(bytes, 64);
-      return at;
-    };
-    for (int pass = 0; pass < 2; pass++) {
-      end = 0;
+    return take_all([&](Take& take) {
       steps_.take(take);
       active_.chains = reinterpret_cast<int64_t*>(take(num_chains_ * 8));
       active_.rows = reinterpret_cast<int64_t*>(take(num_chains_ * 8));
       prefixes_ = reinterpret_cast<int64_t*>(take(num_chains_ * prefix_ * 8));
       logits_ = reinterpret_cast<float*>(take(num_chains_ * steps_.outputs * 4));
       own_ = take(threads_ * own_bytes());
-      if (pass == 0 && !(memory = working_memory(size_t(end)))) return false;
-    }
-    return true;
+    });
   }
 
   // A thread's own: what sampling wants, then a row of logits for all of the vocabulary where there are fewer outputs.

@@ -38,20 +38,13 @@ extern "C" __attribute__((visibility("default"))) int tandem_feed(const Model* m
     has_trees |= feeds[s].parents != nullptr;
     layout.width = std::max(layout.width, layout.blocks_of(feeds[s].length + feeds[s].num_tokens));
   }
-  char* memory = nullptr;
   int64_t *logit_rows = nullptr, *state_rows = nullptr;
-  for (int pass = 0; pass < 2; pass++) {
-    int64_t end = 0;
-    auto take = [&](int64_t bytes) {
-      char* at = memory ? memory + end : nullptr;
-      end += round_up(bytes, 64);
-      return at;
-    };
+  const bool has_memory = take_all([&](Take& take) {
     layout.take(take, num_rows, num_feeds, has_trees);
     logit_rows = reinterpret_cast<int64_t*>(take(num_logits * 8));
     state_rows = reinterpret_cast<int64_t*>(take(num_states * 8));
-    if (pass == 0 && !(memory = working_memory(size_t(end)))) return -1;
-  }
+  });
+  if (!has_memory) return -1;
   int64_t row = 0, wanted = 0, kept = 0;
   for (int64_t s = 0; s < num_feeds; s++) {
     layout.place(s, feeds[s].blocks, feeds[s].length, feeds[s].num_tokens, row, feeds[s].parents);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "memory.h"
 
 namespace tandem {
 
@@ -15,9 +16,7 @@ struct Layout {
   int32_t* kv_lens;           // [sequences]
   int32_t* tables;            // [sequences, width]
 
-  // take(bytes) hands out aligned memory, or counts it and returns null.
-  template <class Take>
-  void take(Take&& take, int64_t rows, int64_t sequences, bool has_trees = false) {
+  void take(Take& take, int64_t rows, int64_t sequences, bool has_trees = false) {
     positions = reinterpret_cast<int64_t*>(take(rows * 8));
     slots = reinterpret_cast<int64_t*>(take(rows * 8));
     ancestors = has_trees ? reinterpret_cast<int64_t*>(take(rows * 8)) : nullptr;

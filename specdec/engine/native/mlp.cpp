@@ -53,8 +53,7 @@ class MlpSteps {
         threads_(threads), widest_(std::max(mlp.features, mlp.inner)), stride_(row_stride(widest_)),
         sums_stride_(row_stride(mlp.inner)) {}
 
-  template <class Take>
-  void take(Take&& take) {
+  void take(Take& take) {
     auto floats = [&](int64_t count) { return reinterpret_cast<float*>(take(count * 4)); };
     tokens_ = reinterpret_cast<int64_t*>(take(num_chains_ * 8));
     inputs_ = reinterpret_cast<Activation*>(take(num_chains_ * stride_ * int64_t(sizeof(Activation))));

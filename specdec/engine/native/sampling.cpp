@@ -1,7 +1,5 @@
 #include "sampling.h"
 
-#include <stdlib.h>
-
 #include <algorithm>
 #include <cfloat>
 
@@ -57,24 +55,6 @@ Workspace Workspace::at(char* memory, int64_t size) {
   work.ids = reinterpret_cast<int32_t*>(work.entries + size);
   work.maxima = reinterpret_cast<float*>(reinterpret_cast<char*>(work.ids) + round_up(size * 4 + 64, 64));
   return work;
-}
-
-char* working_memory(size_t bytes) {
-  struct Memory {
-    void* start = nullptr;
-    size_t size = 0;
-    ~Memory() { free(start); }
-  };
-  static thread_local Memory memory;
-  if (bytes > memory.size) {
-    free(memory.start);
-    memory.start = nullptr;
-    memory.size = 0;
-    bytes = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-    if (posix_memalign(&memory.start, 4096, bytes) != 0) return static_cast<char*>(memory.start = nullptr);
-    memory.size = bytes;
-  }
-  return static_cast<char*>(memory.start);
 }
 
 Row look_at(const float* logits, int64_t size) {

@@ -4,6 +4,7 @@
 // on it, nor on anything but the row, its session and its position: not on the batch and not on the threads.
 #pragma once
 
+#include "memory.h"
 #include "vector.h"
 
 namespace tandem {
@@ -100,10 +101,6 @@ struct Workspace {
   static int64_t bytes(int64_t size);
   static Workspace at(char* memory, int64_t size);
 };
-
-// Grow-only memory of the calling thread, page-aligned, apart from the pool's (which a forward pass takes); null when
-// there is none.
-char* working_memory(size_t bytes);
 
 // Changes the logits [V] of a row in place: edits.py, in its order. `prefix` are the tokens after the committed ones.
 void edit(float* logits, const Sampler& sampler, const int64_t* prefix, int64_t num_prefix);

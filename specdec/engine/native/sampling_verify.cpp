@@ -102,53 +102,51 @@ class Verification {
         if (rounds_[b].parents && (rounds_[b].parents[i] < -1 || rounds_[b].parents[i] >= i)) return kMalformed;
       }
     }
-    char* memory = nullptr;
-    for (int pass = 0; pass < 2; pass++) {
-      int64_t end = 0;
-      auto take = [&](int64_t bytes) {
-        char* at = memory ? memory + end : nullptr;
-        end += round_up(bytes, 64);
-        return at;
-      };
-      places_ = reinterpret_cast<Place*>(take(num_places_ * int64_t(sizeof(Place))));
-      first_ = reinterpret_cast<int64_t*>(take(num_rounds_ * 8));
-      paths_ = reinterpret_cast<int64_t**>(take(num_rounds_ * 8));
-      ends_ = reinterpret_cast<std::atomic<int64_t>*>(take(num_rounds_ * int64_t(sizeof(std::atomic<int64_t>))));
-      own_ = take(threads_ * own_bytes());
-      int64_t at = 0;
-      for (int64_t b = 0; b < num_rounds_; b++) {
-        const Round& round = rounds_[b];
-        if (pass) {
-          first_[b] = at;
-          new (&ends_[b]) std::atomic<int64_t>(round.num_tokens);
-        }
-        if (round.parents) {
-          int64_t* path = reinterpret_cast<int64_t*>(take(round.num_tokens * 8));
-          if (pass) paths_[b] = path;
-        }
-        for (int64_t i = 0, q_at = 0; i <= round.num_tokens; i++) {
-          Place place{};
-          place.round = b;
-          place.index = i;
-          if (round.sampler->edits) place.edited = reinterpret_cast<float*>(take(size_ * 4));
-          if (is_ratio(round)) {
-            place.spans = reinterpret_cast<double*>(take((size_ + kSpan - 1) / kSpan * 8));
-            if (round.parents) {
-              if (!name_siblings(place, round, take)) return kMalformed;
-            } else if (i < round.num_tokens) {
-              place.num_q = round.q ? named_tokens(round.q + q_at, round.q_bytes[i]) : 1;
-              if (!place.num_q) return kMalformed;
-              place.q_ids = reinterpret_cast<int32_t*>(take(place.num_q * 4));
-              place.q_weights = reinterpret_cast<int32_t*>(take(place.num_q * 4));
-              if (round.q) q_at += round.q_bytes[i];
-            }
-          }
-          if (pass) places_[at++] = place;
-        }
+    bool well_formed = true;
+    const bool has_memory = take_all([&](Take& take) { well_formed = well_formed && name_places(take); });
+    return !well_formed ? kMalformed : !has_memory ? kNoMemory : 0;
+  }
+
+  // Every row and what it needs; false if a q row is malformed.
+  bool name_places(Take& take) {
+    const bool counts = !take.memory;
+    places_ = reinterpret_cast<Place*>(take(num_places_ * int64_t(sizeof(Place))));
+    first_ = reinterpret_cast<int64_t*>(take(num_rounds_ * 8));
+    paths_ = reinterpret_cast<int64_t**>(take(num_rounds_ * 8));
+    ends_ = reinterpret_cast<std::atomic<int64_t>*>(take(num_rounds_ * int64_t(sizeof(std::atomic<int64_t>))));
+    own_ = take(threads_ * own_bytes());
+    int64_t at = 0;
+    for (int64_t b = 0; b < num_rounds_; b++) {
+      const Round& round = rounds_[b];
+      if (!counts) {
+        first_[b] = at;
+        new (&ends_[b]) std::atomic<int64_t>(round.num_tokens);
       }
-      if (!pass && !(memory = working_memory(size_t(end)))) return kNoMemory;
+      if (round.parents) {
+        int64_t* path = reinterpret_cast<int64_t*>(take(round.num_tokens * 8));
+        if (!counts) paths_[b] = path;
+      }
+      for (int64_t i = 0, q_at = 0; i <= round.num_tokens; i++) {
+        Place place{};
+        place.round = b;
+        place.index = i;
+        if (round.sampler->edits) place.edited = reinterpret_cast<float*>(take(size_ * 4));
+        if (is_ratio(round)) {
+          place.spans = reinterpret_cast<double*>(take((size_ + kSpan - 1) / kSpan * 8));
+          if (round.parents) {
+            if (!name_siblings(place, round, take)) return false;
+          } else if (i < round.num_tokens) {
+            place.num_q = round.q ? named_tokens(round.q + q_at, round.q_bytes[i]) : 1;
+            if (!place.num_q) return false;
+            place.q_ids = reinterpret_cast<int32_t*>(take(place.num_q * 4));
+            place.q_weights = reinterpret_cast<int32_t*>(take(place.num_q * 4));
+            if (round.q) q_at += round.q_bytes[i];
+          }
+        }
+        if (!counts) places_[at++] = place;
+      }
     }
-    return 0;
+    return true;
   }
 
   int64_t own_bytes() const { return round_up(Workspace::bytes(size_), 64); }
@@ -236,8 +234,7 @@ class Verification {
   // --- trees: from place to place, looking at no more rows than the path has ---
 
   // Memory for the tokens that q of a place names; without q those are the siblings. False where q is malformed.
-  template <class Take>
-  static bool name_siblings(Place& at, const Round& round, Take&& take) {
+  static bool name_siblings(Place& at, const Round& round, Take& take) {
     int64_t siblings = 0, first = -1;
     for (int64_t i = at.index; i < round.num_tokens; i++)
       if (round.parents[i] == at.index - 1 && siblings++ == 0) first = i;

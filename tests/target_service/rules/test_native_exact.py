@@ -246,7 +246,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     folder = tmp_path_factory.mktemp("planted")
     for source in library.SOURCES.glob("*.[ch]*"):
         (folder / source.name).write_bytes(source.read_bytes())
-    names = ["pool", "sampling", "sampling_edits", "sampling_q"]
+    names = ["memory", "pool", "sampling", "sampling_edits", "sampling_q"]
     jobs = [compiled(folder, name) for name in names]
     assert [job.wait() for job in jobs] == [0] * len(names)
     return folder, [str(folder / f"{name}.o") for name in names]
