@@ -52,11 +52,13 @@ def read_eagle(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tenso
     tensors.pop("lm_head.weight", None)  # a copy of the target's
     owns_embeddings = "embed_tokens.weight" in tensors
     eagle = EagleConfig(layer=layer, vocab_size=vocab_size, bias=bias, owns_embeddings=owns_embeddings)
-    with torch.device("meta"):
-        embeddings = None if owns_embeddings else target.embeddings()
-        head = EagleHead(eagle, embeddings=embeddings, lm_head=target.lm_head())
-    load(head, tensors, folder, shared=("lm_head.weight", *(() if owns_embeddings else ("embed_tokens.weight",))))
-    return head
+    embeddings, lm_head = None if owns_embeddings else target.embeddings(), target.lm_head()
+    return load(
+        lambda: EagleHead(eagle, embeddings=embeddings, lm_head=lm_head),
+        tensors,
+        folder,
+        shared=("lm_head.weight", *(() if owns_embeddings else ("embed_tokens.weight",))),
+    )
 
 
 def read_eagle3(
@@ -102,16 +104,17 @@ def read_eagle3(
         owns_lm_head=owns_lm_head,
     )
     vocabulary = _read_vocabulary(fields, tensors, eagle3)
-    with torch.device("meta"):
-        head = Eagle3Head(
-            eagle3,
-            embeddings=None if owns_embeddings else target.embeddings(),
-            lm_head=None if owns_lm_head else target.lm_head(),
-        )
+    embeddings = None if owns_embeddings else target.embeddings()
+    lm_head = None if owns_lm_head else target.lm_head()
+    shared = [*(() if owns_embeddings else ("embed_tokens.weight",)), *(() if owns_lm_head else ("lm_head.weight",))]
+    head = load(
+        lambda: Eagle3Head(eagle3, embeddings=embeddings, lm_head=lm_head),
+        tensors,
+        folder,
+        shared=("d2t", "t2d", *shared),
+    )
     head.d2t, head.t2d = torch.zeros(draft_vocab_size, dtype=torch.int64), torch.zeros(vocab_size, dtype=torch.bool)
     head.set_vocabulary(vocabulary)
-    shared = [*(() if owns_embeddings else ("embed_tokens.weight",)), *(() if owns_lm_head else ("lm_head.weight",))]
-    load(head, tensors, folder, shared=("d2t", "t2d", *shared))
     return head
 
 

@@ -56,10 +56,7 @@ def read_medusa(
     medusa = MedusaConfig(
         hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_heads=num_heads, num_layers=num_layers
     )
-    with torch.device("meta"):
-        heads = MedusaHeads(medusa)
-    load(heads, named, folder)
-    return heads
+    return load(lambda: MedusaHeads(medusa), named, folder)
 
 
 def medusa_config_of(heads: MedusaHeads) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from specdec.heads.fields import Fields
@@ -46,10 +45,7 @@ def read_mlp_speculator(
     named = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     if speculator.tie_weights:
         _share(named, speculator.n_predict)
-    with torch.device("meta"):
-        head = MlpSpeculator(speculator)
-    load(head, named, folder)
-    return head
+    return load(lambda: MlpSpeculator(speculator), named, folder)
 
 
 def mlp_config_of(head: MlpSpeculator) -> dict[str, Any]:

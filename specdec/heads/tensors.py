@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from specdec.errors import InvalidRequest, ModelNotSupported
+
+H = TypeVar("H", bound=nn.Module)
 
 #: Weights of a head, the first that there are.
 _WEIGHTS: Final = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt")
@@ -56,12 +58,14 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def load(head: nn.Module, tensors: Mapping[str, Tensor], folder: Path, shared: Iterable[str] = ()) -> None:
-    """Give a head its tensors; what it shares with others it has already.
+def load(make: Callable[[], H], tensors: Mapping[str, Tensor], folder: Path, shared: Iterable[str] = ()) -> H:
+    """A head with these tensors. ``make`` builds it without memory, but for what it shares with others: ``shared``.
 
     Raises:
         ModelNotSupported: a tensor is missing, of another shape, or of no use.
     """
+    with torch.device("meta"):
+        head = make()
     wanted = {name: value.shape for name, value in head.state_dict().items() if name not in set(shared)}
     for problem, names in (("lacks", wanted.keys() - tensors.keys()), ("has unknown", tensors.keys() - wanted.keys())):
         if names:
@@ -73,6 +77,7 @@ def load(head: nn.Module, tensors: Mapping[str, Tensor], folder: Path, shared: I
                 f"the head in {folder} has {name} of shape {list(tensors[name].shape)}; its config means {list(shape)}"
             )
     head.load_state_dict(dict(tensors), strict=False, assign=True)
+    return head
 
 
 class TargetTensors:
