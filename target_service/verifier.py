@@ -335,7 +335,7 @@ class _Group:
             outcome = _outcome(r, end, int(values[count + b]))
             if r.logprobs is not None:
                 starts = [at, *(at + width * (i + 1) for i in outcome.path)]
-                scored = zip(starts, outcome.token_ids, strict=False)
+                scored = zip(starts, outcome.token_ids, strict=True)
                 logprobs = tuple(read(values[s : s + width], token_id, r.logprobs) for s, token_id in scored)
                 outcome = replace(outcome, logprobs=logprobs)
                 at += width * (len(r.draft_token_ids) + 1)
