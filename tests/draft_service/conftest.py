@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from draft_service.core import DraftCore
 from specdec.engine.engine import Engine, Kept, Segment
@@ -17,6 +17,7 @@ from specdec.sampling.state import SamplingState
 from specdec.sessions import Proposal, Rule, SessionSpec
 from specdec.settings import DraftSettings, ModelSettings, SchedulerSettings, SpeculativeSettings
 from target_service.verifier import Round, Verifier
+from tests.llamas import build_llama
 
 VOCAB = 48
 CONTEXT = 2048
@@ -27,28 +28,13 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def build_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
-    """Weights so large that the next token depends on much of the context: greedy text that does not loop at once."""
-    torch.manual_seed(seed)
-    options = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT,
-        "initializer_range": 0.25,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    return LlamaForCausalLM(LlamaConfig(**(options | changes))).eval()
+def build_draft(seed: int = 0) -> LlamaForCausalLM:
+    return build_llama(seed=seed, vocab_size=VOCAB, max_position_embeddings=CONTEXT)
 
 
 @pytest.fixture(scope="session")
 def llama():
-    return build_llama()
+    return build_draft()
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +48,7 @@ def checkpoint(llama, tmp_path_factory):
 def other_checkpoint(tmp_path_factory):
     """Another model of the same vocabulary, for a target that often disagrees."""
     folder = tmp_path_factory.mktemp("target")
-    build_llama(seed=1).save_pretrained(folder)
+    build_draft(seed=1).save_pretrained(folder)
     return str(folder)
 
 
@@ -70,7 +56,7 @@ def other_checkpoint(tmp_path_factory):
 def kindred_checkpoint(tmp_path_factory):
     """The draft's weights, each a little changed: for a target that agrees with it now and then."""
     folder = tmp_path_factory.mktemp("kindred")
-    model = build_llama()
+    model = build_draft()
     torch.manual_seed(2)
     with torch.no_grad():
         for weight in model.parameters():
@@ -89,28 +75,30 @@ def model_settings():
     return make_model_settings
 
 
+@asynccontextmanager
+async def running(settings: DraftSettings, *, parks: bool) -> AsyncIterator[DraftCore]:
+    """A core that holds no session when it is left, and no block, unless it ``parks`` them."""
+    core = await DraftCore.start(settings)
+    try:
+        yield core
+        load = await core.load()
+        assert load.open_sessions == 0
+        assert parks or load.used_blocks == 0
+    finally:
+        await core.close()
+
+
 @pytest.fixture
 def start_core(checkpoint):
     """``async with start_core(…) as core``: a core that holds no block when it is left."""
 
-    @asynccontextmanager
-    async def start(method="draft_model", k=4, model=None, scheduler=None, parks=False, **speculative):
-        core = await DraftCore.start(
-            DraftSettings(
-                speculative=SpeculativeSettings(
-                    model=checkpoint, method=method, num_speculative_tokens=k, **speculative
-                ),
-                model=make_model_settings(checkpoint, **(model or {})),
-                scheduler=SchedulerSettings(**(scheduler or {})),
-            )
+    def start(method="draft_model", k=4, model=None, scheduler=None, parks=False, **speculative):
+        settings = DraftSettings(
+            speculative=SpeculativeSettings(model=checkpoint, method=method, num_speculative_tokens=k, **speculative),
+            model=make_model_settings(checkpoint, **(model or {})),
+            scheduler=SchedulerSettings(**(scheduler or {})),
         )
-        try:
-            yield core
-            load = await core.load()
-            assert load.open_sessions == 0
-            assert parks or load.used_blocks == 0
-        finally:
-            await core.close()
+        return running(settings, parks=parks)
 
     return start
 

@@ -99,16 +99,20 @@ def test_cost_does_not_grow_with_the_text():
     assert seconds(50_000) < 20 * seconds(500)
 
 
-async def test_service_drafts_over_prompt_and_output(start_core, spec):
-    async with start_core("ngram", k=5) as core:
+@pytest.mark.parametrize(
+    ("method", "k", "taken_back"), [("ngram", 5, ([1, 2], (9, 1, 5, 1, 2))), ("suffix", 32, ([1, 5], (1, 5)))]
+)
+async def test_lookups_draft_over_prompt_and_output(start_core, spec, method, k, taken_back):
+    async with start_core(method, k=k) as core:
         info = await core.info()
-        assert (info.method, info.vocab_size, info.num_speculative_tokens) == ("ngram", 0, 5)
+        assert (info.method, info.vocab_size, info.num_speculative_tokens) == (method, 0, k)
         session = await core.open(spec([1, 2, 3, 4], temperature=1.0, rule="token"))
         proposal = await session.propose(4, [1, 2], 2)
         assert (proposal.base_len, proposal.token_ids, proposal.q_rows) == (6, (3, 4), ())
         assert (await session.propose(6, [9], 4)).token_ids == ()
         assert (await session.propose(7, [1, 2, 9, 1], 3)).token_ids == (2, 9, 1)
-        assert (await session.propose(7, [1, 5, 1, 2], 64)).token_ids == (9, 1, 5, 1, 2)  # taken back
+        tokens, drafted = taken_back
+        assert (await session.propose(7, [1, 5, *tokens], 64)).token_ids == drafted
         with pytest.raises(StaleSession):
             await session.propose(99, [1], 2)
         await session.close()

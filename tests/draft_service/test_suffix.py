@@ -9,7 +9,7 @@ import pytest
 
 from draft_service import suffix_tree
 from draft_service.suffix import SuffixDrafter
-from specdec.errors import InvalidRequest, StaleSession
+from specdec.errors import InvalidRequest
 from specdec.settings import SpeculativeSettings
 
 
@@ -18,21 +18,6 @@ async def settled(core):
     for _ in range(50):
         await asyncio.sleep(0)
     assert core.drafter.past.is_settled
-
-
-async def test_service_drafts_over_prompt_and_output(start_core, spec):
-    async with start_core("suffix", k=32) as core:
-        info = await core.info()
-        assert (info.method, info.vocab_size, info.num_speculative_tokens) == ("suffix", 0, 32)
-        session = await core.open(spec([1, 2, 3, 4], temperature=1.0, rule="token"))
-        proposal = await session.propose(4, [1, 2], 32)
-        assert (proposal.base_len, proposal.token_ids, proposal.q_rows) == (6, (3, 4), ())
-        assert (await session.propose(6, [9], 4)).token_ids == ()
-        assert (await session.propose(7, [1, 2, 9, 1], 3)).token_ids == (2, 9, 1)
-        assert (await session.propose(7, [1, 5, 1, 5], 64)).token_ids == (1, 5)  # taken back
-        with pytest.raises(StaleSession):
-            await session.propose(99, [1], 2)
-        await session.close()
 
 
 async def test_past_outputs_are_shared_and_prompts_are_not(start_core, spec):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_service.core import DraftCore
 from draft_service.servicer import DraftServicer
@@ -29,9 +29,10 @@ from specdec.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_serv
 from tandem.bench.parts import time_parts
 from target_service.core import TargetCore
 from target_service.servicer import TargetServicer
+from tests.llamas import build_llama, greedy_text
 from tests.readers import StateReader
+from tests.target_service.conftest import VOCAB, make_prompt
 
-VOCAB = 64
 LAYERS = (2, 1, -1)
 NUM_FEATURES = 3 * 32
 
@@ -43,22 +44,7 @@ def short_pauses(monkeypatch):
 
 @pytest.fixture(scope="module")
 def llama():
-    """Weights so large that greedy text depends on the context and does not loop at once."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.25,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    return build_llama(vocab_size=VOCAB, num_hidden_layers=3, max_position_embeddings=512)
 
 
 @pytest.fixture(scope="module")
@@ -92,17 +78,7 @@ def exact(model_settings, llama):
 
 @pytest.fixture(scope="module")
 def plain(llama):
-    @torch.no_grad()
-    def generate(prompt, count):
-        ids = torch.tensor([list(prompt)])
-        options = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count}
-        return llama.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
-
-    return generate
-
-
-def prompt_of(seed, length):
-    return tuple(torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+    return partial(greedy_text, llama)
 
 
 class Guesser:
@@ -207,7 +183,7 @@ async def test_every_state_is_exact(  # noqa: PLR0917
     monkeypatch.setattr(state_buffer.pieces, "__defaults__", (7 * NUM_FEATURES * 2,))
     paces = iter(range(100))
     monkeypatch.setattr(Decoder, "pace", lambda self, replica, limit: FicklePace(limit, next(paces)))
-    prompts = [prompt_of(i, 10 + 17 * i) for i in range(num_sessions)]
+    prompts = [make_prompt(i, 10 + 17 * i) for i in range(num_sessions)]
     texts = [[*prompt, *plain(prompt, 70)] for prompt in prompts]
     reader = StateReader(Guesser(texts), LAYERS)
     async with service(model_settings, reader, transport) as decoder:
@@ -224,7 +200,7 @@ async def test_every_state_is_exact(  # noqa: PLR0917
 
 @pytest.mark.parametrize("transport", ["in process", "grpc"])
 async def test_stop_tokens_and_parked_sessions(model_settings, exact, plain, transport):
-    prompt = next(p for p in (prompt_of(seed, 50) for seed in range(100)) if len(set(plain(p, 30))) > 15)
+    prompt = next(p for p in (make_prompt(seed, 50) for seed in range(100)) if len(set(plain(p, 30))) > 15)
     text = plain(prompt, 60)
     stop = next(token for i, token in enumerate(text) if i > 15 and token not in text[:i])
     texts = [[*prompt, *text]]
@@ -233,7 +209,7 @@ async def test_stop_tokens_and_parked_sessions(model_settings, exact, plain, tra
         out, _ = await decode(decoder, prompt, 60, session_id="chat", params={"stop_token_ids": (stop,)})
         assert out == text[: text.index(stop) + 1]
         check(reader.readings[0], exact)
-        follow = (*prompt, *out, *prompt_of(7, 30))
+        follow = (*prompt, *out, *make_prompt(7, 30))
         texts.append([*follow, *plain(follow, 50)])
         again, decoding = await decode(decoder, follow, 40, session_id="chat")
         assert again == plain(follow, 40)
@@ -244,7 +220,7 @@ async def test_stop_tokens_and_parked_sessions(model_settings, exact, plain, tra
 
 @pytest.mark.parametrize("transport", ["in process", "grpc"])
 async def test_a_draft_that_breaks_goes_on_with_what_came_since(model_settings, exact, plain, transport):
-    prompt = prompt_of(3, 40)
+    prompt = make_prompt(3, 40)
     texts = [[*prompt, *plain(prompt, 420)]]
     reader = StateReader(Guesser(texts, fail_at=(5, 12)), LAYERS)
     async with service(model_settings, reader, transport) as decoder:
@@ -260,7 +236,7 @@ async def test_a_draft_that_breaks_goes_on_with_what_came_since(model_settings, 
 
 
 async def test_the_newest_state_alone(model_settings, exact, plain):
-    prompt = prompt_of(4, 60)
+    prompt = make_prompt(4, 60)
     texts = [[*prompt, *plain(prompt, 100)]]
     guesser = Guesser(texts)
     seen = {}
@@ -280,7 +256,7 @@ async def test_the_newest_state_alone(model_settings, exact, plain):
 
 
 async def test_the_parts_of_a_round_are_timed_with_states(model_settings, plain):
-    prompts = [prompt_of(seed, 20) for seed in (5, 6)]
+    prompts = [make_prompt(seed, 20) for seed in (5, 6)]
     reader = StateReader(Guesser([[*prompt, *plain(prompt, 60)] for prompt in prompts]), LAYERS)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     async with service(model_settings, reader, "grpc") as decoder:

@@ -15,6 +15,13 @@ from tests.gateway import vocabularies
 from tests.gateway.fakes import FakeDraft, FakeTarget, draft_info, target_info
 
 
+@pytest.fixture
+def short_pauses(monkeypatch):
+    """Before what was lost is opened anew."""
+    monkeypatch.setattr("gateway.decoding.FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr("gateway.drafting.FIRST_BACKOFF_S", 0.001)
+
+
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")

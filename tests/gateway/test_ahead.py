@@ -13,11 +13,7 @@ from specdec.settings import GatewaySettings
 from tests.gateway.fakes import FakeDraft, FakeTarget, Faults, params, reference
 from tests.gateway.test_decoding import PROMPT, assert_all_closed, decoder_of, request_of, run
 
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr("gateway.decoding.FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr("gateway.drafting.FIRST_BACKOFF_S", 0.001)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 @pytest.mark.usefixtures("virtual_time")

@@ -13,13 +13,9 @@ from specdec.errors import DeadlineExceeded, InvalidRequest, Overloaded, StaleSe
 from specdec.sessions import FinishReason, Rule
 from tests.gateway.fakes import EOS, FakeDraft, FakeTarget, Faults, params, reference, share
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
 PROMPT = (5, 6, 7)
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr("gateway.decoding.FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr("gateway.drafting.FIRST_BACKOFF_S", 0.001)
 
 
 def decoder_of(targets, drafts=(), **settings):

@@ -13,13 +13,9 @@ from specdec.errors import InvalidRequest, Unavailable
 from tests.gateway.fakes import FakeDraft, FakeTarget, Faults, draft_info, params, reference
 from tests.gateway.test_decoding import PROMPT, assert_all_closed, decoder_of, request_of, run
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
 LAYERS = (2, -1)
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr("gateway.decoding.FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr("gateway.drafting.FIRST_BACKOFF_S", 0.001)
 
 
 def reader(**options):

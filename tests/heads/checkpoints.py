@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
+
+from tests.llamas import build_llama
 
 HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, VOCAB, DRAFT_VOCAB, INNER = 32, 4, 2, 64, 97, 41, 24
 HEAD_DIM = HIDDEN // HEADS
@@ -33,8 +35,6 @@ class Published:
 
 
 def build_target(**changes: Any) -> LlamaForCausalLM:
-    """Weights so large that the next token depends on much of the text."""
-    torch.manual_seed(changes.pop("seed", 0))
     options = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -43,14 +43,10 @@ def build_target(**changes: Any) -> LlamaForCausalLM:
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "max_position_embeddings": 512,
-        "initializer_range": 0.25,
         "rope_theta": TARGET_ROPE,
         "rms_norm_eps": EPS,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
     }
-    model = LlamaForCausalLM(LlamaConfig(**(options | changes))).eval()
+    model = build_llama(**(options | changes))
     _shake_norms(dict(model.named_parameters()))
     return model
 

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.rpc.channel import open_channel
 from specdec.rpc.server import RpcServer
@@ -18,6 +17,7 @@ from specdec.settings import ModelSettings, SchedulerSettings, ServerSettings, T
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
 from target_service.core import TargetCore
 from target_service.servicer import TargetServicer
+from tests.llamas import build_llama, greedy_text
 
 VOCAB = 64
 CONTEXT = 256
@@ -26,23 +26,8 @@ NAME = "specdec.v1.TargetService"
 
 @pytest.fixture(scope="session")
 def llama():
-    """Weights so large that greedy text depends on the context and does not loop at once."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.25,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    return build_llama(vocab_size=VOCAB, max_position_embeddings=CONTEXT)
 
 
 @pytest.fixture(scope="session")
@@ -60,16 +45,7 @@ def plain(llama):
     def generate(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         key = (tuple(prompt), num_tokens)
         if key not in cache:
-            ids = torch.tensor([list(prompt)])
-            with torch.inference_mode():
-                out = llama.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    do_sample=False,
-                    max_new_tokens=num_tokens,
-                    min_new_tokens=num_tokens,
-                )
-            cache[key] = tuple(out[0, len(prompt) :].tolist())
+            cache[key] = tuple(greedy_text(llama, prompt, num_tokens))
         return cache[key]
 
     return generate

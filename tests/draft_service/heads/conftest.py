@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
-
 import pytest
 
-from draft_service.core import DraftCore
 from specdec.engine import chains
 from specdec.sampling.drafting import draft
-from specdec.settings import DraftSettings, ModelSettings, SchedulerSettings, SpeculativeSettings
+from specdec.settings import DraftSettings, SchedulerSettings, SpeculativeSettings
+from tests.draft_service.conftest import make_model_settings, running
 from tests.draft_service.heads.talk import KINDS, K
 from tests.heads import checkpoints as files
 from tests.heads import reference
@@ -43,31 +41,20 @@ def folder(target, tmp_path_factory):
 def start(folder):
     """``async with start(method) as core``: a core that holds no block when it is left."""
 
-    @asynccontextmanager
-    async def start_core(method, k=K, scheduler=None, *, parks=False, lookup=None, speculative=None, **model):
-        core = await DraftCore.start(
-            DraftSettings(
-                speculative=SpeculativeSettings(
-                    model=str(folder / method),
-                    method=(lookup, method) if lookup else method,
-                    num_speculative_tokens=k,
-                    draft_tensor_parallel_size=1,
-                    **(speculative or {}),
-                ),
-                model=ModelSettings(
-                    model=str(folder / method), num_threads=1, **({"kv_cache_memory_bytes": 1 << 20} | model)
-                ),
-                target_model=str(folder / "target"),
-                scheduler=SchedulerSettings(**(scheduler or {})),
-            )
+    def start_core(method, k=K, scheduler=None, *, parks=False, lookup=None, speculative=None, **model):
+        settings = DraftSettings(
+            speculative=SpeculativeSettings(
+                model=str(folder / method),
+                method=(lookup, method) if lookup else method,
+                num_speculative_tokens=k,
+                draft_tensor_parallel_size=1,
+                **(speculative or {}),
+            ),
+            model=make_model_settings(str(folder / method), **({"kv_cache_memory_bytes": 1 << 20} | model)),
+            target_model=str(folder / "target"),
+            scheduler=SchedulerSettings(**(scheduler or {})),
         )
-        try:
-            yield core
-            load = await core.load()
-            assert load.open_sessions == 0
-            assert parks or load.used_blocks == 0
-        finally:
-            await core.close()
+        return running(settings, parks=parks)
 
     return start_core
 
