@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
-import re
 import statistics
 import sys
 import sysconfig
@@ -28,10 +26,10 @@ from gateway.tokenizer import TextTokenizer
 from specdec.sampling.params import SamplingParams
 from specdec.sessions import SessionSpec
 from specdec.settings import DraftSettings, SpeculativeSettings
+from tandem.bench.edits import MARK, versions
 from tandem.bench.prompts import HELD_OUT
 from tandem.checkpoints import TARGET, find_checkpoint
 
-NUM_EDITS: Final = 6
 #: Characters of a file that are used.
 _LENGTH: Final = 4000
 WAYS: Final[dict[str, dict[str, Any]]] = {
@@ -77,7 +75,7 @@ def prose(encode: Callable[[str], Sequence[int]]) -> list[Request]:
 
 def edits(encode: Callable[[str], Sequence[int]]) -> list[Request]:
     """Each version of a file after the one before."""
-    return [Request(encode(before + "\n# Edited:\n"), encode(after)) for before, after in _versions()]
+    return [Request(encode(before + MARK), encode(after)) for before, after in _versions()]
 
 
 def rewrites(encode: Callable[[str], Sequence[int]]) -> list[Request]:
@@ -97,23 +95,7 @@ def _files() -> Iterator[str]:
 
 def _versions() -> Iterator[tuple[str, str]]:
     for number, text in enumerate(_files()):
-        rng, before = random.Random(number), text
-        for _ in range(NUM_EDITS):
-            after = _edited(before, rng)
-            yield before, after
-            before = after
-
-
-def _edited(text: str, rng: random.Random) -> str:
-    """One name is another everywhere, one line is gone, one is new."""
-    name = rng.choice(sorted(set(re.findall(r"[a-z_]{4,}", text))))
-    lines = re.sub(rf"\b{name}\b", f"{name}_{rng.randrange(10)}", text).splitlines(keepends=True)
-    del lines[rng.randrange(len(lines))]
-    at = rng.randrange(len(lines))
-    lines.insert(
-        at, f"{lines[at][: len(lines[at]) - len(lines[at].lstrip())].rstrip(chr(10))}checked = {rng.random()}\n"
-    )
-    return "".join(lines)
+        yield from versions(text, number)
 
 
 async def play(drafter: Drafter[Any], requests: Sequence[Request], k: int) -> tuple[list[tuple[int, int]], list[int]]:

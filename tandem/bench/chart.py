@@ -32,7 +32,7 @@ def draw_report(pyplot: Any, title: str, sections: Sequence[Section], path: str)
                 waits.plot([itl["p50"], itl["p99"]], [place, place], color="black", linewidth=0.8)
                 waits.plot(itl["p90"], place, "k|", markersize=8)
             ticks.append(place)
-            labels.append(f"{name} ({section.num_sessions})")
+            labels.append(f"{name} ({section.title})")
             place += 1.0
         place += 0.6
     over_plain = all(section.speedup(name) is not None for section in sections for name in section.ways)
@@ -41,7 +41,7 @@ def draw_report(pyplot: Any, title: str, sections: Sequence[Section], path: str)
     speeds.set_xlabel("speed over plain decoding (| serial limit, ▸ overlapped limit)" if over_plain else "tokens/s")
     if over_plain:
         speeds.axvline(1.0, color="black", linewidth=0.8)
-    waits.set_xlabel("inter-token latency, ms: median (bar), p90 (|), p99 (line); in brackets: sessions")
+    waits.set_xlabel("inter-token latency, ms: median (bar), p90 (|), p99 (line)")
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -38,7 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--drafter",
         metavar="A,B",
-        help="methods such as draft_model, ngram, suffix, suffix+draft_model; or all (default: the configured one)",
+        help="methods such as draft_model, ngram, suffix, eagle3, eagle3-tree, suffix+draft_model; or all (default: the"
+        " configured one)",
+    )
+    group.add_argument(
+        "--text",
+        metavar="A,B",
+        help="held-out prompts: prose, new code; edits, code that is edited again and again; or all (default: prose, or"
+        " all with --drafter all)",
     )
     group.add_argument("--rules", metavar="A,B", help="token, block, coupled, or all; differ at a temperature above 0")
     group.add_argument("--batch-size", type=_sizes, default=(1,), metavar="N,M", help="sessions at once (default: 1)")
@@ -131,8 +138,9 @@ async def _measure_here(args: argparse.Namespace) -> Report:
 
     deployments = _padded(deployments_of(args), args.pad_target)
     model = next(iter(deployments.values())).target.model
-    k = max(_drafts_of(deployment) for deployment in deployments.values())
-    ways = [plain_way(next(iter(deployments))), *speculative_ways(dict.fromkeys(deployments, k), rules_of(args))]
+    drafted = {name: _drafts_of(deployment) for name, deployment in deployments.items()}
+    k = max(drafted.values())
+    ways = [plain_way(next(iter(deployments))), *speculative_ways(drafted, rules_of(args))]
     tokenizer = TextTokenizer.load(model.tokenizer or model.model)
     plans = make_plans(args, lambda text: tuple(tokenizer.encode(text)))
     threads = model.num_threads or usable_cores()
@@ -227,7 +235,7 @@ def _padded(deployments: dict[str, Deployment], size: str | None) -> dict[str, D
 
 
 def _plan_notes(args: argparse.Namespace, plans: Sequence[Plan]) -> list[str]:
-    counts = ", ".join(f"{len(plan.batches)} x {plan.num_sessions}" for plan in plans)
+    counts = ", ".join(dict.fromkeys(f"{len(plan.batches)} x {plan.num_sessions}" for plan in plans))
     source = f"prompts of {args.prompts}" if args.prompts else f"held-out prompts of {args.prompt_tokens} tokens"
     rules = args.rules or args.verification or "block"
     sampling = f"temperature {args.temperature:g}, rule {rules}" if args.temperature else "greedy"

@@ -41,7 +41,8 @@ class Bench:
 
     async def run(self, plan: Plan) -> Section:
         """Ways of decoding take turns on each batch, and who begins changes from batch to batch."""
-        section = Section(plan.num_sessions, {way.name: Measurement(way.k) for way in self.ways})
+        ways = {way.name: Measurement(way.k, is_tree=way.is_tree) for way in self.ways}
+        section = Section(plan.num_sessions, ways, plan.text)
         if self.rival is not None:
             section.ways.update({mode: Measurement(0) for mode in self.rival.modes(plan.num_sessions)})
         names = list(section.ways)

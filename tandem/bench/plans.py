@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from typing import Final
 
+from specdec.errors import InvalidRequest
+from tandem.bench.edits import pick_edits
 from tandem.bench.prompts import pick_prompts, pick_texts, read_prompts
 
 Tokens = tuple[int, ...]
 Prompt = str | Tokens
+
+#: What ``--text`` names: code nobody has seen, and code that is edited again and again.
+PROSE: Final = "prose"
+EDITS: Final = "edits"
+TEXTS: Final = (PROSE, EDITS)
 
 NUM_WARM_UP: Final = 2
 NUM_PROBES: Final = 3
@@ -29,6 +37,8 @@ class Plan:
 
     warm_up: Sequence[Sequence[Prompt]]
     batches: Sequence[Sequence[Prompt]]
+    #: One of :data:`TEXTS`; None for the user's own prompts.
+    text: str | None = None
     #: For the parts of a round; none where only the front of a server can be reached.
     probes: Sequence[Sequence[Tokens]] = ()
 
@@ -39,35 +49,75 @@ class Plan:
 
 
 def make_plans(args: argparse.Namespace, encode: Callable[[str], Tokens] | None) -> list[Plan]:
-    """A plan per number of sessions. ``encode`` is None for a server whose tokens are not known: prompts stay text.
+    """A plan per text and number of sessions. ``encode`` is None for a server whose tokens are not known: prompts stay
+    text.
 
     Held-out prompts are never used twice. The user's own are all measured, unless their number is given; they come
     round again where more are needed, and for warming up.
     """
-    own: list[Prompt] = []
     if args.prompts:
         texts = read_prompts(args.prompts)
-        own = list(texts) if encode is None else [encode(text) for text in texts]
+        own: list[Prompt] = list(texts) if encode is None else [encode(text) for text in texts]
+        return _plans(args, None, lambda _: cycle(own), len(own), has_probes=encode is not None)
+    makers = {PROSE: partial(_prose, args, encode), EDITS: partial(_edits, args, encode)}
+    plans = []
+    for text in texts_of(args):
+        plans += _plans(args, text, makers[text], 0, has_probes=encode is not None)
+    return plans
+
+
+def texts_of(args: argparse.Namespace) -> list[str]:
+    """The kinds of text ``--text`` names; where all drafters are compared all of them, else prose."""
+    if args.prompts:
+        if args.text:
+            raise InvalidRequest("--prompts is the text; leave --text out", param="text")
+        return []
+    names = [part.strip() for part in (args.text or "").split(",") if part.strip()]
+    if names == ["all"] or (not names and args.drafter == "all"):
+        return list(TEXTS)
+    if unknown := [name for name in names if name not in TEXTS]:
+        raise InvalidRequest(f"--text names {', '.join(unknown)}; choose from {', '.join(TEXTS)}, or all", param="text")
+    return names or [PROSE]
+
+
+def _plans(
+    args: argparse.Namespace,
+    text: str | None,
+    make: Callable[[int], Iterable[Prompt]],
+    num_own: int,
+    *,
+    has_probes: bool,
+) -> list[Plan]:
+    """A plan per number of sessions; ``make`` gives so many prompts, of which one session's follow each other."""
     needs: list[tuple[int, int]] = []
     for size in args.batch_size:
-        default = -(-len(own) // size) if own else NUM_LARGE_BATCHES if size >= _LARGE else NUM_BATCHES
+        default = -(-num_own // size) if num_own else NUM_LARGE_BATCHES if size >= _LARGE else NUM_BATCHES
         needs.append((size, args.num_prompts or default))
-    num_probes = 0 if encode is None else NUM_PROBES
-    total = sum(size * (NUM_WARM_UP + count + num_probes) for size, count in needs)
-    prompts: Iterator[Prompt]
-    if own:
-        prompts = cycle(own)
-    elif encode is None:
-        prompts = iter(pick_texts(total, args.prompt_tokens * _CHARACTERS_PER_TOKEN))
-    else:
-        prompts = iter(pick_prompts(encode, total, args.prompt_tokens))
+    num_probes = NUM_PROBES if has_probes else 0
+    prompts = iter(make(sum(size * (NUM_WARM_UP + count + num_probes) for size, count in needs)))
 
     def take(size: int, count: int) -> list[list[Prompt]]:
-        return [list(islice(prompts, size)) for _ in range(count)]
+        sessions = [list(islice(prompts, count)) for _ in range(size)]
+        return [list(batch) for batch in zip(*sessions, strict=True)]
 
     plans = []
     for size, count in needs:
-        measured = take(size, count)
+        warm_up, measured = take(size, NUM_WARM_UP), take(size, count)
         probes = [[prompt for prompt in batch if not isinstance(prompt, str)] for batch in take(size, num_probes)]
-        plans.append(Plan(warm_up=take(size, NUM_WARM_UP), batches=measured, probes=probes))
+        plans.append(Plan(warm_up=warm_up, batches=measured, probes=probes, text=text))
     return plans
+
+
+def _prose(args: argparse.Namespace, encode: Callable[[str], Tokens] | None, count: int) -> Sequence[Prompt]:
+    if encode is None:
+        return pick_texts(count, args.prompt_tokens * _CHARACTERS_PER_TOKEN)
+    return pick_prompts(encode, count, args.prompt_tokens)
+
+
+def _edits(args: argparse.Namespace, encode: Callable[[str], Tokens] | None, count: int) -> Sequence[Prompt]:
+    """A version that is as long as what begins the next one and an answer together."""
+    num_begun = -(-args.prompt_tokens // 2)
+    requests = pick_edits(count, (num_begun + args.max_tokens) * _CHARACTERS_PER_TOKEN)
+    if encode is None:
+        return [shown + wanted[: num_begun * _CHARACTERS_PER_TOKEN] for shown, wanted in requests]
+    return [(*encode(shown), *encode(wanted)[:num_begun]) for shown, wanted in requests]

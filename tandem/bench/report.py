@@ -18,22 +18,26 @@ from tandem.bench.limits import Spread
 from tandem.bench.parts import Costs
 from tandem.bench.results import Measurement, Section
 
+#: Ways beside each other in one explanation.
+_COLUMNS: Final = 4
+
 
 def print_report(console: Console, title: str, sections: Sequence[Section], notes: Sequence[str]) -> None:
     """Print two tables per number of sessions, then what the numbers depend on."""
     console.print(title, style="bold", highlight=False)
     for section in sections:
         console.print(_speeds(section))
-        explanation = _explanation(section)
-        if explanation.row_count:
-            console.print(explanation)
+        names = [name for name, way in section.ways.items() if way.drafts]
+        for start in range(0, len(names), _COLUMNS):
+            explanation = _explanation(section, names[start : start + _COLUMNS])
+            if explanation.row_count:
+                console.print(explanation)
     for note in notes:
         console.print(note, style="dim", highlight=False, soft_wrap=True)
 
 
 def _speeds(section: Section) -> Table:
-    count = section.num_sessions
-    table = Table(title=f"{count} session{'s' if count > 1 else ''}", title_justify="left")
+    table = Table(title=section.title, title_justify="left")
     table.add_column("decoding")
     for column in ("tokens/s (quartiles)", "over plain", "TTFT, ms", "ITL p50 / p90 / p99, ms", "tokens a round"):
         table.add_column(column, justify="right")
@@ -87,6 +91,10 @@ def _per_round(way: Measurement, name: str, scale: float, form: str, unit: str =
     return f"{value / scale / rounds:{form}}{unit}" if value is not None and rounds else None
 
 
+def _shares(values: Sequence[float]) -> str | None:
+    return " ".join(f"{value:.2f}" for value in values) or None
+
+
 def _number(value: float | None, form: str, unit: str = "") -> str | None:
     return None if value is None else f"{value:{form}}{unit}"
 
@@ -115,6 +123,7 @@ def _beyond(way: Measurement, _: Spread | None) -> str | None:
 #: What explains the speed of a way that drafts. Metrics a server does not report yet leave no line.
 ROWS: Final = (
     Row("α, acceptance per token", lambda way, _: _number(way.alpha, ".3f")),
+    Row("more than 0, 1, … drafts accepted", lambda way, _: _shares(way.acceptance_rates)),
     Row("drafted tokens a round", lambda way, _: _number(way.mean_drafts, ".2f")),
     Row("decode(1), target step", _of_costs(".2f", lambda costs: costs.decode_ms, " ms")),
     Row("verify(k+1) / decode(1)", _of_costs(".2f", lambda costs: costs.verify_ratio)),
@@ -137,15 +146,14 @@ ROWS: Final = (
 )
 
 
-def _explanation(section: Section) -> Table:
-    """The rows, a column per way that drafts."""
-    ways = {name: way for name, way in section.ways.items() if way.drafts}
+def _explanation(section: Section, names: Sequence[str]) -> Table:
+    """The rows, a column per way."""
     table = Table()
     table.add_column("", no_wrap=True)
-    for name in ways:
+    for name in names:
         table.add_column(name)
     for row in ROWS:
-        values = [row.show(way, section.decode_speedup(name)) for name, way in ways.items()]
+        values = [row.show(section.ways[name], section.decode_speedup(name)) for name in names]
         if any(value is not None for value in values):
             table.add_row(row.label, *("–" if value is None else value for value in values))
     return table

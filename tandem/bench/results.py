@@ -20,6 +20,8 @@ class Measurement:
 
     #: Drafted tokens a round at most; None is the server's own number.
     k: int | None
+    #: Whether the drafted tokens are trees.
+    is_tree: bool = False
     #: Tokens per second, one entry per batch, in the order of the batches.
     rates: list[float] = field(default_factory=list)
     #: The same from each answer's first token on, without the time it takes to take in the prompt.
@@ -88,6 +90,12 @@ class Measurement:
         return 1.0 + accepted / rounds if rounds and accepted is not None else None
 
     @property
+    def acceptance_rates(self) -> list[float]:
+        """Share of the rounds that carried drafts in which more than j drafted tokens were accepted, by j."""
+        rounds = self.histogram[1:] and self.count("num_spec_steps")
+        return [sum(self.histogram[j:]) / rounds for j in range(1, len(self.histogram))] if rounds else []
+
+    @property
     def mean_drafts(self) -> float | None:
         """Drafted tokens per round that carried any."""
         rounds, drafted = self.count("num_spec_steps"), self.count("num_draft_tokens")
@@ -95,8 +103,8 @@ class Measurement:
 
     @property
     def limits(self) -> Limits | None:
-        """What α, c and d allow."""
-        if self.costs is None or self.alpha is None or self.k is None:
+        """What α, c and d allow; None for trees, whose tokens are not all on one path."""
+        if self.costs is None or self.alpha is None or self.k is None or self.is_tree:
             return None
         return Limits.of(self.alpha, self.k, self.costs.c, self.costs.d, self.costs.verify_ratio)
 
@@ -120,6 +128,14 @@ class Section:
 
     num_sessions: int
     ways: dict[str, Measurement]
+    #: The kind of text; None for the user's own.
+    text: str | None = None
+
+    @property
+    def title(self) -> str:
+        """What sets it apart from other sections."""
+        sessions = f"{self.num_sessions} session{'s' if self.num_sessions > 1 else ''}"
+        return f"{sessions}, {self.text}" if self.text else sessions
 
     def speedup(self, name: str) -> Spread | None:
         """Speed over plain decoding, from pairs on the same prompts; None where plain was not measured."""
@@ -133,7 +149,11 @@ class Section:
 
     def summary(self) -> dict[str, Any]:
         """Everything, for a JSON file."""
-        return {"num_sessions": self.num_sessions, "ways": {name: self._summary(name) for name in self.ways}}
+        return {
+            "num_sessions": self.num_sessions,
+            "text": self.text,
+            "ways": {name: self._summary(name) for name in self.ways},
+        }
 
     def _summary(self, name: str) -> Mapping[str, Any]:
         way, speedup, decode_speedup = self.ways[name], self.speedup(name), self.decode_speedup(name)
@@ -157,6 +177,7 @@ class Section:
                 "alpha": way.alpha,
                 "acceptance_length": way.acceptance_length,
                 "acceptance_histogram": way.histogram,
+                "acceptance_rates": way.acceptance_rates,
                 **way.speculation,
             }
         if way.costs is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -16,8 +16,11 @@ from tandem.deployment import Deployment, deployment_of
 from tandem.speculation import OLDER_NAMES, read_speculation
 
 PLAIN: Final = "plain"
+#: After the method of a drafter that is to draft trees, and the tree: as many tokens a round as pay off on a CPU.
+TREE: Final = "-tree"
+_TREE: Final = {"num_speculative_tokens": 7, "tree_top_k": 2, "tree_depth": 4}
 #: What ``--drafter all`` stands for, where it can be had.
-DRAFTERS: Final = (*(method for method in METHODS if method != "none"), "suffix+draft_model")
+DRAFTERS: Final = (*(method for method in METHODS if method != "none"), f"eagle3{TREE}", "suffix+draft_model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class Way:
     #: Drafted tokens a round at most; 0 decodes plainly, None leaves it to the server.
     k: int | None
     rule: Rule | None = None
+    #: Whether it drafts trees, of which α and k say little.
+    is_tree: bool = False
 
     @property
     def speculates(self) -> bool:
@@ -45,7 +50,7 @@ def plain_way(system: str) -> Way:
 def speculative_ways(systems: Mapping[str, int | None], rules: Sequence[Rule | None]) -> list[Way]:
     """Every system (name → k) under every rule."""
     return [
-        Way(system if len(rules) == 1 else f"{system}, {rule}", system, k, rule)
+        Way(system if len(rules) == 1 else f"{system}, {rule}", system, k, rule, system.endswith(TREE))
         for system, k in systems.items()
         for rule in rules
     ]
@@ -75,7 +80,9 @@ def deployments_of(args: argparse.Namespace) -> dict[str, Deployment]:
 
 
 def _drafters(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Method, or two with a plus sign between them → ``speculative_config``, for the drafters asked for."""
+    """Method, with :data:`TREE` after it or two with a plus sign between them → ``speculative_config``, for the
+    drafters asked for.
+    """
     older = {name: getattr(args, name, None) for name in OLDER_NAMES}
     k = older.pop("num_speculative_tokens") if args.k is None else args.k
     given = read_speculation(args.speculative_config, older, target=args.model)
@@ -92,11 +99,15 @@ def _drafters(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         for other, config in known.items()
         if lookup != other
     }
+    trees = {f"{method}{TREE}": {**config, **_TREE} for method, config in known.items() if method in MODEL_METHODS}
     k = SpeculativeSettings().num_speculative_tokens if k is None else k
     if k < 1:
         raise InvalidRequest(f"k is {k}; it must be at least 1 where drafting is measured", param="k")
     drafters = {}
-    for name in _names(args, given, known):
+    for name in _names(args, given, [*known, *trees]):
+        if name in trees:
+            drafters[name] = trees[name]
+            continue
         if name not in known:
             raise InvalidRequest(
                 f'--drafter {name} needs a model: --speculative-config \'{{"model": "…"}}\'', param="drafter"
@@ -105,9 +116,7 @@ def _drafters(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return drafters
 
 
-def _names(
-    args: argparse.Namespace, given: SpeculativeSettings | None, known: Mapping[str, dict[str, Any]]
-) -> list[str]:
+def _names(args: argparse.Namespace, given: SpeculativeSettings | None, known: Collection[str]) -> list[str]:
     chosen = [part.strip() for part in (args.drafter or "").split(",") if part.strip()]
     if chosen == ["all"]:
         return [name for name in DRAFTERS if name in known]
@@ -117,7 +126,7 @@ def _names(
         chosen = ["draft_model"]
     if not chosen or chosen == ["none"]:
         raise InvalidRequest("there is nothing to compare: give --speculative-config or --drafter", param="drafter")
-    if unknown := [name for name in chosen if not set(name.split("+")) <= set(METHODS)]:
+    if unknown := [name for name in chosen if not set(name.removesuffix(TREE).split("+")) <= set(METHODS)]:
         raise InvalidRequest(
             f"--drafter names {', '.join(unknown)}; choose from {', '.join(DRAFTERS)}, or all", param="drafter"
         )

@@ -4,13 +4,15 @@ import asyncio
 import json
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from difflib import SequenceMatcher
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from specdec.errors import Unavailable
+from specdec.errors import InvalidRequest, Unavailable
 from specdec.sampling.params import SamplingParams
 from specdec.sessions import Rule
 from specdec.settings import SpeculativeSettings
@@ -18,6 +20,7 @@ from specdec.v1 import generation_service_pb2 as pb
 from tandem.bench import command
 from tandem.bench.answers import Answer, Piece, collect
 from tandem.bench.chart import draw_report
+from tandem.bench.edits import MARK
 from tandem.bench.measure import Bench
 from tandem.bench.parts import Costs
 from tandem.bench.plans import Plan, make_plans
@@ -98,6 +101,7 @@ def test_what_follows_from_known_numbers() -> None:
     assert drafted.acceptance_length == 3.0
     assert drafted.mean_drafts == 4.0
     assert drafted.histogram == [2, 0, 0, 0, 2]
+    assert drafted.acceptance_rates == [0.5, 0.5, 0.5, 0.5]
     assert drafted.round_ms == pytest.approx(100.0)
     assert (drafted.busy_share(0), drafted.busy_share(1), drafted.busy_share(2)) == (0.5, 0.25, None)
     assert drafted.costs is not None
@@ -114,10 +118,15 @@ def test_what_follows_from_known_numbers() -> None:
     assert summary["share_of_overlapped_limit"] == pytest.approx(5.0 / limits.overlapped)
     assert summary["num_ahead_hits"] == 6
     assert both.ways["plain"].alpha is None
+    assert both.ways["plain"].acceptance_rates == []
+    drafted.is_tree = True
+    assert drafted.limits is None, "those are of chains"
 
 
 def test_tables_show_what_is_known_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    print_report(Console(width=120), "the title", [section()], ["a note"])
+    edits = section()
+    edits.text = "edits"
+    print_report(Console(width=120), "the title", [edits], ["a note"])
     lines = capsys.readouterr().out.splitlines()
 
     def cell(label: str) -> str:
@@ -126,6 +135,8 @@ def test_tables_show_what_is_known_and_nothing_else(capsys: pytest.CaptureFixtur
 
     assert cell("α, acceptance per token") == "0.800"
     assert cell("drafted ahead of the verdict") == "75%"
+    assert cell("drafts accepted") == "0.50 0.50 0.50 0.50"
+    assert any(line.startswith("1 session, edits") for line in lines)
     assert cell("drafted tokens thrown away") == "3.00"
     assert cell("waiting for the draft") == "2.00 ms"
     assert cell("limit, serial") == f"{(1 - 0.8**5) / 0.2 / 1.75:.2f}x, 260%"
@@ -198,18 +209,22 @@ def test_drafters_by_name() -> None:
 
     every = speculative("--drafter", "all", "--k", "7")
     assert {"draft_model", "ngram", "suffix", "suffix+draft_model"} <= set(every)
-    assert {settings.num_speculative_tokens for settings in every.values()} == {7}
+    assert {settings.num_speculative_tokens for name, settings in every.items() if not name.endswith("-tree")} == {7}
     assert every["suffix+draft_model"].methods == ("suffix", "draft_model")
     config = '{"method": "suffix", "suffix_decoding_max_tree_depth": 12}'
     (name, settings), *_ = speculative("--speculative-config", config, "--drafter", "suffix,ngram").items()
     assert (name, settings.suffix_decoding_max_tree_depth, settings.num_speculative_tokens) == ("suffix", 12, 12)
     assert list(speculative("--speculative-config", config)) == ["suffix"]
+    tree = speculative("--drafter", "draft_model-tree,ngram", "--k", "3")
+    assert (tree["draft_model-tree"].tree_top_k, tree["draft_model-tree"].num_speculative_tokens) == (2, 7)
+    assert (tree["ngram"].tree_top_k, tree["ngram"].num_speculative_tokens) == (1, 3)
     both = '{"method": ["ngram", "draft_model"], "model": "python-1m"}'
     assert list(speculative("--speculative-config", both)) == ["ngram+draft_model"]
 
 
 def options(**changes: object) -> Namespace:
-    return Namespace(**({"prompts": None, "num_prompts": None, "prompt_tokens": 8, "batch_size": (1, 8)} | changes))
+    usual = {"prompts": None, "num_prompts": None, "prompt_tokens": 8, "max_tokens": 16, "batch_size": (1, 8)}
+    return Namespace(**(usual | {"text": None, "drafter": None} | changes))
 
 
 def test_prompts_of_a_plan_are_never_used_twice() -> None:
@@ -228,7 +243,40 @@ def test_own_prompts_are_all_measured(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text("a\nb\nc\n")
     (plan,) = make_plans(options(prompts=str(file), batch_size=(2,)), lambda text: tuple(text.encode()))
-    assert plan.batches == [[(97,), (98,)], [(99,), (97,)]]
+    assert plan.text is None
+    assert {prompt for batch in plan.batches for prompt in batch} == {(97,), (98,), (99,)}
+    with pytest.raises(InvalidRequest, match="leave --text out"):
+        make_plans(options(prompts=str(file), text="edits"), None)
+
+
+@pytest.mark.parametrize("encode", [lambda text: tuple(text.encode()), None], ids=["tokens", "text"])
+def test_a_session_gets_successive_versions_of_one_text(encode: Callable[[str], tuple[int, ...]] | None) -> None:
+    (plan,) = make_plans(options(text="edits", batch_size=(2,), num_prompts=4, prompt_tokens=40), encode)
+    assert plan.text == "edits"
+    for session in range(2):
+        prompts = [batch[session] for batch in plan.batches]
+        texts = [prompt if isinstance(prompt, str) else bytes(prompt).decode() for prompt in prompts]
+        shown, begun = zip(*(text.split(MARK) for text in texts), strict=True)
+        assert all(after.startswith(before) for before, after in zip(begun, shown[1:], strict=False)), (
+            "one text goes on"
+        )
+        assert len(set(shown)) == 4
+        assert all(len(text) == 20 * (1 if encode else 3) for text in begun)
+        likeness = [SequenceMatcher(None, before, after).ratio() for before, after in pairwise(shown)]
+        assert min(likeness) > 0.5, "an edit leaves most of it as it was"
+
+
+def test_all_drafters_are_compared_on_every_kind_of_text() -> None:
+    plans = make_plans(options(drafter="all", batch_size=(1,), num_prompts=2), None)
+    assert [plan.text for plan in plans] == ["prose", "edits"]
+    assert [plan.text for plan in make_plans(options(text="all", batch_size=(1, 2), num_prompts=2), None)] == [
+        "prose",
+        "prose",
+        "edits",
+        "edits",
+    ]
+    with pytest.raises(InvalidRequest, match="poems; choose from prose, edits"):
+        make_plans(options(text="edits,poems"), None)
 
 
 async def test_parts_that_could_not_be_timed_are_told_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
