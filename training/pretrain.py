@@ -104,7 +104,7 @@ def parse_arguments() -> Any:
     parser.add_argument("--tokenizer", type=Path, default=Path("build/training/tokenizer"))
     parser.add_argument("--out", type=Path, default=Path("build/training/python-12m"))
     parser.add_argument("--state", type=Path, default=None, help="file to resume from")
-    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--steps", type=int, default=1650)
     parser.add_argument("--warmup-steps", type=int, default=ScheduleSettings.warmup_steps)
     parser.add_argument("--max-minutes", type=float, default=0.0)
     parser.add_argument("--batch-tokens", type=int, default=PretrainSettings.batch_tokens)
