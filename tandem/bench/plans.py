@@ -55,19 +55,20 @@ def make_plans(args: argparse.Namespace, encode: Callable[[str], Tokens] | None)
     Held-out prompts are never used twice. The user's own are all measured, unless their number is given; they come
     round again where more are needed, and for warming up.
     """
+    names = texts_of(args)
     if args.prompts:
         texts = read_prompts(args.prompts)
         own: list[Prompt] = list(texts) if encode is None else [encode(text) for text in texts]
         return _plans(args, None, lambda _: cycle(own), len(own), has_probes=encode is not None)
     makers = {PROSE: partial(_prose, args, encode), EDITS: partial(_edits, args, encode)}
     plans = []
-    for text in texts_of(args):
+    for text in names:
         plans += _plans(args, text, makers[text], 0, has_probes=encode is not None)
     return plans
 
 
 def texts_of(args: argparse.Namespace) -> list[str]:
-    """The kinds of text ``--text`` names; where all drafters are compared all of them, else prose."""
+    """The kinds of text ``--text`` names, none for own prompts; by default prose, and all for all drafters."""
     if args.prompts:
         if args.text:
             raise InvalidRequest("--prompts is the text; leave --text out", param="text")

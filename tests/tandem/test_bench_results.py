@@ -20,7 +20,7 @@ from specdec.v1 import generation_service_pb2 as pb
 from tandem.bench import command
 from tandem.bench.answers import Answer, Piece, collect
 from tandem.bench.chart import draw_report
-from tandem.bench.edits import MARK
+from tandem.bench.edits import MARK, NUM_EDITS
 from tandem.bench.measure import Bench
 from tandem.bench.parts import Costs
 from tandem.bench.plans import Plan, make_plans
@@ -250,20 +250,17 @@ def test_own_prompts_are_all_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encode", [lambda text: tuple(text.encode()), None], ids=["tokens", "text"])
-def test_a_session_gets_successive_versions_of_one_text(encode: Callable[[str], tuple[int, ...]] | None) -> None:
-    (plan,) = make_plans(options(text="edits", batch_size=(2,), num_prompts=4, prompt_tokens=40), encode)
+def test_prompts_for_edits_are_successive_versions_of_one_text(encode: Callable[[str], tuple[int, ...]] | None) -> None:
+    (plan,) = make_plans(options(text="edits", batch_size=(1,), num_prompts=4, prompt_tokens=40), encode)
     assert plan.text == "edits"
-    for session in range(2):
-        prompts = [batch[session] for batch in plan.batches]
-        texts = [prompt if isinstance(prompt, str) else bytes(prompt).decode() for prompt in prompts]
-        shown, begun = zip(*(text.split(MARK) for text in texts), strict=True)
-        assert all(after.startswith(before) for before, after in zip(begun, shown[1:], strict=False)), (
-            "one text goes on"
-        )
-        assert len(set(shown)) == 4
-        assert all(len(text) == 20 * (1 if encode else 3) for text in begun)
-        likeness = [SequenceMatcher(None, before, after).ratio() for before, after in pairwise(shown)]
-        assert min(likeness) > 0.5, "an edit leaves most of it as it was"
+    prompts = [batch[0] for batch in [*plan.warm_up, *plan.batches]]
+    texts = [prompt if isinstance(prompt, str) else bytes(prompt).decode() for prompt in prompts]
+    shown, begun = zip(*(text.split(MARK) for text in texts), strict=True)
+    assert all(after.startswith(begin) for begin, after in zip(begun, shown[1:], strict=False)), "one text goes on"
+    assert len(set(shown)) == len(prompts) == NUM_EDITS
+    assert all(len(text) == 20 * (1 if encode else 3) for text in begun)
+    likeness = [SequenceMatcher(None, before, after).ratio() for before, after in pairwise(shown)]
+    assert min(likeness) > 0.5, "an edit leaves most of it as it was"
 
 
 def test_all_drafters_are_compared_on_every_kind_of_text() -> None:

@@ -6,8 +6,9 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tandem.checkpoints import bundled_drafter
 from training.checkpoint import load_model
-from training.measure import acceptance_length
+from training.measure import acceptance_length, measure_head
 from training.tokenizer import load_tokenizer
 
 MODELS = Path(__file__).parents[2] / "tandem" / "models"
@@ -41,13 +42,25 @@ def test_the_pair_is_small_and_the_draft_a_tenth_of_the_target() -> None:
     assert sum(file.stat().st_size for file in MODELS.rglob("*") if file.is_file()) <= 32 * 2**20
 
 
-def test_a_round_commits_two_and_a_half_tokens_of_unseen_source() -> None:
+def unseen_source() -> torch.Tensor:
     tokenizer = load_tokenizer(MODELS / "python-12m")
     prompts = []
     for snippet in SNIPPETS:
         ids = torch.tensor(tokenizer.encode(snippet.read_text(encoding="utf-8")))
         prompts += list(ids.unfold(0, PROMPT_LENGTH, STRIDE))
     assert len(prompts) >= 15
+    return torch.stack(prompts)
+
+
+def test_a_round_commits_two_and_a_half_tokens_of_unseen_source() -> None:
     target, draft = load_model(MODELS / "python-12m"), load_model(MODELS / "python-1m")
-    length = acceptance_length(target, draft, torch.stack(prompts), num_tokens=64, temperature=0.0)
+    length = acceptance_length(target, draft, unseen_source(), num_tokens=64, temperature=0.0)
     assert length >= 2.5
+
+
+@pytest.mark.parametrize("name", ["python-12m-eagle3"])
+def test_a_bundled_head_is_small_and_commits_two_tokens_a_round(name: str) -> None:
+    assert (MODELS / name / "model.safetensors").stat().st_size <= 4 * 2**20
+    acceptance = measure_head(MODELS / "python-12m", MODELS / name, unseen_source(), num_tokens=64)
+    assert acceptance.length >= 2.0
+    assert bundled_drafter(None, [name.removeprefix("python-12m-")]) == name

@@ -1,0 +1,22 @@
+"""The heads that come with the bundled target: named by their method alone."""
+
+import pytest
+
+from tandem import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
+
+
+def generate(prompts, config):
+    with LLM(speculative_config=config, dtype="float32", fixed_draft_length=True) as llm:
+        return llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("method", ["eagle3"])
+def test_a_method_alone_takes_the_bundled_head(real_prompts, method):
+    prompts = real_prompts[:4]
+    drafted = generate(prompts, {"method": method, "num_speculative_tokens": 3})
+    plain = generate(prompts, {"method": "none"})
+    assert [output.outputs[0].token_ids for output in drafted] == [output.outputs[0].token_ids for output in plain]
+    accepted = sum(output.metrics.num_accepted_tokens for output in drafted)
+    assert accepted > 0.15 * sum(output.metrics.num_draft_tokens for output in drafted)
