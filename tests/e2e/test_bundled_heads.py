@@ -12,7 +12,7 @@ def generate(prompts, config):
         return llm.generate(prompts, GREEDY, use_tqdm=False)
 
 
-@pytest.mark.parametrize("method", ["eagle3"])
+@pytest.mark.parametrize("method", ["eagle3", "mlp_speculator"])
 def test_a_method_alone_takes_the_bundled_head(real_prompts, method):
     prompts = real_prompts[:4]
     drafted = generate(prompts, {"method": method, "num_speculative_tokens": 3})
