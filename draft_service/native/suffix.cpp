@@ -31,7 +31,7 @@ class Search {
  public:
   // `first_outside` is the start of the first suffix of `text` to count besides those in the tree; its end: none.
   Search(SuffixTree& tree, const Tokens& text, int64_t first_outside, int32_t depth, const Query& query)
-      : tree_(tree), text_(text), depth_(depth), query_(query) {
+      : tree_(tree), text_(text), first_outside_(first_outside), depth_(depth), query_(query) {
     const int64_t end = text.end();
     for (int64_t at = first_outside + 1; at <= end && first_outside < end; at++) {
       const int64_t longest = std::min<int64_t>(at - first_outside, depth - 1);
@@ -45,7 +45,8 @@ class Search {
   // For every m, the last m tokens are matched and continued by what followed most often, that by what followed both,
   // up to m * factor tokens and while all of it together is likely enough. Probability of a path: of all the times its
   // tokens but the last stood there, how often the last one followed, multiplied. The score is the sum of probabilities
-  // along it; the best wins, among equals the longest match (Oliaro et al. 2024, "SuffixDecoding").
+  // along it; the best wins, among equals the longest match (Oliaro et al. 2024, "SuffixDecoding"). Where match and path
+  // are as long as the tree is deep, only the last half of that is remembered, and the path goes on after it.
   void improve(Path& best) {
     for (int32_t m = num_places_; m >= 1; m--) follow(m, best);
   }
@@ -78,7 +79,8 @@ class Search {
   // The path after the last m tokens, if it is better than `best`.
   void follow(int32_t m, Path& best) {
     const double wanted = std::min(m * query_.max_spec_factor + 1e-6, static_cast<double>(query_.max_tokens));
-    const int64_t limit = std::min<int64_t>(static_cast<int64_t>(wanted), depth_ - m);
+    const int64_t limit = static_cast<int64_t>(wanted);
+    int32_t run = m;  // tokens that what follows is looked up by
     SuffixTree::Place place = places_[m];
     bool is_in_tree = place.depth == m;
     ends_.clear();
@@ -90,6 +92,12 @@ class Search {
     tokens_.clear();
     const int64_t end = text_.end();
     while (static_cast<int64_t>(tokens_.size()) < limit) {
+      if (run == depth_) {
+        run = std::max(depth_ / 2, 1);
+        place = find(run);
+        is_in_tree = place.depth == run;
+        count = static_cast<int64_t>(ends_.size()) + (is_in_tree ? tree_.count(place) : 0);
+      }
       const SuffixTree::Next next = likeliest(place, is_in_tree);
       if (next.count == 0) break;
       probability *= static_cast<double>(next.count) / static_cast<double>(count);
@@ -99,6 +107,7 @@ class Search {
       if (score + left * probability < best.score - 1e-9) break;  // whatever follows
       tokens_.push_back(next.token);
       score += probability;
+      run++;
       count = next.count;
       is_in_tree = is_in_tree && tree_.step(place, next.token);
       size_t kept = 0;
@@ -111,6 +120,21 @@ class Search {
       best.tokens.swap(tokens_);
       best.score = score;
     }
+  }
+
+  // Where the last `run` tokens of text and path are, in the tree (short of so many: nowhere) and outside.
+  SuffixTree::Place find(int32_t run) {
+    const int64_t end = text_.end(), first = end + static_cast<int64_t>(tokens_.size()) - run;
+    const auto token = [&](int64_t i) { return first + i < end ? text_[first + i] : tokens_[first + i - end]; };
+    ends_.clear();
+    for (int64_t at = first_outside_ + run; at <= end; at++) {
+      int32_t same = 0;
+      while (same < run && text_[at - run + same] == token(same)) same++;
+      if (same == run) ends_.push_back(at);
+    }
+    SuffixTree::Place place;
+    while (place.depth < run && tree_.step(place, token(place.depth))) continue;
+    return place;
   }
 
   // What follows most often, in the tree and outside; of several, what did last.
@@ -132,6 +156,7 @@ class Search {
 
   SuffixTree& tree_;
   const Tokens& text_;
+  const int64_t first_outside_;
   const int32_t depth_;
   const Query& query_;
   std::vector<Occurrence> outside_;

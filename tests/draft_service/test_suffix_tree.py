@@ -37,7 +37,9 @@ class BruteForce:
             if run not in self.newest:
                 break
             draft, prob, score = [], 1.0, 0.0
-            while len(draft) < min(k, int(m * factor + 1e-6), self.depth - m):
+            while len(draft) < min(k, int(m * factor + 1e-6)):
+                if len(run) == self.depth:
+                    run = run[-max(1, self.depth // 2) :]
                 children = [(self.count[child], self.newest[child]) for child in self.children(run)]
                 if not children:
                     break
@@ -156,11 +158,11 @@ def test_longer_matches_win_ties_and_the_text_itself_wins_over_past_outputs():
     assert look_up(SuffixText([1, 2, 3, 0, 1, 2], 24), cache, 1)[0] == (3,)
 
 
-def test_a_draft_is_as_long_as_its_match_and_the_tree_allow():
+def test_a_draft_is_as_long_as_its_match():
     run = list(range(100, 140))
     assert look_up(SuffixText([*run, 1, *run[:5]], 24), None, 32) == (tuple(run[5:10]), 5)
     assert look_up(SuffixText([*run, 1, *run[:5]], 24), None, 32, factor=2.0) == (tuple(run[5:15]), 5)
-    assert look_up(SuffixText([*run, 1, *run[:20]], 24), None, 32) == (tuple(run[20:32]), 20)
+    assert look_up(SuffixText([*run, 1, *run[:9]], 16), None, 32) == (tuple(run[9:18]), 9), "deeper than the tree"
     assert look_up(SuffixText([*run, 1, *run[:20]], 24), None, 7) == (tuple(run[20:27]), 20)
     assert look_up(SuffixText([*run, 1, *run[:20]], 64), None, 32) == ((*run[20:40],), 20)
 
