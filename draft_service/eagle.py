@@ -17,7 +17,8 @@ from typing import Self
 
 from draft_service.drafter import DraftJob
 from draft_service.features import Features
-from draft_service.head_drafter import HeadDrafter, LoadedHead, load_head, tensor_of
+from draft_service.head_drafter import HeadDrafter, LoadedHead, load_head
+from draft_service.state_rows import StateRows
 from draft_service.tree_drafting import DraftedTree, TreeJob, draft_trees
 from specdec.engine.chains import ChainJob, StopFlags
 from specdec.engine.device_thread import DeviceThread
@@ -41,6 +42,8 @@ class EagleState:
     #: None where the prompt is longer than the context: then nothing is ever drafted.
     sequence: KVSequence | None
     rule: Rule
+    #: Where the states of a verdict lie while they are taken in.
+    rows: StateRows
     features: Features = field(default_factory=Features)
     #: The state of the last entry, of one position: where nothing is pending, it is fed again. None where there is no
     #: entry, or it was taken over from a parked session.
@@ -120,7 +123,8 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
 
     def open(self, spec: SessionSpec) -> EagleState:
         """Reserve the cache of the whole session, or take back what is parked under its id."""
-        state = EagleState(self._sampling(spec), None, spec.rule or Rule.BLOCK)
+        rows = StateRows(self.info.num_speculative_tokens + 1, self._state_width)
+        state = EagleState(self._sampling(spec), None, spec.rule or Rule.BLOCK, rows)
         pool = self._pool
         context = min(self.info.max_model_len, pool.total_blocks * pool.block_size)
         if len(spec.token_ids) > context:
@@ -194,7 +198,7 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
             num_tokens,
             state.sampling,
             state.rule,
-            features=tensor_of(taken),
+            features=state.rows.fill(taken),
             num_candidates=job.num_guesses,
         )
         return _Work(state, taken, job_of_head, job.tree if num_tokens else None)

@@ -40,7 +40,7 @@ class Features:
 
     def num_waiting(self, num_tokens: int) -> int:
         """States that wait and can be taken in: of ``num_tokens`` committed tokens, those before the last."""
-        return sum(states.rows(states.start, num_tokens - 1).num_positions for states in self._waiting)
+        return sum(max(0, min(states.end, num_tokens - 1) - states.start) for states in self._waiting)
 
     def add(self, states: Sequence[HiddenStates]) -> None:
         """Keep what is new; the states of one position are the same whenever they come."""
