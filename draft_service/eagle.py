@@ -17,8 +17,7 @@ from typing import Self
 
 from draft_service.drafter import DraftJob
 from draft_service.features import Features
-from draft_service.head_drafter import HeadDrafter, LoadedHead, load_head
-from draft_service.state_rows import StateRows
+from draft_service.head_drafter import HeadDrafter, LoadedHead, load_head, tensor_of
 from draft_service.tree_drafting import DraftedTree, TreeJob, draft_trees
 from specdec.engine.chains import ChainJob, StopFlags
 from specdec.engine.device_thread import DeviceThread
@@ -42,8 +41,6 @@ class EagleState:
     #: None where the prompt is longer than the context: then nothing is ever drafted.
     sequence: KVSequence | None
     rule: Rule
-    #: Where the states of a verdict lie while they are taken in.
-    rows: StateRows
     features: Features = field(default_factory=Features)
     #: The state of the last entry, of one position: where nothing is pending, it is fed again. None where there is no
     #: entry, or it was taken over from a parked session.
@@ -123,8 +120,7 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
 
     def open(self, spec: SessionSpec) -> EagleState:
         """Reserve the cache of the whole session, or take back what is parked under its id."""
-        rows = StateRows(self.info.num_speculative_tokens + 1, self._state_width)
-        state = EagleState(self._sampling(spec), None, spec.rule or Rule.BLOCK, rows)
+        state = EagleState(self._sampling(spec), None, spec.rule or Rule.BLOCK)
         pool = self._pool
         context = min(self.info.max_model_len, pool.total_blocks * pool.block_size)
         if len(spec.token_ids) > context:
@@ -198,7 +194,7 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
             num_tokens,
             state.sampling,
             state.rule,
-            features=state.rows.fill(taken),
+            features=tensor_of(taken),
             num_candidates=job.num_guesses,
         )
         return _Work(state, taken, job_of_head, job.tree if num_tokens else None)

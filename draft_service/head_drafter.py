@@ -297,6 +297,16 @@ class HeadDrafter(ABC, Generic[S, W]):
             raise
 
 
+def tensor_of(states: Sequence[HiddenStates]) -> torch.Tensor:
+    """[positions, features] on the CPU, bfloat16 where they came so, else float32."""
+    parts = [
+        torch.frombuffer(bytearray(each.data), dtype=getattr(torch, each.dtype)).view(-1, each.num_features)
+        for each in states
+    ]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return whole if whole.dtype == torch.bfloat16 else whole.float()
+
+
 def _context_of(target: str) -> int:
     """The longest sequence of a target.
 

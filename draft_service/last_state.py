@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from draft_service.drafter import DraftJob
-from draft_service.head_drafter import HeadDrafter, LoadedHead, load_head
-from draft_service.state_rows import tensor_of
+from draft_service.head_drafter import HeadDrafter, LoadedHead, load_head, tensor_of
 from draft_service.tree_drafting import DraftedTree, Passes, TreeJob, draft_trees
 from specdec.engine.chains import Drawing, Feed, StopFlags, draw_chains
 from specdec.engine.device_thread import DeviceThread

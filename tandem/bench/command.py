@@ -140,7 +140,8 @@ async def _measure_here(args: argparse.Namespace) -> Report:
     model = next(iter(deployments.values())).target.model
     drafted = {name: _drafts_of(deployment) for name, deployment in deployments.items()}
     k = max(drafted.values())
-    ways = [plain_way(next(iter(deployments))), *speculative_ways(drafted, rules_of(args))]
+    trees = [name for name, each in deployments.items() if each.draft is not None and each.draft.speculative.tree]
+    ways = [plain_way(next(iter(deployments))), *speculative_ways(drafted, rules_of(args), trees)]
     tokenizer = TextTokenizer.load(model.tokenizer or model.model)
     plans = make_plans(args, lambda text: tuple(tokenizer.encode(text)))
     threads = model.num_threads or usable_cores()

@@ -23,7 +23,7 @@ _COLUMNS: Final = 4
 
 
 def print_report(console: Console, title: str, sections: Sequence[Section], notes: Sequence[str]) -> None:
-    """Print two tables per number of sessions, then what the numbers depend on."""
+    """Print the speeds of each section and what explains them, then what the numbers depend on."""
     console.print(title, style="bold", highlight=False)
     for section in sections:
         console.print(_speeds(section))

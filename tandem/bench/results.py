@@ -92,7 +92,7 @@ class Measurement:
     @property
     def acceptance_rates(self) -> list[float]:
         """Share of the rounds that carried drafts in which more than j drafted tokens were accepted, by j."""
-        rounds = self.histogram[1:] and self.count("num_spec_steps")
+        rounds = self.count("num_spec_steps")
         return [sum(self.histogram[j:]) / rounds for j in range(1, len(self.histogram))] if rounds else []
 
     @property

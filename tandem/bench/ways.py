@@ -16,7 +16,7 @@ from tandem.deployment import Deployment, deployment_of
 from tandem.speculation import OLDER_NAMES, read_speculation
 
 PLAIN: Final = "plain"
-#: After the method of a drafter that is to draft trees, and the tree: as many tokens a round as pay off on a CPU.
+#: After the method of a drafter that is to draft trees; and which: as small a one as says something, for CPUs.
 TREE: Final = "-tree"
 _TREE: Final = {"num_speculative_tokens": 7, "tree_top_k": 2, "tree_depth": 4}
 #: What ``--drafter all`` stands for, where it can be had.
@@ -47,10 +47,12 @@ def plain_way(system: str) -> Way:
     return Way(PLAIN, system, 0)
 
 
-def speculative_ways(systems: Mapping[str, int | None], rules: Sequence[Rule | None]) -> list[Way]:
-    """Every system (name → k) under every rule."""
+def speculative_ways(
+    systems: Mapping[str, int | None], rules: Sequence[Rule | None], trees: Collection[str] = ()
+) -> list[Way]:
+    """Every system (name → k) under every rule; ``trees`` are those that draft trees."""
     return [
-        Way(system if len(rules) == 1 else f"{system}, {rule}", system, k, rule, system.endswith(TREE))
+        Way(system if len(rules) == 1 else f"{system}, {rule}", system, k, rule, system in trees)
         for system, k in systems.items()
         for rule in rules
     ]
@@ -99,20 +101,18 @@ def _drafters(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         for other, config in known.items()
         if lookup != other
     }
-    trees = {f"{method}{TREE}": {**config, **_TREE} for method, config in known.items() if method in MODEL_METHODS}
+    known |= {f"{method}{TREE}": known[method] for method in MODEL_METHODS if method in known}
     k = SpeculativeSettings().num_speculative_tokens if k is None else k
     if k < 1:
         raise InvalidRequest(f"k is {k}; it must be at least 1 where drafting is measured", param="k")
     drafters = {}
-    for name in _names(args, given, [*known, *trees]):
-        if name in trees:
-            drafters[name] = trees[name]
-            continue
+    for name in _names(args, given, known):
         if name not in known:
             raise InvalidRequest(
                 f'--drafter {name} needs a model: --speculative-config \'{{"model": "…"}}\'', param="drafter"
             )
-        drafters[name] = {**known[name], "num_speculative_tokens": k}
+        tree = _TREE if name.endswith(TREE) else {}
+        drafters[name] = {**known[name], "num_speculative_tokens": k, **tree}
     return drafters
 
 

@@ -194,6 +194,8 @@ async def test_ways_take_turns_and_the_warm_up_does_not_count() -> None:
 
 def test_one_rule_needs_no_name() -> None:
     assert speculative_ways({"ngram": 3}, [None]) == [Way("ngram", "ngram", 3)]
+    both = speculative_ways({"chains": 3, "trees": 7}, [None], ["trees"])
+    assert [way.is_tree for way in both] == [False, True]
 
 
 def test_drafters_by_name() -> None:
