@@ -17,7 +17,6 @@ COPY draft_service draft_service
 COPY target_service target_service
 COPY gateway gateway
 COPY tandem tandem
-COPY training training
 RUN PIP_CONSTRAINT=/app/constraints.txt PIP_EXTRA_INDEX_URL="${TORCH_INDEX}" pip install --no-cache-dir .
 
 RUN useradd --create-home tandem && mkdir -p /models /cache && chown tandem /models /cache

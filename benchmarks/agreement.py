@@ -9,10 +9,10 @@ from typing import Any, Final
 import torch
 
 from specdec.engine.engine import Engine, Segment
+from specdec.params import SamplingParams
+from specdec.rules import Rule
 from specdec.sampling.drafting import collect, draft
-from specdec.sampling.params import SamplingParams
 from specdec.sampling.rows import Rows
-from specdec.sampling.rule import Rule
 from specdec.sampling.state import SamplingState
 from specdec.settings import ModelSettings
 from target_service.verifier import Round, Verifier

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 from specdec.errors import InvalidRequest, TandemError, text_of
-from tandem.environment import tune_environment
+from tandem.launcher.environment import tune_environment
 
 T = TypeVar("T")
 

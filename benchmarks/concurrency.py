@@ -33,10 +33,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import command
+from benchmarks.pacing_report import Reasons, look
 from benchmarks.pairs import DRAFTS, TARGETS, pair
-from benchmarks.reasons import Reasons, look
 from specdec.flags import Parser
-from specdec.sampling.params import SamplingParams
+from specdec.params import SamplingParams
 from tandem.bench.limits import Spread
 from tandem.bench.plot import load_pyplot
 from tandem.flags import rule_of
@@ -255,7 +255,7 @@ def merge(old: Iterable[Point], new: Iterable[Point]) -> list[Point]:
 
 async def measure(args: argparse.Namespace, console: Console) -> list[Point]:
     """Every pair asked for, one deployment after the other."""
-    from gateway.tokenizer import TextTokenizer  # noqa: PLC0415
+    from gateway.text.tokenizer import TextTokenizer  # noqa: PLC0415
     from tandem.bench.prompts import pick_prompts  # noqa: PLC0415
     from tandem.bench.systems import start_system  # noqa: PLC0415 (gRPC)
 

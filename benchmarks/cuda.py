@@ -126,7 +126,7 @@ def time_parts(shape: Shape, target: str, draft: str, args: argparse.Namespace) 
 
     from benchmarks import passes  # noqa: PLC0415 (torch)
     from specdec.engine.engine import Engine  # noqa: PLC0415 (torch)
-    from specdec.sampling.rule import Rule  # noqa: PLC0415 (torch)
+    from specdec.rules import Rule  # noqa: PLC0415 (torch)
     from specdec.settings import ModelSettings  # noqa: PLC0415 (torch)
 
     device = torch.device(args.device)
@@ -161,7 +161,7 @@ def time_parts(shape: Shape, target: str, draft: str, args: argparse.Namespace) 
 
 def time_services(target: str, draft: str, args: argparse.Namespace, file: Path) -> Any:
     """``tandem bench`` on the pair, with Hugging Face beside it: its sections, which it also prints."""
-    from tandem.bench import command as bench  # noqa: PLC0415
+    from tandem.cli import bench  # noqa: PLC0415
 
     flags = Parser("tandem bench")
     bench.add_arguments(flags)

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from draft_service.core import load_drafter
-from draft_service.drafter import Drafter, DraftJob
-from gateway.tokenizer import TextTokenizer
-from specdec.sampling.params import SamplingParams
-from specdec.sessions import SessionSpec
+from draft_service.drafters.base import Drafter, DraftJob
+from gateway.text.tokenizer import TextTokenizer
+from specdec.params import SamplingParams
 from specdec.settings import DraftSettings, SpeculativeSettings
+from specdec.types import SessionSpec
 from tandem.bench.edits import MARK, versions
 from tandem.bench.prompts import HELD_OUT
 from tandem.checkpoints import TARGET, find_checkpoint

@@ -84,8 +84,8 @@ def policies(fan_out: int, depth: int, batch: int) -> list[Policy]:
 def record_all(ks: Iterable[int], *, num_prompts: int, max_tokens: int, temperature: float) -> list[Record]:
     """Rounds of the bundled pair under both rules with each number of drafts."""
     from benchmarks.rounds import Recorder, Statistics  # noqa: PLC0415 (torch)
-    from gateway.tokenizer import TextTokenizer  # noqa: PLC0415
-    from specdec.sampling.rule import Rule  # noqa: PLC0415
+    from gateway.text.tokenizer import TextTokenizer  # noqa: PLC0415
+    from specdec.rules import Rule  # noqa: PLC0415
     from tandem.bench.prompts import pick_prompts  # noqa: PLC0415
 
     target, draft = find_checkpoint(TARGET), find_checkpoint(DRAFT)

@@ -7,8 +7,8 @@ from typing import Final
 
 from specdec.settings import ModelSettings, SpeculativeSettings
 from tandem.checkpoints import DRAFT, TARGET, find_checkpoint
-from tandem.deployment import Deployment, make_deployment
-from tandem.speculation import choose_models
+from tandem.launcher.deployment import Deployment, make_deployment
+from tandem.speculative_config import choose_models
 
 TARGETS: Final = ("bundled", "padded")
 DRAFTS: Final = ("good", "fair", "bad")
@@ -17,7 +17,7 @@ PADDED_SIZE: Final = 200_000_000
 
 def pair(target: str, draft: str, k: int, scratch: Path, *, dtype: str = "float32") -> Deployment:
     """Services for a target of ``TARGETS`` and a draft of ``DRAFTS``; worse drafts are written under ``scratch``."""
-    from benchmarks.spoiling import SPOILED, spoil_checkpoint  # noqa: PLC0415 (torch)
+    from benchmarks.degraded_drafts import SPOILED, spoil_checkpoint  # noqa: PLC0415 (torch)
     from tandem.padding import pad_checkpoint  # noqa: PLC0415 (torch)
 
     draft_folder, target_folder = Path(find_checkpoint(DRAFT)), find_checkpoint(TARGET)

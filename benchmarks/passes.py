@@ -18,8 +18,8 @@ from benchmarks.random_pairs import Shape
 from specdec.engine.chains import ChainJob, draft_chains
 from specdec.engine.engine import Engine, Segment
 from specdec.engine.kv_pool import KVSequence
-from specdec.sampling.params import SamplingParams
-from specdec.sampling.rule import Rule
+from specdec.params import SamplingParams
+from specdec.rules import Rule
 from specdec.sampling.state import SamplingState
 from tandem.bench.limits import quantile
 from target_service.verifier import Round, Verifier

@@ -27,8 +27,8 @@ from benchmarks import command
 from benchmarks.pairs import TARGETS, pair
 from specdec.errors import Unavailable
 from specdec.flags import Parser
-from specdec.sampling.params import SamplingParams
-from specdec.sessions import SessionSpec
+from specdec.params import SamplingParams
+from specdec.types import SessionSpec
 from tandem.bench.limits import quantile
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ async def measure_one(
 
 async def measure(args: argparse.Namespace, tell: Callable[[Finding], None]) -> list[Finding]:
     """Every number of sessions, plainly and with drafts."""
-    from gateway.tokenizer import TextTokenizer  # noqa: PLC0415
+    from gateway.text.tokenizer import TextTokenizer  # noqa: PLC0415
     from tandem.bench.prompts import pick_prompts  # noqa: PLC0415
     from tandem.bench.systems import start_system  # noqa: PLC0415 (gRPC)
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from specdec.engine.chains import ChainJob, draft_chains
 from specdec.engine.engine import Engine, Segment
 from specdec.engine.kv_pool import KVSequence
-from specdec.sampling.params import SamplingParams
-from specdec.sampling.rule import Rule
+from specdec.params import SamplingParams
+from specdec.rules import Rule
 from specdec.sampling.state import SamplingState
 from specdec.settings import ModelSettings
 from target_service.verifier import Round, Verifier

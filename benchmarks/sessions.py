@@ -26,9 +26,9 @@ from specdec.rpc.channel import open_channel
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 from specdec.v1.generation_service_pb2_grpc import GenerationServiceStub
-from tandem.deployment import make_deployment, services_of
-from tandem.speculation import choose_models
-from tandem.supervisor import Supervisor
+from tandem.launcher.deployment import make_deployment, services_of
+from tandem.launcher.supervisor import Supervisor
+from tandem.speculative_config import choose_models
 
 SERVICES: Final = ("target_service", "draft_service", "gateway")
 

@@ -52,7 +52,7 @@ class Policy:
     rejections: bool = False
     #: Verdicts ahead of the last known one, at most.
     depth: int = 0
-    #: Branches drafted in one batch, and below one verdict, at most.
+    #: PendingProposals drafted in one batch, and below one verdict, at most.
     batch: int = 1
     num_ahead: int = 16
     #: Proposals go on to the target before the verdict.

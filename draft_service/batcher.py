@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, Protocol
 
-from draft_service.drafter import Draft, Drafter, DraftJob, S, Stop
+from draft_service.drafters.base import Draft, Drafter, DraftJob, S, Stop
 from specdec.errors import Unavailable
 from specdec.tree_shape import TreeShape
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _BUSY_NS: Final = 500_000_000
 
 
-class Wish(Generic[S]):
+class DraftRequest(Generic[S]):
     """One session's request, from submission to its draft."""
 
     __slots__ = (
@@ -69,7 +69,7 @@ class Wish(Generic[S]):
         self.stop = Stop()
         self.is_settled = False
         #: The batch it stands in, while that is in the drafter's hands.
-        self.flight: Flight | None = None
+        self.flight: InflightBatch | None = None
         self.submitted_ns = time.perf_counter_ns()
         self.queue_ns = 0
         self.draft_ns = 0
@@ -94,12 +94,12 @@ class Wish(Generic[S]):
         self.stop.please()
 
 
-class Flight:
+class InflightBatch:
     """A batch in the drafter's hands."""
 
     __slots__ = ("is_ahead", "num_waiting", "on_landed", "wishes")
 
-    def __init__(self, wishes: Sequence[Wish[Any]]) -> None:
+    def __init__(self, wishes: Sequence[DraftRequest[Any]]) -> None:
         self.wishes = wishes
         #: All of it is drafted ahead: no verdict has asked for it yet.
         self.is_ahead = all(wish.assumed for wish in wishes)
@@ -122,11 +122,11 @@ class Flight:
 class IdleWork(Protocol):
     """What there is to do while no session waits."""
 
-    def take(self) -> list[Wish[Any]]:
+    def take(self) -> list[DraftRequest[Any]]:
         """Wishes for one batch, to be begun at once; empty where nothing is worth it."""
         ...
 
-    def landed(self, flight: Flight, num_steps: int, spent_ns: int) -> None:
+    def landed(self, flight: InflightBatch, num_steps: int, spent_ns: int) -> None:
         """A batch, of this or any other work, has drafted this many tokens in a row (0: it failed, or drafted nothing)
         and taken this long.
         """
@@ -155,8 +155,8 @@ class Batcher(Generic[S]):
         self._may_draft_now = True
         self._max_chunk = max(1, max_rows // 4)
         self._idle_work = idle_work
-        self._queue: list[Wish[S]] = []
-        self._flight: Flight | None = None
+        self._queue: list[DraftRequest[S]] = []
+        self._flight: InflightBatch | None = None
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -165,7 +165,7 @@ class Batcher(Generic[S]):
         self.num_batches = 0
         self.busy_ns = 0
 
-    def submit(self, wish: Wish[S]) -> None:
+    def submit(self, wish: DraftRequest[S]) -> None:
         """Queue a wish.
 
         Raises:
@@ -186,7 +186,7 @@ class Batcher(Generic[S]):
         """There may be idle work."""
         self._wake.set()
 
-    def expect(self, flight: Flight) -> None:
+    def expect(self, flight: InflightBatch) -> None:
         """A session that stands in a running batch will wish as soon as that has landed."""
         flight.num_waiting += 1
         flight.make_way(len(self._queue) + flight.num_waiting)
@@ -212,16 +212,16 @@ class Batcher(Generic[S]):
         for wish in self._queue:
             wish.settle(Unavailable("the draft service is shutting down"))
 
-    def _take(self) -> list[tuple[Wish[S], DraftJob[S]]]:
+    def _take(self) -> list[tuple[DraftRequest[S], DraftJob[S]]]:
         """The next batch: drafts that are ready, then chunks of prompts in the room that is left for them."""
         self._queue = [wish for wish in self._queue if not wish.is_settled]
-        drafts: list[tuple[Wish[S], int]] = []
-        prompts: list[tuple[Wish[S], int]] = []
+        drafts: list[tuple[DraftRequest[S], int]] = []
+        prompts: list[tuple[DraftRequest[S], int]] = []
         for wish in self._queue:
             pending = wish.state.num_pending
             ready = wish.num_tokens > 0 and pending <= self._max_chunk
             (drafts if ready else prompts).append((wish, pending))
-        batch: list[tuple[Wish[S], DraftJob[S]]] = []
+        batch: list[tuple[DraftRequest[S], DraftJob[S]]] = []
         now_ns = time.perf_counter_ns()
         if drafts:
             self._last_draft_ns = now_ns
@@ -241,9 +241,9 @@ class Batcher(Generic[S]):
             batch.append((wish, wish.job(pending)))
         return batch
 
-    async def _draft(self, batch: list[tuple[Wish[S], DraftJob[S]]]) -> None:
+    async def _draft(self, batch: list[tuple[DraftRequest[S], DraftJob[S]]]) -> None:
         started_ns = time.perf_counter_ns()
-        self._flight = flight = Flight([wish for wish, _ in batch])
+        self._flight = flight = InflightBatch([wish for wish, _ in batch])
         for wish, _ in batch:
             wish.flight = flight
         outcome: list[Draft] | Exception
@@ -267,15 +267,15 @@ class Batcher(Generic[S]):
         if outcome is not None:
             self._may_draft_now = False
             asyncio.get_running_loop().call_soon(self._next_turn)
-            self._land(batch, Flight([wish for wish, _ in batch]), started_ns, outcome)
+            self._land(batch, InflightBatch([wish for wish, _ in batch]), started_ns, outcome)
 
     def _next_turn(self) -> None:
         self._may_draft_now = True
 
     def _land(
         self,
-        batch: list[tuple[Wish[S], DraftJob[S]]],
-        flight: Flight,
+        batch: list[tuple[DraftRequest[S], DraftJob[S]]],
+        flight: InflightBatch,
         started_ns: int,
         outcome: list[Draft] | Exception,
     ) -> None:

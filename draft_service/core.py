@@ -7,21 +7,21 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, Self
 
+from draft_service.ahead.acceptance_stats import AcceptanceStats, Kind
+from draft_service.ahead.scheduler import AheadScheduler
 from draft_service.batcher import Batcher
-from draft_service.combined import CombinedDrafter
-from draft_service.drafter import Drafter, DraftState
-from draft_service.lookahead import Lookahead
-from draft_service.lookup import LookupDrafter
-from draft_service.ngram import NgramDrafter
-from draft_service.none import NoDrafter
-from draft_service.odds import Kind, Odds
+from draft_service.drafters.base import Drafter, DraftState
+from draft_service.drafters.combined import CombinedDrafter
+from draft_service.drafters.lookup.base import LookupDrafter
+from draft_service.drafters.lookup.ngram import NgramDrafter
+from draft_service.drafters.lookup.suffix import SuffixDrafter
+from draft_service.drafters.none import NoDrafter
 from draft_service.session import CoreSession
-from draft_service.suffix import SuffixDrafter
 from specdec.errors import InvalidRequest, Overloaded, Unavailable
 from specdec.methods import LOOKUP_METHODS
-from specdec.sessions import ModelInfo, ServerLoad, SessionSpec
 from specdec.settings import DraftSettings, SchedulerSettings, SpeculativeSettings
 from specdec.tree_shape import TreeShape
+from specdec.types import ModelInfo, ServerLoad, SessionSpec
 
 #: Seconds a session may wait for others to end. Just long enough for streams that are closing at this moment: a
 #: session without a draft is only slower, one that waits for a draft does not even begin to be fast.
@@ -49,7 +49,7 @@ async def _load(method: str, settings: DraftSettings) -> Drafter[Any]:
     if method == "none":
         return NoDrafter()
     if method == "draft_model":
-        from draft_service.draft_model import ModelDrafter  # noqa: PLC0415 (torch)
+        from draft_service.drafters.draft_model import ModelDrafter  # noqa: PLC0415 (torch)
 
         return await ModelDrafter.load(settings)
     return await _load_head_drafter(settings)
@@ -62,9 +62,9 @@ async def _load_lookup(method: str, speculative: SpeculativeSettings) -> LookupD
 
 
 async def _load_head_drafter(settings: DraftSettings) -> Drafter[Any]:
-    from draft_service.eagle import EagleDrafter  # noqa: PLC0415 (torch)
-    from draft_service.medusa import MedusaDrafter  # noqa: PLC0415
-    from draft_service.mlp_speculator import MlpDrafter  # noqa: PLC0415
+    from draft_service.drafters.heads.eagle import EagleDrafter  # noqa: PLC0415 (torch)
+    from draft_service.drafters.heads.medusa import MedusaDrafter  # noqa: PLC0415
+    from draft_service.drafters.heads.mlp_speculator import MlpDrafter  # noqa: PLC0415
 
     match settings.speculative.methods[-1]:
         case "medusa":
@@ -76,15 +76,15 @@ async def _load_head_drafter(settings: DraftSettings) -> Drafter[Any]:
 
 
 class DraftCore:
-    """A :class:`~specdec.sessions.DraftBackend` on a drafter. All methods run on one event loop."""
+    """A :class:`~specdec.backends.DraftBackend` on a drafter. All methods run on one event loop."""
 
     def __init__(self, drafter: Drafter[Any], scheduler: SchedulerSettings, tree: TreeShape | None = None) -> None:
         """``tree``: what sessions have drafted; None: chains."""
         self._drafter = drafter
         self.tree = tree
         self._scheduler = scheduler
-        self.lookahead = Lookahead()
-        self.odds = {kind: Odds() for kind in Kind}
+        self.lookahead = AheadScheduler()
+        self.odds = {kind: AcceptanceStats() for kind in Kind}
         self._sessions: set[CoreSession] = set()
         self._batcher: Batcher[Any] = Batcher(
             drafter, scheduler.max_num_batched_tokens, self.lookahead, lambda: len(self._sessions)

@@ -10,7 +10,7 @@ from draft_service.servicer import DraftServicer
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.flags import Parser, add_flags, settings_from
 from specdec.methods import METHODS, method_of
-from specdec.rpc.runner import run
+from specdec.rpc.lifecycle import run
 from specdec.rpc.server import RpcServer
 from specdec.settings import (
     DraftSettings,
@@ -24,7 +24,7 @@ from specdec.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 
 
 class DraftService:
-    """What the process serves; see :class:`specdec.rpc.runner.Service`."""
+    """What the process serves; see :class:`specdec.rpc.lifecycle.Service`."""
 
     name = "draft"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def agreeing(left: Sequence[int], right: Sequence[int]) -> int:
+def common_prefix_len(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the longest common prefix."""
     for i, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:

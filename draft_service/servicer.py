@@ -13,9 +13,9 @@ from draft_service.core import DraftCore
 from draft_service.session import CoreSession
 from specdec import codec
 from specdec.errors import Cancelled, InvalidRequest, Unavailable
-from specdec.rpc.outlet import Outlet
-from specdec.sessions import Proposal
-from specdec.state_buffer import StateBuffer
+from specdec.hidden_state_buffer import StateBuffer
+from specdec.rpc.stream_writer import StreamWriter
+from specdec.types import Proposal
 from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1 import draft_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
@@ -41,7 +41,7 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
             raise InvalidRequest("the first message of a stream must be open", param="open")
         session = await core.open(codec.decode_open_draft(first.open))
         closing: asyncio.Future[asyncio.Task[None]] = asyncio.get_running_loop().create_future()
-        outlet: Outlet[pb.DraftResponse] = Outlet(context.write)
+        outlet: StreamWriter[pb.DraftResponse] = StreamWriter(context.write)
         outlet.post(pb.DraftResponse(opened=codec.encode_draft_opened(session.opened)))
         reading = asyncio.create_task(_read(core, session, context, outlet), name="draft-stream")
         reading.add_done_callback(lambda _: closing.set_result(asyncio.create_task(session.close())))
@@ -74,7 +74,9 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         return self.core
 
 
-async def _read(core: DraftCore, session: CoreSession, context: Context, outlet: Outlet[pb.DraftResponse]) -> None:
+async def _read(
+    core: DraftCore, session: CoreSession, context: Context, outlet: StreamWriter[pb.DraftResponse]
+) -> None:
     """Pass a stream's messages on as they come, so that the session sees all that wait. What is drafted at once leaves
     at once; all else goes out beside.
     """

@@ -9,14 +9,14 @@ from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from draft_service.batcher import Flight, Wish
-from draft_service.drafter import Draft, DraftState
-from draft_service.hypotheses import Hypothesis, Tree
-from draft_service.odds import NUM_GUESSES, Kind, SessionOdds
-from draft_service.outbox import Outbox
-from draft_service.prefixes import agreeing
+from draft_service.ahead.acceptance_stats import NUM_GUESSES, Kind, SessionOdds
+from draft_service.ahead.verdict_tree import Hypothesis, VerdictTree
+from draft_service.batcher import DraftRequest, InflightBatch
+from draft_service.drafters.base import Draft, DraftState
+from draft_service.prefixes import common_prefix_len
+from draft_service.proposal_queue import ProposalQueue
 from specdec.errors import Cancelled, InvalidRequest, StaleSession
-from specdec.sessions import DraftOpened, HiddenStates, Proposal, SessionSpec
+from specdec.types import DraftOpened, HiddenStates, Proposal, SessionSpec
 
 if TYPE_CHECKING:
     from draft_service.core import DraftCore
@@ -43,13 +43,13 @@ class News(Enum):
 
     NEW = auto()
     #: The tokens of a hypothesis that was drafted for: its proposal, sent already, is the answer.
-    FORESEEN = auto()
+    ALREADY_DRAFTED = auto()
     #: Less than is known already.
     OLD = auto()
 
 
 class CoreSession:
-    """A :class:`~specdec.sessions.DraftSession` on the core's drafter.
+    """A :class:`~specdec.backends.DraftSession` on the core's drafter.
 
     Nothing changes while the session's state is in the drafter's hands: what arrives meanwhile is kept and taken in
     at once when the batch ends, in order; only the newest message is worked on. Of a batch that drafts ahead, what the
@@ -66,10 +66,10 @@ class CoreSession:
         #: Committed length at which the output is complete.
         self._max_len = 2**62 if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
         #: What was asked for and is not there yet, and what is drafted ahead at this moment.
-        self._wish: Wish[Any] | None = None
-        self._ahead: dict[Hypothesis, Wish[Any]] = {}
+        self._wish: DraftRequest[Any] | None = None
+        self._ahead: dict[Hypothesis, DraftRequest[Any]] = {}
         self._kind = Kind.of(spec)
-        self._tree = Tree(
+        self._tree = VerdictTree(
             SessionOdds(core.odds[self._kind]), frozenset(spec.params.stop_token_ids), self._num_tokens_at
         )
         self._reads_states = bool(core.drafter.info.hidden_state_layers)
@@ -77,7 +77,7 @@ class CoreSession:
         #: Tokens a proposal may have, as the latest message wants it.
         self._wanted = 0
         self._arrived: list[Advance] = []
-        self._outbox = Outbox()
+        self._outbox = ProposalQueue()
         self._closed = False
         self._released = asyncio.Event()
         self._opened = DraftOpened(
@@ -97,7 +97,7 @@ class CoreSession:
         return len(self._state.token_ids)
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> VerdictTree:
         """Guesses at the coming verdicts."""
         return self._tree
 
@@ -116,7 +116,7 @@ class CoreSession:
             else:
                 done.set_result(None)
 
-        self._submit(Wish(self._state, 0, finish))
+        self._submit(DraftRequest(self._state, 0, finish))
         await done
 
     async def advance(
@@ -201,16 +201,16 @@ class CoreSession:
     # --- verdicts ---
 
     @property
-    def _wishes(self) -> list[Wish[Any]]:
+    def _wishes(self) -> list[DraftRequest[Any]]:
         """All that is queued or being drafted."""
         return [*self._ahead.values()] if self._wish is None else [self._wish, *self._ahead.values()]
 
     @property
-    def _flight(self) -> Flight | None:
+    def _flight(self) -> InflightBatch | None:
         """The batch that has the state in its hands."""
         return next((wish.flight for wish in self._wishes if wish.flight is not None), None)
 
-    def _stop_stale(self, flight: Flight) -> None:
+    def _stop_stale(self, flight: InflightBatch) -> None:
         """A message arrived while a batch runs: end early what it has overtaken or made impossible."""
         if self._wish is not None:
             self._wish.withdraw()
@@ -250,7 +250,7 @@ class CoreSession:
             news = [self._commit(message) for message in arrived]
             if message.num_draft_tokens <= 0:
                 self._end_ahead()
-            elif news[-1] is News.FORESEEN:
+            elif news[-1] is News.ALREADY_DRAFTED:
                 self._look_ahead(message.num_ahead)
             else:
                 self._draft(message, is_old=news[-1] is News.OLD)
@@ -276,7 +276,7 @@ class CoreSession:
                 " are committed",
                 param="hidden_states",
             )
-        same = agreeing(known[base_len : base_len + len(token_ids)], token_ids)
+        same = common_prefix_len(known[base_len : base_len + len(token_ids)], token_ids)
         if same == len(token_ids):
             if base_len + same < length:
                 self._core.count_stale()
@@ -293,12 +293,12 @@ class CoreSession:
         counts = self._core.lookahead.counts
         counts.num_hits += 1
         counts.num_hit_tokens += self._tree.num_drafted
-        return News.FORESEEN
+        return News.ALREADY_DRAFTED
 
     # --- proposals ---
 
     def _draft(self, message: Advance, is_old: bool) -> None:
-        """Wish for the proposal that a message asks for."""
+        """DraftRequest for the proposal that a message asks for."""
         length = message.committed_len
         num_tokens = 0 if is_old else self._num_tokens_at(length)
         tree = self._core.tree
@@ -326,13 +326,13 @@ class CoreSession:
             self._look_ahead(message.num_ahead)
 
         self._tree.clear()
-        wish = Wish(self._state, num_tokens, answer, num_guesses=num_guesses, tree=tree)
+        wish = DraftRequest(self._state, num_tokens, answer, num_guesses=num_guesses, tree=tree)
         self._submit(wish)
 
-    def draft_for(self, hypothesis: Hypothesis) -> Wish[Any]:
+    def draft_for(self, hypothesis: Hypothesis) -> DraftRequest[Any]:
         """Begin to draft for a hypothesis of the tree."""
         self._tree.start(hypothesis)
-        self._ahead[hypothesis] = wish = Wish(
+        self._ahead[hypothesis] = wish = DraftRequest(
             self._state,
             hypothesis.num_tokens,
             partial(self._foresee, hypothesis),
@@ -361,7 +361,7 @@ class CoreSession:
             self._send(outcome, wish, hypothesis)
             self._core.lookahead.add(self)
 
-    def _send(self, draft: Draft, wish: Wish[Any], hypothesis: Hypothesis | None = None) -> None:
+    def _send(self, draft: Draft, wish: DraftRequest[Any], hypothesis: Hypothesis | None = None) -> None:
         self._outbox.put(
             Proposal(
                 epoch=self._opened.epoch,
@@ -402,6 +402,6 @@ class CoreSession:
         room = self._core.drafter.room(self._state) - (length - self.committed_len)
         return min(self._max_len - length - 1, room)
 
-    def _submit(self, wish: Wish[Any]) -> None:
+    def _submit(self, wish: DraftRequest[Any]) -> None:
         self._wish = wish
         self._core.batcher.submit(wish)

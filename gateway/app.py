@@ -15,10 +15,10 @@ import uvicorn
 
 from gateway.backends.fleet import Fleet
 from gateway.generation import Generation
+from gateway.grpc.servicer import GenerationServicer
 from gateway.rest.app import make_app
 from gateway.routing import Router
-from gateway.servicer import GenerationServicer
-from gateway.tokenizer import TextTokenizer
+from gateway.text.tokenizer import TextTokenizer
 from specdec.errors import InvalidRequest
 from specdec.rpc.server import RpcServer
 from specdec.settings import GatewaySettings, ServerSettings

@@ -11,17 +11,17 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
-from gateway.chat import ChatTemplate, read_template
-from gateway.decoder import Decoder, DecodingSettings
-from gateway.decoding import Decoding, DecodingRequest
+from gateway.decoding.context import DecodingContext, DecodingSettings
+from gateway.decoding.loop import Decoding, DecodingRequest
 from gateway.merging import merge
 from gateway.metrics import GatewayMetrics
+from gateway.pacing.stats import PacingStatsCollector
 from gateway.preparation import Preparation
-from gateway.requests import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
 from gateway.routing import Router
 from gateway.samples import SampleAssembler
-from gateway.tally import TallyCollector
-from gateway.tokenizer import TextTokenizer
+from gateway.text.chat_template import ChatTemplate, read_template
+from gateway.text.tokenizer import TextTokenizer
+from gateway.types import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
 from specdec.errors import InvalidRequest, NotFound, Overloaded, Unavailable
 from specdec.settings import GatewaySettings
 
@@ -45,7 +45,7 @@ class Generation:
         self.settings = settings or GatewaySettings()
         self.tokenizer = tokenizer
         self.metrics = metrics or GatewayMetrics()
-        self.decoder = Decoder(
+        self.decoder = DecodingContext(
             router,
             DecodingSettings(
                 draft_timeout_s=self.settings.draft_timeout_s,
@@ -56,7 +56,7 @@ class Generation:
                 fixed_draft_length=self.settings.fixed_draft_length,
             ),
         )
-        self.metrics.registry.register(TallyCollector(lambda: self.decoder.lanes))
+        self.metrics.registry.register(PacingStatsCollector(lambda: self.decoder.lanes))
         self.num_requests = 0
         #: New requests are refused; those in flight go on.
         self.draining = False

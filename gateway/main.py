@@ -14,7 +14,7 @@ import uvloop
 from gateway.app import Gateway, serve
 from specdec.errors import InvalidRequest, TandemError
 from specdec.flags import Parser, add_flags, settings_from
-from specdec.sampling.rule import Rule
+from specdec.rules import Rule
 from specdec.settings import GatewaySettings
 
 

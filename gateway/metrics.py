@@ -6,9 +6,9 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from gateway.requests import Usage
-from gateway.speculation import SpeculationMetrics
-from specdec.sessions import Rule
+from gateway.decoding.metrics import SpeculationMetrics
+from gateway.types import Usage
+from specdec.rules import Rule
 
 LATENCY_BUCKETS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from gateway.decoding import DecodingRequest
-from gateway.requests import GenerationRequest
-from gateway.tokenizer import TextTokenizer
+from gateway.decoding.loop import DecodingRequest
+from gateway.text.tokenizer import TextTokenizer
+from gateway.types import GenerationRequest
 from specdec.errors import InvalidRequest
-from specdec.sampling.params import MAX_SEED, SamplingParams
-from specdec.sessions import ModelInfo, Rule
+from specdec.params import MAX_SEED, SamplingParams
+from specdec.rules import Rule
 from specdec.settings import GatewaySettings
+from specdec.types import ModelInfo
 
 MAX_SESSION_ID_LENGTH: Final = 256
 MAX_SPECULATIVE_TOKENS: Final = 64

@@ -9,8 +9,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Self, TypeVar
 
+from specdec.backends import DraftBackend, TargetBackend
 from specdec.errors import ModelNotSupported, Unavailable
-from specdec.sessions import DraftBackend, ModelInfo, TargetBackend
+from specdec.types import ModelInfo
 from specdec.vocabulary import compatible
 
 logger = logging.getLogger(__name__)
@@ -22,14 +23,14 @@ AVOID_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class StateWish:
+class HiddenStateSpec:
     """Hidden states of the target that a draft reads: of which layers, and whether the newest position's are enough."""
 
     layers: tuple[int, ...] = ()
     last_only: bool = False
 
     @classmethod
-    def of(cls, info: ModelInfo) -> StateWish:
+    def of(cls, info: ModelInfo) -> HiddenStateSpec:
         """What a draft says it reads."""
         return cls(info.hidden_state_layers, info.last_hidden_state_only) if info.hidden_state_layers else cls()
 
@@ -191,13 +192,13 @@ class Router:
         """The session's draft; None when no draft can be used now."""
         return self.drafts.pick(session_id, avoid)
 
-    def state_wish(self, session_id: str) -> StateWish:
+    def state_wish(self, session_id: str) -> HiddenStateSpec:
         """The hidden states that the session's draft reads; while no draft can be used, those that one reads which may
         come back.
         """
         replica = self.pick_draft(session_id)
         infos = [other.info for other in ([replica] if replica is not None else self.drafts.replicas)]
-        return next((StateWish.of(info) for info in infos if info is not None), StateWish())
+        return next((HiddenStateSpec.of(info) for info in infos if info is not None), HiddenStateSpec())
 
     def _judge(self, replica: Replica[TargetBackend] | Replica[DraftBackend]) -> None:
         replica.refusal = None

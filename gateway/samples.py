@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gateway.decoding import Decoding
-from gateway.requests import Final, GenerationChunk, PromptReport, TokenLogprobs, TokenText, Usage
-from gateway.text import Detokenizer, StopFinder, Stopped
-from gateway.tokenizer import TextTokenizer
-from specdec.sampling.params import SamplingParams
-from specdec.sessions import FinishReason, PositionLogprobs, TokenLogprob, Verdict
+from gateway.decoding.loop import Decoding
+from gateway.text.detokenizer import Detokenizer, StopFinder, Stopped
+from gateway.text.tokenizer import TextTokenizer
+from gateway.types import FinalChunk, GenerationChunk, PromptReport, TokenLogprobs, TokenText, Usage
+from specdec.params import SamplingParams
+from specdec.types import FinishReason, PositionLogprobs, TokenLogprob, Verdict
 
 
 class SampleAssembler:
@@ -81,7 +81,7 @@ class SampleAssembler:
             return found.text
         return found
 
-    def _final(self, verdict: Verdict, text: list[str]) -> Final | None:
+    def _final(self, verdict: Verdict, text: list[str]) -> FinalChunk | None:
         if self._stop is None and verdict.finish_reason is None:
             return None
         if self._stop is None and self._detokenizer is not None:
@@ -91,7 +91,7 @@ class SampleAssembler:
         if stop_reason is None and verdict.stop_token_id in self._params.stop_token_ids:
             stop_reason = verdict.stop_token_id
         reason = verdict.finish_reason if self._stop is None else FinishReason.STOP
-        return Final(reason or FinishReason.STOP, stop_reason, self.usage, self._decoding.metrics)
+        return FinalChunk(reason or FinishReason.STOP, stop_reason, self.usage, self._decoding.metrics)
 
     def _prompt(self) -> PromptReport:
         opened = self._decoding.opened

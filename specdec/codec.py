@@ -1,4 +1,4 @@
-"""Sessions as messages and back: every dataclass of :mod:`specdec.sessions` has an ``encode_`` and a ``decode_``.
+"""Sessions as messages and back: every dataclass of :mod:`specdec.types` has an ``encode_`` and a ``decode_``.
 
 Decoding a message that contradicts itself raises :class:`InvalidRequest` naming the field. What only the receiving
 core can judge (token ids outside the vocabulary, prompts longer than the context) is left to it.
@@ -11,8 +11,9 @@ from dataclasses import fields, replace
 from typing import Final
 
 from specdec.errors import InvalidRequest, Unavailable
-from specdec.sampling.params import SamplingParams
-from specdec.sessions import (
+from specdec.params import SamplingParams
+from specdec.rules import Rule, SparseRow
+from specdec.types import (
     ELEMENT_BYTES,
     DraftOpened,
     FinishReason,
@@ -21,10 +22,8 @@ from specdec.sessions import (
     PositionLogprobs,
     Proposal,
     RoundTimings,
-    Rule,
     ServerLoad,
     SessionSpec,
-    SparseRow,
     TargetOpened,
     TokenLogprob,
     Verdict,

@@ -16,7 +16,7 @@ from typing import Any, Final, Self, get_args, get_type_hints
 
 from specdec.errors import InvalidRequest
 from specdec.methods import HEAD_METHODS, LOOKUP_METHODS, METHODS, MODEL_METHODS, refuse_mtp
-from specdec.sessions import Rule
+from specdec.rules import Rule
 from specdec.tree_shape import TreeShape
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -359,9 +359,8 @@ class GatewaySettings:
     #: Jinja text or file that replaces the tokenizer's chat template.
     chat_template: str | None = None
     num_speculative_tokens: int = 4
-    #: Proposals the draft may send ahead of each verdict, 15 at most; 0 drafts and verifies in turns. None: a few,
-    #: where rounds turn out faster with them than without.
-    num_ahead_proposals: int | None = 0
+    #: Proposals the draft may send ahead of each verdict, 15 at most; 0 drafts only after a verdict.
+    num_ahead_proposals: int = 0
     #: A proposal drafted ahead goes to the target before its verdict when it is at least this likely to be needed;
     #: above 1 none does.
     min_offer_likelihood: float = 0.3
@@ -384,11 +383,7 @@ class GatewaySettings:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        _require(
-            self.num_ahead_proposals is None or 0 <= self.num_ahead_proposals <= 15,
-            "num_ahead_proposals",
-            f"num_ahead_proposals is {self.num_ahead_proposals}, outside [0, 15]",
-        )
+        _check_range(self, 0, 15, "num_ahead_proposals")
         _check_range(self, 0, 65535, "port", "grpc_port")
         _check_range(self, 0, 64, "num_speculative_tokens")
         _check_range(self, 0, math.inf, "min_offer_likelihood", "max_target_retries", "drain_s")

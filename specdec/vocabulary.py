@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdec.errors import ModelNotSupported
-from specdec.sessions import ModelInfo
+from specdec.types import ModelInfo
 
 
 def compatible(target: ModelInfo, draft: ModelInfo) -> None:

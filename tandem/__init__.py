@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specdec import __version__
 
 if TYPE_CHECKING:
-    from specdec.sampling.params import SamplingParams
+    from specdec.params import SamplingParams
     from tandem.llm import LLM
     from tandem.outputs import CompletionOutput, RequestOutput
 
@@ -20,7 +20,7 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__vers
 
 _HOMES = {
     "LLM": "tandem.llm",
-    "SamplingParams": "specdec.sampling.params",
+    "SamplingParams": "specdec.params",
     "CompletionOutput": "tandem.outputs",
     "RequestOutput": "tandem.outputs",
 }
@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module  # noqa: PLC0415
 
-    from tandem.environment import tune_environment  # noqa: PLC0415
+    from tandem.launcher.environment import tune_environment  # noqa: PLC0415
 
     tune_environment()
     return getattr(import_module(_HOMES[name]), name)

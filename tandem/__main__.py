@@ -2,7 +2,7 @@
 
 import sys
 
-from tandem.cli import main
+from tandem.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

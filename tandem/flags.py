@@ -6,7 +6,7 @@ import argparse
 
 from specdec.errors import InvalidRequest
 from specdec.flags import HELP, add_flags
-from specdec.sessions import Rule
+from specdec.rules import Rule
 from specdec.settings import GatewaySettings, ModelSettings, SchedulerSettings
 
 #: Older vLLM flags, gone or without a meaning here, that old command lines still carry: (flag, takes a value).

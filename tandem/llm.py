@@ -12,16 +12,16 @@ from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, Final, Self
 
-from gateway.requests import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
+from gateway.types import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
 from specdec.errors import InvalidRequest
-from specdec.sampling.params import SamplingParams
+from specdec.params import SamplingParams
 from specdec.settings import ModelSettings, SchedulerSettings
-from tandem.background import BackgroundLoop, at_exit
 from tandem.checkpoints import find_checkpoint
-from tandem.deployment import Deployment, make_deployment
-from tandem.embedded import Embedded
+from tandem.launcher.deployment import Deployment, make_deployment
+from tandem.launcher.embedded import Embedded
+from tandem.launcher.loop_thread import BackgroundLoop, at_exit
 from tandem.outputs import RequestOutput, make_output
-from tandem.speculation import OLDER_NAMES, choose_models, read_speculation
+from tandem.speculative_config import OLDER_NAMES, choose_models, read_speculation
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gateway.requests import Final, GenerationResult, Sample, TokenLogprobs
-from gateway.speculation import SpeculationMetrics
-from gateway.tokenizer import TextTokenizer
-from specdec.sessions import PositionLogprobs
+from gateway.decoding.metrics import SpeculationMetrics
+from gateway.text.tokenizer import TextTokenizer
+from gateway.types import FinalChunk, GenerationResult, Sample, TokenLogprobs
+from specdec.types import PositionLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def make_output(
 
 
 def _completion(sample: Sample, *, with_logprobs: bool) -> CompletionOutput:
-    final: Final | None = sample.final
+    final: FinalChunk | None = sample.final
     return CompletionOutput(
         index=sample.index,
         text=sample.text,

@@ -12,19 +12,19 @@ from typing import Final
 import specdec
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.engine import Engine
+from specdec.engine.hidden_states import STATE_DTYPE
 from specdec.engine.kv_pool import KVSequence
-from specdec.engine.states import STATE_DTYPE
 from specdec.errors import InvalidRequest, Unavailable
+from specdec.hidden_state_buffer import MAX_BYTES
 from specdec.sampling.state import SamplingState
-from specdec.sessions import HiddenStates, ModelInfo, ServerLoad, SessionSpec
 from specdec.settings import TargetSettings
-from specdec.state_buffer import MAX_BYTES
+from specdec.types import HiddenStates, ModelInfo, ServerLoad, SessionSpec
 from target_service.admission import Admission
-from target_service.batcher import Batcher
-from target_service.budget import Budget
-from target_service.ending import Ending
+from target_service.scheduler.batcher import Batcher
+from target_service.scheduler.draft_budget import Budget
 from target_service.session import Session
-from target_service.tick import Part, Subject, TickResult, run_tick
+from target_service.step import ScheduledSequence, StepSession, TickResult, run_tick
+from target_service.stop_criteria import StopCriteria
 from target_service.verifier import Verifier
 
 #: Drafted tokens a round may carry at most, whatever a session asks for.
@@ -34,7 +34,7 @@ GOING_DOWN: Final = "the target is shutting down; use another replica"
 
 
 class TargetCore:
-    """Implements :class:`specdec.sessions.TargetBackend`. Made on a running event loop, used from it alone."""
+    """Implements :class:`specdec.backends.TargetBackend`. Made on a running event loop, used from it alone."""
 
     def __init__(self, engine: Engine, device: DeviceThread, settings: TargetSettings) -> None:
         """``engine`` is loaded and warm; the core owns it and its thread from now on."""
@@ -108,7 +108,7 @@ class TargetCore:
         )
         sequence = await self._admission.admit(partial(self._reserve, spec, ending.max_len - 1))
         rule = spec.rule or self._settings.verification
-        subject = Subject(
+        subject = StepSession(
             state,
             sequence,
             rule,
@@ -181,7 +181,7 @@ class TargetCore:
             return
         await asyncio.to_thread(self._device.close)
 
-    # --- for sessions; see session.Host ---
+    # --- for sessions; see session.SessionOwner ---
 
     def ready(self, session: Session) -> None:
         """A session has something to feed."""
@@ -214,12 +214,12 @@ class TargetCore:
 
     # --- inside ---
 
-    async def _run_tick(self, parts: Sequence[Part]) -> TickResult:
+    async def _run_tick(self, parts: Sequence[ScheduledSequence]) -> TickResult:
         result = await self._device.run(run_tick, self._engine, self._verifier, parts)
         self._busy_ns += result.timings.forward_ns + result.timings.verify_ns
         return result
 
-    def _run_tick_now(self, parts: Sequence[Part]) -> TickResult:
+    def _run_tick_now(self, parts: Sequence[ScheduledSequence]) -> TickResult:
         """A tick on the calling thread, while the device's own is idle: native passes belong to no thread."""
         result = run_tick(self._engine, self._verifier, parts)
         self._busy_ns += result.timings.forward_ns + result.timings.verify_ns
@@ -236,7 +236,7 @@ class TargetCore:
                 return resumed
         return pool.open(num_entries)
 
-    def _check(self, spec: SessionSpec) -> Ending:
+    def _check(self, spec: SessionSpec) -> StopCriteria:
         """The session's limits. Raises :class:`InvalidRequest` for what no amount of waiting would make possible."""
         num_tokens, params, context = len(spec.token_ids), spec.params, self._info.max_model_len
         vocabulary = min(self._info.tokenizer_size or self._info.vocab_size, self._info.vocab_size)
@@ -270,7 +270,7 @@ class TargetCore:
                 " there is nothing left to generate",
                 param="max_tokens",
             )
-        return Ending(spec.prompt_len, max_len, frozenset(params.stop_token_ids), params.min_tokens)
+        return StopCriteria(spec.prompt_len, max_len, frozenset(params.stop_token_ids), params.min_tokens)
 
     def _first_state(self, spec: SessionSpec) -> int:
         """The first position of the prompt whose hidden states are kept: as many as there is room for, or the last."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.sampling.transfer import send
-from specdec.sessions import PositionLogprobs, TokenLogprob
+from specdec.types import PositionLogprobs, TokenLogprob
 
 
 def score(logits: Tensor, token_ids: Tensor, num_top: int, num_tokens: int) -> Tensor:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from specdec.errors import InvalidRequest
 from specdec.flags import Parser, add_flags, default_of, settings_from
-from specdec.rpc.runner import run
+from specdec.rpc.lifecycle import run
 from specdec.rpc.server import RpcServer
-from specdec.sampling.rule import Rule
+from specdec.rules import Rule
 from specdec.settings import ModelSettings, SchedulerSettings, ServerSettings, TargetSettings
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_server
@@ -18,7 +18,7 @@ from target_service.servicer import TargetServicer
 
 
 class TargetService:
-    """What the process serves; see :class:`specdec.rpc.runner.Service`."""
+    """What the process serves; see :class:`specdec.rpc.lifecycle.Service`."""
 
     name = "target"
 

@@ -13,9 +13,9 @@ import grpc.aio
 
 from specdec import codec
 from specdec.errors import InvalidRequest, TandemError, Unavailable
-from specdec.rpc.outlet import Outlet
-from specdec.sessions import HiddenStates, Proposal, Verdict
-from specdec.state_buffer import pieces
+from specdec.hidden_state_buffer import pieces
+from specdec.rpc.stream_writer import StreamWriter
+from specdec.types import HiddenStates, Proposal, Verdict
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
@@ -45,7 +45,7 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             return
         if request.WhichOneof("kind") != "open":
             raise InvalidRequest("the first message of a stream must be open", param="open")
-        outlet: Outlet[pb.VerifyResponse] = Outlet(context.write)
+        outlet: StreamWriter[pb.VerifyResponse] = StreamWriter(context.write)
         try:
             session = await core.open(codec.decode_open_target(request.open), partial(_pass_on, outlet))
         except BaseException:
@@ -86,7 +86,7 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
         return self.core
 
 
-async def _read(core: TargetCore, session: Session, context: Context, outlet: Outlet[pb.VerifyResponse]) -> None:
+async def _read(core: TargetCore, session: Session, context: Context, outlet: StreamWriter[pb.VerifyResponse]) -> None:
     """Pass on what the client asks for. A verdict that comes at once leaves at once; the others go out beside."""
     while (request := await context.read()) is not grpc.aio.EOF:
         _ask(core, session, request)
@@ -95,13 +95,13 @@ async def _read(core: TargetCore, session: Session, context: Context, outlet: Ou
         await asyncio.sleep(0)  # the tick begins before the next read
 
 
-def _pass_on(outlet: Outlet[pb.VerifyResponse], states: HiddenStates) -> None:
+def _pass_on(outlet: StreamWriter[pb.VerifyResponse], states: HiddenStates) -> None:
     """Send hidden states ahead of the verdict they belong to, in messages of bounded size."""
     for piece in pieces([states]):
         outlet.post(pb.VerifyResponse(hidden_states=codec.encode_hidden_states(piece)))
 
 
-def _response(outlet: Outlet[pb.VerifyResponse], verdict: Verdict) -> pb.VerifyResponse:
+def _response(outlet: StreamWriter[pb.VerifyResponse], verdict: Verdict) -> pb.VerifyResponse:
     """A verdict as a message, once the hidden states that do not fit into it are under way."""
     if len(verdict.hidden_states) > 1:
         *ahead, last = verdict.hidden_states

@@ -9,29 +9,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
-from specdec.branches import MAX_BRANCHES, MAX_BYTES, Branches, Path, path_of
 from specdec.engine.kv_pool import KVSequence
 from specdec.errors import InvalidRequest, TandemError, Unavailable
-from specdec.pacing.acceptance import Acceptance, of_tree
-from specdec.sessions import (
-    FinishReason,
-    HiddenStates,
-    PositionLogprobs,
-    Proposal,
-    SessionSpec,
-    TargetOpened,
-    Verdict,
-)
-from specdec.state_buffer import StateBuffer
+from specdec.hidden_state_buffer import StateBuffer
+from specdec.pending_proposals import MAX_BYTES, MAX_PENDING_PROPOSALS, Path, PendingProposals, path_of
+from specdec.scheduling.acceptance import Acceptance, of_tree
 from specdec.trees import is_chain
-from target_service.tick import Part, PartResult, Subject, TickResult
+from specdec.types import FinishReason, HiddenStates, PositionLogprobs, Proposal, SessionSpec, TargetOpened, Verdict
+from target_service.step import PartResult, ScheduledSequence, StepSession, TickResult
 from target_service.verifier import check_draft
 
 #: Rows of a prompt's chunk whose log-probabilities are asked for: each row is as wide as the vocabulary.
 MAX_SCORED_ROWS: Final = 64
 
 
-class Host(Protocol):
+class SessionOwner(Protocol):
     """What a session needs of the core."""
 
     def ready(self, session: Session) -> None:
@@ -56,7 +48,7 @@ class Host(Protocol):
 
 
 class Session:
-    """Implements :class:`specdec.sessions.TargetSession`; made by ``TargetCore.open``.
+    """Implements :class:`specdec.backends.TargetSession`; made by ``TargetCore.open``.
 
     Committed tokens c_0…c_{n-1}; the cache holds n-1 entries, for the last committed token is not fed yet. A round
     feeds [c_{n-1}, x_1…x_k], commits a accepted drafts and the target's own token, keeps a+1 of the k+1 new entries
@@ -70,8 +62,8 @@ class Session:
     def __init__(
         self,
         spec: SessionSpec,
-        subject: Subject,
-        host: Host,
+        subject: StepSession,
+        host: SessionOwner,
         asked_ns: int,
         totals: Acceptance | None = None,
         *,
@@ -101,7 +93,7 @@ class Session:
         #: The round asked for, until a tick takes it.
         self._asked: Proposal | None = None
         #: Proposals for lengths beyond what is committed.
-        self._offers = Branches()
+        self._offers = PendingProposals()
         #: Decoding goes on without being asked while committed_len is below this.
         self._ahead_until = 0
         #: Everything since this length was decoded ahead.
@@ -134,7 +126,7 @@ class Session:
 
     def offer(self, proposal: Proposal) -> None:
         """Ask for a round, now or once what the proposal assumes is committed; see
-        :meth:`specdec.sessions.TargetSession.offer`. One that fits nothing any more is counted and dropped.
+        :meth:`specdec.backends.TargetSession.offer`. One that fits nothing any more is counted and dropped.
 
         Raises:
             InvalidRequest: the proposal cannot be verified, or too many are waiting.
@@ -271,25 +263,25 @@ class Session:
         by_depth = self.acceptance.survival(self._asked.depth)
         return of_tree(by_depth, self._asked.parents) if self._asked.parents else by_depth
 
-    def next_chunk(self, num_rows: int) -> Part:
+    def next_chunk(self, num_rows: int) -> ScheduledSequence:
         """The prompt's next ``num_rows`` tokens or fewer, now in flight."""
         self.in_flight = True
         if self.subject.prompt_logprobs is not None:
             num_rows = min(num_rows, MAX_SCORED_ROWS)
         start = self.subject.sequence.length
         token_ids = self.spec.token_ids[start : start + num_rows]
-        return Part(self.subject, token_ids, decides=num_rows >= self.num_prefill, is_prefill=True)
+        return ScheduledSequence(self.subject, token_ids, decides=num_rows >= self.num_prefill, is_prefill=True)
 
-    def next_round(self, max_draft_tokens: int | None = None) -> Part:
+    def next_round(self, max_draft_tokens: int | None = None) -> ScheduledSequence:
         """The round that is ready, now in flight, without the drafted tokens beyond ``max_draft_tokens``."""
         self.in_flight = True
         asked, self._asked = self._asked, None
         last = self.subject.state.token_ids[-1]
         if asked is None:
-            return Part(self.subject, (last,), decides=True)
+            return ScheduledSequence(self.subject, (last,), decides=True)
         if max_draft_tokens is not None:
             asked = asked.cut(max_draft_tokens)
-        return Part(
+        return ScheduledSequence(
             self.subject,
             (last, *asked.token_ids),
             decides=True,
@@ -298,7 +290,7 @@ class Session:
             parents=() if is_chain(asked.parents) else asked.parents,
         )
 
-    def settle(self, part: Part, result: PartResult, tick: TickResult) -> None:
+    def settle(self, part: ScheduledSequence, result: PartResult, tick: TickResult) -> None:
         """Take in what a tick brought: drop the entries of rejected tokens and queue the verdict."""
         self.in_flight = False
         self._prompt_logprobs += result.prompt_logprobs
@@ -323,7 +315,7 @@ class Session:
         if self._closing:
             self._release()
 
-    def _commit(self, part: Part, result: PartResult, tick: TickResult) -> None:
+    def _commit(self, part: ScheduledSequence, result: PartResult, tick: TickResult) -> None:
         now_ns = time.perf_counter_ns()
         token_ids = result.cut.token_ids
         base_len, self.committed_len = self.committed_len, self.committed_len + len(token_ids)
@@ -398,7 +390,7 @@ class Session:
     def _keep(self, path: Path, proposal: Proposal) -> None:
         if self._offers.full:
             raise InvalidRequest(
-                f"{len(self._offers)} proposals wait for their verdicts already; at most {MAX_BRANCHES} may, with"
+                f"{len(self._offers)} proposals wait for their verdicts; at most {MAX_PENDING_PROPOSALS} may, with"
                 f" {MAX_BYTES} bytes in all"
             )
         if not self._offers.keep(path, proposal):

@@ -12,16 +12,16 @@ from torch.nn.functional import pad
 from specdec.engine.native import library
 from specdec.engine.native.sampling_verify import is_well_formed, verify_rounds
 from specdec.errors import InternalError, InvalidRequest, TandemError
+from specdec.rules import Rule, SparseRow
 from specdec.sampling import sparse
 from specdec.sampling.distribution import distribution
 from specdec.sampling.edits import edited
 from specdec.sampling.noise import Stream
 from specdec.sampling.rows import Rows
-from specdec.sampling.rule import Rule, SparseRow
 from specdec.sampling.state import SamplingState
 from specdec.sampling.transfer import send
-from specdec.sessions import PositionLogprobs
 from specdec.trees import depths, groups, path_to
+from specdec.types import PositionLogprobs
 from target_service.logprobs import read, score
 from target_service.rules import block, coupled, greedy, siblings, token
 from target_service.rules.drafts import Drafts, Q, Siblings, Uniforms

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from draft_service.drafter import Draft, DraftJob
-from specdec.sessions import HiddenStates, ModelInfo, SessionSpec
+from draft_service.drafters.base import Draft, DraftJob
+from specdec.types import HiddenStates, ModelInfo, SessionSpec
 
 
 @dataclass(eq=False)

@@ -10,9 +10,9 @@ import grpc.aio
 from gateway.backends.info import ServerInfo
 from specdec import codec
 from specdec.errors import Unavailable
-from specdec.rpc.streams import SessionStream
-from specdec.sessions import DraftOpened, HiddenStates, Proposal, SessionSpec
-from specdec.state_buffer import pieces
+from specdec.hidden_state_buffer import pieces
+from specdec.rpc.session_stream import SessionStream
+from specdec.types import DraftOpened, HiddenStates, Proposal, SessionSpec
 from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1 import draft_service_pb2_grpc as pb_grpc
 

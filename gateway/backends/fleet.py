@@ -14,9 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gateway.backends.draft import GrpcDraft
 from gateway.backends.target import GrpcTarget
 from gateway.routing import Replica, Router
+from specdec.backends import DraftBackend, TargetBackend
 from specdec.errors import TandemError
 from specdec.rpc.channel import open_channel
-from specdec.sessions import DraftBackend, ModelInfo, TargetBackend
+from specdec.types import ModelInfo
 
 logger = logging.getLogger(__name__)
 

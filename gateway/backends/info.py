@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from specdec import codec
-from specdec.rpc.streams import call_unary
-from specdec.sessions import ModelInfo, ServerLoad
+from specdec.rpc.session_stream import call_unary
+from specdec.types import ModelInfo, ServerLoad
 from specdec.v1 import types_pb2 as pb
 
 #: Seconds a server may take to describe itself.

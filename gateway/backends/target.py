@@ -9,9 +9,9 @@ import grpc.aio
 from gateway.backends.info import ServerInfo
 from specdec import codec
 from specdec.errors import Unavailable
-from specdec.rpc.streams import SessionStream
-from specdec.sessions import Proposal, SessionSpec, TargetOpened, Verdict
-from specdec.state_buffer import StateBuffer
+from specdec.hidden_state_buffer import StateBuffer
+from specdec.rpc.session_stream import SessionStream
+from specdec.types import Proposal, SessionSpec, TargetOpened, Verdict
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
 

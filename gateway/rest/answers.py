@@ -11,13 +11,13 @@ from typing import Any
 
 from fastapi import Request
 
+from gateway.decoding.metrics import SpeculationMetrics
 from gateway.generation import Generation
 from gateway.merging import merge
-from gateway.requests import Final, GenerationChunk, GenerationRequest, TokenLogprobs, TokenText, Usage
 from gateway.rest.schemas import SamplingBody
-from gateway.speculation import SpeculationMetrics
+from gateway.types import FinalChunk, GenerationChunk, GenerationRequest, TokenLogprobs, TokenText, Usage
 from specdec.errors import InvalidRequest
-from specdec.sessions import PositionLogprobs
+from specdec.types import PositionLogprobs
 
 #: JSON has no infinity; vLLM reports impossible tokens with this, too.
 LOWEST_LOGPROB = -9999.0
@@ -87,7 +87,7 @@ class Totals:
         self._completion_tokens = 0
         self._speculation = SpeculationMetrics()
 
-    def add(self, number: int, final: Final) -> None:
+    def add(self, number: int, final: FinalChunk) -> None:
         """Count a finished sample of a prompt; the prompt itself counts once."""
         known = self._prompts.get(number)
         if known is None or final.usage.cached_tokens > known.cached_tokens:
@@ -132,7 +132,7 @@ def speculation_object(metrics: SpeculationMetrics) -> dict[str, Any]:
     }
 
 
-def ending(final: Final | None) -> dict[str, Any]:
+def ending(final: FinalChunk | None) -> dict[str, Any]:
     """A choice's finish and stop reason; null while it goes on."""
     if final is None:
         return {"finish_reason": None, "stop_reason": None}

@@ -11,7 +11,6 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from gateway.generation import Generation
-from gateway.requests import GenerationChunk, GenerationRequest, PromptReport, Sample
 from gateway.rest.answers import (
     Totals,
     chat_logprobs,
@@ -23,6 +22,7 @@ from gateway.rest.answers import (
 )
 from gateway.rest.events import EventResponse, while_connected
 from gateway.rest.schemas import ChatBody
+from gateway.types import GenerationChunk, GenerationRequest, PromptReport, Sample
 from specdec.errors import InvalidRequest
 
 

@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from gateway.generation import Generation
-from gateway.requests import GenerationChunk, GenerationRequest, PromptReport, Sample
 from gateway.rest.answers import (
     Totals,
     completion_logprobs,
@@ -25,7 +24,8 @@ from gateway.rest.answers import (
 from gateway.rest.events import EventResponse, while_connected
 from gateway.rest.schemas import CompletionBody
 from gateway.samples import describe_token
-from gateway.text import Detokenizer
+from gateway.text.detokenizer import Detokenizer
+from gateway.types import GenerationChunk, GenerationRequest, PromptReport, Sample
 from specdec.errors import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16

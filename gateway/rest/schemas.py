@@ -7,11 +7,11 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from gateway.requests import GenerationRequest
-from gateway.tokenizer import encodable
+from gateway.text.tokenizer import encodable
+from gateway.types import GenerationRequest
 from specdec.errors import InvalidRequest
-from specdec.sampling.params import SamplingParams
-from specdec.sampling.rule import Rule
+from specdec.params import SamplingParams
+from specdec.rules import Rule
 
 TokenId = Annotated[int, Field(ge=0)]
 

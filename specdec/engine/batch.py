@@ -32,7 +32,7 @@ class Segment:
     #: Logits wanted for the last ``num_logits`` of these tokens; 0 for a prefill chunk that is not the last.
     num_logits: int
     #: Hidden states wanted for the last ``num_states`` of them, of these layers (see
-    #: :class:`specdec.sessions.HiddenStates`).
+    #: :class:`specdec.types.HiddenStates`).
     num_states: int = 0
     state_layers: tuple[int, ...] = ()
     #: Empty where each token follows the one before it; else for every token the index of the one it follows, which

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from specdec.engine.kv_pool import KVSequence
-from specdec.sampling.rule import Rule
+from specdec.rules import Rule
 from specdec.sampling.state import SamplingState
 
 #: One entry per job, written by another thread while the chains are drafted; not 0: the job's chain may end here.

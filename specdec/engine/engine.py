@@ -11,23 +11,23 @@ import torch
 from transformers import PreTrainedModel
 
 import specdec
-from specdec.engine import acceleration, checkpoint, memory, support
-from specdec.engine.acceleration import Decoder
 from specdec.engine.attention import PagedBatch
 from specdec.engine.batch import Batch, Segment, build_batch
 from specdec.engine.compaction import Kept, copy_blocks, keep_rows
 from specdec.engine.cuda.graphs import CudaCapture, GraphRunner, reserved_bytes
 from specdec.engine.device import resolve_device, usable_cores
+from specdec.engine.hidden_states import STATE_DTYPE, PassStates, StateRows, StateTap, check_layers
 from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, bind, record_layers
+from specdec.engine.loading import acceleration, checkpoint, memory, refusals
+from specdec.engine.loading.acceleration import Decoder
+from specdec.engine.loading.self_check import Reference
 from specdec.engine.native.decoder import NativeDecoder
 from specdec.engine.native.feed import feed, takes
-from specdec.engine.self_check import Reference
-from specdec.engine.states import STATE_DTYPE, PassStates, StateRows, StateTap, check_layers
 from specdec.errors import ModelNotSupported, Unavailable
 from specdec.sampling.transfer import send
-from specdec.sessions import ModelInfo
 from specdec.settings import ModelSettings
+from specdec.types import ModelInfo
 
 __all__ = ["Engine", "Kept", "Segment"]
 
@@ -92,17 +92,17 @@ class Engine:
         else:
             torch.cuda.set_device(device)  # of this thread: Triton launches on the current device
         config = checkpoint.load_config(settings)
-        support.check_config(config)
-        is_rounded = support.check_quantization(settings, config, device)
+        refusals.check_config(config)
+        is_rounded = refusals.check_quantization(settings, config, device)
         model = checkpoint.load_model(settings, config, device)
-        support.check_model(model)
+        refusals.check_model(model)
         tokenizer = checkpoint.read_tokenizer(settings)
         num_parameters = model.num_parameters()
         if is_rounded:
-            support.quantise(settings, model)
+            refusals.quantise(settings, model)
         text = config.get_text_config(decoder=True)
         shapes, vocab_size = record_layers(model, text.num_hidden_layers, device)
-        max_model_len = support.resolve_max_model_len(config, shapes, settings.max_model_len)
+        max_model_len = refusals.resolve_max_model_len(config, shapes, settings.max_model_len)
 
         activation_bytes = 0
         model.set_attn_implementation(PAGED)

@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specdec.engine import acceleration
 from specdec.engine.attention import AttentionKernels, PagedBatch, paged_attention, write_kv
 from specdec.engine.batch import Batch, Segment, build_batch
 from specdec.engine.chains import ChainJob, StopFlags, draw_chains
@@ -21,12 +20,13 @@ from specdec.engine.compaction import copy_blocks
 from specdec.engine.device import usable_cores
 from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import LayerShape
-from specdec.engine.linears import pack_linears
-from specdec.engine.memory import allocate_caches, count_blocks, fit_max_model_len
+from specdec.engine.loading import acceleration
+from specdec.engine.loading.memory import allocate_caches, count_blocks, fit_max_model_len
 from specdec.engine.native import chains as native
+from specdec.engine.native.linears import pack_linears
 from specdec.heads.eagle import EagleHead
 from specdec.heads.eagle3 import Eagle3Head
-from specdec.heads.native import NativeHead
+from specdec.heads.native.eagle import NativeHead
 from specdec.heads.self_check import Reference
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.transfer import send

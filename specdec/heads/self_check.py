@@ -11,11 +11,11 @@ from torch import Tensor
 
 from specdec.engine.batch import Segment, build_batch
 from specdec.engine.kv_pool import KVPool
-from specdec.engine.linears import Int8Linear
-from specdec.engine.self_check import TOLERANCES, disagreement
+from specdec.engine.loading.self_check import TOLERANCES, disagreement
+from specdec.engine.native.linears import Int8Linear
 from specdec.heads.eagle import EagleHead
 from specdec.heads.eagle3 import Eagle3Head
-from specdec.heads.native import NativeHead
+from specdec.heads.native.eagle import NativeHead
 
 #: Positions of each sequence per pass: first with the target's states, then one at a time on the head's own.
 _CHUNKS: Final = ((1, 2, 29, 2), (5, 1, 1, 11))

@@ -8,12 +8,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from specdec.rules import Rule
 from specdec.sampling.distribution import distribution
 from specdec.sampling.draws import race
 from specdec.sampling.edits import edited
 from specdec.sampling.noise import Stream
 from specdec.sampling.rows import Rows
-from specdec.sampling.rule import Rule
 from specdec.sampling.state import SamplingState
 from specdec.sampling.transfer import send
 

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.rules import Rule, SparseRow
 from specdec.sampling import sparse
 from specdec.sampling.distribution import Distribution, distribution, head
 from specdec.sampling.draws import race, winners
 from specdec.sampling.edits import edited
 from specdec.sampling.noise import Stream
 from specdec.sampling.rows import Rows
-from specdec.sampling.rule import Rule, SparseRow
 from specdec.sampling.state import SamplingState
 from specdec.sampling.transfer import send
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.errors import InvalidRequest
-from specdec.sampling.rule import SparseRow
+from specdec.rules import SparseRow
 
 #: Bytes of a row at most; five of them and the rest of a proposal stay under 2 kB whatever the vocabulary is.
 Q_BYTES: Final = 380

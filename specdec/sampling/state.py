@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specdec.errors import InvalidRequest
+from specdec.params import SamplingParams
 from specdec.sampling.noise import Stream, number, position_key, stream_key
-from specdec.sampling.params import SamplingParams
 from specdec.sampling.transfer import send
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
 from specdec.errors import Unavailable
-from tandem.environment import SHORT_SPIN
+from tandem.launcher.environment import SHORT_SPIN
 
 #: Mode → the arguments of ``generate`` it adds (the assistant model is put in where it is named).
 MODES: Final[Mapping[str, str]] = {
@@ -41,7 +41,7 @@ class HuggingFace:
         # Its threads wait as they do out of the box; what suits two services on one machine would not be fair to it.
         environment = {name: value for name, value in os.environ.items() if name not in SHORT_SPIN}
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tandem.child", str(os.getpid()), "tandem.bench.huggingface"),
+            *(sys.executable, "-m", "tandem.launcher.child", str(os.getpid()), "tandem.bench.huggingface"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specdec.errors import Unavailable
-from specdec.sampling.params import SamplingParams
+from specdec.params import SamplingParams
 from tandem.bench.answers import collect
 from tandem.bench.huggingface import HuggingFace
+from tandem.bench.modes import Way
 from tandem.bench.parts import time_parts
 from tandem.bench.plans import Plan, Prompt
 from tandem.bench.results import Measurement, Section
 from tandem.bench.systems import System
-from tandem.bench.ways import Way
 
 
 @dataclass(slots=True)

@@ -17,9 +17,11 @@ from typing import Final
 
 from gateway.routing import Router
 from specdec import codec
+from specdec.backends import DraftSession, TargetSession
 from specdec.errors import Unavailable
-from specdec.sampling.params import SamplingParams
-from specdec.sessions import DraftSession, Proposal, Rule, SessionSpec, TargetSession, Verdict
+from specdec.params import SamplingParams
+from specdec.rules import Rule
+from specdec.types import Proposal, SessionSpec, Verdict
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
 from tandem.bench.limits import quantile

@@ -1,7 +1,7 @@
 """Prompts: pieces of Python's own library that the bundled models never saw, or the user's own.
 
-The files are among those ``training/held_out.txt`` sets apart. A piece starts where a definition starts, and no piece
-is used twice, for a cache of earlier texts would make drafting look better than it is.
+The files are among those ``tandem/training/held_out.txt`` sets apart. A piece starts where a definition starts. No
+piece is used twice, for a cache of earlier texts would make drafting look better than it is.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from typing import Any, Final
 
 from gateway.routing import Router
 from specdec.errors import InvalidRequest, TandemError, Unavailable
+from specdec.params import SamplingParams
 from specdec.rpc.channel import open_channel
-from specdec.sampling.params import SamplingParams
-from specdec.sessions import Rule
+from specdec.rules import Rule
 from tandem.bench.answers import Piece
 from tandem.bench.systems import GrpcSystem, System
-from tandem.client import Server
+from tandem.rest_client import Server
 
 GRPC_SCHEME: Final = "grpc://"
 #: Seconds without a byte after which a server counts as gone.

@@ -8,8 +8,8 @@ from typing import Any
 
 from tandem.bench.answers import Answer
 from tandem.bench.limits import Limits, Spread, quantile
+from tandem.bench.modes import PLAIN
 from tandem.bench.parts import Costs
-from tandem.bench.ways import PLAIN
 
 PERCENTILES = (0.5, 0.9, 0.99)
 

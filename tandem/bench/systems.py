@@ -17,20 +17,21 @@ import grpc.aio
 from draft_service.core import DraftCore
 from gateway.backends.fleet import Fleet
 from gateway.generation import Generation
-from gateway.requests import GenerationRequest
 from gateway.routing import Router
+from gateway.types import GenerationRequest
 from specdec import codec
 from specdec.errors import Unavailable, error_from_status
+from specdec.params import SamplingParams
 from specdec.rpc.channel import open_channel
-from specdec.sampling.params import SamplingParams
-from specdec.sessions import ModelInfo, Rule
+from specdec.rules import Rule
+from specdec.types import ModelInfo
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 from specdec.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tandem.bench.answers import Piece
-from tandem.deployment import Deployment, nearest, services_of
-from tandem.embedded import Embedded
-from tandem.supervisor import Service, Supervisor
+from tandem.launcher.deployment import Deployment, nearest, services_of
+from tandem.launcher.embedded import Embedded
+from tandem.launcher.supervisor import Service, Supervisor
 
 #: Seconds to connect to services that are ready.
 _CONNECT_S: Final = 10.0

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec import trees
+from specdec.rules import SparseRow
 from specdec.sampling import sparse
-from specdec.sampling.rule import SparseRow
 from specdec.sampling.transfer import send
 
 

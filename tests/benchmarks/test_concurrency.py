@@ -15,12 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import command, concurrency
 from benchmarks.concurrency import Point, Ratio, draw, measure_points, merge, read_points, show
-from benchmarks.reasons import Reasons, counted
-from gateway.lane import Lane
-from gateway.tally import Activity, TallyCollector
+from benchmarks.pacing_report import Reasons, counted
+from gateway.pacing.stats import Activity, PacingStatsCollector
+from gateway.pacing.target_pacer import TargetPacer
 from specdec.errors import InvalidRequest
-from specdec.sampling.params import SamplingParams
-from specdec.sessions import Rule
+from specdec.params import SamplingParams
+from specdec.rules import Rule
 from tandem.bench.answers import Piece
 from tandem.bench.limits import Spread
 from tandem.bench.plot import load_pyplot
@@ -89,13 +89,13 @@ def test_the_control_pairs_windows_next_to_each_other() -> None:
 
 
 def test_reasons_are_told_by_the_metrics_of_a_gateway() -> None:
-    lane = Lane()
+    lane = TargetPacer()
     lane.tally.num_rounds, lane.tally.num_plain, lane.tally.num_draft_tokens = 30, 10, 60
     lane.tally.begun[Activity.TRIAL] = 2
     lane.tally.lost_ns[Activity.TRIAL] = 3e9
     lane.tally.spent_ns[Activity.SPECULATION] = 6e9
     registry = CollectorRegistry()
-    registry.register(TallyCollector(lambda: {"target": lane}))
+    registry.register(PacingStatsCollector(lambda: {"target": lane}))
     text = generate_latest(registry).decode()
     before = Reasons(rounds=10.0, trials=1.0, wall_s=1.0)
     found = Reasons(wall_s=3.0, draft_s=1.0, **counted(text_string_to_metric_families(text)))

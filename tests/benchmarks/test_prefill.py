@@ -11,8 +11,8 @@ import pytest
 from benchmarks import prefill
 from benchmarks.prefill import Finding, Waits, decoding, gaps_between, measure_one, show
 from specdec.errors import Unavailable
-from specdec.sampling.params import SamplingParams
-from specdec.sessions import Rule
+from specdec.params import SamplingParams
+from specdec.rules import Rule
 from tandem.bench.answers import Piece
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.rounds import NUM_GUESSES, Outcome, Recorder, Statistics, rank_of
-from gateway.tokenizer import TextTokenizer
-from specdec.sampling.rule import Rule
+from gateway.text.tokenizer import TextTokenizer
+from specdec.rules import Rule
 from tandem.bench.prompts import pick_prompts
 from tandem.checkpoints import DRAFT, find_checkpoint
 

@@ -12,10 +12,11 @@ from transformers import LlamaForCausalLM
 
 from draft_service.core import DraftCore
 from specdec.engine.engine import Engine, Kept, Segment
-from specdec.sampling.params import SamplingParams
+from specdec.params import SamplingParams
+from specdec.rules import Rule
 from specdec.sampling.state import SamplingState
-from specdec.sessions import Proposal, Rule, SessionSpec
 from specdec.settings import DraftSettings, ModelSettings, SchedulerSettings, SpeculativeSettings
+from specdec.types import Proposal, SessionSpec
 from target_service.verifier import Round, Verifier
 from tests.llamas import build_llama
 

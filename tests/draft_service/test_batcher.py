@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from draft_service.batcher import Batcher, Wish
-from draft_service.drafter import Draft
+from draft_service.batcher import Batcher, DraftRequest
+from draft_service.drafters.base import Draft
 from specdec.errors import Unavailable
 
 
@@ -41,7 +41,7 @@ def submit(batcher, state, num_tokens):
     def deliver(outcome):
         (done.set_exception if isinstance(outcome, Exception) else done.set_result)(outcome)
 
-    wish = Wish(state, num_tokens, deliver)
+    wish = DraftRequest(state, num_tokens, deliver)
     batcher.submit(wish)
     return wish, done
 

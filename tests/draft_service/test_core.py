@@ -6,9 +6,9 @@ import random
 import pytest
 
 from draft_service import core as core_module
-from draft_service.draft_model import MAX_NS_NOW
+from draft_service.drafters.draft_model import MAX_NS_NOW
 from specdec.errors import Cancelled, InvalidRequest, ModelNotSupported, Overloaded, StaleSession, Unavailable
-from specdec.sessions import ModelInfo
+from specdec.types import ModelInfo
 from specdec.vocabulary import compatible
 
 PROMPT = [3, 14, 15, 9, 26, 5]
@@ -440,7 +440,7 @@ async def test_a_draft_that_fails_at_once_tells_and_the_session_goes_on(start_co
         session = await core.open(spec(PROMPT))
         core.drafter._step_ns = 1_000
         with monkeypatch.context() as patch:
-            patch.setattr("draft_service.draft_model.draft_chains", fail)
+            patch.setattr("draft_service.drafters.draft_model.draft_chains", fail)
             await session.advance(6, [1], 4)
             with pytest.raises(RuntimeError, match="planted"):
                 await session.receive()

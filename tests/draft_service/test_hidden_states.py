@@ -9,12 +9,12 @@ from draft_service import servicer as servicer_module
 from draft_service.core import DraftCore
 from draft_service.servicer import DraftServicer
 from gateway.backends.draft import GrpcDraft
-from specdec import state_buffer
+from specdec import hidden_state_buffer as state_buffer
 from specdec.errors import InvalidRequest
 from specdec.rpc.channel import open_channel
 from specdec.rpc.server import RpcServer
-from specdec.sessions import HiddenStates
 from specdec.settings import SchedulerSettings, ServerSettings
+from specdec.types import HiddenStates
 from specdec.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 from tests.readers import StateReader
 

@@ -15,7 +15,7 @@ from specdec import codec
 from specdec.errors import InvalidRequest, Overloaded, StaleSession, Unavailable
 from specdec.rpc.channel import open_channel
 from specdec.rpc.server import RpcServer
-from specdec.rpc.streams import SessionStream, call_unary
+from specdec.rpc.session_stream import SessionStream, call_unary
 from specdec.sampling.sparse import unpack
 from specdec.settings import DraftSettings, SchedulerSettings, ServerSettings, SpeculativeSettings
 from specdec.v1 import draft_service_pb2 as pb
@@ -99,7 +99,7 @@ async def test_q_rows_travel(started, spec):
 
 
 async def test_proposals_ahead_travel_together_and_are_counted(started, spec, greedy, monkeypatch):
-    monkeypatch.setattr("draft_service.lookahead.Load.share", lambda load: 0.0)
+    monkeypatch.setattr("draft_service.ahead.scheduler.Load.share", lambda load: 0.0)
     _, stub = started
     async with SessionStream(stub.Draft) as stream:
         await stream.turn(opening(spec(PROMPT)))

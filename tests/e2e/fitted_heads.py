@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from specdec.heads.checkpoint import Head, write_head
 from specdec.heads.eagle import EagleConfig, EagleHead
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head
+from specdec.heads.files.checkpoint import Head, write_head
 from specdec.heads.layer import LayerConfig, RopeConfig
 from specdec.heads.medusa import MedusaConfig, MedusaHeads
 from specdec.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig

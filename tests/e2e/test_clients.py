@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2
-from tandem import cli
+from tandem.cli import main as cli
 from tests.e2e.servers import health_of
 
 pytestmark = pytest.mark.e2e

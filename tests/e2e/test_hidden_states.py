@@ -14,15 +14,15 @@ from draft_service.core import DraftCore
 from draft_service.servicer import DraftServicer
 from gateway.backends.draft import GrpcDraft
 from gateway.backends.target import GrpcTarget
-from gateway.decoder import Decoder, DecodingSettings
-from gateway.decoding import Decoding, DecodingRequest
-from gateway.pacing import FixedPace
+from gateway.decoding.context import DecodingContext, DecodingSettings
+from gateway.decoding.loop import Decoding, DecodingRequest
+from gateway.pacing.controller import FixedPace
 from gateway.routing import Replica, Router
-from specdec import state_buffer
+from specdec import hidden_state_buffer as state_buffer
 from specdec.engine.engine import Engine, Segment
+from specdec.params import SamplingParams
 from specdec.rpc.channel import open_channel
 from specdec.rpc.server import RpcServer
-from specdec.sampling.params import SamplingParams
 from specdec.settings import ModelSettings, SchedulerSettings, ServerSettings, TargetSettings
 from specdec.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 from specdec.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_server
@@ -39,7 +39,7 @@ NUM_FEATURES = 3 * 32
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr("gateway.drafting.FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr("gateway.decoding.draft_client.FIRST_BACKOFF_S", 0.001)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ async def service(model_settings, reader, transport):
     router.target_up(router.targets.replicas[0], await backends[0].info())
     router.draft_up(router.drafts.replicas[0], await backends[1].info())
     try:
-        yield Decoder(router, DecodingSettings(fixed_draft_length=True))
+        yield DecodingContext(router, DecodingSettings(fixed_draft_length=True))
         async with asyncio.timeout(10):
             while (await target.load()).open_sessions or (await draft.load()).open_sessions:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)  # the servers' own pace
@@ -182,7 +182,7 @@ async def test_every_state_is_exact(  # noqa: PLR0917
     """Long prompts in chunks, rejections, phases of decoding ahead, and states in several messages."""
     monkeypatch.setattr(state_buffer.pieces, "__defaults__", (7 * NUM_FEATURES * 2,))
     paces = iter(range(100))
-    monkeypatch.setattr(Decoder, "pace", lambda self, replica, limit: FicklePace(limit, next(paces)))
+    monkeypatch.setattr(DecodingContext, "pace", lambda self, replica, limit: FicklePace(limit, next(paces)))
     prompts = [make_prompt(i, 10 + 17 * i) for i in range(num_sessions)]
     texts = [[*prompt, *plain(prompt, 70)] for prompt in prompts]
     reader = StateReader(Guesser(texts), LAYERS)

@@ -9,17 +9,17 @@ import pytest
 from gateway.app import Gateway
 from gateway.generation import Generation
 from gateway.routing import Replica, Router
-from gateway.tokenizer import TextTokenizer
+from gateway.text.tokenizer import TextTokenizer
 from specdec.settings import GatewaySettings
-from tests.gateway import vocabularies
 from tests.gateway.fakes import FakeDraft, FakeTarget, draft_info, target_info
+from tests.gateway.text import vocabularies
 
 
 @pytest.fixture
 def short_pauses(monkeypatch):
     """Before what was lost is opened anew."""
-    monkeypatch.setattr("gateway.decoding.FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr("gateway.drafting.FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr("gateway.decoding.loop.FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr("gateway.decoding.draft_client.FIRST_BACKOFF_S", 0.001)
 
 
 @pytest.fixture(scope="session")

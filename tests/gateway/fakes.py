@@ -9,17 +9,17 @@ the same proposals get the same text.
 import asyncio
 import hashlib
 
-from specdec.branches import MAX_BRANCHES
 from specdec.errors import Cancelled, InvalidRequest, Unavailable
-from specdec.sampling.params import SamplingParams
-from specdec.sessions import (
+from specdec.params import SamplingParams
+from specdec.pending_proposals import MAX_PENDING_PROPOSALS
+from specdec.rules import Rule
+from specdec.types import (
     DraftOpened,
     FinishReason,
     HiddenStates,
     ModelInfo,
     PositionLogprobs,
     Proposal,
-    Rule,
     ServerLoad,
     TargetOpened,
     TokenLogprob,
@@ -253,7 +253,7 @@ class FakeTargetSession(FakeSession):
         if any(not 0 <= token < VOCAB for token in proposal.token_ids) and self.backend.model.vocab_size == VOCAB:
             raise InvalidRequest("no such token")
         self.offers.append(proposal)
-        assert len(self.offers) <= MAX_BRANCHES
+        assert len(self.offers) <= MAX_PENDING_PROPOSALS
         if not proposal.assumed_token_ids:
             assert proposal.base_len == len(self.token_ids), "the gateway sent a stale round"
             assert self.asked is None, "two rounds at once"

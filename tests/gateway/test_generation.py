@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from gateway.decoding.metrics import SpeculationMetrics
 from gateway.generation import Generation
 from gateway.preparation import mix_seed
-from gateway.requests import GenerationRequest
-from gateway.speculation import SpeculationMetrics
+from gateway.types import GenerationRequest
 from specdec.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, Unavailable
-from specdec.sampling.params import SamplingParams
-from specdec.sessions import FinishReason, Rule, Verdict
+from specdec.params import SamplingParams
+from specdec.rules import Rule
 from specdec.settings import GatewaySettings
+from specdec.types import FinishReason, Verdict
 from tests.gateway.conftest import router_of
 
 

@@ -16,11 +16,11 @@ import pytest
 from gateway.app import serve
 from gateway.main import add_arguments, main, settings_of
 from specdec.errors import InvalidRequest
-from specdec.sampling.rule import Rule
+from specdec.rules import Rule
 from specdec.settings import GatewaySettings
 from tests.gateway.conftest import serve as stand_of
 from tests.gateway.fakes import FakeDraft, FakeTarget
-from tests.gateway.test_grpc import Service, all_closed, until
+from tests.gateway.grpc.test_grpc import Service, all_closed, until
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ import pytest
 
 import draft_service.main
 from specdec.errors import InvalidRequest, ModelNotSupported
-from tandem import cli
 from tandem.checkpoints import MODELS, bundled_models, check_pair, find_checkpoint
+from tandem.cli import main as cli
 
 TARGET, DRAFT = MODELS / "python-12m", MODELS / "python-1m"
 

@@ -9,11 +9,12 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
+from specdec.params import SamplingParams
 from specdec.rpc.channel import open_channel
 from specdec.rpc.server import RpcServer
-from specdec.sampling.params import SamplingParams
-from specdec.sessions import Proposal, Rule, SessionSpec
+from specdec.rules import Rule
 from specdec.settings import ModelSettings, SchedulerSettings, ServerSettings, TargetSettings
+from specdec.types import Proposal, SessionSpec
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
 from target_service.core import TargetCore
 from target_service.servicer import TargetServicer

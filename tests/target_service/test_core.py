@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.rules import Rule
 from specdec.sampling.sparse import pack
-from specdec.sessions import FinishReason, Proposal, Rule
+from specdec.types import FinishReason, Proposal
 from target_service import verifier
 from tests.target_service.conftest import (
     CONTEXT,

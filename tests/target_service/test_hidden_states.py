@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from gateway.backends.target import GrpcTarget
-from specdec import state_buffer
+from specdec import hidden_state_buffer as state_buffer
 from specdec.errors import InvalidRequest
 from specdec.rpc.channel import open_channel
-from specdec.sessions import HiddenStates, Proposal, Verdict
+from specdec.types import HiddenStates, Proposal, Verdict
 from target_service import core as core_module
 from tests.target_service.conftest import VOCAB, decode_ahead, make_prompt, make_spec, verify
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from specdec.engine.native import library
 from specdec.errors import InternalError, InvalidRequest
+from specdec.params import SamplingParams
+from specdec.rules import Rule, SparseRow
 from specdec.sampling.drafting import collect, draft
-from specdec.sampling.params import SamplingParams
 from specdec.sampling.rows import Rows
-from specdec.sampling.rule import Rule, SparseRow
 from specdec.sampling.state import SamplingState
 from target_service.verifier import Outcome, Round, Verifier, check_draft
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from specdec.engine.native import library
 from specdec.errors import InvalidRequest
-from specdec.sampling.rule import Rule, SparseRow
+from specdec.rules import Rule, SparseRow
 from specdec.sampling.sparse import pack
 from specdec.trees import groups, path_to
 from target_service.verifier import Outcome, Round, Verifier, check_draft
-from tests.engine.paged import random_tree
+from tests.specdec.engine.paged import random_tree
 from tests.target_service.test_native_verifier import both, edits, shapes, state_of
 
 RULES = list(Rule)

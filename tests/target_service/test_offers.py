@@ -5,11 +5,12 @@ import random
 
 import pytest
 
-from specdec.branches import MAX_BRANCHES, Branches
 from specdec.errors import InvalidRequest, Unavailable
-from specdec.sessions import FinishReason, Proposal, Rule
+from specdec.pending_proposals import MAX_PENDING_PROPOSALS, PendingProposals
+from specdec.rules import Rule
+from specdec.types import FinishReason, Proposal
 from tests.target_service.conftest import VOCAB, decode_ahead, make_prompt, make_spec, nothing_comes, until, verify
-from tests.target_service.test_batcher import Watch
+from tests.target_service.scheduler.test_batcher import Watch
 from tests.target_service.test_servicer import Client
 
 
@@ -139,9 +140,9 @@ async def test_more_offers_than_are_kept_are_an_error(start_core, plain):
     async with start_core() as core:
         session = await core.open(make_spec(prompt, 20))
         n = session.first.committed_len
-        for i in range(MAX_BRANCHES):
+        for i in range(MAX_PENDING_PROPOSALS):
             session.offer(Proposal(1, n, (1,), assumed_token_ids=(i, 0)))
-        with pytest.raises(InvalidRequest, match=f"{MAX_BRANCHES} proposals wait"):
+        with pytest.raises(InvalidRequest, match=f"{MAX_PENDING_PROPOSALS} proposals wait"):
             session.offer(Proposal(1, n, (1,), assumed_token_ids=(0, 1)))
         assert (await verify(session, n)).token_ids == plain(prompt, 2)[1:]
         await session.close()
@@ -236,7 +237,7 @@ class Sender:
     def __init__(self, target, prompt, text, epoch, seed):
         self.target, self.text, self.start, self.epoch = target, text, len(prompt), epoch
         self.random = random.Random(seed)
-        self.offers = Branches()
+        self.offers = PendingProposals()
         self.tokens = [*prompt, text[0]]
 
     async def rest(self):

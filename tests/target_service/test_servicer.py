@@ -6,8 +6,8 @@ import grpc
 import pytest
 
 from specdec import codec, errors
-from specdec.rpc.streams import SessionStream, call_unary
-from specdec.sessions import FinishReason, Proposal
+from specdec.rpc.session_stream import SessionStream, call_unary
+from specdec.types import FinishReason, Proposal
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 from tests.target_service.conftest import VOCAB, make_prompt, make_spec, until, until_clean

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from specdec.engine import acceleration
-from specdec.pacing.acceptance import of_tree
-from specdec.sessions import FinishReason, Proposal, Rule
+from specdec.engine.loading import acceleration
+from specdec.rules import Rule
+from specdec.scheduling.acceptance import of_tree
 from specdec.trees import depths, path_to
-from target_service.budget import Budget
+from specdec.types import FinishReason, Proposal
+from target_service.scheduler.draft_budget import Budget
 from tests.target_service.conftest import VOCAB, make_prompt, make_spec, verify
 from tests.target_service.test_hidden_states import LAYERS, Reader, stock
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from specdec.engine.native import library
 from specdec.errors import InternalError, InvalidRequest
+from specdec.params import SamplingParams
+from specdec.rules import Rule, SparseRow
 from specdec.sampling.drafting import collect, draft
 from specdec.sampling.edits import edited
 from specdec.sampling.noise import Stream, number
-from specdec.sampling.params import SamplingParams
 from specdec.sampling.rows import Rows
-from specdec.sampling.rule import Rule, SparseRow
 from specdec.sampling.sparse import pack, unpack
 from specdec.sampling.state import SamplingState
 from target_service.logprobs import position_logprobs

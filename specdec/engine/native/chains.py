@@ -14,8 +14,8 @@ from specdec.engine.chain_job import ChainJob, Drawing, StopFlags
 from specdec.engine.native.decoder import NativeModel
 from specdec.engine.native.library import DTYPES
 from specdec.engine.native.sampling import MAX_CANDIDATES, MAX_ROW_BYTES, RULES, sampler_of
+from specdec.rules import Rule, SparseRow
 from specdec.sampling.drafting import DraftedChain
-from specdec.sampling.rule import Rule, SparseRow
 
 #: ``Chain`` of drafting.h.
 _CHAIN: Final = struct.Struct("12q")

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from specdec.engine.compaction import Kept
-from specdec.engine.linears import Int8Linear, Matrix, is_plain, matrix_of
 from specdec.engine.native.library import DTYPES, WEIGHT_DTYPES, CPlan, NativeLibrary, load
+from specdec.engine.native.linears import Int8Linear, Matrix, is_plain, matrix_of
 from specdec.engine.native.packing import Packing, layer_groups
 from specdec.engine.plan import BatchPlan
 from specdec.errors import InvalidRequest

@@ -11,8 +11,8 @@ from typing import Final
 import torch
 
 from specdec.engine.batch import Segment, check_segment
+from specdec.engine.hidden_states import STATE_DTYPE, StateRows
 from specdec.engine.native.decoder import NativeDecoder
-from specdec.engine.states import STATE_DTYPE, StateRows
 from specdec.errors import InvalidRequest
 
 #: ``Feed`` of feed.cpp.

@@ -9,7 +9,7 @@
 
 namespace tandem {
 
-// Mirrors the ctypes structures of specdec/heads/native_mlp.py.
+// Mirrors the ctypes structures of specdec/heads/native/mlp_speculator.py.
 struct MlpStep {
   const void* proj;  // packed, as is head
   const void* embedding;  // [V, inner] row-major

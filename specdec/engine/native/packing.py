@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from specdec.engine.linears import Matrix, NativeLinear, PackedWeight, group_bytes, matrix_of, pack_group
 from specdec.engine.native.library import Memory, NativeLibrary
+from specdec.engine.native.linears import Matrix, NativeLinear, PackedWeight, group_bytes, matrix_of, pack_group
 
 _Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64

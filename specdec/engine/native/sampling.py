@@ -10,11 +10,11 @@ from typing import Any, Final
 import torch
 
 from specdec.engine.native.library import NativeLibrary, load
+from specdec.rules import Rule, SparseRow
 from specdec.sampling import sparse
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.noise import Stream
 from specdec.sampling.rows import Rows
-from specdec.sampling.rule import Rule, SparseRow
 from specdec.sampling.state import SamplingState
 
 #: Candidates a kernel finds at most.

@@ -12,7 +12,7 @@ import torch
 
 from specdec.engine.native.library import NativeLibrary
 from specdec.engine.native.sampling import RULES, sampler_of
-from specdec.sampling.rule import Rule, SparseRow
+from specdec.rules import Rule, SparseRow
 from specdec.sampling.state import SamplingState
 
 #: ``Round`` of sampling_verify.cpp.

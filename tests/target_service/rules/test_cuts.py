@@ -18,10 +18,10 @@ from target_service.rules.drafts import Drafts, Q
 from target_service.rules.residual import residual
 from tests.target_service.rules.test_exact import F64, LAWS, Acceptance, World, target_joint, world
 
-Cut = Callable[[World, tuple[int, ...]], int]
+Truncation = Callable[[World, tuple[int, ...]], int]
 
 
-def error(w: World, law: Acceptance, cut: Cut) -> float:
+def error(w: World, law: Acceptance, cut: Truncation) -> float:
     """Distance of the verified output from the target's, all chains of k tokens drawn from q, then cut."""
     chains = list(product(range(w.num_tokens), repeat=w.k))
     lengths = [cut(w, x) for x in chains]
@@ -74,7 +74,7 @@ def by_its_own_probability(w: World, x: tuple[int, ...]) -> int:
 @pytest.mark.parametrize("cut", [after_one, after_two, by_the_tokens_before])
 @pytest.mark.parametrize("kind", ["random", "adversarial", "aligned"])
 @pytest.mark.parametrize("rule", LAWS)
-def test_a_cut_that_does_not_look_is_exact(rule: str, kind: str, cut: Cut) -> None:
+def test_a_cut_that_does_not_look_is_exact(rule: str, kind: str, cut: Truncation) -> None:
     for seed in range(3):
         assert error(world(3, 3, seed, kind), LAWS[rule], cut) < 1e-12
 

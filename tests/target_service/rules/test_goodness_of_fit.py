@@ -16,11 +16,11 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from specdec.params import SamplingParams
 from specdec.sampling.distribution import Distribution, head
 from specdec.sampling.drafting import draw_quantized, quantized
 from specdec.sampling.draws import race
 from specdec.sampling.noise import Stream, bits, position_key, stream_key, uniform
-from specdec.sampling.params import SamplingParams
 from specdec.sampling.rows import Rows
 from specdec.sampling.state import SamplingState
 from target_service.rules import block, coupled, token

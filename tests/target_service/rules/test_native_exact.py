@@ -24,8 +24,8 @@ import torch
 from specdec.compiler import FLAGS, find_compiler
 from specdec.engine.native import library
 from specdec.engine.native.sampling_verify import verify_rounds
-from specdec.sampling.params import SamplingParams
-from specdec.sampling.rule import Rule, SparseRow
+from specdec.params import SamplingParams
+from specdec.rules import Rule, SparseRow
 from specdec.sampling.sparse import pack, unpack
 from specdec.sampling.state import SamplingState
 from target_service.verifier import Round

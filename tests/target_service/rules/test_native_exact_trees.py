@@ -19,8 +19,8 @@ from specdec import trees
 from specdec.compiler import find_compiler
 from specdec.engine.native import library
 from specdec.engine.native.sampling_verify import verify_rounds
-from specdec.sampling.params import SamplingParams
-from specdec.sampling.rule import Rule
+from specdec.params import SamplingParams
+from specdec.rules import Rule
 from specdec.sampling.state import SamplingState
 from target_service.verifier import Round
 from tests.target_service.rules.test_native_exact import FAIL, PASS, Array, World, compiled, kernels, objects, world

@@ -1,0 +1,1 @@
+"""Drafting ahead of verdicts: the verdict tree, its scheduler, acceptance statistics and cache branches."""

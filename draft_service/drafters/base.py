@@ -1,0 +1,193 @@
+"""The one interface of all drafters: "k tokens after this prefix", for a batch of sessions at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Generic, Protocol, TypeVar
+
+from specdec.rules import SparseRow
+from specdec.tree_shape import TreeShape
+from specdec.types import HiddenStates, ModelInfo, SessionSpec
+
+
+class DraftState(Protocol):
+    """What a drafter keeps of one session. Only its drafter changes it."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The committed tokens."""
+        ...
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens the drafter has still to take in before it can draft. One that reads hidden states counts
+        those alone that it can take in: tokens whose states it was given.
+        """
+        ...
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that were found in a parked cache at opening."""
+        ...
+
+
+S = TypeVar("S", bound=DraftState)
+
+
+class Flags(Protocol):
+    """One flag per job, which a running computation looks at."""
+
+    def __setitem__(self, at: int, value: int, /) -> None:
+        """Raise (1) or lower (0) one."""
+        ...
+
+
+class Stop:
+    """Asks for the end of one job while its batch runs."""
+
+    __slots__ = ("_at", "_flags", "is_raised")
+
+    def __init__(self) -> None:
+        self.is_raised = False
+        self._flags: Flags | None = None
+        self._at = 0
+
+    def bind(self, flags: Flags, at: int) -> None:
+        """Name the flag that the computation looks at; called by the drafter."""
+        self._flags, self._at = flags, at
+        if self.is_raised:
+            flags[at] = 1
+
+    def please(self) -> None:
+        """Let the job end at its next step, with the tokens it has by then."""
+        self.is_raised = True
+        if self._flags is not None:
+            self._flags[self._at] = 1
+
+
+#: Tokens that a batch drafted at once may take in at most.
+MAX_ROWS_NOW: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DraftJob(Generic[S]):
+    """One session's part of a batch: take in some pending tokens, then draft if none is left.
+
+    With ``assumed`` it is drafted ahead of a verdict: every token still pending is taken in, then what is drafted is
+    exactly what would be drafted once the assumed tokens are committed. The state itself stays as it is.
+    """
+
+    state: S
+    #: Pending tokens to take in now.
+    num_rows: int
+    #: Tokens to draft; 0 where pending tokens remain or only the prefix moves.
+    num_tokens: int
+    #: Guesses wanted, at each drafted position, of the token the target will put there.
+    num_guesses: int = 0
+    #: Tokens assumed to be committed after those of the state.
+    assumed: tuple[int, ...] = ()
+    #: Assume one token more: the best guess of what the target will put after ``assumed``.
+    assumes_next: bool = False
+    stop: Stop = field(default_factory=Stop)
+    #: Draft a tree of this shape, of ``num_tokens`` tokens at most; None: a chain. A drafter that knows no trees drafts
+    #: chains. Nothing is assumed then, and no guesses are wanted.
+    tree: TreeShape | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Passes that draft it, one after the other: levels of the tree, or tokens, one that is assumed first included.
+
+        The first takes in what is pending.
+        """
+        return self.tree.depth if self.tree else self.num_tokens + self.assumes_next
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The drafted tokens of one session; ``q_rows`` is empty or holds one row per group of siblings, in a chain per
+    token.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    q_rows: tuple[SparseRow, ...] = ()
+    #: At each drafted position the guesses of the target's token, best first; empty where the drafter has none.
+    guesses: tuple[tuple[int, ...], ...] = ()
+    #: Where a job assumes the next token: the guesses of it, best first; the first is assumed. Empty: there is none.
+    next_guesses: tuple[int, ...] = ()
+    #: Of a tree: the index of the token each one follows, which stands before it, or -1; empty: a chain. The best
+    #: tokens come first, as later ones may be cut off.
+    parents: tuple[int, ...] = ()
+
+
+class Drafter(Protocol[S]):
+    """Proposes tokens for many sessions.
+
+    Every method is called on the event loop, and none of them for a state that stands in a running :meth:`draft`.
+    Rules of the house: losing a draft costs only speed, so at any limit a drafter drafts less instead of failing; and
+    a drafted token never depends on the batch it was drafted in.
+    """
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model behind it; ``method`` is set, ``vocab_size`` 0 where there is no model. A drafter that reads the
+        target's hidden states names them in ``hidden_state_layers``, and never gets jobs that assume something.
+        """
+        ...
+
+    def open(self, spec: SessionSpec) -> S:
+        """A state for ``spec.token_ids``, with all the memory it will ever need; nothing is computed yet.
+
+        Raises:
+            Overloaded: no memory at this moment.
+            InvalidRequest: the parameters do not fit the model.
+        """
+        ...
+
+    def advance(
+        self, state: S, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
+    ) -> None:
+        """The committed tokens are now the first ``keep`` known ones, then ``token_ids``. O(len(token_ids)) if all
+        are kept.
+
+        ``hidden_states``: the target's, where ``info.hidden_state_layers`` names any, in ascending order; each of a
+        position whose token is committed now. As a rule those of all committed tokens but the last have come by then,
+        but there may be none yet, or gaps: a session may be opened in the middle of a text. Positions that came before
+        may come again. Those known of the first ``keep`` tokens stay valid, those after them do not.
+        """
+        ...
+
+    def room(self, state: S) -> int:
+        """How many tokens could be drafted after the committed ones; 0 and less at the context limit."""
+        ...
+
+    async def draft(self, batch: Sequence[DraftJob[S]]) -> list[Draft]:
+        """Do every job (at least one); one draft per job, empty where none was asked for.
+
+        A state stands in one job only, or in several that all assume something. Where memory is missing to draft ahead,
+        the draft is empty. A job that is asked to stop ends with the tokens it has by then. Runs to its end once begun.
+        If it raises, no state has changed.
+        """
+        ...
+
+    def draft_now(self, batch: Sequence[DraftJob[S]]) -> list[Draft] | None:
+        """What :meth:`draft` does, without giving way to anybody, where it takes less than a millisecond or so; None,
+        and nothing is done, where it may take longer.
+        """
+        ...
+
+    def drop_ahead(self, state: S) -> None:
+        """Free what drafting ahead has left in a state."""
+        ...
+
+    def close(self, state: S, park_as: str | None = None) -> None:
+        """Free the memory of a state, once; with ``park_as``, keep it, evictable, under that key instead."""
+        ...
+
+    def occupancy(self) -> tuple[int, int, int]:
+        """Blocks in use (open and parked), blocks in all, parked sessions."""
+        ...
+
+    async def shutdown(self) -> None:
+        """Free everything; no state is open any more. Idempotent."""
+        ...

@@ -1,0 +1,212 @@
+"""Two drafters as one: a look-up where the text repeats itself, and what drafts where it does not.
+
+A look-up costs microseconds, is right for long where text is copied, and hardly ever otherwise; so its draft is used
+where a long run of tokens has matched (``LookupDrafter.long_match``), and no time is spent on the other drafter then.
+That one takes in what it has missed when it is needed next, in one pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final, Generic, TypeVar
+
+from draft_service.drafters.base import MAX_ROWS_NOW, Draft, Drafter, DraftJob, DraftState
+from draft_service.drafters.lookup.base import LookupDrafter, LookupState, draft_by_lookup
+from specdec.settings import SpeculativeSettings
+from specdec.types import HiddenStates, ModelInfo, SessionSpec
+
+L = TypeVar("L", bound=LookupState)
+S = TypeVar("S", bound=DraftState)
+
+#: Tokens that the look-up takes in as they are committed; more wait for the next batch.
+_MAX_ROWS_AT_ONCE: Final = 64
+
+
+class CombinedState(Generic[L, S]):
+    """One session in both drafters."""
+
+    __slots__ = ("_has_long_match", "drafter", "lookup", "other")
+
+    def __init__(self, drafter: CombinedDrafter[L, S], lookup: L, other: S) -> None:
+        self.drafter = drafter
+        self.lookup = lookup
+        self.other = other
+        #: Whether the look-up drafts next; None: not known for the committed tokens yet.
+        self._has_long_match: bool | None = None
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The committed tokens."""
+        return self.other.token_ids
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that were found in a parked cache at opening."""
+        return self.other.num_cached_tokens
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether the look-up drafts next."""
+        if self.lookup.num_pending:
+            return False
+        if self._has_long_match is None:
+            self._has_long_match = self.drafter.matches_long(self)
+        return self._has_long_match
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens to take in before it can draft: none where the look-up does, whatever the other one has missed."""
+        return 0 if self.looks_up else max(self.lookup.num_pending, self.other.num_pending)
+
+    def forget(self) -> None:
+        """The committed tokens have changed."""
+        self._has_long_match = None
+
+
+Job = DraftJob[CombinedState[L, S]]
+
+
+class CombinedDrafter(Generic[L, S]):
+    """Drafts by ``lookup`` where that finds a long match, by ``other`` everywhere else.
+
+    Why this is lossless under every rule. The greedy and the coupled rule take any proposal. A ratio rule takes a draft
+    x ~ q if q is what x was drawn from, given all that was known when it was decided to propose x: a decision that
+    looks at x changes that. (Where p = q = (.7, .3), to propose token 0 in place of a token 1 that was drawn, and still
+    to call it a draw from q, makes the text all zeros.) Here the decision is a function of the committed or assumed
+    tokens and of past outputs alone; it is made before anything is drawn, once, and stands whatever is drawn then. What
+    is looked up is such a function as well and goes without q, so it is verified as a draw from a one-hot q, which it
+    is. What the other drafter draws goes with its own q.
+    """
+
+    def __init__(self, lookup: LookupDrafter[L], other: Drafter[S], settings: SpeculativeSettings) -> None:
+        self._lookup = lookup
+        self._other = other
+        self.info: ModelInfo = replace(
+            other.info,
+            name=f"{lookup.info.name} and {other.info.name}",
+            method="+".join(settings.methods),
+            num_speculative_tokens=settings.num_speculative_tokens,
+        )
+
+    def open(self, spec: SessionSpec) -> CombinedState[L, S]:
+        """A state of each."""
+        other = self._other.open(spec)
+        return CombinedState(self, self._lookup.open(spec), other)
+
+    def advance(
+        self,
+        state: CombinedState[L, S],
+        keep: int,
+        token_ids: Sequence[int],
+        hidden_states: Sequence[HiddenStates] = (),
+    ) -> None:
+        """Both know the committed tokens; the look-up takes in a few at once, to tell whether it has a long match."""
+        self._other.advance(state.other, keep, token_ids, hidden_states)
+        self._lookup.advance(state.lookup, keep, token_ids)
+        if state.lookup.num_pending <= _MAX_ROWS_AT_ONCE:
+            state.lookup.take_in(state.lookup.num_pending)
+        state.forget()
+
+    def room(self, state: CombinedState[L, S]) -> int:
+        """That of the one which drafts."""
+        return self._lookup.room(state.lookup) if state.looks_up else self._other.room(state.other)
+
+    def matches_long(self, state: CombinedState[L, S], assumed: Sequence[int] = ()) -> bool:
+        """Whether the look-up shall draft after the tokens it has taken in and those assumed after them.
+
+        It shall after a long match, and after any where the other drafter has no room.
+        """
+        match = self._lookup.look_up(state.lookup, self.info.num_speculative_tokens, assumed)
+        long = self._lookup.long_match if self._other.room(state.other) > len(assumed) else 1
+        return bool(match.token_ids) and match.length >= long
+
+    async def draft(self, batch: Sequence[Job[L, S]]) -> list[Draft]:
+        """The other drafter's part of the batch in one call, what is looked up right here."""
+        found, jobs = self._share_out(batch)
+        if jobs:
+            drafted = await self._other.draft(list(jobs.values()))
+        else:
+            drafted = []
+            await asyncio.sleep(0)
+        return self._join(batch, found, dict(zip(jobs, drafted, strict=True)))
+
+    def draft_now(self, batch: Sequence[Job[L, S]]) -> list[Draft] | None:
+        """The same where the other drafter's part is short, or there is none."""
+        if sum(job.num_rows for job in batch) > MAX_ROWS_NOW:
+            return None
+        found, jobs = self._share_out(batch)
+        drafted = self._other.draft_now(list(jobs.values())) if jobs else []
+        return None if drafted is None else self._join(batch, found, dict(zip(jobs, drafted, strict=True)))
+
+    def _share_out(self, batch: Sequence[Job[L, S]]) -> tuple[dict[int, Draft], dict[int, DraftJob[S]]]:
+        """What is looked up, and the jobs of the other drafter, by their places in the batch."""
+        found: dict[int, Draft] = {}
+        jobs: dict[int, DraftJob[S]] = {}
+        for at, job in enumerate(batch):
+            draft = self._look_up(job) if job.num_tokens else None
+            if draft is not None:
+                found[at] = draft
+                continue
+            other = job.state.other
+            num_rows = min(job.num_rows, other.num_pending)
+            num_tokens = min(job.num_tokens, self._other.info.num_speculative_tokens)
+            if num_rows or (num_tokens and self._other.room(other) > 0):
+                jobs[at] = _of_state(job, other, num_rows=num_rows, num_tokens=num_tokens)
+        return found, jobs
+
+    def _look_up(self, job: Job[L, S]) -> Draft | None:
+        """What is looked up for a job; None where the other drafter has to draft."""
+        state = job.state
+        # A chain in place of a tree is as long as that may be deep.
+        num_tokens = job.num_tokens if job.tree is None else min(job.num_tokens, job.tree.depth)
+        own = _of_state(job, state.lookup, num_tokens=num_tokens)
+        if not job.assumed:
+            return draft_by_lookup(self._lookup, own) if state.looks_up else None
+        if state.lookup.num_pending or not self.matches_long(state, job.assumed):
+            return None
+        draft = draft_by_lookup(self._lookup, own)
+        if job.assumes_next and not self.matches_long(state, (*job.assumed, *draft.next_guesses)):
+            return None
+        return draft
+
+    def _join(self, batch: Sequence[Job[L, S]], found: dict[int, Draft], drafted: dict[int, Draft]) -> list[Draft]:
+        """All drafts in the order of the batch; now that nothing failed, the look-up takes prompts in as well."""
+        drafts = []
+        for at, job in enumerate(batch):
+            lookup = job.state.lookup
+            if lookup.num_pending and not job.assumed:
+                lookup.take_in(min(job.num_rows, lookup.num_pending))
+            draft = found.get(at) or drafted.get(at) or Draft()
+            path = (*job.assumed, *draft.next_guesses[:1])
+            if at in drafted and draft.next_guesses and not lookup.num_pending and self.matches_long(job.state, path):
+                # After the next token, which the other drafter has guessed, it would not be asked.
+                match = self._lookup.look_up(lookup, job.num_tokens, path)
+                draft = Draft(match.token_ids, next_guesses=draft.next_guesses)
+            drafts.append(draft)
+        return drafts
+
+    def drop_ahead(self, state: CombinedState[L, S]) -> None:
+        """Free what either has left."""
+        self._lookup.drop_ahead(state.lookup)
+        self._other.drop_ahead(state.other)
+
+    def close(self, state: CombinedState[L, S], park_as: str | None = None) -> None:
+        """Close both; what is parked is the other drafter's."""
+        self._lookup.close(state.lookup)
+        self._other.close(state.other, park_as)
+
+    def occupancy(self) -> tuple[int, int, int]:
+        """The other drafter's blocks."""
+        return self._other.occupancy()
+
+    async def shutdown(self) -> None:
+        """End both."""
+        await self._lookup.shutdown()
+        await self._other.shutdown()
+
+
+def _of_state(job: DraftJob[Any], state: S, **changes: Any) -> DraftJob[S]:
+    """The same job for one of the two drafters."""
+    return replace(job, state=state, **changes)

@@ -1,0 +1,328 @@
+"""A small causal language model as the draft: k forward passes for all waiting sessions together.
+
+Which entries the cache holds is the whole art (``docs/drafters.md``). With n committed tokens c and drafts x₁…x_k,
+drafting feeds cₙ₋₁, x₁…x₍ₖ₋₁₎: x_k is never fed. So after a verdict that accepts a < k drafts, the cache is cut to
+the common prefix and the target's own token y is fed next; after a = k both x_k and y are. All of this is one rule
+here: **keep the entries that agree with the committed tokens, feed the committed tokens that have no entry.**
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Final, Self
+
+from draft_service.ahead.cache_branches import CacheBranch, CacheBranches
+from draft_service.drafters.base import MAX_ROWS_NOW, Draft, DraftJob
+from draft_service.drafters.trees.mixed_batch import draft_mixed
+from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees
+from specdec.engine.chains import ChainJob, StopFlags, draft_chains
+from specdec.engine.device_thread import DeviceThread
+from specdec.engine.engine import Engine
+from specdec.errors import InvalidRequest
+from specdec.params import SamplingParams
+from specdec.rules import Rule
+from specdec.sampling.drafting import DraftedChain
+from specdec.sampling.state import SamplingState
+from specdec.settings import DraftSettings
+from specdec.types import HiddenStates, ModelInfo, SessionSpec
+
+#: A batch is drafted on the event loop if it should take no longer than this: the two hand-overs to another thread and
+#: back take a tenth of a millisecond.
+MAX_NS_NOW: Final = 1_000_000
+
+
+@dataclass(slots=True, eq=False)
+class ModelState:
+    """One session of a draft model."""
+
+    sampling: SamplingState
+    #: None where the prompt is longer than the model's context: then nothing is ever drafted.
+    lines: CacheBranches | None
+    rule: Rule
+    num_cached_tokens: int = 0
+    #: Tokens at most, committed and drafted; the cache may hold more entries, for siblings.
+    max_tokens: int = 0
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The committed tokens."""
+        return self.sampling.token_ids
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens without an entry in the cache."""
+        return 0 if self.lines is None else max(0, len(self.sampling) - self.lines.main.sequence.length)
+
+
+@dataclass(slots=True, eq=False)
+class _Feed:
+    """A job and the line it is done on."""
+
+    job: DraftJob[ModelState]
+    lines: CacheBranches
+    line: CacheBranch
+    #: Length of the line before.
+    length: int
+    #: Fed, then drafted after; ``next_guesses`` is found on the way where the job assumes the next token.
+    token_ids: Sequence[int]
+    next_guesses: tuple[int, ...] = ()
+
+    @property
+    def draws_what_it_assumes(self) -> bool:
+        """Whether the best guess of the target's next token is what would be drafted there anyway.
+
+        It is under the greedy and the coupled rule, and nothing about a token depends on where its draft starts.
+        """
+        return self.job.state.sampling.params.greedy or self.job.state.rule is Rule.COUPLED
+
+    def chain(self, token_ids: Sequence[int], num_tokens: int, num_guesses: int) -> ChainJob:
+        """A chain after ``token_ids``, which the job assumes or has committed; more than it assumes itself may be."""
+        job, state = self.job, self.job.state
+        return ChainJob(
+            self.line.sequence,
+            token_ids,
+            num_tokens,
+            state.sampling,
+            state.rule,
+            assumed=(*job.assumed, *self.next_guesses[:1]),
+            num_candidates=num_guesses,
+        )
+
+    def tree(self) -> TreeJob:
+        """A tree after the committed tokens."""
+        job, state = self.job, self.job.state
+        assert job.tree is not None
+        return TreeJob(self.line.sequence, self.token_ids, job.tree, job.num_tokens, state.sampling, state.rule)
+
+    def finish(self, chain: DraftedChain | DraftedTree) -> Draft:
+        """The line holds what was drafted now; of a tree it holds nothing."""
+        self.line.is_busy = False
+        if isinstance(chain, DraftedTree):
+            return Draft(chain.token_ids, parents=chain.parents)
+        self.line.token_ids = (*self.job.assumed, *self.next_guesses[:1], *chain.token_ids)
+        return Draft(chain.token_ids, chain.q_rows, chain.candidates, self.next_guesses)
+
+
+Job = DraftJob[ModelState]
+
+
+class ModelDrafter:
+    """Drafts with a small model; its forward passes run on the device thread, its bookkeeping on the event loop."""
+
+    def __init__(self, engine: Engine, thread: DeviceThread, settings: DraftSettings) -> None:
+        """The engine must have been loaded on the thread; both are closed by :meth:`shutdown`."""
+        self._engine = engine
+        self._pool = engine.pool
+        self._thread = thread
+        self._down = False
+        #: Latest time of one step of a batch in which all sessions draft; 0 before the first.
+        self._step_ns = 0.0
+        self._states: set[ModelState] = set()
+        self._park_ttl_s = settings.scheduler.park_ttl_s
+        tree = settings.speculative.tree
+        #: Entries that trees need beyond those of the tokens before them.
+        self._num_fed = 0 if tree is None else tree.num_fed
+        self.info: ModelInfo = replace(
+            engine.info,
+            method="draft_model",
+            num_speculative_tokens=settings.speculative.num_speculative_tokens,
+        )
+
+    @classmethod
+    async def load(cls, settings: DraftSettings) -> Self:
+        """Load and warm up the model on a device thread of its own; raises like :meth:`Engine.load`."""
+        if settings.model is None:
+            raise InvalidRequest("a draft model needs its folder; give --model", param="model")
+        thread = DeviceThread("draft-device")
+        try:
+            engine = await thread.run(Engine.load, settings.model)
+            await thread.run(engine.warm_up)
+            drafter = cls(engine, thread, settings)
+            await drafter._warm_up()
+        except BaseException:
+            await asyncio.to_thread(thread.close)
+            raise
+        return drafter
+
+    def open(self, spec: SessionSpec) -> ModelState:
+        """Reserve the cache of the whole session, or take back what is parked under its id."""
+        info = self.info
+        sampling = SamplingState(
+            spec.params,
+            spec.token_ids,
+            spec.prompt_len,
+            info.vocab_size,
+            tokenizer_size=info.tokenizer_size or None,
+            device=self._engine.device,
+        )
+        state = ModelState(sampling, None, spec.rule or Rule.BLOCK)
+        pool = self._pool
+        context = min(info.max_model_len, pool.total_blocks * pool.block_size)
+        if len(spec.token_ids) > context:
+            return state
+        pool.expire(time.monotonic(), self._park_ttl_s)
+        wanted = context if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
+        state.max_tokens = max(len(spec.token_ids), min(wanted, context))
+        max_tokens = min(state.max_tokens + self._num_fed, pool.total_blocks * pool.block_size)
+        if not pool.can_open(max_tokens):
+            for other in self._states:
+                self.drop_ahead(other)
+        sequence = pool.resume(spec.session_id, spec.token_ids, max_tokens) if spec.park else None
+        sequence = sequence or pool.open(max_tokens)
+        state.lines = CacheBranches(pool, sequence)
+        state.num_cached_tokens = sequence.length
+        self._states.add(state)
+        return state
+
+    def advance(
+        self, state: ModelState, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
+    ) -> None:
+        """Keep the entries that agree with the new committed tokens; O(1) besides comparing ``token_ids``."""
+        lines = state.lines
+        if lines is not None and keep == len(state.sampling):
+            lines.commit(keep, token_ids)
+        elif lines is not None:  # committed tokens are taken back
+            lines.cut(keep)
+        state.sampling = state.sampling.committed(keep, token_ids)
+
+    def room(self, state: ModelState) -> int:
+        """Drafting k tokens needs len + k - 1 entries."""
+        return 0 if state.lines is None else state.max_tokens + 1 - len(state.sampling)
+
+    async def draft(self, batch: Sequence[Job]) -> list[Draft]:
+        """One call on the device thread: a ragged pass that takes in what is pending, then a step per drafted token."""
+        feeds = [self._prepare(job) for job in batch]
+        running = [feed for feed in feeds if feed is not None]
+        with _undoing(running):
+            chains = iter(await self._thread.run(self._compute, running) if running else ())
+        return [Draft() if feed is None else feed.finish(next(chains)) for feed in feeds]
+
+    def draft_now(self, batch: Sequence[Job]) -> list[Draft] | None:
+        """On the calling thread, while the device's own is idle: short chains without the two hand-overs.
+
+        Only for native passes, which belong to no thread, and for batches whose like was short before.
+        """
+        num_rows = sum(job.num_rows for job in batch)
+        if not (
+            self._engine.path == "native decoder"
+            and num_rows <= MAX_ROWS_NOW
+            and all(job.num_tokens and not job.assumed for job in batch)
+            and 0 < self._step_ns * max(job.num_steps for job in batch) < MAX_NS_NOW
+        ):
+            return None
+        feeds = [feed for job in batch if (feed := self._prepare(job)) is not None]  # all: nothing is assumed
+        with _undoing(feeds):
+            chains = self._compute(feeds)
+        return [feed.finish(chain) for feed, chain in zip(feeds, chains, strict=True)]
+
+    def drop_ahead(self, state: ModelState) -> None:
+        """Give back the blocks of branches."""
+        if state.lines is not None:
+            state.lines.drop_branches()
+
+    def close(self, state: ModelState, park_as: str | None = None) -> None:
+        """Release or park the cache."""
+        lines, state.lines = state.lines, None
+        if lines is None:
+            return
+        self._states.remove(state)
+        lines.cut(len(state.token_ids))
+        sequence = lines.main.sequence
+        if park_as is None:
+            self._pool.release(sequence)
+            return
+        now = time.monotonic()
+        self._pool.park(sequence, park_as, state.token_ids, now)
+        self._pool.expire(now, self._park_ttl_s)
+
+    def occupancy(self) -> tuple[int, int, int]:
+        """Blocks of open and parked sessions, blocks in all, parked sessions."""
+        pool = self._pool
+        pool.expire(time.monotonic(), self._park_ttl_s)
+        return pool.used_blocks + pool.parked_blocks, pool.total_blocks, pool.num_parked
+
+    async def shutdown(self) -> None:
+        """Drop the model and end the thread."""
+        if not self._down:
+            self._down = True
+            await self._thread.run(self._engine.close)
+            await asyncio.to_thread(self._thread.close)
+
+    async def _warm_up(self) -> None:
+        """Draw once under every rule, so that no session pays for the first time."""
+        num_tokens = min(2, self.info.num_speculative_tokens)
+        for temperature, rule in ((0.0, Rule.BLOCK), (1.0, Rule.BLOCK), (1.0, Rule.COUPLED)):
+            params = SamplingParams(temperature=temperature, seed=0, max_tokens=4)
+            state = self.open(SessionSpec(session_id="warm-up", token_ids=(0,), prompt_len=1, params=params, rule=rule))
+            await self.draft([DraftJob(state, 1, num_tokens)])
+            self.close(state)
+
+    def _prepare(self, job: Job) -> _Feed | None:
+        """Find the line to feed; None where memory is missing to draft ahead."""
+        committed, lines = job.state.token_ids, job.state.lines
+        assert lines is not None
+        if not job.assumed:
+            # Drafts of an earlier call that no verdict has judged are dropped. Where every committed token has its
+            # entry already, the last one is fed again for its logits.
+            lines.cut(len(committed) - (1 if job.num_tokens else 0))
+            start = lines.main.sequence.length
+            end = len(committed) if job.num_tokens else start + job.num_rows
+            return _Feed(job, lines, lines.main, start, committed[start:end])
+        line = lines.follow(len(committed), job.assumed, job.num_tokens + job.assumes_next)
+        if line is None:
+            return None
+        start = line.sequence.length
+        missing = [*committed[start:], *job.assumed[max(0, start - len(committed)) :]]
+        return _Feed(job, lines, line, start, missing)
+
+    def _compute(self, feeds: Sequence[_Feed]) -> list[DraftedChain | DraftedTree]:
+        """Feed and draft: all trees, then all chains."""
+        started_ns = time.perf_counter_ns()
+        jobs = [feed.job for feed in feeds]
+        drafted = draft_mixed(
+            jobs,
+            lambda places, stop: draft_trees(self._engine, [feeds[i].tree() for i in places], stop.tolist),
+            lambda places, stop: self._compute_chains([feeds[i] for i in places], stop),
+        )
+        if all(job.num_tokens for job in jobs):
+            self._step_ns = (time.perf_counter_ns() - started_ns) / max(job.num_steps for job in jobs)
+        return drafted
+
+    def _compute_chains(self, feeds: Sequence[_Feed], stop: StopFlags) -> list[DraftedChain]:
+        guessing = [feed for feed in feeds if feed.job.assumes_next and not feed.draws_what_it_assumes]
+        if guessing:  # what is drawn is not what is assumed: one step first, to see the guesses
+            jobs = [feed.chain(feed.token_ids, 1, max(1, feed.job.num_guesses)) for feed in guessing]
+            for feed, chain in zip(guessing, draft_chains(self._engine, jobs), strict=True):
+                feed.next_guesses = chain.candidates[0]
+                feed.token_ids = chain.candidates[0][:1]
+        draws = [feed.job.assumes_next and feed.draws_what_it_assumes for feed in feeds]
+        jobs = [
+            feed.chain(feed.token_ids, feed.job.num_tokens + draws_next, feed.job.num_guesses)
+            for feed, draws_next in zip(feeds, draws, strict=True)
+        ]
+        chains = draft_chains(self._engine, jobs, stop)
+        for i, feed in enumerate(feeds):
+            if draws[i]:
+                feed.next_guesses, chains[i] = _without_first(chains[i])
+        return chains
+
+
+@contextmanager
+def _undoing(feeds: Sequence[_Feed]) -> Iterator[None]:
+    """Put the lines back as they were if what is done with them fails."""
+    try:
+        yield
+    except Exception:
+        for feed in feeds:
+            feed.lines.give_up(feed.line, feed.length)
+        raise
+
+
+def _without_first(chain: DraftedChain) -> tuple[tuple[int, ...], DraftedChain]:
+    """The guesses of a chain's first token, and the chain after it."""
+    guesses = chain.candidates[0] if chain.candidates else chain.token_ids[:1]
+    return guesses, DraftedChain(chain.token_ids[1:], chain.q_rows[1:], chain.candidates[1:])

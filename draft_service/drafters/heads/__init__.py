@@ -1,0 +1,1 @@
+"""Drafters with a head on the target's hidden states."""

@@ -1,0 +1,321 @@
+"""What all drafters with a head share: loading, the device thread, and the way of a batch through it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from draft_service.drafters.base import MAX_ROWS_NOW, Draft, DraftJob
+from draft_service.drafters.draft_model import MAX_NS_NOW
+from draft_service.drafters.trees.mixed_batch import draft_mixed
+from draft_service.drafters.trees.tree_passes import DraftedTree
+from specdec import __version__
+from specdec.engine.chains import StopFlags
+from specdec.engine.device import resolve_device, usable_cores
+from specdec.engine.device_thread import DeviceThread
+from specdec.engine.loading import checkpoint, refusals
+from specdec.errors import InvalidRequest
+from specdec.heads.files.checkpoint import Head, read_head, shared_names
+from specdec.heads.files.tensors import text_config
+from specdec.params import SamplingParams
+from specdec.rules import Rule
+from specdec.sampling.drafting import DraftedChain
+from specdec.sampling.state import SamplingState
+from specdec.settings import DTYPES, DraftSettings, ModelSettings
+from specdec.types import ELEMENT_BYTES, HiddenStates, ModelInfo, SessionSpec
+
+
+class HeadState(Protocol):
+    """What every head's state has."""
+
+    sampling: SamplingState
+    rule: Rule
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The committed tokens."""
+        ...
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens whose states are known and not taken in yet."""
+        ...
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Entries found in a parked cache at opening."""
+        ...
+
+
+S = TypeVar("S", bound=HeadState)
+#: One job's part of a batch, prepared on the event loop.
+W = TypeVar("W")
+#: By its place in the batch each job for which there is something to do, and its part.
+Works = dict[int, tuple[DraftJob[S], W]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHead:
+    """A head on its device, and the facts about it and its target."""
+
+    head: Head
+    device: torch.device
+    model: ModelSettings
+    info: ModelInfo
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether native kernels may take the place of torch's layers."""
+        return self.device.type == "cpu" and not self.model.enforce_eager
+
+    @property
+    def num_threads(self) -> int:
+        """Of computations on a CPU."""
+        return self.model.num_threads or usable_cores()
+
+
+def load_head(settings: DraftSettings) -> LoadedHead:
+    """Read the head the settings name, on the device thread.
+
+    Sets torch's thread count on the calling thread.
+
+    Raises:
+        InvalidRequest: a checkpoint cannot be read, or a setting does not fit it or the machine.
+        ModelNotSupported: a variant that is not known, or that does not fit the target; the text names the field.
+    """
+    model, target = settings.model, settings.target_model
+    if model is None or target is None:
+        raise InvalidRequest("a draft head needs its folder and that of its target", param="model")
+    device = resolve_device(model.device)
+    if device.type == "cpu":
+        torch.set_num_threads(model.num_threads or usable_cores())
+    else:
+        torch.cuda.set_device(device)
+    method = settings.speculative.methods[-1]
+    dtype = None if model.dtype == DTYPES[0] else getattr(torch, model.dtype)
+    head = read_head(model.model, target, method=method, dtype=dtype, device=device)
+    tokenizer = checkpoint.read_tokenizer(replace(model, model=model.tokenizer or target, tokenizer=None))
+    weight, shared = next(head.parameters()), shared_names(head)
+    info = ModelInfo(
+        name=os.path.basename(os.path.normpath(model.model)),
+        architecture=type(head).__name__,
+        vocab_size=head.config.vocab_size,
+        tokenizer_size=tokenizer.size,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        max_model_len=model.max_model_len or _context_of(target),
+        dtype=str(weight.dtype).removeprefix("torch."),
+        device=str(device),
+        num_parameters=sum(value.numel() for name, value in head.named_parameters() if name not in shared),
+        method=method,
+        num_speculative_tokens=settings.speculative.num_speculative_tokens,
+        version=__version__,
+        hidden_state_layers=head.hidden_state_layers,
+    )
+    if refusals.check_quantization(model, head.config, device):
+        refusals.quantise(model, head)
+    return LoadedHead(head, device, model, info)
+
+
+class HeadDrafter(ABC, Generic[S, W]):
+    """A drafter whose computation runs on the device thread, its bookkeeping on the event loop."""
+
+    def __init__(self, loaded: LoadedHead, thread: DeviceThread) -> None:
+        """``loaded`` was loaded on the thread, which :meth:`shutdown` ends."""
+        self.info = loaded.info
+        self._device = loaded.device
+        self._thread = thread
+        self._down = False
+        #: Latest time per drafted token of a batch in which all sessions draft; 0 before the first.
+        self._step_ns = 0.0
+        self._state_width = 0
+
+    # --- what a kind of head has to say ---
+
+    @abstractmethod
+    def open(self, spec: SessionSpec) -> S:
+        """See :class:`~draft_service.drafters.base.Drafter`."""
+
+    @abstractmethod
+    def advance(
+        self, state: S, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
+    ) -> None:
+        """See :class:`~draft_service.drafters.base.Drafter`."""
+
+    @abstractmethod
+    def room(self, state: S) -> int:
+        """See :class:`~draft_service.drafters.base.Drafter`."""
+
+    @abstractmethod
+    def close(self, state: S, park_as: str | None = None) -> None:
+        """See :class:`~draft_service.drafters.base.Drafter`."""
+
+    @abstractmethod
+    def _prepare(self, job: DraftJob[S]) -> W | None:
+        """What the device needs for a job; None where there is nothing to do."""
+
+    @abstractmethod
+    def _compute(self, works: Sequence[W], stop: StopFlags) -> Sequence[DraftedChain]:
+        """Draft chains, or take in what is pending, on the device thread."""
+
+    @abstractmethod
+    def _compute_trees(self, works: Sequence[W], stopped: Callable[[], Sequence[bool]]) -> Sequence[DraftedTree]:
+        """Draft trees, on the device thread, in inference mode."""
+
+    @abstractmethod
+    def _undo(self, work: W) -> None:
+        """It failed: the state is as it was before."""
+
+    def _finish(self, work: W) -> None:
+        """It succeeded."""
+
+    # --- the rest ---
+
+    async def draft(self, batch: Sequence[DraftJob[S]]) -> list[Draft]:
+        """One call on the device thread: a pass that takes in what is pending, then a step per drafted token."""
+        works = self._works(batch)
+        with self._undoing(works):
+            drafted = await self._thread.run(self._timed, works) if works else ()
+        return self._drafts(batch, works, drafted)
+
+    def draft_now(self, batch: Sequence[DraftJob[S]]) -> list[Draft] | None:
+        """On the calling thread, while the device's own is idle: on a CPU, where the like of it was short before."""
+        if not (
+            self._device.type == "cpu"
+            and sum(job.num_rows for job in batch) <= MAX_ROWS_NOW
+            and all(job.num_tokens for job in batch)
+            and 0 < self._step_ns * max(job.num_steps for job in batch) < MAX_NS_NOW
+        ):
+            return None
+        works = self._works(batch)
+        with self._undoing(works):
+            drafted = self._timed(works) if works else ()
+        return self._drafts(batch, works, drafted)
+
+    def drop_ahead(self, state: S) -> None:
+        """Nothing is drafted ahead: that would need states the target has not computed yet."""
+
+    def occupancy(self) -> tuple[int, int, int]:
+        """No blocks."""
+        return 0, 0, 0
+
+    async def shutdown(self) -> None:
+        """End the thread."""
+        if not self._down:
+            self._down = True
+            await self._thread.run(self._free)
+            await asyncio.to_thread(self._thread.close)
+
+    async def warm_up(self) -> None:
+        """Draw once under every rule, so that no session pays for the first time."""
+        width, num_tokens = self._state_width, min(2, self.info.num_speculative_tokens)
+        data = bytes(ELEMENT_BYTES["float32"] * width)
+        for temperature, rule in ((0.0, Rule.BLOCK), (1.0, Rule.BLOCK), (1.0, Rule.COUPLED)):
+            params = SamplingParams(temperature=temperature, seed=0, max_tokens=4)
+            state = self.open(SessionSpec(session_id="warm-up", token_ids=(0,), prompt_len=1, params=params, rule=rule))
+            self.advance(state, 1, (0,), (HiddenStates(0, width, "float32", data),))
+            if self.room(state) >= num_tokens:
+                await self.draft([DraftJob(state, state.num_pending, num_tokens)])
+            self.close(state)
+
+    def _sampling(self, spec: SessionSpec) -> SamplingState:
+        """The sampling state of a session."""
+        info = self.info
+        return SamplingState(
+            spec.params,
+            spec.token_ids,
+            spec.prompt_len,
+            info.vocab_size,
+            tokenizer_size=info.tokenizer_size or None,
+            device=self._device,
+        )
+
+    def _check_states(self, hidden_states: Sequence[HiddenStates]) -> None:
+        """Refuse states the head cannot read.
+
+        Raises:
+            InvalidRequest: they are of another width.
+        """
+        for states in hidden_states:
+            if states.num_features != self._state_width:
+                raise InvalidRequest(
+                    f"hidden_states have {states.num_features} numbers a position; {self.info.name} reads layers"
+                    f" {list(self.info.hidden_state_layers)} of its target, {self._state_width} numbers",
+                    param="hidden_states",
+                )
+
+    def _free(self) -> None:
+        """Drop what holds memory of the device; on its thread."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _works(self, batch: Sequence[DraftJob[S]]) -> Works[S, W]:
+        """The jobs for which there is something to do."""
+        works = ((job, self._prepare(job)) for job in batch)
+        return {place: (job, work) for place, (job, work) in enumerate(works) if work is not None}
+
+    def _timed(self, works: Works[S, W]) -> Sequence[DraftedChain | DraftedTree]:
+        jobs, parts = [job for job, _ in works.values()], [work for _, work in works.values()]
+
+        def draft_trees(places: Sequence[int], stop: StopFlags) -> Sequence[DraftedTree]:
+            with torch.inference_mode():
+                return self._compute_trees([parts[i] for i in places], stop.tolist)
+
+        started_ns = time.perf_counter_ns()
+        drafted = draft_mixed(jobs, draft_trees, lambda places, stop: self._compute([parts[i] for i in places], stop))
+        if all(job.num_tokens for job in jobs):
+            self._step_ns = (time.perf_counter_ns() - started_ns) / max(job.num_steps for job in jobs)
+        return drafted
+
+    def _drafts(
+        self, batch: Sequence[DraftJob[S]], works: Works[S, W], drafted: Sequence[DraftedChain | DraftedTree]
+    ) -> list[Draft]:
+        drafts = [Draft()] * len(batch)
+        for (place, (_, work)), one in zip(works.items(), drafted, strict=True):
+            self._finish(work)
+            if isinstance(one, DraftedTree):
+                drafts[place] = Draft(one.token_ids, parents=one.parents)
+            else:
+                drafts[place] = Draft(one.token_ids, one.q_rows, one.candidates)
+        return drafts
+
+    @contextmanager
+    def _undoing(self, works: Works[S, W]) -> Iterator[None]:
+        """Put the states back as they were if what is done with them fails."""
+        try:
+            yield
+        except BaseException:
+            for _, work in works.values():
+                self._undo(work)
+            raise
+
+
+def tensor_of(states: Sequence[HiddenStates]) -> torch.Tensor:
+    """[positions, features] on the CPU, bfloat16 where they came so, else float32."""
+    parts = [
+        torch.frombuffer(bytearray(each.data), dtype=getattr(torch, each.dtype)).view(-1, each.num_features)
+        for each in states
+    ]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return whole if whole.dtype == torch.bfloat16 else whole.float()
+
+
+def _context_of(target: str) -> int:
+    """The longest sequence of a target.
+
+    Raises:
+        InvalidRequest: its config does not say.
+    """
+    config = text_config(Path(target))
+    length = config.get("max_position_embeddings") or config.get("n_positions")
+    if not isinstance(length, int):
+        raise InvalidRequest("the target's config names no longest sequence; set max_model_len", param="max_model_len")
+    return length

@@ -1,0 +1,230 @@
+"""EAGLE-1, EAGLE-2 and EAGLE-3 as the draft: a layer that extrapolates the target's features, a token at a time.
+
+With n committed tokens the target's states of the positions 0 … n-2 are known; each predicted the token after it. An
+entry of the head's cache takes in a state and that token, so n-1 entries are on true features. What the last of them
+came to predicts token n; every drafted token but the last makes an entry more, on the head's own features. A verdict
+brings the true states of what it accepted, so after every draft the entries on predicted features are dropped, and the
+accepted positions are taken in anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from draft_service.drafters.base import DraftJob
+from draft_service.drafters.heads.base import HeadDrafter, LoadedHead, load_head, tensor_of
+from draft_service.drafters.heads.state_positions import Features
+from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees
+from specdec.engine.chains import ChainJob, StopFlags
+from specdec.engine.device_thread import DeviceThread
+from specdec.engine.kv_pool import KVSequence
+from specdec.heads.eagle import EagleHead
+from specdec.heads.eagle3 import Eagle3Head
+from specdec.heads.paged import PagedHead
+from specdec.heads.tree_passes import PagedTreePasses
+from specdec.rules import Rule
+from specdec.sampling.drafting import DraftedChain
+from specdec.sampling.state import SamplingState
+from specdec.settings import DraftSettings
+from specdec.tree_shape import TreeShape
+from specdec.types import HiddenStates, SessionSpec
+
+
+@dataclass(slots=True, eq=False)
+class EagleState:
+    """One session of an EAGLE head."""
+
+    sampling: SamplingState
+    #: None where the prompt is longer than the context: then nothing is ever drafted.
+    sequence: KVSequence | None
+    rule: Rule
+    features: Features = field(default_factory=Features)
+    #: The state of the last entry, of one position: where nothing is pending, it is fed again. None where there is no
+    #: entry, or it was taken over from a parked session.
+    newest: HiddenStates | None = None
+    num_cached_tokens: int = 0
+    #: Tokens at most, committed and drafted; the cache may hold more entries, for siblings.
+    max_tokens: int = 0
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The committed tokens."""
+        return self.sampling.token_ids
+
+    @property
+    def num_pending(self) -> int:
+        """States that can be taken in and are not."""
+        return 0 if self.sequence is None else self.features.num_waiting(len(self.sampling))
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether the state the next token follows from is known."""
+        if self.sequence is None or self.features.end != len(self.sampling) - 1:
+            return False
+        return self.newest is not None or self.num_pending > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """A job and what it takes in."""
+
+    state: EagleState
+    taken: list[HiddenStates]
+    job: ChainJob
+    #: Of the tree to draft in place of the chain.
+    shape: TreeShape | None
+
+    def tree(self) -> TreeJob:
+        """The tree to draft."""
+        job = self.job
+        assert self.shape is not None
+        return TreeJob(job.sequence, job.token_ids, self.shape, job.num_tokens, job.state, job.rule)
+
+
+class EagleDrafter(HeadDrafter[EagleState, _Work]):
+    """Drafts with an EAGLE head; see the module."""
+
+    def __init__(self, loaded: LoadedHead, paged: PagedHead, thread: DeviceThread, settings: DraftSettings) -> None:
+        """Both were loaded on the thread."""
+        super().__init__(loaded, thread)
+        self._paged = paged
+        self._pool = paged.pool
+        self._park_ttl_s = settings.scheduler.park_ttl_s
+        tree = settings.speculative.tree
+        #: Entries that trees need beyond those of the tokens before them.
+        self._num_fed = 0 if tree is None else tree.num_fed
+        head = paged.head
+        width = head.config.target_hidden_size if isinstance(head, Eagle3Head) else head.config.layer.hidden_size
+        self._state_width = len(head.hidden_state_layers) * width
+        self.info = replace(
+            loaded.info,
+            max_model_len=paged.max_model_len,
+            kv_cache_tokens=paged.pool.total_blocks * paged.pool.block_size,
+        )
+
+    @classmethod
+    async def load(cls, settings: DraftSettings) -> Self:
+        """Load and warm up the head on a device thread of its own; raises like :func:`load_head`."""
+        thread = DeviceThread("draft-device")
+        try:
+            loaded, paged = await thread.run(_load, settings)
+            drafter = cls(loaded, paged, thread, settings)
+            await drafter.warm_up()
+        except BaseException:
+            await asyncio.to_thread(thread.close)
+            raise
+        return drafter
+
+    def open(self, spec: SessionSpec) -> EagleState:
+        """Reserve the cache of the whole session, or take back what is parked under its id."""
+        state = EagleState(self._sampling(spec), None, spec.rule or Rule.BLOCK)
+        pool = self._pool
+        context = min(self.info.max_model_len, pool.total_blocks * pool.block_size)
+        if len(spec.token_ids) > context:
+            return state
+        pool.expire(time.monotonic(), self._park_ttl_s)
+        wanted = context if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
+        state.max_tokens = max(len(spec.token_ids), min(wanted, context))
+        max_tokens = min(state.max_tokens + self._num_fed, pool.total_blocks * pool.block_size)
+        sequence = None
+        if spec.park and len(spec.token_ids) > 1:
+            sequence = pool.resume(_key(spec.session_id, spec.token_ids), spec.token_ids[1:], max_tokens)
+        state.sequence = sequence or pool.open(max_tokens)
+        state.num_cached_tokens = state.sequence.length
+        state.features = Features(state.sequence.length)
+        return state
+
+    def advance(
+        self, state: EagleState, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
+    ) -> None:
+        """Keep the entries on tokens that stay, and the states that came."""
+        self._check_states(hidden_states)
+        if keep < len(state.sampling):
+            state.features.cut(keep)
+            if state.sequence is not None and state.features.num_entries < state.sequence.length:
+                self._pool.rollback(state.sequence, state.features.num_entries)
+                state.newest = None
+        state.sampling = state.sampling.committed(keep, token_ids)
+        if state.sequence is not None:
+            state.features.add(hidden_states)
+
+    def room(self, state: EagleState) -> int:
+        """Drafting k tokens needs len + k - 2 entries at most, and the state of the last token but one."""
+        return state.max_tokens + 1 - len(state.sampling) if state.may_draft else 0
+
+    def close(self, state: EagleState, park_as: str | None = None) -> None:
+        """Release or park the cache; entries after a gap are not parked."""
+        sequence, state.sequence = state.sequence, None
+        state.newest = None
+        if sequence is None:
+            return
+        if park_as is None:
+            self._pool.release(sequence)
+            return
+        now = time.monotonic()
+        self._pool.rollback(sequence, state.features.num_gapless)
+        self._pool.park(sequence, _key(park_as, state.token_ids), state.token_ids[1:], now)
+        self._pool.expire(now, self._park_ttl_s)
+
+    def occupancy(self) -> tuple[int, int, int]:
+        """Blocks of open and parked sessions, blocks in all, parked sessions."""
+        pool = self._pool
+        pool.expire(time.monotonic(), self._park_ttl_s)
+        return pool.used_blocks + pool.parked_blocks, pool.total_blocks, pool.num_parked
+
+    def _prepare(self, job: DraftJob[EagleState]) -> _Work | None:
+        state = job.state
+        num_rows = min(job.num_rows, state.num_pending)
+        num_tokens = job.num_tokens if state.may_draft and num_rows == state.num_pending else 0
+        if state.sequence is None or job.assumed or job.assumes_next or not (num_rows or num_tokens):
+            return None
+        features = state.features
+        if not num_rows:
+            assert state.newest is not None
+            features.put_back([state.newest])
+            self._pool.rollback(state.sequence, features.num_entries)
+            num_rows = 1
+        first, taken = features.num_entries, features.take(num_rows)
+        job_of_head = ChainJob(
+            state.sequence,
+            [state.token_ids[position + 1] for position in features.positions(first, num_rows)],
+            num_tokens,
+            state.sampling,
+            state.rule,
+            features=tensor_of(taken),
+            num_candidates=job.num_guesses,
+        )
+        return _Work(state, taken, job_of_head, job.tree if num_tokens else None)
+
+    def _compute(self, works: Sequence[_Work], stop: StopFlags) -> Sequence[DraftedChain]:
+        return self._paged.draft_chains([work.job for work in works], stop)
+
+    def _compute_trees(self, works: Sequence[_Work], stopped: Callable[[], Sequence[bool]]) -> Sequence[DraftedTree]:
+        features = {work.job.sequence: work.job.features for work in works if work.job.features is not None}
+        return draft_trees(PagedTreePasses(self._paged, features), [work.tree() for work in works], stopped)
+
+    def _finish(self, work: _Work) -> None:
+        """Keep the state to feed again."""
+        last = work.taken[-1]
+        work.state.newest = last.rows(last.end - 1, last.end)
+
+    def _undo(self, work: _Work) -> None:
+        state = work.state
+        state.features.put_back(work.taken)
+        self._pool.rollback(work.job.sequence, min(state.features.num_entries, work.job.sequence.length))
+
+
+def _load(settings: DraftSettings) -> tuple[LoadedHead, PagedHead]:
+    """On the device thread."""
+    loaded = load_head(settings)
+    assert isinstance(loaded.head, EagleHead | Eagle3Head)
+    return loaded, PagedHead(loaded.head, loaded.model, loaded.info.max_model_len)
+
+
+def _key(session_id: str, token_ids: Sequence[int]) -> str:
+    """What a cache is parked under: entries stand for the second token on, but depend on the first as well."""
+    return f"{session_id}\n{token_ids[0]}"

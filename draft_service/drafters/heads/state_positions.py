@@ -1,0 +1,100 @@
+"""Which of the target's hidden states a session's draft knows: those that wait, and those taken into its cache.
+
+The state of position t and the token after it, at t + 1, make one entry of an EAGLE head's cache. As a rule the entries
+stand for the positions 0, 1, 2, …; a session opened in the middle of a text begins later, and where states were lost
+there is a gap. Entries before a gap stay of use.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+
+from specdec.types import HiddenStates
+
+
+class Features:
+    """States of one session, in ascending order of position."""
+
+    def __init__(self, num_entries: int = 0) -> None:
+        """``num_entries`` are in the cache already, for the first positions."""
+        self.num_entries = num_entries
+        self._waiting: deque[HiddenStates] = deque()
+        #: Where positions go on without a gap: the first entry and its position.
+        self._spans: list[tuple[int, int]] = [(0, 0)] if num_entries else []
+
+    @property
+    def end(self) -> int:
+        """Position after the last one whose state is known; 0: none is."""
+        if self._waiting:
+            return self._waiting[-1].end
+        return self._position(self.num_entries - 1) + 1 if self.num_entries else 0
+
+    @property
+    def num_gapless(self) -> int:
+        """Entries that stand for the positions 0, 1, 2, …"""
+        if not self._spans or self._spans[0][1] > 0:
+            return 0
+        return self._spans[1][0] if len(self._spans) > 1 else self.num_entries
+
+    def num_waiting(self, num_tokens: int) -> int:
+        """States that wait and can be taken in: of ``num_tokens`` committed tokens, those before the last."""
+        return sum(max(0, min(states.end, num_tokens - 1) - states.start) for states in self._waiting)
+
+    def add(self, states: Sequence[HiddenStates]) -> None:
+        """Keep what is new; the states of one position are the same whenever they come."""
+        for more in states:
+            fresh = more.rows(self.end, more.end)
+            if fresh.num_positions:
+                self._waiting.append(fresh)
+
+    def take(self, count: int) -> list[HiddenStates]:
+        """The first ``count`` that wait: they become entries now."""
+        taken = []
+        while count:
+            first = self._waiting.popleft()
+            part = first.rows(first.start, first.start + count)
+            if part.end < first.end:
+                self._waiting.appendleft(first.rows(part.end, first.end))
+            if not self._spans or self._position(self.num_entries) != part.start:
+                self._spans.append((self.num_entries, part.start))
+            self.num_entries += part.num_positions
+            count -= part.num_positions
+            taken.append(part)
+        return taken
+
+    def put_back(self, taken: Sequence[HiddenStates]) -> None:
+        """Undo the last :meth:`take`."""
+        self._waiting.extendleft(reversed(taken))
+        self._keep_entries(self.num_entries - sum(states.num_positions for states in taken))
+
+    def cut(self, num_tokens: int) -> None:
+        """Only the first ``num_tokens`` committed tokens stay: drop what depends on others.
+
+        The state of the last one stays known while it waits; as an entry it depended on the token after it.
+        """
+        waiting, self._waiting = self._waiting, deque()
+        self._waiting.extend(
+            kept for states in waiting if (kept := states.rows(states.start, num_tokens)).num_positions
+        )
+        last = num_tokens - 2  # the last position whose entry stays
+        count = self.num_entries
+        for entry, position in reversed(self._spans):
+            if position <= last:
+                count = min(count, entry + last - position + 1)
+                break
+            count = entry
+        self._keep_entries(count)
+
+    def positions(self, first: int, count: int) -> list[int]:
+        """Positions of the entries from ``first`` on."""
+        return [self._position(entry) for entry in range(first, first + count)]
+
+    def _position(self, entry: int) -> int:
+        first, position = self._spans[bisect_right(self._spans, entry, key=lambda span: span[0]) - 1]
+        return position + entry - first
+
+    def _keep_entries(self, count: int) -> None:
+        self.num_entries = count
+        self._spans = [span for span in self._spans if span[0] < count]

@@ -1,0 +1,163 @@
+"""Prompt lookup: the text so far is its own draft model (Saxena 2023, "Prompt Lookup Decoding").
+
+Find where the last n tokens stood before and propose what followed them there. Longest n first, then the most recent
+place. Where the copy reaches the end of the text it goes on with its own tokens, as LZ77 does, so that a text that
+repeats with a short period fills a whole proposal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from draft_service.drafters.base import MAX_ROWS_NOW, Draft, DraftJob
+from draft_service.drafters.lookup.base import Match, draft_by_lookup
+from specdec import __version__
+from specdec.settings import SpeculativeSettings
+from specdec.types import HiddenStates, ModelInfo, SessionSpec
+
+
+class NgramIndex:
+    """Tokens of one session, and for every n-gram in them the place where it last ended.
+
+    An n-gram enters the index when the token after it is known: then a lookup never finds the end of the text itself.
+    Adding and dropping a token costs one dictionary operation per n; a lookup costs at most one per n.
+    """
+
+    def __init__(self, token_ids: Sequence[int], min_n: int, max_n: int) -> None:
+        self.token_ids = list(token_ids)
+        self.num_cached_tokens = 0
+        self._sizes = range(max_n, min_n - 1, -1)
+        #: Tokens whose n-grams (those that end right before them) are indexed.
+        self._num_indexed = 0
+        #: Per n: n-gram -> index of the token that followed it last.
+        self._last: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in self._sizes}
+        #: Per n: for each indexed token, the token that followed the same n-gram the time before (0: never).
+        self._before: dict[int, list[int]] = {n: [] for n in self._sizes}
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens not indexed yet."""
+        return len(self.token_ids) - self._num_indexed
+
+    def take_in(self, num_tokens: int) -> None:
+        """Index the next ``num_tokens`` pending tokens."""
+        tokens = self.token_ids
+        start, end = self._num_indexed, self._num_indexed + num_tokens
+        for n in self._sizes:
+            last, before = self._last[n], self._before[n]
+            first = max(start, n)  # the first token that has an n-gram before it
+            before += [0] * (min(first, end) - start)
+            windows = [tokens[first - n + i : max(first, end) - n + i] for i in range(n)]
+            for following, ngram in enumerate(zip(*windows, strict=True), first):
+                before.append(last.get(ngram, 0))
+                last[ngram] = following
+        self._num_indexed = end
+
+    def replace(self, keep: int, token_ids: Sequence[int]) -> None:
+        """Keep the first ``keep`` tokens and put others after them; what is new becomes pending."""
+        if keep < self._num_indexed:
+            self._forget(keep)
+        self.token_ids[keep:] = token_ids
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Put tokens at the end and index all that is pending."""
+        self.token_ids += token_ids
+        self.take_in(self.num_pending)
+
+    def _forget(self, keep: int) -> None:
+        tokens = self.token_ids
+        for n in self._sizes:
+            last, before = self._last[n], self._before[n]
+            while len(before) > keep:
+                i, earlier = len(before) - 1, before.pop()
+                if earlier:
+                    last[tuple(tokens[i - n : i])] = earlier
+                elif i >= n:
+                    del last[tuple(tokens[i - n : i])]
+        self._num_indexed = keep
+
+    def continuation(self, num_tokens: int) -> Match:
+        """The ``num_tokens`` tokens that followed the longest, most recent match; empty where there is none."""
+        tokens = self.token_ids
+        length = len(tokens)
+        for n in self._sizes:
+            if n >= length:
+                continue
+            start = self._last[n].get(tuple(tokens[length - n :]))
+            if start is not None:
+                period = length - start
+                copied = tokens[start : start + num_tokens]
+                return Match(tuple(copied[i % period] for i in range(num_tokens)), n)
+        return Match()
+
+
+class NgramDrafter:
+    """Drafts by prompt lookup over prompt and output; no model."""
+
+    def __init__(self, settings: SpeculativeSettings) -> None:
+        self._min_n = settings.prompt_lookup_min
+        self._max_n = settings.prompt_lookup_max
+        self.info = ModelInfo(
+            name="ngram",
+            architecture="ngram",
+            method="ngram",
+            num_speculative_tokens=settings.num_speculative_tokens,
+            version=__version__,
+        )
+
+    def open(self, spec: SessionSpec) -> NgramIndex:
+        """An index with everything pending."""
+        return NgramIndex(spec.token_ids, self._min_n, self._max_n)
+
+    def advance(
+        self, state: NgramIndex, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
+    ) -> None:
+        """Replace what follows the first ``keep`` tokens."""
+        state.replace(keep, token_ids)
+
+    def room(self, state: NgramIndex) -> int:
+        """There is no context limit; the target's own holds."""
+        return 2**31
+
+    @property
+    def long_match(self) -> int:
+        """The longest n-gram."""
+        return self._max_n
+
+    def look_up(self, state: NgramIndex, num_tokens: int, assumed: Sequence[int] = ()) -> Match:
+        """The continuation of the indexed tokens and those assumed after them, which are indexed and taken back."""
+        if not assumed:
+            return state.continuation(num_tokens)
+        num_committed = len(state.token_ids)
+        try:
+            state.extend(assumed)
+            return state.continuation(num_tokens)
+        finally:
+            state.replace(num_committed, ())
+
+    async def draft(self, batch: Sequence[DraftJob[NgramIndex]]) -> list[Draft]:
+        """Index and look up, right here: a few microseconds a token, in bounded chunks with the loop let in between."""
+        drafts = self._draft_all(batch)
+        await asyncio.sleep(0)
+        return drafts
+
+    def draft_now(self, batch: Sequence[DraftJob[NgramIndex]]) -> list[Draft] | None:
+        """The same for a batch without long prompts."""
+        return self._draft_all(batch) if sum(job.num_rows for job in batch) <= MAX_ROWS_NOW else None
+
+    def _draft_all(self, batch: Sequence[DraftJob[NgramIndex]]) -> list[Draft]:
+        return [draft_by_lookup(self, job) for job in batch]
+
+    def drop_ahead(self, state: NgramIndex) -> None:
+        """Nothing stays behind."""
+
+    def close(self, state: NgramIndex, park_as: str | None = None) -> None:
+        """The index goes with its last reference; it is cheaper to build anew than to keep."""
+
+    def occupancy(self) -> tuple[int, int, int]:
+        """No blocks."""
+        return 0, 0, 0
+
+    async def shutdown(self) -> None:
+        """There is nothing to free."""

@@ -1,0 +1,147 @@
+"""Suffix decoding: what followed the last tokens most often, in this text or in the outputs of past requests.
+
+Oliaro et al. 2024, "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications"; options and their
+meaning are vLLM's. No model; a proposal is as long as its match is worth. The trees are in
+:mod:`draft_service.drafters.lookup.suffix_tree`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Final
+
+from draft_service.ahead.acceptance_stats import Kind
+from draft_service.drafters.base import Draft, DraftJob
+from draft_service.drafters.lookup.base import Match, draft_by_lookup
+from draft_service.drafters.lookup.suffix_tree import SuffixCache, SuffixText
+from specdec import __version__
+from specdec.settings import SpeculativeSettings
+from specdec.types import HiddenStates, ModelInfo, SessionSpec
+
+#: Tokens of past outputs that are kept at most: 265 MB of tree, where nothing repeats.
+MAX_CACHED_TOKENS: Final = 2_000_000
+#: A match of so many tokens is worth more than a model's draft; see docs/drafters.md for what was measured.
+LONG_MATCH: Final = 8
+#: Tokens taken in, or put into the tree of past outputs, without letting others run: less than a millisecond.
+_MAX_ROWS_NOW: Final = 1024
+
+
+class SuffixSession(SuffixText):
+    """The text of a session."""
+
+    def __init__(self, spec: SessionSpec, depth: int) -> None:
+        super().__init__(spec.token_ids, depth)
+        self.prompt_len = spec.prompt_len
+        self.seed = spec.params.seed
+        self.kind = Kind.of(spec)
+
+
+class SuffixDrafter:
+    """Drafts by looking up in suffix trees: one over each session's text, one over past outputs."""
+
+    def __init__(self, settings: SpeculativeSettings) -> None:
+        """Compiles the trees where this machine has not done so yet.
+
+        Raises:
+            InvalidRequest: there is no compiler.
+        """
+        self._depth = settings.suffix_decoding_max_tree_depth
+        self._max_spec_factor = settings.suffix_decoding_max_spec_factor
+        self._min_token_prob = settings.suffix_decoding_min_token_prob
+        max_requests = settings.suffix_decoding_max_cached_requests
+        self.past = SuffixCache(self._depth, max_requests, MAX_CACHED_TOKENS)
+        self._max_requests = max_requests
+        #: Seeds of past outputs for as long as they may be kept, in order, and how many there are of each.
+        self._seeds: deque[int | None] = deque()
+        self._num_outputs_of: Counter[int | None] = Counter()
+        self._is_settling = False
+        self.info = ModelInfo(
+            name="suffix",
+            architecture="suffix",
+            method="suffix",
+            num_speculative_tokens=settings.num_speculative_tokens,
+            version=__version__,
+        )
+
+    def open(self, spec: SessionSpec) -> SuffixSession:
+        """A text with everything pending."""
+        return SuffixSession(spec, self._depth)
+
+    def advance(
+        self, state: SuffixSession, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
+    ) -> None:
+        """Replace what follows the first ``keep`` tokens."""
+        state.replace(keep, token_ids)
+
+    def room(self, state: SuffixSession) -> int:
+        """There is no context limit; the target's own holds."""
+        return 2**31
+
+    @property
+    def long_match(self) -> int:
+        """A run of tokens that is rarely found by chance; a tree that is not so deep must match in full."""
+        return min(LONG_MATCH, self._depth - 1)
+
+    def look_up(self, state: SuffixSession, num_tokens: int, assumed: Sequence[int] = ()) -> Match:
+        """The likeliest continuation of the tokens taken in and those assumed after them.
+
+        Under a ratio rule a draft must not depend on the noise that decides on it. Another request with the same seed
+        had the same noise at the same positions: what it wrote there is no draft for this one. (With p = (.6, .4) the
+        first writes token 1 where u >= .6; proposed to the second, it would be accepted where u < .4, so never.)
+        """
+        return state.look_up(
+            num_tokens,
+            None if state.kind is Kind.RATIO and self._num_outputs_of[state.seed] else self.past,
+            max_spec_factor=self._max_spec_factor,
+            min_token_prob=self._min_token_prob,
+            assumed=assumed,
+        )
+
+    async def draft(self, batch: Sequence[DraftJob[SuffixSession]]) -> list[Draft]:
+        """Take in and look up, right here: a few microseconds a proposal."""
+        drafts = [draft_by_lookup(self, job) for job in batch]
+        await asyncio.sleep(0)
+        return drafts
+
+    def draft_now(self, batch: Sequence[DraftJob[SuffixSession]]) -> list[Draft] | None:
+        """The same for a batch without long prompts."""
+        if sum(job.num_rows for job in batch) > _MAX_ROWS_NOW:
+            return None
+        return [draft_by_lookup(self, job) for job in batch]
+
+    def drop_ahead(self, state: SuffixSession) -> None:
+        """Nothing stays behind."""
+
+    def close(self, state: SuffixSession, park_as: str | None = None) -> None:
+        """The text goes with its last reference, its output to those of the past."""
+        output = state.token_ids[state.prompt_len :]
+        if output and self._max_requests:
+            self.past.add(output)
+            self._remember(state.seed)
+            if not self._is_settling:
+                self._settle()
+
+    def _remember(self, seed: int | None) -> None:
+        self._seeds.append(seed)
+        self._num_outputs_of[seed] += 1
+        if len(self._seeds) > self._max_requests:
+            oldest = self._seeds.popleft()
+            self._num_outputs_of[oldest] -= 1
+            if not self._num_outputs_of[oldest]:
+                del self._num_outputs_of[oldest]
+
+    def _settle(self) -> None:
+        """Put outputs into the tree, and take the oldest out, some at a time."""
+        self.past.settle(_MAX_ROWS_NOW)
+        self._is_settling = not self.past.is_settled
+        if self._is_settling:
+            asyncio.get_running_loop().call_soon(self._settle)
+
+    def occupancy(self) -> tuple[int, int, int]:
+        """No blocks."""
+        return 0, 0, 0
+
+    async def shutdown(self) -> None:
+        """There is nothing to free."""

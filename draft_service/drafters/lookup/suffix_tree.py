@@ -1,0 +1,210 @@
+"""Texts and past outputs with their suffix trees, which are C++ (``native/``).
+
+Each stands for the trie of all runs of tokens up to a depth, with counts, in at most two nodes for each token; no
+dictionary of Python's could do that in so little time and memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from draft_service.drafters.lookup.base import Match
+from specdec.compiler import BuildError, compile_folder
+from specdec.errors import InvalidRequest
+
+_SOURCES: Final = Path(__file__).with_name("native")
+_Pointer, _Int64, _Int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+#: Longest draft.
+_MAX_DRAFTED: Final = 64
+
+
+class _Query(ctypes.Structure):
+    """``Query`` of suffix.cpp."""
+
+    _fields_ = (
+        ("assumed", _Pointer),
+        ("num_assumed", _Int64),
+        ("max_tokens", _Int64),
+        ("max_spec_factor", ctypes.c_double),
+        ("min_token_prob", ctypes.c_double),
+        ("drafted", _Pointer),
+        ("num_drafted", _Int64),
+        ("longest_match", _Int64),
+    )
+
+
+class _Library:
+    """The compiled trees; see suffix.cpp for what each function does."""
+
+    def __init__(self, path: Path) -> None:
+        lib = ctypes.CDLL(str(path))
+        self.text = lib.tandem_suffix_text
+        self.text.argtypes, self.text.restype = (_Int32,), _Pointer
+        self.free_text = lib.tandem_free_suffix_text
+        self.free_text.argtypes, self.free_text.restype = (_Pointer,), None
+        self.append = lib.tandem_suffix_append
+        self.append.argtypes, self.append.restype = (_Pointer, _Pointer, _Int64), None
+        self.truncate = lib.tandem_suffix_truncate
+        self.truncate.argtypes, self.truncate.restype = (_Pointer, _Int64), _Int32
+        self.cache = lib.tandem_suffix_cache
+        self.cache.argtypes, self.cache.restype = (_Int32, _Int64, _Int64), _Pointer
+        self.free_cache = lib.tandem_free_suffix_cache
+        self.free_cache.argtypes, self.free_cache.restype = (_Pointer,), None
+        self.add = lib.tandem_suffix_cache_add
+        self.add.argtypes, self.add.restype = (_Pointer, _Pointer, _Int64), None
+        self.settle = lib.tandem_suffix_cache_settle
+        self.settle.argtypes, self.settle.restype = (_Pointer, _Int64), _Int64
+        self.size = lib.tandem_suffix_cache_size
+        self.size.argtypes, self.size.restype = (_Pointer, _Pointer), None
+        self.count = lib.tandem_suffix_cache_count
+        self.count.argtypes, self.count.restype = (_Pointer, _Pointer, _Int64), _Int64
+        self.draft = lib.tandem_suffix_draft
+        self.draft.argtypes, self.draft.restype = (_Pointer, _Pointer, _Pointer), None
+
+
+@cache
+def load() -> _Library:
+    """The trees, compiled on the first call on this machine.
+
+    Raises:
+        InvalidRequest: there is no compiler, or it fails.
+    """
+    try:
+        return _Library(compile_folder(_SOURCES, "suffixes"))
+    except (BuildError, OSError, AttributeError) as error:
+        raise InvalidRequest(f'method "suffix" cannot be used here ("ngram" can): {error}', param="method") from error
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """What past outputs take."""
+
+    num_requests: int
+    num_tokens: int
+    num_nodes: int
+    num_bytes: int
+
+
+class SuffixCache:
+    """The outputs of past requests, first in, first out.
+
+    What is added, and what is one too many, goes into the tree and out of it by ``settle``: some suffixes at a time, as
+    a long output takes milliseconds.
+    """
+
+    def __init__(self, depth: int, max_requests: int, max_tokens: int) -> None:
+        """The oldest outputs go while there are more than ``max_requests``, or more than ``max_tokens`` tokens."""
+        self._library = load()
+        self._handle: int = self._library.cache(depth, max_requests, max_tokens)
+        self._num_unsettled = 0
+        weakref.finalize(self, self._library.free_cache, self._handle)
+
+    @property
+    def handle(self) -> int:
+        """Address of the C++ object."""
+        return self._handle
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing left to be done."""
+        return self._num_unsettled == 0
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Queue the output of a request."""
+        if token_ids:
+            tokens = array("I", token_ids)
+            self._library.add(self._handle, tokens.buffer_info()[0], len(tokens))
+            self._num_unsettled = len(tokens)
+
+    def settle(self, budget: int) -> None:
+        """Put up to ``budget`` suffixes into the tree or take them out, a third of a microsecond each or so."""
+        if self._num_unsettled:
+            self._num_unsettled = self._library.settle(self._handle, budget)
+
+    def count(self, token_ids: Sequence[int]) -> int:
+        """How often these tokens, no more than the tree is deep, stand in the outputs."""
+        tokens = array("I", token_ids)
+        return int(self._library.count(self._handle, tokens.buffer_info()[0], len(tokens)))
+
+    @property
+    def size(self) -> CacheSize:
+        """What is held at this moment."""
+        size = (_Int64 * 4)()
+        self._library.size(self._handle, ctypes.addressof(size))
+        return CacheSize(*size)
+
+
+class SuffixText:
+    """Prompt and output of one session, and the tree over what of them was taken in."""
+
+    def __init__(self, token_ids: Sequence[int], depth: int) -> None:
+        self.token_ids = list(token_ids)
+        self.num_cached_tokens = 0
+        self._depth = depth
+        self._library = load()
+        self._num_taken = 0
+        self._query = _Query()
+        self._query_at = ctypes.addressof(self._query)
+        self._drafted = (ctypes.c_uint32 * _MAX_DRAFTED)()
+        self._query.drafted = ctypes.addressof(self._drafted)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._handle: int = self._library.text(self._depth)
+        self._free = weakref.finalize(self, self._library.free_text, self._handle)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens not taken in yet."""
+        return len(self.token_ids) - self._num_taken
+
+    def take_in(self, num_tokens: int) -> None:
+        """Take in the next ``num_tokens`` pending tokens, each at the cost of one walk down the tree."""
+        if num_tokens:
+            end = self._num_taken + num_tokens
+            tokens = array("I", self.token_ids[self._num_taken : end])
+            self._library.append(self._handle, tokens.buffer_info()[0], num_tokens)
+            self._num_taken = end
+
+    def replace(self, keep: int, token_ids: Sequence[int]) -> None:
+        """Keep the first ``keep`` tokens and put others after them; what is new becomes pending.
+
+        Where more are dropped than the tree has let wait, it is begun anew and everything is pending.
+        """
+        if keep < self._num_taken:
+            if self._library.truncate(self._handle, keep):
+                self._num_taken = keep
+            else:
+                self._free()
+                self._num_taken = 0
+                self._begin()
+        self.token_ids[keep:] = token_ids
+
+    def look_up(
+        self,
+        num_tokens: int,
+        past: SuffixCache | None,
+        *,
+        max_spec_factor: float,
+        min_token_prob: float,
+        assumed: Sequence[int] = (),
+    ) -> Match:
+        """What is likely to follow the tokens taken in and those assumed after them: ``num_tokens`` or 64 at most.
+
+        The best path in the text's own tree, or in that of past outputs where it scores higher.
+        """
+        query = self._query
+        tokens = array("I", assumed)
+        query.assumed, query.num_assumed = tokens.buffer_info()
+        query.max_tokens = min(num_tokens, _MAX_DRAFTED)
+        query.max_spec_factor, query.min_token_prob = max_spec_factor, min_token_prob
+        self._library.draft(self._handle, None if past is None else past.handle, self._query_at)
+        drafted = tuple(self._drafted[: query.num_drafted])
+        return Match(drafted, query.longest_match)

@@ -1,0 +1,1 @@
+"""Drafting token trees."""

@@ -1,0 +1,1 @@
+"""The decoding loop of one request, and its draft client."""

@@ -1,0 +1,1 @@
+"""How many tokens each session drafts a round, zero included."""

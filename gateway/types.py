@@ -1,0 +1,148 @@
+"""What goes into generation and what comes out of it, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gateway.decoding.metrics import SpeculationMetrics
+from specdec.params import SamplingParams
+from specdec.rules import Rule
+from specdec.types import FinishReason, PositionLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt to continue, ``params.n`` times."""
+
+    #: Text, or token ids taken as they are.
+    prompt: str | Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    #: Name of a served model; empty means the only one.
+    model: str = ""
+    #: None means the gateway's setting, or COUPLED where ``params.seed`` is given.
+    rule: Rule | None = None
+    #: Drafted tokens a round at most; 0 decodes plainly; None means the gateway's setting.
+    num_speculative_tokens: int | None = None
+    #: Name that pins the caches of a conversation; empty means none.
+    session_id: str = ""
+    #: Seconds from now until the request fails; None means the gateway's setting.
+    timeout_s: float | None = None
+    #: Add the model's special tokens to a prompt given as text.
+    add_special_tokens: bool = True
+    #: Id for logs and answers; empty draws one.
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A token in a log-probability report."""
+
+    token_id: int
+    #: The token on its own; bytes that are no characters show as U+FFFD.
+    text: str
+    #: Its bytes in the text.
+    data: bytes
+    #: Log-probability under the raw model distribution, in nats.
+    logprob: float
+    #: Rank by probability; 1 is the most likely.
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One position: the token that stands there, the most likely ones, and where its text starts."""
+
+    token: TokenText
+    #: Best first.
+    top: tuple[TokenText, ...]
+    #: Characters of the answer before the token.
+    text_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    #: Prompt tokens found in a parked cache.
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReport:
+    """The prompt as the model got it; comes with the first chunk of sample 0."""
+
+    token_ids: tuple[int, ...]
+    #: From the second token on, when ``prompt_logprobs`` was asked for.
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FinalChunk:
+    """What only the last chunk of a sample knows."""
+
+    reason: FinishReason
+    #: The stop string or the request's own stop token that ended the text; None for end-of-sequence and limits.
+    stop_reason: str | int | None
+    usage: Usage
+    speculation: SpeculationMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationChunk:
+    """A piece of one sample."""
+
+    request_id: str
+    #: Number of the sample, from 0.
+    index: int = 0
+    #: New text; empty while a character or a stop string is undecided.
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt: PromptReport | None = None
+    #: Set in the sample's last chunk.
+    final: FinalChunk | None = None
+
+
+@dataclass(slots=True)
+class Sample:
+    """One finished continuation."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    final: FinalChunk | None = None
+
+    def add(self, chunk: GenerationChunk) -> None:
+        """Append a chunk."""
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.final = chunk.final or self.final
+
+
+@dataclass(slots=True)
+class GenerationResult:
+    """All samples of one request."""
+
+    request_id: str
+    prompt: PromptReport
+    samples: list[Sample]
+
+    @property
+    def usage(self) -> Usage:
+        """Counts over all samples; the prompt counts once."""
+        finals = [sample.final.usage for sample in self.samples if sample.final is not None]
+        return Usage(
+            len(self.prompt.token_ids),
+            sum(usage.completion_tokens for usage in finals),
+            max((usage.cached_tokens for usage in finals), default=0),
+        )
+
+    @property
+    def speculation(self) -> SpeculationMetrics:
+        """Counts over all samples."""
+        return SpeculationMetrics.total([sample.final.speculation for sample in self.samples if sample.final])

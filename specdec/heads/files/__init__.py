@@ -1,0 +1,1 @@
+"""Draft heads on disk: one module a published format."""

@@ -1,0 +1,1 @@
+"""Draft heads on the native CPU kernels."""

@@ -1,0 +1,76 @@
+"""The messages that one side of a stream sends: in order, one at a time, each as early as can be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+from specdec.rpc import eager
+
+M = TypeVar("M")
+
+
+class StreamWriter(Generic[M]):
+    """Writes messages in order without anybody waiting for it; gRPC takes one at a time.
+
+    Where none is under way a message leaves within :meth:`post` itself: a task of its own would begin a turn of the
+    loop later.
+    """
+
+    def __init__(self, write: Callable[[M], Coroutine[Any, Any, Any]]) -> None:
+        """``write`` sends one message; it raises where that fails."""
+        self._send = write
+        self._waiting: deque[M] = deque()
+        self._is_writing = False
+        #: What goes on with messages that were posted.
+        self._task: asyncio.Task[None] | None = None
+        #: Why a message could not be written; nothing is written after it.
+        self.failure: Exception | None = None
+
+    def post(self, message: M) -> None:
+        """Send a message; dropped where an earlier one failed."""
+        if self.failure is None:
+            self._waiting.append(message)
+            if not self._is_writing:
+                self._task = eager.start(self._write())
+
+    async def send(self, message: M) -> None:
+        """Send a message and wait until it has left, or raise what went wrong. For one caller at a time; cancelling it
+        stops the write.
+        """
+        if self._is_writing:
+            self.post(message)
+            await self.drain()
+            return
+        if self.failure is None:
+            self._waiting.append(message)
+            await self._write()
+        if self.failure is not None:
+            raise self.failure
+
+    async def drain(self) -> None:
+        """Return once all that was posted has left, or raise what went wrong with it."""
+        if self._task is not None and not self._task.done():
+            await asyncio.wait((self._task,))
+        if self.failure is not None:
+            raise self.failure
+
+    async def close(self) -> None:
+        """Drop what has not left. Idempotent, never raises."""
+        self._waiting.clear()
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+
+    async def _write(self) -> None:
+        self._is_writing = True
+        try:
+            while self._waiting:
+                await self._send(self._waiting.popleft())
+        except Exception as error:
+            self.failure = error
+            self._waiting.clear()
+        finally:
+            self._is_writing = False

@@ -1,0 +1,275 @@
+"""Sessions as plain data: what gateway, draft and target say to each other, and the interface both backends keep.
+
+The services' cores implement the two ``…Backend`` protocols directly (in one process), and the gateway's gRPC
+clients implement them over the wire; :mod:`specdec.codec` turns the data below into messages and back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Final
+
+from specdec import trees
+from specdec.params import SamplingParams
+from specdec.rules import Rule, SparseRow
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Drafted tokens that continue the first ``base_len`` committed tokens."""
+
+    epoch: int
+    base_len: int
+    token_ids: tuple[int, ...]
+    #: Index of each token's parent, -1 for the prefix; empty means a chain.
+    parents: tuple[int, ...] = ()
+    #: Where a ratio rule needs q: one per group of siblings, in the order of their first tokens (in a chain one per
+    #: token). Empty for deterministic and coupled drafts.
+    q_rows: tuple[SparseRow, ...] = ()
+    #: Tokens assumed to be committed between base_len and the drafted ones.
+    assumed_token_ids: tuple[int, ...] = ()
+    draft_ns: int = 0
+    queue_ns: int = 0
+    #: The draft's estimate of the probability that the assumed tokens are what will be committed; 0 without any.
+    likelihood: float = 0.0
+
+    @property
+    def committed_len(self) -> int:
+        """Committed length its round starts from."""
+        return self.base_len + len(self.assumed_token_ids)
+
+    @property
+    def depth(self) -> int:
+        """Tokens of its longest path."""
+        return max(trees.depths(self.parents)) + 1 if self.parents else len(self.token_ids)
+
+    def cut(self, num_tokens: int, max_depth: int | None = None) -> Proposal:
+        """The first ``num_tokens`` of its tokens that follow fewer than ``max_depth`` others."""
+        count = len(self.token_ids)
+        if num_tokens >= count and (max_depth is None or max_depth >= self.depth):
+            return self
+        if not self.parents:
+            num_tokens = num_tokens if max_depth is None else min(num_tokens, max_depth)
+            return replace(self, token_ids=self.token_ids[:num_tokens], q_rows=self.q_rows[:num_tokens])
+        kept = (range(count) if max_depth is None else trees.below(self.parents, max_depth))[:num_tokens]
+        index = {old: new for new, old in enumerate(kept)} | {-1: -1}
+        numbers = trees.groups(self.parents)
+        groups = dict.fromkeys(numbers[old] for old in kept)
+        return replace(
+            self,
+            token_ids=tuple(self.token_ids[old] for old in kept),
+            parents=tuple(index[self.parents[old]] for old in kept),
+            q_rows=tuple(self.q_rows[group] for group in groups) if self.q_rows else (),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes to keep it, about: 4 bytes a token, and the q rows."""
+        num_tokens = len(self.token_ids) + len(self.parents) + len(self.assumed_token_ids)
+        return 4 * num_tokens + sum(len(row.packed) for row in self.q_rows)
+
+
+#: Bytes of an element, by the element types that hidden states may have.
+ELEMENT_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Hidden states of the target at successive positions: row i belongs to position ``start + i``.
+
+    It was computed by feeding the token at that position (0 is the first token of the prompt), so the token after it
+    was predicted from it. Layers are numbered as transformers numbers ``hidden_states``: 0 is the output of the
+    embedding, i that of layer i, all before the final norm; -1 is the last layer's output after the final norm, which
+    the output layer reads.
+    """
+
+    start: int
+    #: Numbers per position: the states of the layers asked for, one after another, in the order asked for.
+    num_features: int
+    #: "bfloat16", "float16" or "float32".
+    dtype: str
+    #: Elements, little-endian, row by row: [num_positions, num_features].
+    data: bytes = field(repr=False)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one position."""
+        return self.num_features * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def num_positions(self) -> int:
+        """Rows."""
+        return len(self.data) // self.row_bytes
+
+    @property
+    def end(self) -> int:
+        """Position after the last row's."""
+        return self.start + self.num_positions
+
+    def rows(self, start: int, end: int) -> HiddenStates:
+        """The rows of the positions from ``start`` up to ``end``, as far as they are here; there may be none."""
+        start, end = max(start, self.start), min(end, self.end)
+        if (start, end) == (self.start, self.end):
+            return self
+        size = self.row_bytes
+        data = self.data[(start - self.start) * size : max(0, end - self.start) * size]
+        return HiddenStates(start, self.num_features, self.dtype, data)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (nats) and rank (1 = most likely) of a token under the raw model distribution."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """The token that stands at a position and the most likely ones there, best first."""
+
+    token: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimings:
+    """Where a round's time went on the target, in nanoseconds, and how large its batch was."""
+
+    queue_ns: int = 0
+    forward_ns: int = 0
+    verify_ns: int = 0
+    batch_sessions: int = 0
+    batch_rows: int = 0
+    #: Entries of the KV cache that the sessions of the tick hold together.
+    batch_context: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a round committed: the accepted drafts, then the target's own token."""
+
+    epoch: int
+    base_len: int
+    token_ids: tuple[int, ...]
+    num_accepted: int = 0
+    num_draft_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    timings: RoundTimings = field(default_factory=RoundTimings)
+    #: Where the session asked for them, in ascending order of position: those that each of ``token_ids`` was predicted
+    #: from, so of the positions from ``base_len - 1`` on. The first verdict's begin with the first position computed.
+    hidden_states: tuple[HiddenStates, ...] = ()
+
+    @property
+    def committed_len(self) -> int:
+        """Committed length after the round."""
+        return self.base_len + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSpec:
+    """Opens a session, on a target or on a draft."""
+
+    session_id: str
+    epoch: int = 1
+    #: Prompt, then what was already generated (after a move from another replica).
+    token_ids: tuple[int, ...]
+    prompt_len: int
+    #: ``seed`` and ``max_tokens`` are always set; ``stop_token_ids`` already holds the end-of-sequence tokens.
+    params: SamplingParams
+    #: None means the target's default.
+    rule: Rule | None = None
+    #: Most drafted tokens a round will carry.
+    num_speculative_tokens: int = 0
+    #: Keep the cache under session_id at the end and reuse what is kept there.
+    park: bool = False
+    #: Target only: tokens to decode ahead right after the first one.
+    decode_ahead_tokens: int = 0
+    #: Target only: the hidden states each verdict carries, by their numbers (see :class:`HiddenStates`); empty: none.
+    hidden_state_layers: tuple[int, ...] = ()
+    #: Target only: one position's alone, that from which the verdict's last token was predicted.
+    last_hidden_state_only: bool = False
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of ``token_ids`` that count as output."""
+        return len(self.token_ids) - self.prompt_len
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOpened:
+    """A target admitted the session and prefilled its tokens."""
+
+    epoch: int
+    rule: Rule
+    num_cached_tokens: int = 0
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    queue_ns: int = 0
+    prefill_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOpened:
+    """A draft admitted the session and prefilled its tokens."""
+
+    epoch: int
+    num_speculative_tokens: int
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a model server says about its model; field by field the message of the same name."""
+
+    name: str
+    architecture: str = ""
+    vocab_size: int = 0
+    tokenizer_size: int = 0
+    tokenizer_fingerprint: str = ""
+    max_model_len: int = 0
+    dtype: str = ""
+    device: str = ""
+    num_parameters: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    kv_cache_tokens: int = 0
+    method: str = ""
+    num_speculative_tokens: int = 0
+    verification: Rule | None = None
+    version: str = ""
+    #: Drafts: the target's hidden states that the drafter reads, by their numbers (see :class:`HiddenStates`).
+    hidden_state_layers: tuple[int, ...] = ()
+    #: Drafts: of those it reads the newest committed position's only.
+    last_hidden_state_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """A server's occupancy at one moment."""
+
+    open_sessions: int = 0
+    parked_sessions: int = 0
+    waiting_sessions: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
+    stale_messages: int = 0
+    #: Batches computed since the start, and the nanoseconds they took: forward passes, sampling and verification.
+    num_batches: int = 0
+    busy_ns: int = 0
+    #: Targets: proposals offered ahead of verdicts that turned out otherwise.
+    superseded_proposals: int = 0
+    #: Drafts: proposals drafted ahead of verdicts and sent, verdicts that turned out as one of them had assumed, and
+    #: tokens drafted ahead that no verdict has made use of.
+    ahead_proposals: int = 0
+    ahead_hits: int = 0
+    wasted_draft_tokens: int = 0

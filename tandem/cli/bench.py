@@ -1,0 +1,269 @@
+"""``tandem bench``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specdec.errors import InvalidRequest
+from specdec.params import SamplingParams
+from tandem.bench.modes import deployments_of, plain_way, rules_of, speculative_ways
+from tandem.bench.plot import load_pyplot
+from tandem.flags import (
+    add_model_flags,
+    add_scheduler_flags,
+    add_speculation_flags,
+)
+from tandem.launcher.deployment import Deployment
+from tandem.launcher.environment import tune_environment
+
+if TYPE_CHECKING:
+    from tandem.bench.measure import Bench
+    from tandem.bench.plans import Plan
+    from tandem.bench.results import Section
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``tandem bench``."""
+    parser.add_argument("--model", help="folder or hub name of the target; without it the bundled pair is measured")
+    group = parser.add_argument_group("what is compared")
+    group.add_argument(
+        "--drafter",
+        metavar="A,B",
+        help="methods such as draft_model, ngram, suffix, eagle3, eagle3-tree, suffix+draft_model; or all (default: the"
+        " configured one)",
+    )
+    group.add_argument(
+        "--text",
+        metavar="A,B",
+        help="held-out prompts: prose, new code; edits, code that is edited again and again; or all (default: prose, or"
+        " all with --drafter all)",
+    )
+    group.add_argument("--rules", metavar="A,B", help="token, block, coupled, or all; differ at a temperature above 0")
+    group.add_argument("--batch-size", type=_sizes, default=(1,), metavar="N,M", help="sessions at once (default: 1)")
+    group.add_argument("--k", type=int, help="drafted tokens a round; the same as --num-speculative-tokens")
+    group.add_argument("--compare", choices=("hf",), help="hf: Hugging Face generate in the same run")
+    group.add_argument("--pad-target", metavar="SIZE", help="measure the target padded to this size, such as 200M")
+    group.add_argument("--url", help="a running server instead: http://host:port, or grpc://host:port for our own")
+    group = parser.add_argument_group("measurement")
+    group.add_argument("--prompts", metavar="FILE", help='your own prompts: lines of text, or of JSON with "prompt"')
+    group.add_argument("--num-prompts", type=int, help="prompts per session (default: 8; 4 from 8 sessions on)")
+    group.add_argument("--prompt-tokens", type=int, default=64, help="tokens of each prompt (default: 64)")
+    group.add_argument("--max-tokens", type=int, default=128, help="tokens generated after each (default: 128)")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    group.add_argument(
+        "--services",
+        choices=("grpc", "embedded"),
+        default="grpc",
+        help="processes over loopback, or everything in one process (default: grpc)",
+    )
+    group.add_argument("--json", metavar="FILE", help="write every number to a file, too")
+    group.add_argument("--plot", metavar="FILE", help="draw the speeds and latencies, as a PNG")
+    add_model_flags(parser)
+    add_scheduler_flags(parser)
+    add_speculation_flags(parser)
+    parser.set_defaults(dtype="float32")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,8") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run found, ready to be shown."""
+
+    title: str
+    sections: Sequence[Section]
+    notes: Sequence[str]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the tables, write the files."""
+    _check(args)
+    pyplot = load_pyplot() if args.plot else None
+    tune_environment()
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # no word about services that end as they should
+    from rich.console import Console  # noqa: PLC0415
+
+    # Where there is no terminal to ask, the tables get the width they need.
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    report = asyncio.run(_measure_server(args) if args.url else _measure_here(args))
+    from tandem.bench.chart import draw_report  # noqa: PLC0415
+    from tandem.bench.report import print_report  # noqa: PLC0415
+
+    print_report(console, report.title, report.sections, report.notes)
+    if args.json:
+        sections = [section.summary() for section in report.sections]
+        content = {"title": report.title, "notes": report.notes, "arguments": vars(args), "sections": sections}
+        Path(args.json).write_text(json.dumps(content, indent=1, default=str) + "\n")
+    if pyplot is not None:
+        draw_report(pyplot, report.title, report.sections, args.plot)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("num_prompts", "prompt_tokens", "max_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise InvalidRequest(f"{name} is {value}; it must be at least 1", param=name)
+    if min(args.batch_size) < 1:
+        raise InvalidRequest(f"batch_size is {min(args.batch_size)}; it must be at least 1", param="batch_size")
+    if args.url:
+        for name in ("drafter", "pad_target", "compare", "speculative_config", "speculative_model"):
+            if getattr(args, name):
+                flag = "--" + name.replace("_", "-")
+                raise InvalidRequest(f"--url names a running server, which has its own models; leave {flag} out")
+
+
+async def _measure_here(args: argparse.Namespace) -> Report:
+    """Services of our own: everything is seen."""
+    from gateway.text.tokenizer import TextTokenizer  # noqa: PLC0415
+    from tandem.bench.huggingface import HuggingFace  # noqa: PLC0415
+    from tandem.bench.measure import Bench  # noqa: PLC0415
+    from tandem.bench.plans import make_plans  # noqa: PLC0415
+    from tandem.bench.report import machine_notes, usable_cores  # noqa: PLC0415
+    from tandem.bench.systems import start_systems  # noqa: PLC0415
+
+    deployments = _padded(deployments_of(args), args.pad_target)
+    model = next(iter(deployments.values())).target.model
+    drafted = {name: _drafts_of(deployment) for name, deployment in deployments.items()}
+    k = max(drafted.values())
+    trees = [name for name, each in deployments.items() if each.draft is not None and each.draft.speculative.tree]
+    ways = [plain_way(next(iter(deployments))), *speculative_ways(drafted, rules_of(args), trees)]
+    tokenizer = TextTokenizer.load(model.tokenizer or model.model)
+    plans = make_plans(args, lambda text: tuple(tokenizer.encode(text)))
+    threads = model.num_threads or usable_cores()
+    async with AsyncExitStack() as stack:
+        progress = stack.enter_context(_progress())
+        progress("loading the models", 0)
+        systems = await stack.enter_async_context(start_systems(args.services, deployments))
+        rival = None
+        if args.compare:
+            models = {
+                "target": model.model,
+                "draft": next((d.draft.speculative.model for d in deployments.values() if d.draft), None),
+                "dtype": model.dtype,
+                "device": model.device,
+                "threads": threads,
+                "k": k,
+                "temperature": args.temperature,
+            }
+            rival = await HuggingFace.start(models)
+            stack.push_async_callback(rival.close)
+        bench = Bench(systems, ways, _params(args), rival)
+        if args.fixed_draft_length:
+            bench.learning_s = 0.0
+        sections = await _run(bench, plans, progress)
+        first = systems[next(iter(systems))].router
+        assert first is not None
+        info = first.model()
+        drafts = [system.router.draft_model() for system in systems.values() if system.router is not None]
+    sizes = [f"draft {each.num_parameters / 1e6:.1f} M" for each in drafts if each is not None and each.num_parameters]
+    names = ", ".join(next(iter(deployments.values())).gateway.served_model_name)
+    where = info.dtype if info.device == "cpu" else f"{info.dtype} on {info.device}"
+    parts = [f"{names}: target {info.num_parameters / 1e6:.1f} M", *sizes, where, f"k = {k} at most"]
+    notes = [*_plan_notes(args, plans), f"services: {args.services}", *machine_notes(threads), *bench.notes]
+    return Report(", ".join(parts), sections, notes)
+
+
+async def _measure_server(args: argparse.Namespace) -> Report:
+    """A running server: what its client sees."""
+    from tandem.bench.measure import Bench  # noqa: PLC0415
+    from tandem.bench.modes import Way  # noqa: PLC0415
+    from tandem.bench.plans import make_plans  # noqa: PLC0415
+    from tandem.bench.remote import connect  # noqa: PLC0415
+
+    plans = make_plans(args, None)
+    k = args.num_speculative_tokens if args.k is None else args.k
+    rules = rules_of(args)
+    async with connect(args.url, args.model) as remote:
+        if remote.is_tandem:
+            ways = [plain_way("server"), *speculative_ways({"server": k}, rules)]
+        elif k is not None or rules != [None]:
+            raise InvalidRequest("--k and --rules need a server of ours; this one decides itself", param="url")
+        else:
+            ways = [Way("server", "server", None)]
+        with _progress() as progress:
+            sections = await _run(Bench({"server": remote.system}, ways, _params(args)), plans, progress)
+    seen = "" if remote.is_tandem else "; pieces count as one token each where the server sends no token ids"
+    return Report(f"{remote.name} at {args.url}", sections, [*_plan_notes(args, plans), f"as its client sees it{seen}"])
+
+
+async def _run(bench: Bench, plans: Sequence[Plan], progress: Callable[[str, int], None]) -> list[Section]:
+    progress("warming up", sum(bench.num_steps(plan) for plan in plans))
+    bench.tell = lambda text: progress(text, 0)
+    return [await bench.run(plan) for plan in plans]
+
+
+def _params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True)
+
+
+def _drafts_of(deployment: Deployment) -> int:
+    assert deployment.draft is not None
+    return deployment.draft.speculative.num_speculative_tokens
+
+
+def _padded(deployments: dict[str, Deployment], size: str | None) -> dict[str, Deployment]:
+    """The same, the target padded where that was asked for."""
+    if not size:
+        return deployments
+    from tandem.padding import pad_checkpoint, parse_size  # noqa: PLC0415 (torch)
+
+    def padded(deployment: Deployment) -> Deployment:
+        model, gateway = deployment.target.model, deployment.gateway
+        folder = pad_checkpoint(model.model, parse_size(size))
+        names = tuple(f"{name} padded to {size}" for name in gateway.served_model_name)
+        return replace(
+            deployment,
+            target=replace(deployment.target, model=replace(model, model=folder)),
+            gateway=replace(gateway, served_model_name=names),
+        )
+
+    return {name: padded(deployment) for name, deployment in deployments.items()}
+
+
+def _plan_notes(args: argparse.Namespace, plans: Sequence[Plan]) -> list[str]:
+    counts = ", ".join(dict.fromkeys(f"{len(plan.batches)} x {plan.num_sessions}" for plan in plans))
+    source = f"prompts of {args.prompts}" if args.prompts else f"held-out prompts of {args.prompt_tokens} tokens"
+    rules = args.rules or args.verification or "block"
+    sampling = f"temperature {args.temperature:g}, rule {rules}" if args.temperature else "greedy"
+    return [f"{counts} {source}, {args.max_tokens} new tokens each, {sampling}; prefill included"]
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int], None]]:
+    """A bar on standard error: called with what is being done, and once with the number of steps."""
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        begun = False
+
+        def progress(text: str, total: int) -> None:
+            nonlocal begun
+            if total:
+                begun = True
+                bar.update(task, description=text, total=total, completed=0)
+            else:
+                bar.update(task, description=text, advance=1 if begun else 0)
+
+        yield progress
+
+
+if __name__ == "__main__":
+    sys.exit("run it as: tandem bench")

@@ -1,0 +1,178 @@
+"""``tandem generate``: continue a prompt and stream the text."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.errors import InvalidRequest
+from specdec.params import SamplingParams
+from tandem.flags import (
+    add_model_flags,
+    add_scheduler_flags,
+    add_speculation_flags,
+)
+from tandem.launcher.deployment import deployment_of
+from tandem.launcher.environment import tune_environment
+from tandem.rest_client import Server
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New text; the last piece also says how many tokens there were and what speculation did."""
+
+    text: str
+    num_tokens: int | None = None
+    acceptance_length: float = 0.0
+    acceptance_rate: float = 0.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``tandem generate``."""
+    parser.add_argument("prompt", metavar="PROMPT", help='the text to continue; "-" reads standard input')
+    add_answer_flags(parser)
+
+
+def add_answer_flags(parser: argparse.ArgumentParser) -> None:
+    """Where the model is and how to sample from it."""
+    parser.add_argument("--url", help="a running server; without it the model runs in this process")
+    parser.add_argument("--model", help="folder or hub name of the target, or a name the server answers to")
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=256, help="tokens to generate at most (default: 256)")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    group.add_argument("--top-p", type=float, default=1.0, help="share of probability kept (default: 1)")
+    group.add_argument("--top-k", type=int, default=0, help="tokens kept; 0 keeps all (default: 0)")
+    group.add_argument("--stop", action="append", default=[], help="text that ends the answer; may be given again")
+    group.add_argument("--quiet", action="store_true", help="print no speed at the end")
+    add_model_flags(parser)
+    add_scheduler_flags(parser)
+    add_speculation_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Stream the text to standard output and the speed to standard error."""
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    with open_model(args) as model:
+        show(model.complete(prompt), quiet=args.quiet)
+    return 0
+
+
+def show(pieces: Iterator[Piece], *, quiet: bool) -> str:
+    """Print pieces as they come, then the speed; returns the whole text."""
+    started, text, last = time.perf_counter(), "", None
+    for piece in pieces:
+        text, last = text + piece.text, piece
+        print(piece.text, end="", flush=True)
+    print()
+    if last is not None and last.num_tokens is not None and not quiet:
+        took_s = time.perf_counter() - started
+        speculation = (
+            f", acceptance length {last.acceptance_length:.2f}, acceptance rate {last.acceptance_rate:.2f}"
+            if last.acceptance_length
+            else ", no speculation"
+        )
+        rate = last.num_tokens / took_s
+        print(f"{last.num_tokens} tokens in {took_s:.2f} s, {rate:.1f} tokens/s{speculation}", file=sys.stderr)
+    return text
+
+
+class Remote:
+    """A model behind a URL."""
+
+    def __init__(self, server: Server, model: str, params: SamplingParams) -> None:
+        self._server = server
+        self._body = {
+            "model": model,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "stream_options": {"include_usage": True},
+            **({"top_k": params.top_k} if params.top_k else {}),
+            **({"stop": list(params.stop)} if params.stop else {}),
+            **({} if params.seed is None else {"seed": params.seed}),
+        }
+
+    def complete(self, prompt: str) -> Iterator[Piece]:
+        """Continue a text."""
+        for event in self._server.stream("/v1/completions", {**self._body, "prompt": prompt}):
+            yield _piece(event, lambda choice: str(choice["text"]))
+
+    def answer(self, messages: Messages) -> Iterator[Piece]:
+        """Answer a conversation."""
+        for event in self._server.stream("/v1/chat/completions", {**self._body, "messages": messages}):
+            yield _piece(event, lambda choice: str(choice["delta"].get("content") or ""))
+
+
+def _piece(event: Mapping[str, Any], text_of: Any) -> Piece:
+    text = "".join(text_of(choice) for choice in event.get("choices", ()))
+    usage = event.get("usage")
+    if not usage:
+        return Piece(text)
+    speculation = (event.get("metrics") or {}).get("speculative_decoding") or {}
+    return Piece(
+        text,
+        int(usage["completion_tokens"]),
+        float(speculation.get("mean_acceptance_length", 0.0)),
+        float(speculation.get("draft_acceptance_rate", 0.0)),
+    )
+
+
+class Local:
+    """A model in this process."""
+
+    def __init__(self, llm: Any, params: SamplingParams) -> None:
+        self._llm = llm
+        self._params = params
+
+    def complete(self, prompt: str) -> Iterator[Piece]:
+        """Continue a text."""
+        return self._pieces(self._llm.stream(prompt, self._params))
+
+    def answer(self, messages: Messages) -> Iterator[Piece]:
+        """Answer a conversation."""
+        return self._pieces(self._llm.stream_chat(messages, self._params))
+
+    def _pieces(self, chunks: Iterator[Any]) -> Iterator[Piece]:
+        for chunk in chunks:
+            if chunk.final is None:
+                yield Piece(chunk.text)
+            else:
+                speculation = chunk.final.speculation
+                yield Piece(
+                    chunk.text,
+                    chunk.final.usage.completion_tokens,
+                    speculation.mean_acceptance_length,
+                    speculation.draft_acceptance_rate,
+                )
+
+
+@contextmanager
+def open_model(args: argparse.Namespace) -> Iterator[Remote | Local]:
+    """The model the flags ask for: behind ``--url``, or loaded here."""
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        stop=args.stop,
+        seed=args.seed,
+    )
+    if args.url:
+        if args.speculative_config or args.speculative_model:
+            raise InvalidRequest("--url names a running server, which has its own drafter; leave the other flags out")
+        server = Server(args.url)
+        yield Remote(server, args.model or server.model(), params)
+        return
+    deployment = deployment_of(args)
+    tune_environment()
+    from tandem.llm import LLM  # noqa: PLC0415 (torch)
+
+    with LLM.of(deployment) as llm:
+        yield Local(llm, params)

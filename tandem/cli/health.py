@@ -1,0 +1,44 @@
+"""``tandem health``: whether a server is ready, and what it serves."""
+
+from __future__ import annotations
+
+import argparse
+
+from specdec.errors import Unavailable
+from tandem.rest_client import Server
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``tandem health``."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--url", default="http://127.0.0.1:8000", help="a gateway (default: http://127.0.0.1:8000)")
+    where.add_argument("--grpc", metavar="HOST:PORT", help="any of the services, by the standard gRPC health check")
+    parser.add_argument("--timeout-s", type=float, default=5.0, help="seconds to wait for an answer (default: 5)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one line; 0 when the server is ready."""
+    print(_check_grpc(args.grpc, args.timeout_s) if args.grpc else _check_rest(args.url, args.timeout_s))
+    return 0
+
+
+def _check_rest(url: str, timeout_s: float) -> str:
+    server = Server(url, timeout_s=timeout_s)
+    server.get("/health")
+    models = ", ".join(str(model["id"]) for model in server.get("/v1/models")["data"])
+    return f"{server.url} is ready and serves {models}"
+
+
+def _check_grpc(address: str, timeout_s: float) -> str:
+    import grpc  # noqa: PLC0415 (`tandem --help` needs none)
+    from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415
+
+    with grpc.insecure_channel(address) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise Unavailable(f"{address} does not answer: {error.details()}") from None
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        raise Unavailable(f"{address} is {state}: it is loading or stopping")
+    return f"{address} is SERVING"

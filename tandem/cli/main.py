@@ -1,0 +1,96 @@
+"""The ``tandem`` command. Each subcommand is a module with ``add_arguments`` and ``run``, imported when chosen."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from specdec import __version__
+from specdec.errors import InvalidRequest, TandemError, text_of
+from specdec.flags import Parser, hyphenate
+from tandem.launcher.environment import tune_environment
+
+#: Subcommand → its module and what it does.
+COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
+    "serve": ("tandem.cli.serve", "start target, draft and gateway on this machine"),
+    "generate": ("tandem.cli.generate", "continue a prompt and stream the text"),
+    "chat": ("tandem.cli.chat", "talk to a model in the terminal"),
+    "bench": ("tandem.cli.bench", "measure plain against speculative decoding"),
+    "health": ("tandem.cli.health", "ask a running server whether it is ready"),
+    "train": ("tandem.cli.train", "train a drafter for a target: a draft head or a small model"),
+    "demo": ("tandem.cli.demo", "start the services, generate a few texts, stop"),
+}
+#: Subcommands that run one service each, with that service's own flags.
+SERVICES: Final[Mapping[str, tuple[str, str]]] = {
+    "target": ("target_service.main", "run one target service"),
+    "draft": ("draft_service.main", "run one draft service"),
+    "gateway": ("gateway.main", "run one gateway"),
+}
+#: Their flags that take a checkpoint.
+_CHECKPOINT_FLAGS: Final = ("--model", "--target-model", "--tokenizer")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0, 1 for a failure, 2 for a mistake in the call."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if given and given[0] in SERVICES:
+            return _run_service(given[0], given[1:])
+        return _run_command(given)
+    except TandemError as error:
+        print(f"tandem: error: {text_of(error)}", file=sys.stderr)
+        return 2 if isinstance(error, InvalidRequest) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output left, as `head` does; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run_command(argv: Sequence[str]) -> int:
+    parser = Parser(prog="tandem", description="Speculative decoding as a service.")
+    parser.add_argument("--version", action="version", version=f"tandem {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    command = None
+    for name, (module, text) in {**COMMANDS, **SERVICES}.items():
+        subparser = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if argv and argv[0] == name:
+            command = importlib.import_module(module)
+            command.add_arguments(subparser)
+    args = parser.parse_args(argv)
+    if command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    status: int = command.run(args)
+    return status
+
+
+def _run_service(name: str, argv: Sequence[str]) -> int:
+    tune_environment()
+    service = importlib.import_module(SERVICES[name][0])
+    status: int = service.main(_with_folders(hyphenate(argv)))
+    return status
+
+
+def _with_folders(argv: Sequence[str]) -> list[str]:
+    """The same flags with the folder in place of each checkpoint's name: services know folders only."""
+    from tandem.checkpoints import find_checkpoint  # noqa: PLC0415 (`tandem --help` needs none)
+
+    result: list[str] = []
+    for arg in argv:
+        flag, equals, value = arg.partition("=")
+        if equals and flag in _CHECKPOINT_FLAGS:
+            result.append(f"{flag}={find_checkpoint(value)}")
+        elif result and result[-1] in _CHECKPOINT_FLAGS:
+            result.append(find_checkpoint(arg))
+        else:
+            result.append(arg)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

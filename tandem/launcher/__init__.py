@@ -1,0 +1,1 @@
+"""Services on this machine: settings, processes, embedded mode."""

@@ -1,0 +1,36 @@
+"""What a service's process runs first: a promise not to outlive its launcher, then the service's own module.
+
+``python -m tandem.launcher.child LAUNCHER_PID MODULE ARGUMENT…`` is ``python -m MODULE ARGUMENT…`` that gets SIGTERM
+when the launcher dies in whatever way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def follow_parent(parent_pid: int) -> None:
+    """Ask Linux for SIGTERM at the parent's death, and leave at once when it is dead already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        raise SystemExit("the launcher is gone")
+
+
+def main() -> None:
+    """Follow the launcher, then become the module."""
+    follow_parent(int(sys.argv[1]))
+    module = sys.argv[2]
+    sys.argv = [module, *sys.argv[3:]]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""One machine's target, draft and gateway: their settings, and the processes that run with them.
+
+Cores are shared out by threads: the target gets all of them, the draft one. They take turns (the target waits while the
+draft drafts and the other way round), so that costs nothing as long as waiting threads sleep instead of spinning:
+see :mod:`tandem.launcher.environment`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from specdec.flags import settings_from
+from specdec.methods import MODEL_METHODS
+from specdec.settings import (
+    DraftSettings,
+    GatewaySettings,
+    ModelSettings,
+    SchedulerSettings,
+    SpeculativeSettings,
+    TargetSettings,
+)
+from tandem.flags import rule_of
+from tandem.launcher.environment import tuned_environment
+from tandem.launcher.supervisor import Service
+from tandem.speculative_config import OLDER_NAMES, Choice, choose_models, read_speculation
+
+_DRAFT_THREADS: Final = 1
+#: Share of a GPU's memory the draft gets where it lives on the target's GPU.
+_DRAFT_GPU_SHARE: Final = 0.15
+#: Fields of the gateway that follow from the rest.
+_DERIVED: Final = frozenset({"targets", "drafts", "tokenizer", "verification", "num_speculative_tokens"})
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Settings of the services; ``draft`` is None where nothing is drafted."""
+
+    target: TargetSettings
+    draft: DraftSettings | None
+    gateway: GatewaySettings
+
+    def describe(self) -> str:
+        """The models and how they speculate, in a few words."""
+        name = ", ".join(self.gateway.served_model_name)
+        if self.draft is None:
+            return f"{name} (no speculation)"
+        speculative = self.draft.speculative
+        drafters = [
+            Path(speculative.model or "").name if each in MODEL_METHODS else each for each in speculative.methods
+        ]
+        return f"{name}, drafted by {' and '.join(drafters)}, k = {speculative.num_speculative_tokens}"
+
+    def ready_line(self, addresses: Mapping[str, str]) -> str:
+        """The one line that says what is served where; ``addresses`` are those of the services behind the gateway."""
+        host = self.gateway.host
+        parts = [
+            f"ready: http://{host}:{self.gateway.port}/v1, gRPC {host}:{self.gateway.grpc_port}",
+            self.describe(),
+            *([", ".join(f"{name} {address}" for name, address in addresses.items())] if addresses else []),
+        ]
+        return " | ".join(parts)
+
+    def with_ports(self) -> Deployment:
+        """The same with a free port for each port that is 0: a restarted gateway must come back where it was."""
+        gateway = self.gateway
+        port, grpc_port = gateway.port or free_port(gateway.host), gateway.grpc_port or free_port(gateway.host)
+        return replace(self, gateway=replace(gateway, port=port, grpc_port=grpc_port))
+
+
+def deployment_of(args: argparse.Namespace) -> Deployment:
+    """The deployment that parsed flags of ``serve`` (or of another command with the same flags) stand for."""
+    older = {name: getattr(args, name, None) for name in OLDER_NAMES}
+    speculative = read_speculation(args.speculative_config, older, target=args.model)
+    choice = choose_models(args.model, speculative, tokenizer=args.tokenizer)
+    names = {field.name for field in fields(GatewaySettings)} - _DERIVED
+    gateway = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    return make_deployment(
+        choice,
+        settings_from(ModelSettings, args, model=choice.target),
+        scheduler=settings_from(SchedulerSettings, args),
+        verification=args.verification,
+        gateway=gateway,
+    )
+
+
+def make_deployment(
+    choice: Choice,
+    model: ModelSettings,
+    *,
+    scheduler: SchedulerSettings | None = None,
+    verification: str | None = None,
+    gateway: Mapping[str, Any] | None = None,
+) -> Deployment:
+    """Settings of all services for the chosen models; ``model`` is the target, whose options the draft shares."""
+    rule = rule_of(verification)
+    scheduler = scheduler or SchedulerSettings()
+    draft = draft_model = None
+    if choice.speculates:
+        if choice.speculative.needs_model:
+            draft_model, model = _share_device(model, choice.speculative)
+        draft = DraftSettings(
+            speculative=choice.speculative,
+            model=draft_model,
+            target_model=choice.target if choice.speculative.reads_target else None,
+            scheduler=scheduler,
+        )
+    given = dict(gateway or {})
+    names = tuple(given.pop("served_model_name", None) or (choice.name,))
+    return Deployment(
+        target=TargetSettings(model=model, scheduler=scheduler, **({} if rule is None else {"verification": rule})),
+        draft=draft,
+        gateway=GatewaySettings(
+            served_model_name=names,
+            tokenizer=model.tokenizer or model.model,
+            num_speculative_tokens=choice.speculative.num_speculative_tokens if draft else 0,
+            disable_by_batch_size=choice.speculative.disable_by_batch_size,
+            verification=rule,
+            **given,
+        ),
+    )
+
+
+def _share_device(model: ModelSettings, speculative: SpeculativeSettings) -> tuple[ModelSettings, ModelSettings]:
+    """The draft's settings and the target's, so that both fit the device."""
+    assert speculative.model is not None
+    draft = replace(
+        model,
+        model=speculative.model,
+        tokenizer=None,
+        quantization=speculative.quantization,
+        num_threads=_DRAFT_THREADS,
+        kv_cache_memory_bytes=None,
+    )
+    if model.device.startswith("cuda") or (model.device == "auto" and Path("/dev/nvidia0").exists()):
+        share = model.gpu_memory_utilization
+        draft = replace(draft, gpu_memory_utilization=share * _DRAFT_GPU_SHARE)
+        model = replace(model, gpu_memory_utilization=share * (1 - _DRAFT_GPU_SHARE))
+    return draft, model
+
+
+def services_of(deployment: Deployment, *, target: str | None = None) -> list[Service]:
+    """The processes of a deployment, in the order they start; free ports are chosen for target and draft.
+
+    ``target`` is the address of one that runs already: then there is no target among them.
+    """
+    drain = ("--drain-s", f"{deployment.gateway.drain_s:g}")
+    # Progress bars of the loaders would fill the log.
+    environment = {**tuned_environment(os.environ), "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    target_port = free_port()
+    services = [
+        Service(
+            name="target",
+            module="target_service",
+            arguments=(*flags_of(deployment.target.model), *flags_of(deployment.target.scheduler),
+                       "--verification", str(deployment.target.verification),
+                       *_listening_flags(target_port), *drain),
+            environment=environment,
+            address=f"127.0.0.1:{target_port}",
+        )
+    ]  # fmt: skip
+    if deployment.draft is not None:
+        draft, port = deployment.draft, free_port()
+        model = flags_of(draft.model, skip={"model", "tensor_parallel_size"}) if draft.model else ()
+        services.append(
+            Service(
+                name="draft",
+                module="draft_service",
+                arguments=(
+                    *flags_of(
+                        draft.speculative, skip={"draft_tensor_parallel_size", "disable_by_batch_size", "quantization"}
+                    ),
+                    *(("--target-model", draft.target_model) if draft.target_model else ()),
+                    *model, *flags_of(draft.scheduler, skip={"max_wait_s"}), *_listening_flags(port), *drain),
+                environment=environment,
+                address=f"127.0.0.1:{port}",
+            )
+        )  # fmt: skip
+    gateway = replace(
+        deployment.gateway,
+        targets=(nearest(target or services[0].address),),
+        drafts=tuple(nearest(service.address) for service in services[1:]),
+    )
+    services.append(
+        Service(
+            name="gateway",
+            module="gateway",
+            arguments=flags_of(gateway),
+            address=f"{gateway.host}:{gateway.port}",
+        )
+    )
+    return services[1:] if target else services
+
+
+def _listening_flags(port: int) -> tuple[str, ...]:
+    address = f"127.0.0.1:{port}"
+    socket = nearest(address)
+    return ("--port", str(port)) if socket == address else ("--port", str(port), "--socket", socket)
+
+
+def nearest(address: str) -> str:
+    """How the gateway reaches a service of this machine: past TCP where the system has sockets without a file."""
+    return f"unix-abstract:tandem-{address.rpartition(':')[2]}" if sys.platform == "linux" else address
+
+
+def flags_of(settings: Any, *, skip: set[str] = frozenset()) -> tuple[str, ...]:  # type: ignore[assignment]
+    """The flags that give a service these settings; what equals the default is left out."""
+    flags: list[str] = []
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if field.name in skip or value == field.default:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        if value is True:
+            flags.append(flag)
+        elif isinstance(value, tuple):
+            flags += [part for item in value for part in (flag, str(item))]
+        else:
+            flags += [flag, str(value)]
+    return tuple(flags)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

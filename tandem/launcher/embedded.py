@@ -1,0 +1,85 @@
+"""Target, draft and generation in one process, without gRPC between them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Self
+
+import uvloop
+from transformers.utils import logging as transformers_logging
+
+from draft_service.core import DraftCore
+from gateway.app import Gateway, serve
+from gateway.generation import Generation
+from gateway.routing import Router
+from gateway.text.tokenizer import TextTokenizer
+from specdec.errors import InvalidRequest
+from tandem.launcher.deployment import Deployment
+from target_service.core import TargetCore
+
+
+class Embedded:
+    """The services' cores and the gateway's generation module on the running event loop."""
+
+    def __init__(self, generation: Generation, target: TargetCore, draft: DraftCore | None) -> None:
+        self.generation = generation
+        self.target = target
+        self.draft = draft
+
+    @classmethod
+    async def start(cls, deployment: Deployment) -> Self:
+        """Load and warm up the models.
+
+        Raises:
+            ModelNotSupported: a checkpoint cannot be run correctly, or the draft's vocabulary is not the target's.
+            InvalidRequest: a setting does not fit a model or the machine.
+        """
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        settings = deployment.gateway
+        tokenizer = _load_tokenizer(settings.tokenizer)
+        target = await TargetCore.start(deployment.target)
+        draft: DraftCore | None = None
+        try:
+            if deployment.draft is not None:
+                draft = await DraftCore.start(deployment.draft)
+            generation = Generation(await Router.local(target, draft), settings, tokenizer)
+            return cls(generation, target, draft)
+        except BaseException:
+            if draft is not None:
+                await draft.close()
+            await target.close()
+            raise
+
+    async def close(self) -> None:
+        """Drop the models."""
+        if self.draft is not None:
+            await self.draft.close()
+        await self.target.close()
+
+
+def _load_tokenizer(folder: str | None) -> TextTokenizer | None:
+    """The tokenizer; a checkpoint without one serves token ids."""
+    if folder is None:
+        return None
+    try:
+        return TextTokenizer.load(folder)
+    except InvalidRequest:
+        return None
+
+
+def serve_embedded(deployment: Deployment) -> int:
+    """Serve the gateway's REST and gRPC faces over the cores of this process, until SIGINT or SIGTERM."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(deployment))
+    return 0
+
+
+async def _serve(deployment: Deployment) -> None:
+    embedded = await Embedded.start(deployment)
+    try:
+        gateway = Gateway(deployment.gateway, router=embedded.generation.router)
+        await serve(gateway, on_ready=lambda _: print(deployment.ready_line({}), flush=True))
+    finally:
+        await embedded.close()

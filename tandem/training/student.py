@@ -1,0 +1,259 @@
+"""The drafter that learns: a fresh one of each method in the target's shape, or one that was published."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from specdec.errors import InvalidRequest
+from specdec.heads.eagle import EagleConfig, EagleHead
+from specdec.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers
+from specdec.heads.files.checkpoint import Head, read_head
+from specdec.heads.layer import LayerConfig, RopeConfig
+from specdec.heads.medusa import MedusaConfig, MedusaHeads
+from specdec.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
+from specdec.methods import method_of
+from tandem.training.draft_vocabulary import draft_ids, most_frequent
+from tandem.training.lesson import Lessons
+from tandem.training.settings import TrainSettings
+from tandem.training.unroll import Guess, unroll_draft, unroll_eagle, unroll_medusa, unroll_mlp
+
+Module: TypeAlias = Head | LlamaForCausalLM
+
+#: Method names of `tandem train` that a checkpoint calls otherwise.
+_NAMES = {"mlp": "mlp_speculator"}
+#: Share of tokens published EAGLE-3 heads can draft, at most.
+MAX_DRAFT_VOCAB_SIZE = 32_000
+NUM_UNROLL_STEPS = 4
+NUM_PREDICT = 4
+
+
+@dataclass(frozen=True)
+class Student:
+    """A drafter under training, and how it is asked."""
+
+    module: Module
+    unroll: Callable[[Any, Lessons, int], Iterator[Guess]]
+    #: Steps that are trained, and the most that can be asked for.
+    num_steps: int
+    #: Sizes of its vocabularies.
+    vocab_sizes: tuple[int, ...]
+    max_steps: int | None = None
+    #: The target's ids to the draft's, int64 [V], -1 where it has none; None where the vocabularies are the same.
+    to_draft: Tensor | None = None
+
+    def guesses(self, lesson: Lessons, num_steps: int) -> Iterator[Guess]:
+        """What it drafts in each of `num_steps` steps from every position."""
+        return self.unroll(self.module, lesson, num_steps)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that learn, by name."""
+        return {name: value for name, value in self.module.named_parameters() if value.requires_grad}
+
+
+def layers_read(settings: TrainSettings, target: PreTrainedModel) -> tuple[int, ...]:
+    """The target's hidden states the method reads: those of `start_from` where that is given.
+
+    EAGLE-3's usual early, middle and late ones are three in targets of nine layers or more; below that, states spread
+    evenly over the layers take their place.
+
+    Raises:
+        InvalidRequest: `layers` are not those of `start_from`.
+    """
+    if settings.method == "draft":
+        return ()
+    if settings.method != "eagle3":
+        return (-1,)
+    if settings.start_from is not None:
+        layers = _load_head(settings, settings.start_from).hidden_state_layers
+        if settings.layers not in (None, layers):
+            raise InvalidRequest(f"start_from reads the hidden states {list(layers)}: leave out layers", param="layers")
+        return layers
+    if settings.layers is not None:
+        return settings.layers
+    count = target.config.get_text_config().num_hidden_layers
+    usual = default_layers(count)
+    if usual[0] < usual[1] < usual[2]:
+        return usual
+    return tuple(round((i + 1) * (count - 1) / 3) for i in range(3))
+
+
+def make_student(settings: TrainSettings, target: PreTrainedModel, counts: Tensor) -> Student:
+    """A student on the target's device, in float32.
+
+    `counts` int64 [V]: how often the target writes each token, which decides about EAGLE-3's vocabulary.
+
+    Raises:
+        InvalidRequest: `start_from` holds another method.
+    """
+    torch.manual_seed(settings.seed)
+    start = settings.start_from
+    module = _create(settings, target, counts) if start is None else _load(settings, start)
+    nn.Module.to(module, target.device, torch.float32).train()
+    for parameter in module.parameters():
+        parameter.requires_grad_(True)
+    steps, vocab = settings.unroll_steps or NUM_UNROLL_STEPS, target.config.get_text_config().vocab_size
+    match module:
+        case Eagle3Head():
+            _freeze_shared(module)
+            token_ids = module.t2d.nonzero()[:, 0]
+            whole = len(token_ids) == module.config.vocab_size
+            to_draft = None if whole else draft_ids(token_ids.cpu(), module.config.vocab_size).to(target.device)
+            return Student(module, unroll_eagle, steps, (vocab, len(token_ids)), to_draft=to_draft)
+        case EagleHead():
+            _freeze_shared(module)
+            return Student(module, unroll_eagle, steps, (vocab,))
+        case MedusaHeads():
+            return Student(module, unroll_medusa, len(module), (vocab,), max_steps=len(module))
+        case MlpSpeculator():
+            steps = module.config.n_predict
+            return Student(module, unroll_mlp, steps, (vocab,), max_steps=steps)
+        case _:
+            return Student(module, unroll_draft, 1, (vocab,))
+
+
+def _freeze_shared(head: EagleHead | Eagle3Head) -> None:
+    """What is the target's stays as it is."""
+    head.embed_tokens.weight.requires_grad_(head.config.owns_embeddings)
+    head.lm_head.weight.requires_grad_(isinstance(head, Eagle3Head) and head.config.owns_lm_head)
+
+
+def _load(settings: TrainSettings, folder: str) -> Module:
+    if settings.method == "draft":
+        draft: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return draft
+    return _load_head(settings, folder)
+
+
+def _load_head(settings: TrainSettings, folder: str) -> Head:
+    method = _NAMES.get(settings.method, settings.method)
+    if (found := method_of(folder)) != method:
+        raise InvalidRequest(f"start_from {folder} holds a {found}, not a {method}", param="start_from")
+    return read_head(folder, settings.target, method=method, dtype=torch.float32)
+
+
+def _create(settings: TrainSettings, target: PreTrainedModel, counts: Tensor) -> Module:
+    config = target.config.get_text_config()
+    size, vocab_size = config.hidden_size, config.vocab_size
+    predict = settings.num_predict or NUM_PREDICT
+    match settings.method:
+        case "eagle3":
+            return _create_eagle3(settings, target, counts)
+        case "eagle":
+            eagle = EagleConfig(layer=_layer(settings, config, size), vocab_size=vocab_size)
+            return EagleHead(eagle, embeddings=_embeddings(target), lm_head=_lm_head(target))
+        case "medusa":
+            shape = MedusaConfig(
+                hidden_size=size, vocab_size=vocab_size, num_heads=predict, num_layers=settings.num_layers or 1
+            )
+            medusa = MedusaHeads(shape)
+            for name, parameter in medusa.named_parameters():
+                # A head starts as the target's own next token: Cai et al. 2024, section 2.1.1.
+                parameter.data.copy_(torch.zeros(()) if "linear" in name else _lm_head(target))
+            return medusa
+        case "mlp":
+            inner = settings.inner_dim or size
+            speculator = MlpSpeculator(
+                MlpSpeculatorConfig(
+                    emb_dim=size,
+                    inner_dim=inner,
+                    vocab_size=vocab_size,
+                    n_predict=predict,
+                    scale_input=True,
+                    tie_weights=settings.tie_weights,
+                )
+            )
+            for name, parameter in speculator.named_parameters():
+                if name.startswith(("emb.", "head.")):
+                    whole = _embeddings(target) if name.startswith("emb.") else _lm_head(target)
+                    parameter.data.copy_(narrowed(whole, inner))
+            return speculator
+        case _:
+            return LlamaForCausalLM(_draft_config(settings, config))
+
+
+def _create_eagle3(settings: TrainSettings, target: PreTrainedModel, counts: Tensor) -> Eagle3Head:
+    config = target.config.get_text_config()
+    size = settings.hidden_size or config.hidden_size
+    draft_vocab_size = min(settings.draft_vocab_size or MAX_DRAFT_VOCAB_SIZE, config.vocab_size)
+    narrow = size != config.hidden_size
+    shape = Eagle3Config(
+        layer=_layer(settings, config, size),
+        target_hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        hidden_state_layers=layers_read(settings, target),
+        owns_embeddings=narrow,
+    )
+    head = Eagle3Head(shape, embeddings=None if narrow else _embeddings(target))
+    token_ids = most_frequent(counts, draft_vocab_size)
+    head.set_vocabulary(token_ids)
+    head.lm_head.weight.data.copy_(narrowed(_lm_head(target)[token_ids], size))
+    if narrow:
+        head.embed_tokens.weight.data.copy_(narrowed(_embeddings(target), size))
+    return head
+
+
+def _layer(settings: TrainSettings, config: Any, size: int) -> LayerConfig:
+    head_dim = (
+        settings.head_dim or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    num_heads = settings.num_heads or max(1, size // head_dim)
+    most = min(num_heads, getattr(config, "num_key_value_heads", num_heads))
+    num_kv_heads = settings.num_kv_heads or max(n for n in range(1, most + 1) if num_heads % n == 0)
+    if num_heads % num_kv_heads:
+        raise InvalidRequest(f"{num_heads} heads cannot share {num_kv_heads} key-value heads", param="num_kv_heads")
+    rope = getattr(config, "rope_parameters", None) or {}
+    return LayerConfig(
+        hidden_size=size,
+        intermediate_size=settings.intermediate_size or config.intermediate_size * size // config.hidden_size,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        rope=RopeConfig(
+            theta=float(rope.get("rope_theta", 10_000.0)), max_position_embeddings=config.max_position_embeddings
+        ),
+    )
+
+
+def _draft_config(settings: TrainSettings, config: Any) -> LlamaConfig:
+    size = settings.hidden_size or 128
+    num_heads = settings.num_heads or max(1, size // (settings.head_dim or 32))
+    return LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=size,
+        num_hidden_layers=settings.num_layers or 2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=settings.num_kv_heads or max(1, num_heads // 2),
+        head_dim=settings.head_dim or size // num_heads,
+        intermediate_size=settings.intermediate_size or 3 * size,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=True,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+    )
+
+
+def _embeddings(target: PreTrainedModel) -> Tensor:
+    """float32 [V, Ht] on the CPU."""
+    weight = cast("Tensor", target.get_input_embeddings().weight)
+    return weight.detach().float().cpu()
+
+
+def _lm_head(target: PreTrainedModel) -> Tensor:
+    """float32 [V, Ht] on the CPU."""
+    weight = cast("Tensor", target.get_output_embeddings().weight)  # type: ignore[no-untyped-call]
+    return weight.detach().float().cpu()
+
+
+def narrowed(weight: Tensor, size: int) -> Tensor:
+    """Rows [N, H] as [N, size]: their coordinates along the main axes, the nearest of that rank."""
+    if size >= weight.shape[1]:
+        return nn.functional.pad(weight, (0, size - weight.shape[1]))
+    axes: Tensor = torch.linalg.eigh(weight.T @ weight).eigenvectors  # of ascending eigenvalues
+    return weight @ axes[:, -size:]

@@ -1,0 +1,1 @@
+"""What a step runs: batching, composition, draft budget."""

@@ -1,0 +1,231 @@
+"""One tick on the device thread: a single ragged forward pass, then verification of every round in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from specdec.engine.engine import Kept, Segment
+from specdec.engine.hidden_states import STATE_DTYPE, PassStates
+from specdec.engine.kv_pool import KVSequence
+from specdec.errors import TandemError
+from specdec.rules import Rule, SparseRow
+from specdec.sampling.state import SamplingState
+from specdec.trees import depths
+from specdec.types import HiddenStates, PositionLogprobs, RoundTimings
+from target_service.logprobs import position_logprobs
+from target_service.stop_criteria import StopCriteria, Truncation
+from target_service.verifier import Outcome, Round, Verifier
+
+#: The hidden states of a pass, a segment's place in it, and its rows of them.
+OwnStates = tuple[PassStates, int, int]
+
+
+class Model(Protocol):
+    """What a tick needs of :class:`specdec.engine.engine.Engine`."""
+
+    def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
+        """Feed every segment and return its logits."""
+        ...
+
+    def forward_with_states(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, PassStates]:
+        """The same, and the segments' hidden states."""
+        ...
+
+    def keep_rows(self, kept: Sequence[Kept]) -> None:
+        """Drop what is not on the accepted paths of trees."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepSession:
+    """The session as the device thread sees it. ``state`` is touched there while a tick runs, elsewhere otherwise."""
+
+    state: SamplingState
+    sequence: KVSequence
+    rule: Rule
+    ending: StopCriteria
+    logprobs: int | None = None
+    #: Log-probabilities of this many tokens at each position of the prompt; None reports nothing.
+    prompt_logprobs: int | None = None
+    #: The hidden states its verdicts carry; those of the prompt from this position on, then of every committed position
+    #: or, with ``last_state_only``, of one a round.
+    state_layers: tuple[int, ...] = ()
+    first_state: int = 0
+    last_state_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One session's part of a tick: a chunk of its prompt, or a round [last committed token, drafted tokens…]."""
+
+    subject: StepSession
+    token_ids: Sequence[int]
+    #: Whether the verifier decides what follows; False for a chunk of a prompt that is not the last one.
+    decides: bool
+    draft_token_ids: tuple[int, ...] = ()
+    q_rows: tuple[SparseRow, ...] = ()
+    is_prefill: bool = False
+    #: Of each drafted token the one it follows, -1 for the committed tokens; empty: a chain.
+    parents: tuple[int, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """Drafted tokens that may be accepted."""
+        return max(depths(self.parents)) + 1 if self.parents else len(self.draft_token_ids)
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits the part needs: the last ones."""
+        if self.is_prefill and self.subject.prompt_logprobs is not None:
+            return len(self.token_ids)
+        return len(self.draft_token_ids) + 1 if self.decides else 0
+
+    @property
+    def num_states(self) -> int:
+        """Rows of hidden states the part needs: the last ones. Of a round all: any of its tokens may be the last."""
+        subject, num_rows = self.subject, len(self.token_ids)
+        if not subject.state_layers:
+            return 0
+        if not self.is_prefill:
+            return num_rows
+        return max(0, min(num_rows, subject.sequence.length + num_rows - subject.first_state))
+
+
+@dataclass(frozen=True, slots=True)
+class PartResult:
+    """What a part brought."""
+
+    cut: Truncation = field(default_factory=lambda: Truncation(()))
+    num_accepted: int = 0
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: Sequence[PositionLogprobs] = ()
+    #: Of the chunk, or those that the round's committed tokens were predicted from; None where none are asked for.
+    hidden_states: HiddenStates | None = None
+    error: TandemError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TickResult:
+    """What a tick brought, part by part."""
+
+    parts: list[PartResult]
+    started_ns: int
+    #: The tick's share of a round's timings; ``queue_ns`` is the session's own.
+    timings: RoundTimings = field(default_factory=RoundTimings)
+
+
+def run_tick(model: Model, verifier: Verifier, parts: Sequence[ScheduledSequence]) -> TickResult:
+    """Feed all parts in one forward pass, verify all rounds at once, and commit their tokens to the states."""
+    started_ns = time.perf_counter_ns()
+    segments: list[Segment] = []
+    rounds: list[Round] = []
+    row = 0
+    for part in parts:
+        subject, num_logits = part.subject, part.num_logits
+        follows = (-1, *(parent + 1 for parent in part.parents)) if part.parents else ()
+        segments.append(
+            Segment(subject.sequence, part.token_ids, num_logits, part.num_states, subject.state_layers, follows)
+        )
+        row += num_logits
+        if part.decides:
+            start_row = row - len(part.draft_token_ids) - 1
+            drafted = (part.draft_token_ids, part.q_rows, subject.logprobs, part.parents)
+            rounds.append(Round(subject.state, subject.rule, start_row, *drafted))
+    states: PassStates | None = None
+    if any(segment.num_states for segment in segments):
+        logits, states = model.forward_with_states(segments)
+    else:
+        logits = model.forward(segments)
+    forward_done_ns = time.perf_counter_ns()
+    decided = verifier.verify(logits, rounds)
+    _keep_paths(model, parts, decided)
+    outcomes = iter(decided)
+    results = []
+    row = 0
+    for index, (part, segment) in enumerate(zip(parts, segments, strict=True)):
+        scored: Sequence[PositionLogprobs] = ()
+        if part.is_prefill and part.subject.prompt_logprobs is not None:
+            scored = _score_prompt(part, part.subject.prompt_logprobs, logits[row : row + segment.num_logits])
+        row += segment.num_logits
+        own = (states, index, segment.num_states) if states is not None and segment.num_states else None
+        if part.decides:
+            results.append(_commit(part, next(outcomes), scored, own))
+        else:
+            results.append(PartResult(prompt_logprobs=scored, hidden_states=_states_of_chunk(part, own)))
+    timings = RoundTimings(
+        forward_ns=forward_done_ns - started_ns,
+        verify_ns=time.perf_counter_ns() - forward_done_ns,
+        batch_sessions=len(parts),
+        batch_rows=sum(len(part.token_ids) for part in parts),
+        batch_context=sum(part.subject.sequence.length for part in parts),
+    )
+    return TickResult(results, started_ns, timings)
+
+
+def _keep_paths(model: Model, parts: Sequence[ScheduledSequence], outcomes: Sequence[Outcome]) -> None:
+    """Of every tree that was fed only the accepted path stays in the cache."""
+    kept = []
+    for part, outcome in zip((part for part in parts if part.decides), outcomes, strict=True):
+        if part.parents:
+            sequence = part.subject.sequence
+            rows = (0, *(i + 1 for i in outcome.path))  # row 0 is the last committed token's
+            kept.append(Kept(sequence, sequence.length - len(part.token_ids), rows))
+    if kept:
+        model.keep_rows(kept)
+
+
+def _commit(
+    part: ScheduledSequence, outcome: Outcome, scored: Sequence[PositionLogprobs], own: OwnStates | None
+) -> PartResult:
+    if outcome.error is not None:
+        return PartResult(error=outcome.error)
+    state = part.subject.state
+    base_len = len(state)
+    cut = part.subject.ending.cut(base_len, outcome.token_ids)
+    state.commit(cut.token_ids)
+    states = _states_of_chunk(part, own) if part.is_prefill else _states_of_round(part, outcome, base_len, cut, own)
+    return PartResult(cut, outcome.num_accepted, outcome.logprobs[: len(cut.token_ids)], scored, states)
+
+
+def _states_of_chunk(part: ScheduledSequence, own: OwnStates | None) -> HiddenStates | None:
+    """All that were computed of a prompt's chunk."""
+    if own is None:
+        return None
+    num_rows = own[2]
+    return _hidden_states(part, own, part.subject.sequence.length - num_rows, range(num_rows))
+
+
+def _states_of_round(
+    part: ScheduledSequence, outcome: Outcome, base_len: int, cut: Truncation, own: OwnStates | None
+) -> HiddenStates | None:
+    """Those that the committed tokens were predicted from; of a tree along the accepted path."""
+    count = len(cut.token_ids)
+    if own is None or not count:
+        return None
+    first = count - 1 if part.subject.last_state_only else 0
+    rows: Sequence[int] = range(first, count)
+    if part.parents:
+        rows = (0, *(i + 1 for i in outcome.path))[first:count]
+    return _hidden_states(part, own, base_len - 1 + first, rows)
+
+
+def _hidden_states(part: ScheduledSequence, own: OwnStates, start: int, rows: Sequence[int]) -> HiddenStates:
+    states, index, _ = own
+    data = states.bytes_of(index, rows)
+    return HiddenStates(start, len(data) // len(rows) // STATE_DTYPE.itemsize, "bfloat16", data)
+
+
+def _score_prompt(part: ScheduledSequence, num_top: int, logits: torch.Tensor) -> Sequence[PositionLogprobs]:
+    """Log-probabilities of the prompt's tokens that follow those of the chunk; its last token decides the output."""
+    subject = part.subject
+    end = subject.sequence.length
+    start = end - len(part.token_ids)
+    following = subject.state.token_ids[start + 1 : min(end + 1, subject.ending.prompt_len)]
+    if not following:
+        return ()
+    return position_logprobs(logits[: len(following)], following, num_top, subject.state.num_tokens)

@@ -1,0 +1,72 @@
+"""What verdicts teach about the coming ones."""
+
+import random
+
+import pytest
+
+from draft_service.ahead.acceptance_stats import (
+    FIRST_ACCEPTANCE,
+    FIRST_AFTER_ALL,
+    SERVICE_MEMORY,
+    SESSION_MEMORY,
+    AcceptanceStats,
+    Kind,
+    Rate,
+    SessionOdds,
+)
+from specdec.rules import Rule
+
+
+def test_a_rate_begins_with_what_is_assumed_and_follows_what_is_seen():
+    rate = Rate(SERVICE_MEMORY)
+    assert rate.estimate(0.3) == 0.3
+    rng = random.Random(0)
+    for _ in range(4000):
+        rate.count(rng.random() < 0.8)
+    assert rate.estimate(0.3) == pytest.approx(0.8, abs=0.05)
+    for _ in range(6000):
+        rate.count(False)
+    assert rate.estimate(0.3) < 0.01
+
+
+def test_acceptance_by_position_is_conditional_on_what_came_before():
+    """Only the tokens up to the first rejection were judged."""
+    odds = AcceptanceStats()
+    session = SessionOdds(odds)
+    for _ in range(300):
+        session.count(2, 3)  # two accepted, the third not; of the fourth nothing is known
+    assert session.acceptance(0) > 0.95
+    assert session.acceptance(1) > 0.95
+    assert session.acceptance(2) < 0.05
+    assert session.acceptance(3) == FIRST_ACCEPTANCE
+
+
+def test_a_session_leans_on_its_service_and_then_goes_its_own_way():
+    odds = AcceptanceStats()
+    old = SessionOdds(odds)
+    for _ in range(500):
+        old.count(0, 1)
+    young = SessionOdds(odds)
+    assert young.acceptance(0) == odds.acceptance(0) < 0.05
+    for _ in range(30):
+        young.count(1, 1)
+    assert young.acceptance(0) > 0.8
+    assert odds.acceptance(0) < 0.2
+    assert SESSION_MEMORY < SERVICE_MEMORY
+
+
+def test_guesses_are_counted_by_rank():
+    odds = AcceptanceStats()
+    for token in [7] * 60 + [8] * 40:
+        odds.after_all.count(token, [7, 8, 9])
+    assert odds.after_all.chances[0] == pytest.approx(0.6, abs=0.05)
+    assert odds.after_all.chances[1] == pytest.approx(0.4, abs=0.08)
+    assert odds.after_all.chances[2] < 0.01
+    assert odds.after_all.chances[3] == FIRST_AFTER_ALL[3]  # there was no fourth guess
+
+
+def test_kinds(spec):
+    assert Kind.of(spec([1], rule=Rule.COUPLED)) is Kind.GREEDY
+    assert Kind.of(spec([1], rule=Rule.COUPLED, temperature=1.0)) is Kind.COUPLED
+    assert Kind.of(spec([1], rule=Rule.BLOCK, temperature=1.0)) is Kind.RATIO
+    assert Kind.of(spec([1], rule=None, temperature=1.0)) is Kind.RATIO

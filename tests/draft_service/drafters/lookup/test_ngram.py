@@ -1,0 +1,126 @@
+"""Prompt lookup against a brute-force search."""
+
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draft_service.drafters.lookup.ngram import NgramIndex
+from specdec.errors import StaleSession
+
+
+def brute_force(tokens, k, min_n, max_n):
+    """Longest n first, then the most recent earlier place; past the end of the text the copy goes on by itself."""
+    for n in range(max_n, min_n - 1, -1):
+        suffix = tokens[-n:]
+        if len(suffix) < n:
+            continue
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if tokens[end - n : end] == suffix:
+                text = list(tokens)
+                for i in range(k):
+                    text.append(text[end + i])
+                return tuple(text[len(tokens) :])
+    return ()
+
+
+def look_up(index, k):
+    index.take_in(index.num_pending)
+    return index.continuation(k).token_ids
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(0, 3), max_size=6), st.integers(0, 7)), max_size=12),
+    st.integers(1, 3),
+    st.integers(0, 3),
+)
+def test_equals_brute_force_after_any_history(prompt, moves, min_n, more):
+    max_n = min_n + more
+    index, tokens = NgramIndex(prompt, min_n, max_n), list(prompt)
+    assert look_up(index, 5) == brute_force(tokens, 5, min_n, max_n)
+    for drop, new, chunk in moves:
+        keep = max(0, len(tokens) - drop)
+        tokens[keep:] = new
+        index.replace(keep, new)
+        index.take_in(min(chunk, index.num_pending))  # prompts come in chunks, and may be taken back half-way
+        assert look_up(index, 5) == brute_force(tokens, 5, min_n, max_n)
+
+
+def test_long_random_texts_equal_brute_force():
+    rng = random.Random(1)
+    for vocabulary in (2, 5, 50):
+        tokens = [rng.randrange(vocabulary) for _ in range(400)]
+        index = NgramIndex(tokens[:100], 1, 4)
+        for end in range(100, 400, 3):
+            index.replace(end - 3 if end > 100 else 100, tokens[max(100, end - 3) : end])
+            assert look_up(index, 8) == brute_force(tokens[:end], 8, 1, 4)
+
+
+def test_the_brute_force_would_notice_an_index_of_the_text_itself():
+    """Twin of the tests above: an index that finds the end of the text differs from brute force."""
+    tokens = [1, 2, 3, 1, 2]
+    index = NgramIndex(tokens, 1, 2)
+    index.take_in(index.num_pending)
+    index._last[2][(1, 2)] = len(tokens)  # planted: the n-gram at the very end
+    with pytest.raises((AssertionError, ZeroDivisionError)):
+        assert index.continuation(2).token_ids == brute_force(tokens, 2, 1, 2)
+
+
+def test_longest_wins_over_most_recent():
+    index = NgramIndex([1, 2, 3, 9, 9, 3, 7, 1, 2, 3], 1, 3)
+    assert look_up(index, 2) == (9, 9)
+    index = NgramIndex([1, 2, 3, 9, 9, 3, 7, 1, 2, 3], 1, 1)
+    assert look_up(index, 2) == (7, 1)
+
+
+def test_a_period_fills_the_proposal():
+    assert look_up(NgramIndex([5, 6, 7, 6, 7], 1, 4), 6) == (6, 7, 6, 7, 6, 7)
+
+
+def test_cost_does_not_grow_with_the_text():
+    def seconds(length):
+        rng = random.Random(0)
+        index = NgramIndex([rng.randrange(1000) for _ in range(length)], 1, 4)
+        index.take_in(length)
+        best = float("inf")
+        for _ in range(20):
+            start = time.perf_counter()
+            for _ in range(50):
+                index.replace(len(index.token_ids), [rng.randrange(1000)])
+                index.take_in(1)
+                index.continuation(4)
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    assert seconds(50_000) < 20 * seconds(500)
+
+
+@pytest.mark.parametrize(
+    ("method", "k", "taken_back"), [("ngram", 5, ([1, 2], (9, 1, 5, 1, 2))), ("suffix", 32, ([1, 5], (1, 5)))]
+)
+async def test_lookups_draft_over_prompt_and_output(start_core, spec, method, k, taken_back):
+    async with start_core(method, k=k) as core:
+        info = await core.info()
+        assert (info.method, info.vocab_size, info.num_speculative_tokens) == (method, 0, k)
+        session = await core.open(spec([1, 2, 3, 4], temperature=1.0, rule="token"))
+        proposal = await session.propose(4, [1, 2], 2)
+        assert (proposal.base_len, proposal.token_ids, proposal.q_rows) == (6, (3, 4), ())
+        assert (await session.propose(6, [9], 4)).token_ids == ()
+        assert (await session.propose(7, [1, 2, 9, 1], 3)).token_ids == (2, 9, 1)
+        tokens, drafted = taken_back
+        assert (await session.propose(7, [1, 5, *tokens], 64)).token_ids == drafted
+        with pytest.raises(StaleSession):
+            await session.propose(99, [1], 2)
+        await session.close()
+
+
+async def test_no_drafter_proposes_nothing(start_core, spec):
+    async with start_core("none") as core:
+        session = await core.open(spec([1, 2, 1, 2]))
+        proposal = await session.propose(4, [1], 4)
+        assert (proposal.base_len, proposal.token_ids) == (5, ())
+        await session.close()

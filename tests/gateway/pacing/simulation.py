@@ -1,0 +1,277 @@
+"""A target, a draft and a gateway's sessions as a simulation: the true costs are known, so regret can be measured."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from gateway.pacing.controller import AdaptivePace, Pace
+from gateway.pacing.target_pacer import TargetPacer
+from specdec.types import RoundTimings, Verdict
+from target_service.scheduler.round_coalescer import RoundCoalescer
+
+MS = 1_000_000
+#: More tokens are asked for when so many of those asked for are left.
+LOW_WATER = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The truth: times in milliseconds."""
+
+    #: Of a tick, by rows and sessions.
+    tick: Callable[[float, float], float]
+    #: Acceptance rate of every drafted token, by time in seconds and the number of the session.
+    acceptance: Callable[[float, int], float]
+    #: Clients at a time, each always with one request open, by time in seconds.
+    load: Callable[[float], int] = lambda _: 1
+    #: A drafted token; a token of a prompt or one that the draft has missed.
+    draft: float = 0.3
+    catch_up: float = 0.03
+    #: Gateway to target, target to gateway, and the same to the draft.
+    network: float = 0.15
+    #: Work of the gateway for a round and for a token decoded ahead; one thing at a time.
+    round_work: float = 0.15
+    plain_work: float = 0.05
+    #: Share of the rounds whose proposal was offered before the verdict.
+    hits: float = 0.0
+    #: Whether drafting takes its time from the target's (one machine).
+    shared: bool = False
+    noise: float = 0.05
+    #: One tick in so many takes ten times as long.
+    outlier_every: int = 400
+    #: Whether ticks wait for rounds that are about to come.
+    gathers: bool = True
+    tokens: int = 128
+    prompt: int = 32
+    k: int = 4
+    #: Levels of the trees the draft proposes, ``acceptance`` being that of a level; None: it proposes chains.
+    depth: int | None = None
+
+
+#: What decides k: the pace of a session, its remaining tokens and the time in ns.
+Policy = Callable[[Pace, int, int], int]
+
+
+def adaptive(pace: Pace, remaining: int, now_ns: int) -> int:
+    return pace.num_draft_tokens(remaining, now_ns)
+
+
+def fixed(k: int) -> Policy:
+    return lambda pace, remaining, now_ns: min(k, remaining - 1)
+
+
+def plain(pace: Pace, remaining: int, now_ns: int) -> int:
+    """Everything is asked for at once."""
+    return 0
+
+
+@dataclass(eq=False)
+class Client:
+    number: int
+    pace: Pace
+    remaining: int
+    k: int = 0
+    ahead: int = 0
+    chunk: int = 1
+    #: When the draft session is open; None: not asked for.
+    open_at: float | None = None
+    unseen: int = 0
+    draft_ns: int = 0
+    asked_at: float = 0.0
+    closed: bool = False
+
+
+@dataclass
+class Simulation:
+    world: World
+    policy: Policy
+    seed: int = 0
+    lane: TargetPacer = field(default_factory=TargetPacer)
+    now: float = 0.0
+    #: (second, tokens) of every verdict.
+    log: list[tuple[float, int]] = field(default_factory=list)
+    ks: list[tuple[float, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.gathering = RoundCoalescer()
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.order = count()
+        self.ready: list[Client] = []
+        self.running = False
+        self.gateway_free = 0.0
+        self.stolen = 0.0
+        self.clients: list[Client] = []
+        self.numbers = count()
+        self.num_ticks = 0
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (when, next(self.order), what))
+
+    def run(self, seconds: float) -> float:
+        """Simulate so many more seconds; tokens per second in them."""
+        begin, end = self.now, self.now + 1000.0 * seconds
+        first = len(self.log)
+        self.at(self.now, self.watch)
+        while self.events and self.events[0][0] <= end:
+            self.now, _, what = heapq.heappop(self.events)
+            what()
+        self.now = end
+        return sum(tokens for _, tokens in self.log[first:]) / (end - begin) * 1000.0
+
+    def watch(self) -> None:
+        wanted = self.world.load(self.now / 1000.0)
+        while len(self.clients) < wanted:
+            self.clients.append(self.open())
+        while len(self.clients) > wanted:
+            self.close(self.clients.pop())
+        self.at(self.now + 20.0, self.watch)
+
+    def open(self) -> Client:
+        world = self.world
+        tokens = self.random.randint(world.tokens // 2, world.tokens * 3 // 2)
+        client = Client(next(self.numbers), AdaptivePace(self.lane, world.k), tokens)
+        client.unseen = world.prompt
+        self.at(self.now + world.network, lambda: self.go_on(client))
+        return client
+
+    def close(self, client: Client) -> None:
+        client.closed = True
+        client.pace.leave()
+        if client in self.ready:
+            self.ready.remove(client)
+
+    def work(self, cost: float) -> float:
+        """The gateway is one thread: when it is done with this."""
+        self.gateway_free = max(self.gateway_free, self.now) + cost
+        return self.gateway_free
+
+    def go_on(self, client: Client) -> None:
+        """The gateway decides what comes next."""
+        if client.closed:
+            return
+        world = self.world
+        k = self.policy(client.pace, client.remaining, int(self.now * MS))
+        self.ks.append((self.now / 1000.0, k))
+        if k and client.open_at is None:
+            self.open_draft(client)
+        client.k = k
+        if k and client.open_at is not None and client.open_at <= self.now:
+            hit = client.unseen == 0 and self.random.random() < world.hits
+            draft = k * world.draft + client.unseen * world.catch_up
+            self.stolen += draft
+            client.unseen = 0
+            wait = 0.0 if hit else draft + 3 * world.network
+            done = self.work(world.round_work) + wait
+            client.draft_ns = int(draft * MS)
+            self.at(done, lambda: self.arrive(client))
+            return
+        if k:
+            client.ahead, client.chunk = min(client.chunk, client.remaining), min(2 * client.chunk, 16)
+            client.k = 0
+        else:
+            now_ns = int(self.now * MS)
+            client.ahead = client.remaining if self.policy is plain else client.pace.num_ahead(client.remaining, now_ns)
+            client.chunk = 1
+        self.at(self.work(world.plain_work) + world.network, lambda: self.arrive(client))
+
+    def open_draft(self, client: Client) -> None:
+        world = self.world
+        client.open_at = self.now + 2 * world.network + client.unseen * world.catch_up
+        self.stolen += client.unseen * world.catch_up
+        client.unseen, client.chunk = 0, 1
+
+    def arrive(self, client: Client) -> None:
+        if not client.closed:
+            client.asked_at = self.now
+            self.gathering.came(client, int(self.now * MS))
+            self.ready.append(client)
+            self.tick()
+
+    def tick(self) -> None:
+        if self.running or not self.ready:
+            return
+        if self.world.gathers:
+            rows, now_ns = sum(client.k + 1 for client in self.ready), int(self.now * MS)
+            until_ns = self.gathering.wait_until(rows, len(self.ready), now_ns, self.tick_ns)
+            if until_ns > now_ns:
+                self.at((until_ns + 1000) / MS, self.tick)
+                return
+        self.running = True
+        batch, self.ready = self.ready, []
+        rows = sum(client.k + 1 for client in batch)
+        self.num_ticks += 1
+        cost = self.world.tick(rows, len(batch)) * self.random.lognormvariate(0.0, self.world.noise)
+        if self.num_ticks % self.world.outlier_every == 0:
+            cost *= 10.0
+        if self.world.shared:
+            cost, self.stolen = cost + self.stolen, 0.0
+        timings = RoundTimings(
+            forward_ns=int(cost * 0.9 * MS),
+            verify_ns=int(cost * 0.1 * MS),
+            batch_sessions=len(batch),
+            batch_rows=rows,
+            batch_context=100 * len(batch),
+        )
+        begun = self.now
+        self.at(self.now + cost, lambda: self.settle(batch, timings, begun))
+
+    def tick_ns(self, rows: int, sessions: int) -> float:
+        """What the target has learned of its ticks, taken for exact here."""
+        return self.world.tick(rows, sessions) * MS
+
+    def settle(self, batch: list[Client], timings: RoundTimings, begun: float) -> None:
+        self.running = False
+        for client in batch:
+            if not client.closed:
+                self.commit(client, timings, begun)
+        self.at(self.now + 0.05, self.tick)
+
+    def commit(self, client: Client, timings: RoundTimings, begun: float) -> None:
+        rate = self.world.acceptance(self.now / 1000.0, client.number)
+        accepted = 0
+        most = client.k if self.world.depth is None else min(client.k, self.world.depth)
+        while accepted < most and self.random.random() < rate:
+            accepted += 1
+        tokens = min(accepted + 1, client.remaining)
+        client.remaining -= tokens
+        queue_ns = int((begun - client.asked_at) * MS)
+        verdict = Verdict(1, 1, (1,) * tokens, accepted, client.k, timings=replace(timings, queue_ns=max(queue_ns, 0)))
+        asked, going_on = client.k, False
+        if asked and client.remaining:
+            self.gathering.left(client, asked + 1, int(self.now * MS))
+        if not asked:
+            client.ahead -= 1
+            client.unseen += 1
+            going_on = client.ahead > 0 and client.remaining > 0
+            if client.ahead == LOW_WATER and client.remaining > LOW_WATER:
+                # More is asked for before it is needed.
+                now_ns = int(self.now * MS)
+                k = self.policy(client.pace, client.remaining, now_ns)
+                if not k:
+                    client.ahead += client.pace.num_ahead(client.remaining - LOW_WATER, now_ns)
+                elif client.open_at is None:
+                    self.open_draft(client)
+        if going_on:
+            client.asked_at = self.now
+            self.ready.append(client)
+        done = max(self.work(self.world.plain_work), self.now) + self.world.network
+        self.at(done, lambda: self.take_in(client, verdict, asked, going_on))
+
+    def take_in(self, client: Client, verdict: Verdict, asked: int, going_on: bool) -> None:
+        if client.closed:
+            return
+        self.log.append((self.now / 1000.0, len(verdict.token_ids)))
+        tree_depth = None if self.world.depth is None or not asked else min(asked, self.world.depth)
+        client.pace.record(verdict, asked, client.draft_ns if asked else 0, int(self.now * MS), tree_depth=tree_depth)
+        if going_on:
+            return
+        if client.remaining > 0:
+            self.go_on(client)
+            return
+        self.close(client)
+        self.clients[self.clients.index(client)] = self.open()

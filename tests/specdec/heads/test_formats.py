@@ -1,0 +1,450 @@
+"""Every published layout loads, computes what its formula says, and is read back as it was written."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM
+
+from specdec.errors import InvalidRequest, ModelNotSupported
+from specdec.heads.eagle3 import default_layers
+from specdec.heads.files.checkpoint import read_head, write_head
+from tests.specdec.heads import checkpoints as files
+from tests.specdec.heads import reference
+
+TEXT = [5, 77, 30, 2, 61, 61, 9, 44]
+CHAIN = [8, 90, 13]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELOPT = {
+    "eagle_aux_hidden_state_layer_ids": [],
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": None,
+}
+
+
+class Target(NamedTuple):
+    model: LlamaForCausalLM
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    model = files.build_target()
+    return Target(model, files.write_target(tmp_path_factory.mktemp("target"), model))
+
+
+def causal(query, key, value):
+    """[T, heads, D] each."""
+    q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+def chain_logits(head, tokens, states, drafted):
+    """Logits of every step of a chain over the target's vocabulary, the whole text anew for each."""
+    ids, features = list(tokens[1:]), head.fuse(states)
+    rows = []
+    for token in [*drafted, None]:
+        positions = torch.arange(len(ids))
+        x = head(torch.tensor(ids), features, positions, causal)
+        rows.append(head.to_target_logits(head.logits(x[-1])))
+        ids.append(token)
+        features = torch.cat((features, x[-1:]))
+    return torch.stack(rows)
+
+
+def assert_agrees(head, step, states, drafted=CHAIN):
+    wanted = torch.stack([step(drafted[:i]) for i in range(len(drafted) + 1)]).float()
+    torch.testing.assert_close(chain_logits(head, TEXT, states, drafted), wanted, rtol=0, atol=1e-4)
+    assert wanted.isfinite().any(-1).all()
+
+
+def eagle_reference(model, published, canonical=None, **options):
+    embeddings, lm_head = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
+    return reference.EagleReference(
+        published.config, canonical or published.tensors, embeddings=embeddings, lm_head=lm_head, **options
+    )
+
+
+# --- EAGLE-1 and -2 ---
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {}),
+        ({"bias": True}, {"embeddings": False}),
+        ({"bias": False}, {"bias": False}),
+        ({"qkv_bias": True}, {"qkv_bias": True}),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, {"qkv_bias": True}),
+        ({"model_type": "mistral", "sliding_window": None}, {}),
+    ],
+    ids=["no field", "bias", "no bias", "biases of attention", "qwen2", "mistral"],
+)
+def test_eagle(tmp_path, target, file, fields, options):
+    published = files.write_head_files(tmp_path, files.eagle_config(**fields), files.eagle_tensors(**options), file)
+    head = read_head(tmp_path, target.folder)
+    assert (head.method, head.hidden_state_layers) == ("eagle", (-1,))
+    assert head.config.owns_embeddings == ("embed_tokens.weight" in published.tensors)
+    states = reference.target_states(target.model, TEXT, (-1,))[:-1]
+    model = eagle_reference(target.model, published, theta=files.DRAFT_ROPE)
+    assert_agrees(head, model.after(TEXT, list(states)), states)
+
+
+def test_eagle_of_the_speculators_library(tmp_path, target):
+    tensors = files.eagle_tensors(embeddings=False)
+    renamed = {
+        name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): value for name, value in tensors.items()
+    }
+    config = {
+        "architectures": ["EagleSpeculator", "LlamaDecoderLayer"],
+        "speculators_model_type": "eagle",
+        "transformer_layer_architecture": "LlamaDecoderLayer",
+        "transformer_layer_config": files.eagle_config(),
+        "layernorms": False,
+        "fusion_bias": True,
+        "speculators_config": {"algorithm": "eagle"},
+    }
+    published = files.write_head_files(tmp_path, config, renamed)
+    states = reference.target_states(target.model, TEXT, (-1,))[:-1]
+    model = eagle_reference(target.model, published, tensors, theta=files.DRAFT_ROPE)
+    assert_agrees(read_head(tmp_path, target.folder), model.after(TEXT, list(states)), states)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["one file", "sharded"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_what_is_shared_comes_from_the_targets_files(tmp_path, file, is_sharded, tied):
+    target = files.build_target(seed=5, tie_word_embeddings=tied)
+    folder = files.write_target(tmp_path / "target", target, is_sharded=is_sharded)
+    tensors = files.eagle_tensors(embeddings=False)
+    published = files.write_head_files(tmp_path / "head", files.eagle_config(), tensors, file)
+    head = read_head(published.folder, folder)
+    assert torch.equal(head.embed_tokens.weight, target.get_input_embeddings().weight)
+    assert torch.equal(head.lm_head.weight, target.lm_head.weight)
+    assert torch.equal(head.lm_head.weight, head.embed_tokens.weight) == tied
+    states = reference.target_states(target, TEXT, (-1,))[:-1]
+    model = eagle_reference(target, published, theta=files.DRAFT_ROPE)
+    assert_agrees(head, model.after(TEXT, list(states)), states)
+
+
+# --- EAGLE-3 ---
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"layer": "layers.0."},
+        {"layer": "layers.0.", "prefix": "model."},
+        {"prefix": "model."},
+        {"maps": ("d2t",)},
+        {"maps": ("t2d",)},
+        {"embeddings": True},
+        {"maps": (), "draft_vocab": files.VOCAB},
+    ],
+    ids=["original", "layers.0", "model.layers.0", "model.", "d2t", "t2d", "own embeddings", "whole vocabulary"],
+)
+def test_eagle3(tmp_path, target, file, options):
+    tensors = files.eagle3_tensors(**options)
+    config = files.eagle3_config(draft_vocab_size=options.get("draft_vocab", files.DRAFT_VOCAB))
+    published = files.write_head_files(tmp_path, config, tensors, file)
+    head = read_head(tmp_path, target.folder)
+    assert (head.method, head.hidden_state_layers) == ("eagle3", (2, 3, 4))
+    states = reference.target_states(target.model, TEXT, head.hidden_state_layers)[:-1]
+    canonical = files.eagle3_tensors(**(options | {"layer": "midlayer.", "prefix": ""}))
+    # Neither the target's RoPE nor that of other drafts: no field means 10000.
+    model = eagle_reference(target.model, published, canonical, theta=10000.0)
+    assert_agrees(head, model.after(TEXT, list(states)), states)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "before_residual"),
+    [
+        ({}, {}, False),
+        ({"norm_before_residual": True}, {}, True),
+        ({"norm_before_residual": None}, {}, True),  # the default of this format, and of no other
+        ({"norm_before_fc": True}, {"input_norm": True}, False),
+        ({"eagle_config": {"norm_before_fc": True}}, {"input_norm": True}, False),
+        ({"fc_norm": True, "norm_output": False}, {"fc_norm": True}, False),
+    ],
+    ids=["plain", "norm_before_residual", "by default", "norm_before_fc", "in eagle_config", "fc_norm"],
+)
+def test_eagle3_of_the_speculators_library(tmp_path, target, fields, options, before_residual):
+    tensors = files.eagle3_tensors(layer="layers.0.", embeddings=True, **options)
+    published = files.write_head_files(tmp_path, files.eagle3_speculators_config(**fields), tensors)
+    head = read_head(tmp_path, target.folder)
+    states = reference.target_states(target.model, TEXT, head.hidden_state_layers)[:-1]
+    canonical = files.eagle3_tensors(embeddings=True, **options)
+    model = eagle_reference(
+        target.model, published, canonical, theta=files.DRAFT_ROPE, norm_before_residual=before_residual
+    )
+    assert_agrees(head, model.after(TEXT, list(states)), states)
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({}, (2, 3, 4)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}, (1, 3, 5)),  # indices of hidden_states
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, (2, 4, 6)),  # layers whose output is meant
+        ({"eagle_config": {"use_aux_hidden_state": True}}, (2, 3, 4)),
+        ({"eagle_config": MODELOPT}, (2, 3, 4)),
+    ],
+    ids=["default", "top level", "eagle_config", "no ids", "as ModelOpt writes it"],
+)
+def test_layer_ids_mean_states_or_outputs(tmp_path, target, fields, layers):
+    published = files.write_head_files(tmp_path, files.eagle3_config(**fields), files.eagle3_tensors())
+    head = read_head(tmp_path, target.folder)
+    assert head.hidden_state_layers == layers
+    states = reference.target_states(target.model, TEXT, layers)[:-1]
+    assert_agrees(head, eagle_reference(target.model, published, theta=10000.0).after(TEXT, list(states)), states)
+
+
+def test_default_layers():
+    assert default_layers(32) == (2, 16, 29)
+    assert default_layers(7) == (2, 3, 4)
+    assert default_layers(6) == (2, 3, 3)
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("scaling", [{"rope_type": "linear", "factor": 4.0}, LLAMA3], ids=["linear", "llama3"])
+def test_scaled_rope(tmp_path, target, name, scaling):
+    theta = {"rope_theta": 300.0}
+    fields = {name: scaling} | theta if name == "rope_scaling" else {"rope_scaling": None, name: scaling | theta}
+    published = files.write_head_files(tmp_path, files.eagle3_config(**fields), files.eagle3_tensors())
+    states = reference.target_states(target.model, TEXT, (2, 3, 4))[:-1]
+    model = eagle_reference(target.model, published, theta=300.0, scaling=scaling)
+    assert_agrees(read_head(tmp_path, target.folder), model.after(TEXT, list(states)), states)
+
+
+def test_a_target_of_another_width(tmp_path):
+    """The head's hidden size is its own where it brings its embeddings."""
+    target = files.build_target(hidden_size=48, num_attention_heads=6)
+    folder = files.write_target(tmp_path / "target", target)
+    config = files.eagle3_config(target_hidden_size=48)
+    published = files.write_head_files(
+        tmp_path / "head", config, files.eagle3_tensors(embeddings=True, target_hidden=48)
+    )
+    states = reference.target_states(target, TEXT, (2, 3, 4))[:-1]
+    model = eagle_reference(target, published, theta=10000.0)
+    assert_agrees(read_head(published.folder, folder), model.after(TEXT, list(states)), states)
+
+
+# --- Medusa ---
+
+
+@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
+@pytest.mark.parametrize(("prefix", "num_layers"), [("", 1), ("medusa_head.", 1), ("", 2)])
+def test_medusa(tmp_path, target, file, prefix, num_layers):
+    """Four heads, whatever the config says."""
+    tensors = files.medusa_tensors(num_layers=num_layers, prefix=prefix)
+    files.write_head_files(tmp_path, files.medusa_config(), tensors, file)
+    heads = read_head(tmp_path, target.folder)
+    assert (heads.method, heads.hidden_state_layers, heads.config.num_heads) == ("medusa", (-1,), 4)
+    assert_medusa_agrees(heads, files.medusa_tensors(num_layers=num_layers), target.model, num_layers)
+
+
+def test_medusa_as_vllm_converts_it(tmp_path, target):
+    tensors = {}
+    for name, value in files.medusa_tensors(num_layers=2).items():
+        head, layer, rest = name.split(".", 2)
+        is_output = layer == "2"
+        tensors[f"lm_heads.{head}.weight" if is_output else f"blocks.{head}.layers.{layer}.{rest[7:]}"] = value
+    config = {"model_type": "medusa", "num_heads": 4, "num_hidden_layers": 2, "medusa_fc_bias": True, "vocab_size": 97}
+    files.write_head_files(tmp_path, {"architectures": ["MedusaModel"], **config}, tensors)
+    assert_medusa_agrees(read_head(tmp_path, target.folder), files.medusa_tensors(num_layers=2), target.model, 2)
+
+
+def assert_medusa_agrees(heads, tensors, model, num_layers):
+    state = reference.target_states(model, TEXT, (-1,))[-1]
+    step = reference.medusa_step(tensors, state, num_layers)
+    wanted = torch.stack([step(range(i)) for i in range(4)]).float()
+    torch.testing.assert_close(heads(state), wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(heads(state, 2), wanted[:2], rtol=0, atol=1e-4)
+
+
+# --- MLP speculator ---
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {}),
+        ({"scale_input": True}, {}),
+        ({"inner_dim": 0}, {"inner": files.HIDDEN}),
+        ({"tie_weights": True}, {"tied": True}),
+        ({"tie_weights": True, "scale_input": True}, {"tied": True, "once": True}),
+    ],
+    ids=["untied", "scale_input", "inner_dim 0", "tied", "tied, written once"],
+)
+def test_mlp_speculator(tmp_path, target, file, fields, options):
+    tensors = files.mlp_tensors(**options)
+    published = files.write_head_files(tmp_path, files.mlp_config(**fields), tensors, file)
+    head = read_head(tmp_path, target.folder)
+    assert (head.method, head.hidden_state_layers) == ("mlp_speculator", (-1,))
+    assert_mlp_agrees(head, published, target.model)
+
+
+def assert_mlp_agrees(head, published, model, drafted=CHAIN):
+    state = reference.target_states(model, TEXT, (-1,))[-2]
+    bare = {name.removeprefix("speculator."): value for name, value in published.tensors.items()}
+    step = reference.mlp_step(published.config, bare, TEXT[-1], state)
+    s = head.start(state)
+    for i, token in enumerate([TEXT[-1], *drafted]):
+        s = head(torch.tensor(token), s, i)
+        torch.testing.assert_close(head.logits(s, i), step(drafted[:i]).float(), rtol=0, atol=1e-4)
+
+
+def test_tied_weights_are_one(tmp_path, target):
+    files.write_head_files(tmp_path, files.mlp_config(tie_weights=True), files.mlp_tensors(tied=True))
+    head = read_head(tmp_path, target.folder)
+    assert sum(1 for _ in head.parameters()) == 6
+    assert head.proj[1] is head.proj[3] is not head.proj[0]
+
+
+# --- written and read back ---
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors"),
+    [
+        (files.eagle_config(bias=True), files.eagle_tensors()),
+        (files.eagle_config(bias=False, rope_scaling=LLAMA3), files.eagle_tensors(bias=False, embeddings=False)),
+        (files.eagle3_config(), files.eagle3_tensors()),
+        (
+            files.eagle3_speculators_config(norm_before_residual=True, fc_norm=True, norm_before_fc=True),
+            files.eagle3_tensors(layer="layers.0.", embeddings=True, fc_norm=True, input_norm=True),
+        ),
+        (files.medusa_config(), files.medusa_tensors(num_layers=2)),
+        (files.mlp_config(), files.mlp_tensors()),
+        (files.mlp_config(tie_weights=True, scale_input=True), files.mlp_tensors(tied=True)),
+    ],
+    ids=["eagle", "eagle without bias", "eagle3", "eagle3 with norms", "medusa", "mlp", "mlp tied"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_written_and_read_back(tmp_path, target, config, tensors, dtype):
+    files.write_head_files(tmp_path / "published", config, tensors)
+    head = read_head(tmp_path / "published", target.folder, dtype=dtype)
+    write_head(head, tmp_path / "written")
+    again = read_head(tmp_path / "written", target.folder)
+    assert again.config == head.config
+    state = again.state_dict()
+    assert state.keys() == head.state_dict().keys()
+    assert all(torch.equal(state[name], value) for name, value in head.state_dict().items())
+    saved = json.loads((tmp_path / "written" / "config.json").read_text())
+    assert saved["torch_dtype"] == str(dtype).removeprefix("torch.")
+
+
+# --- refused ---
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "named"),
+    [
+        (files.eagle_config(num_hidden_layers=2), files.eagle_tensors(), "num_hidden_layers"),
+        (files.eagle_config(bias=True), files.eagle_tensors(bias=False), "bias"),
+        (files.eagle_config(bias=False), files.eagle_tensors(), "bias"),
+        (files.eagle_config(add_para_norm=True), files.eagle_tensors(), "add_para_norm"),
+        (files.eagle_config(hidden_size=64), files.eagle_tensors(), "hidden_size"),
+        (files.eagle_config(hidden_act="gelu"), files.eagle_tensors(), "hidden_act"),
+        (files.eagle_config(model_type="qwen3"), files.eagle_tensors(), "model_type"),
+        (files.eagle_config(model_type="qwen2", use_sliding_window=True), files.eagle_tensors(), "use_sliding_window"),
+        (files.eagle_config(model_type="mistral", sliding_window=8), files.eagle_tensors(), "sliding_window"),
+        (files.eagle_config(vocab_size=96), files.eagle_tensors(), "vocab_size"),
+        (files.eagle_config(logit_scale=0.5), files.eagle_tensors(), "logit_scale"),
+        (files.eagle_config(rope_scaling={"type": "dynamic", "factor": 2.0}), files.eagle_tensors(), "rope_scaling"),
+        (files.eagle_config(layer_types=["sliding_attention"]), files.eagle_tensors(), "layer_types"),
+        (files.eagle_config(), files.eagle_tensors() | {"norm.weight": torch.ones(32)}, "norm.weight"),
+        (files.eagle3_config(norm_output=True), files.eagle3_tensors(), "norm_output"),
+        (files.eagle3_config(norm_before_fc=True), files.eagle3_tensors(), "input_norm.weight"),
+        (files.eagle3_config(), files.eagle3_tensors(input_norm=True), "input_norm.weight"),
+        (files.eagle3_config(fc_norm=True), files.eagle3_tensors(), "fc_norm.0.weight"),
+        (files.eagle3_config(draft_vocab_size=40), files.eagle3_tensors(), "draft_vocab_size"),
+        (files.eagle3_config(), files.eagle3_tensors(maps=()), "draft_vocab_size"),
+        (files.eagle3_config(target_hidden_size=64), files.eagle3_tensors(), "target_hidden_size"),
+        (files.eagle3_config(eagle_config={"use_aux_hidden_state": False}), files.eagle3_tensors(), "eagle_config"),
+        (files.eagle3_config(eagle_config={"parallel": 2}), files.eagle3_tensors(), "parallel = 2"),
+        (files.eagle3_config(eagle_config={"use_last_layernorm": False}), files.eagle3_tensors(), "use_last_layernorm"),
+        (files.eagle3_config(eagle_config={"use_mtp_layernorm": True}), files.eagle3_tensors(), "use_mtp_layernorm"),
+        (files.eagle3_config(eagle_config={"parallel_draft_step": 2}), files.eagle3_tensors(), "parallel_draft_step"),
+        (
+            files.eagle3_config(eagle_aux_hidden_state_layer_ids=[2, 3, 8]),
+            files.eagle3_tensors(),
+            "eagle_aux_hidden_state_layer_ids",
+        ),
+        (files.eagle3_config(parallel_drafting=True), files.eagle3_tensors(), "parallel_drafting"),
+        (files.medusa_config(original_lm_head=True), files.medusa_tensors(), "original_lm_head"),
+        (files.medusa_config(truncated_vocab_size=41), files.medusa_tensors(), "truncated_vocab_size"),
+        (files.medusa_config(hidden_size=64), files.medusa_tensors(), "hidden_size"),
+        (files.mlp_config(emb_dim=64), files.mlp_tensors(), "emb_dim"),
+        (files.mlp_config(vocab_size=96), files.mlp_tensors(), "vocab_size"),
+        (files.mlp_config(n_predict=5), files.mlp_tensors(), "emb.4.weight"),
+        (files.mlp_config(gating=True), files.mlp_tensors(), "gating"),
+        (files.mlp_config(inner_dim=16), files.mlp_tensors(), "emb.0.weight"),
+    ],
+)
+def test_unknown_variants_are_refused_by_name(tmp_path, target, config, tensors, named):
+    files.write_head_files(tmp_path, config, tensors)
+    method = "eagle" if named == "num_hidden_layers" else None  # else it passes for a language model of two layers
+    with pytest.raises(ModelNotSupported, match=named):
+        read_head(tmp_path, target.folder, method=method)
+
+
+class Payload:
+    """Unpickling it would run something."""
+
+    def __reduce__(self):
+        return (print, ("run",))
+
+
+def test_a_pickle_that_holds_more_than_tensors_is_refused(tmp_path, target, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(files.medusa_config()))
+    torch.save({"0.0.linear.weight": torch.zeros(2, 2), "extra": Payload()}, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(InvalidRequest, match="more than tensors"):
+        read_head(tmp_path, target.folder)
+    assert "run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("beside", ["training_args.bin", "optimizer.pt"])
+def test_what_a_training_has_left_behind_is_not_looked_at(tmp_path, target, beside):
+    files.write_head_files(tmp_path, files.eagle_config(), files.eagle_tensors(), "pytorch_model.bin")
+    torch.save({"extra": Payload()}, tmp_path / beside)
+    assert read_head(tmp_path, target.folder).method == "eagle"
+
+
+def test_folders_without_a_head(tmp_path, target):
+    with pytest.raises(InvalidRequest, match=r"config\.json"):
+        read_head(tmp_path, target.folder, method="eagle")
+    with pytest.raises(InvalidRequest, match="no draft head"):
+        read_head(target.folder, target.folder)
+    (tmp_path / "config.json").write_text(json.dumps(files.eagle_config()))
+    with pytest.raises(InvalidRequest, match="no weights"):
+        read_head(tmp_path, target.folder, method="eagle")
+
+
+def test_a_target_without_safetensors(tmp_path):
+    target = files.build_target()
+    folder = tmp_path / "target"
+    folder.mkdir()
+    target.config.save_pretrained(folder)
+    torch.save(target.state_dict(), folder / "pytorch_model.bin")
+    files.write_head_files(tmp_path / "head", files.eagle_config(), files.eagle_tensors())
+    with pytest.raises(InvalidRequest, match="safetensors"):
+        read_head(tmp_path / "head", folder)

@@ -1,0 +1,101 @@
+"""The check at load: heads whose kernels agree with their modules pass, and what is wrong in one of them shows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from specdec.engine.native.linears import NativeLinear, quantise_linears
+from specdec.heads.eagle3 import Eagle3Head
+from specdec.heads.native import eagle as native_module
+from specdec.heads.native.eagle import NativeHead
+from specdec.heads.paged import PagedHead
+from specdec.settings import ModelSettings
+from tests.specdec.heads.random_heads import HEADS, Head, eagle, eagle3
+
+
+def paged(head: Head, **settings: object) -> PagedHead:
+    options = {"kv_cache_memory_bytes": 1 << 20, "num_threads": 2} | settings
+    return PagedHead(head, ModelSettings(model="head", **options), 200)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_pass(name: str, weights: torch.dtype) -> None:
+    head = HEADS[name]()
+    if weights is torch.int8:
+        quantise_linears(head)
+    else:
+        head = head.to(weights)
+    assert paged(head).path == "native head"
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_a_cache_of_a_few_blocks_is_enough(num_blocks: int) -> None:
+    head = eagle3()
+    layer = head.config.layer
+    entry = 2 * 4 * layer.num_key_value_heads * layer.head_dim
+    runner = paged(head, block_size=4, kv_cache_memory_bytes=4 * entry * (num_blocks + 1))
+    assert runner.pool.total_blocks == num_blocks == runner.pool.num_free_blocks
+    assert runner.path == "native head"
+
+
+def swap_norms(native: NativeHead) -> None:
+    own = native_module.CHead.from_address(native._model.head)
+    own.embedding_norm, own.state_norm = own.state_norm, own.embedding_norm
+
+
+def forget_bias(native: NativeHead) -> None:
+    native_module.CHead.from_address(native._model.head).fuse_bias = None
+
+
+def forget_final_norm(native: NativeHead) -> None:
+    native._model.final_norm = None
+
+
+def scale_attention(native: NativeHead) -> None:
+    native._model.scale *= 1.1
+
+
+@pytest.mark.parametrize(
+    ("make", "spoil"),
+    [(eagle3, swap_norms), (eagle, forget_bias), (eagle3, forget_final_norm), (eagle, scale_attention)],
+    ids=["swapped norms", "no bias", "no final norm", "scale"],
+)
+def test_what_is_wrong_shows_and_the_module_drafts(
+    make: Callable[[], Head],
+    spoil: Callable[[NativeHead], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    build = NativeHead.build
+
+    def spoiled(head: Head, cache: tuple[torch.Tensor, torch.Tensor], num_threads: int) -> NativeHead | None:
+        built = build(head, cache, num_threads)
+        assert built is not None
+        spoil(built)
+        return built
+
+    monkeypatch.setattr(NativeHead, "build", spoiled)
+    head = make()
+    with caplog.at_level(logging.WARNING):
+        assert paged(head).path == "torch"
+    assert "is not used: " in caplog.text
+    assert "differ from the stock model" in caplog.text
+    assert isinstance(head.fc, NativeLinear)
+
+
+def test_a_head_the_kernels_do_not_know_gets_packed_layers() -> None:
+    head = eagle3(norm_before_fc=True, fc_norm=True)
+    assert paged(head).path == "torch"
+    assert isinstance(head.fc, NativeLinear)
+
+
+def test_eager_heads_stay_as_they_are() -> None:
+    head = eagle3()
+    assert isinstance(head, Eagle3Head)
+    assert paged(head, enforce_eager=True).path == "torch"
+    assert type(head.fc) is torch.nn.Linear

@@ -1,0 +1,104 @@
+"""A batch of draft heads waits for a GPU once: when the drafted tokens are fetched.
+
+As in the tests of whole rounds, the device "meta" stands for a GPU.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from draft_service.drafters.trees.tree_passes import TreeJob, draft_trees
+from specdec.engine.chains import ChainJob, draw_chains
+from specdec.engine.kv_pool import KVSequence
+from specdec.heads.medusa import MedusaConfig, MedusaHeads
+from specdec.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
+from specdec.heads.paged import PagedHead
+from specdec.heads.tree_passes import MedusaTreePasses, MlpTreePasses, PagedTreePasses
+from specdec.params import SamplingParams
+from specdec.rules import Rule
+from specdec.sampling.state import SamplingState
+from specdec.settings import ModelSettings
+from specdec.tree_shape import TreeShape
+from tests.specdec.engine.cuda.test_rounds import META, Watch
+from tests.specdec.heads.random_heads import VOCAB, eagle, eagle3
+
+TOKENS = [5, 7, 11, 13]
+
+
+def states_of_every_rule():
+    kinds = [(0.0, Rule.BLOCK), (1.0, Rule.BLOCK), (1.0, Rule.COUPLED), (1.0, Rule.TOKEN)]
+    return [
+        (SamplingState(SamplingParams(seed=i, temperature=t, top_p=0.9), TOKENS, 4, VOCAB, device=META), rule)
+        for i, (t, rule) in enumerate(kinds)
+    ]
+
+
+class Kernels:
+    """Attention as a GPU's kernels do it, by shapes; they have tests of their own."""
+
+    def write_kv(self, k_cache, v_cache, key, value, plan):
+        assert key.device == plan.slots.device == META
+
+    def paged_attention(self, query, k_cache, v_cache, plan, scale):
+        return torch.empty_like(query)
+
+
+def on_device(head):
+    """A head as it is after its first batch: the frequencies of the rotary embedding have come, too."""
+    head._rotary._frequencies = head._rotary._frequencies.to(META)
+    settings = ModelSettings(model="head", kv_cache_memory_bytes=1 << 20, enforce_eager=True)
+    paged = PagedHead(head.to(META), settings, 64)
+    paged._kernels = Kernels()
+    return paged
+
+
+@pytest.mark.parametrize("build", [eagle, eagle3])
+def test_chains_on_a_cache(build):
+    head = build()
+    paged = on_device(head)
+    width = head.fc.in_features if build is eagle3 else head.config.layer.hidden_size
+    jobs = [
+        ChainJob(paged.pool.open(30), TOKENS[1:], 1 + i % 3, state, rule, features=torch.zeros(3, width))
+        for i, (state, rule) in enumerate(states_of_every_rule() * 2)
+    ]
+    with Watch() as watch:
+        chains = paged.draft_chains(jobs)
+    assert watch.num_fetched == 1
+    assert [len(chain.token_ids) for chain in chains] == [job.num_tokens for job in jobs]
+    assert all(job.sequence.length == 3 for job in jobs)
+
+
+def test_a_level_of_a_tree_on_a_cache():
+    head = eagle3()
+    paged = on_device(head)
+    features = torch.zeros(3, head.fc.in_features)
+    jobs = [
+        TreeJob(paged.pool.open(40), TOKENS[1:], TreeShape(2, 3), 8, state, rule)
+        for state, rule in states_of_every_rule()
+    ]
+    passes = PagedTreePasses(paged, {job.sequence: features for job in jobs})
+    with torch.inference_mode(), Watch() as watch:
+        trees = draft_trees(passes, jobs, lambda: [False] * 4)
+    assert watch.num_fetched == 2 * 3  # tokens and their log-probabilities, a level
+    assert all(tree.parents for tree in trees)
+
+
+def test_heads_on_one_state():
+    medusa = MedusaHeads(MedusaConfig(hidden_size=16, vocab_size=VOCAB, num_heads=3)).to(META)
+    mlp = MlpSpeculator(MlpSpeculatorConfig(emb_dim=16, inner_dim=8, vocab_size=VOCAB, n_predict=3)).to(META)
+    for make in (lambda states: MedusaTreePasses(medusa, states, 3), lambda states: MlpTreePasses(mlp, states)):
+        jobs = [
+            TreeJob(KVSequence(np.empty(0, np.int32), 2**31), TOKENS[-1:], TreeShape(2, 3), 8, state, rule)
+            for state, rule in states_of_every_rule()
+        ]
+        passes = make({job.sequence: torch.zeros(1, 16, device=META) for job in jobs})
+        with torch.inference_mode(), Watch() as watch:
+            draft_trees(passes, jobs, lambda: [False] * 4)
+        assert watch.num_fetched == 2 * 3
+    logits = torch.zeros(4, VOCAB, device=META)
+    jobs = [
+        ChainJob(KVSequence(np.empty(0, np.int32), 9), TOKENS, 2, state, rule) for state, rule in states_of_every_rule()
+    ]
+    with torch.inference_mode(), Watch() as watch:
+        draw_chains(logits, jobs, lambda going_on, tokens: logits[: len(going_on)], None)
+    assert watch.num_fetched == 1

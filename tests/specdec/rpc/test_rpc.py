@@ -1,0 +1,376 @@
+"""Servers, error mapping and session streams, over real connections."""
+
+import asyncio
+import logging
+import os
+import sys
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from specdec import errors
+from specdec.rpc import server as server_module
+from specdec.rpc.channel import (
+    CHANNEL_OPTIONS,
+    KEEPALIVE_TIME_MS,
+    MAX_MESSAGE_BYTES,
+    MIN_PING_INTERVAL_MS,
+    open_channel,
+)
+from specdec.rpc.server import RpcServer
+from specdec.rpc.session_stream import SessionStream, call_unary
+from specdec.rpc.status import error_from_rpc
+from specdec.settings import ServerSettings
+from specdec.v1 import generation_service_pb2 as gen_pb
+from specdec.v1 import generation_service_pb2_grpc as gen_grpc
+from specdec.v1 import target_service_pb2 as target_pb
+from specdec.v1 import target_service_pb2_grpc as target_grpc
+from specdec.v1 import types_pb2 as pb
+
+NAME = "specdec.v1.TargetService"
+
+
+class Echo(target_grpc.TargetServiceServicer):
+    """Answers every round with its committed_len; a session id names a misbehaviour."""
+
+    def __init__(self):
+        self.error = None
+        self.ended = []
+        #: Set once the round of committed_len 999 may be answered.
+        self.released = asyncio.Event()
+
+    async def Verify(self, request_iterator, context):
+        try:
+            while (request := await context.read()) is not grpc.aio.EOF:
+                if request.WhichOneof("kind") == "open":
+                    if self.error is not None:
+                        raise self.error
+                    if request.open.session_id == "end":
+                        return
+                    if request.open.session_id == "hang":
+                        await asyncio.Event().wait()
+                    await context.write(target_pb.VerifyResponse(opened=target_pb.TargetSessionOpened(epoch=1)))
+                elif request.round.committed_len == 999:
+                    await self.released.wait()
+                    await context.write(target_pb.VerifyResponse(verdict=target_pb.Verdict(base_len=999)))
+                else:
+                    verdict = target_pb.Verdict(base_len=request.round.committed_len)
+                    await context.write(target_pb.VerifyResponse(verdict=verdict))
+        finally:
+            self.ended.append(asyncio.current_task().cancelling())
+
+    async def GetModelInfo(self, request, context):
+        if self.error is not None:
+            raise self.error
+        return pb.GetModelInfoResponse(model=pb.ModelInfo(name="x" * 8_000_000))
+
+
+class Texts(gen_grpc.GenerationServiceServicer):
+    """An async generator that runs until it is stopped."""
+
+    def __init__(self):
+        self.closed = asyncio.Event()
+
+    async def Generate(self, request, context):
+        try:
+            while True:
+                yield gen_pb.GenerateResponse(text="a")
+                await asyncio.sleep(0)
+        finally:
+            self.closed.set()
+
+
+@asynccontextmanager
+async def serving(servicer=None, **settings):
+    server = RpcServer(ServerSettings(**settings))
+    server.add(target_grpc.add_TargetServiceServicer_to_server, servicer or Echo(), NAME)
+    await server.start()
+    try:
+        await server.set_serving(True)
+        async with open_channel(server.address) as channel:
+            yield server, channel
+    finally:
+        await server.stop()
+
+
+def open_message(session_id=""):
+    return target_pb.VerifyRequest(open=target_pb.OpenTargetSession(session_id=session_id))
+
+
+def round_message(committed_len):
+    return target_pb.VerifyRequest(round=target_pb.Round(committed_len=committed_len))
+
+
+async def until(condition, timeout_s=10.0):
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_turns_on_one_stream():
+    async with serving() as (_, channel):
+        stub = target_grpc.TargetServiceStub(channel)
+        async with SessionStream(stub.Verify) as stream:
+            assert (await stream.turn(open_message())).opened.epoch == 1
+            for length in range(20):
+                assert (await stream.turn(round_message(length), timeout_s=5)).verdict.base_len == length
+
+
+async def test_a_timeout_of_a_turn_leaves_the_stream_alive():
+    echo = Echo()
+    async with serving(echo) as (_, channel), SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
+        await stream.turn(open_message())
+        with pytest.raises(errors.DeadlineExceeded, match=r"within 0\.05 s"):
+            await stream.turn(round_message(999), timeout_s=0.05)
+        echo.released.set()
+        assert (await stream.receive()).verdict.base_len == 999
+        assert (await stream.turn(round_message(5))).verdict.base_len == 5
+
+
+async def test_leaving_a_stream_while_a_read_is_pending_cancels_the_server():
+    echo = Echo()
+    async with serving(echo) as (server, channel):
+        async with SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
+            with pytest.raises(errors.DeadlineExceeded):
+                await stream.turn(open_message("hang"), timeout_s=0.05)
+            await until(lambda: server.num_active_calls == 1)
+        await until(lambda: echo.ended)
+        await until(lambda: server.num_active_calls == 0)
+        await stream.close()
+        with pytest.raises(errors.TandemError):
+            await stream.turn(open_message())
+
+
+async def test_cancelling_the_caller_stays_a_cancellation():
+    echo = Echo()
+    async with serving(echo) as (server, channel):
+
+        async def session():
+            async with SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
+                await stream.turn(open_message("hang"))
+
+        task = asyncio.create_task(session())
+        await until(lambda: server.num_active_calls)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: echo.ended)
+
+
+async def test_the_end_of_a_stream_is_never_success():
+    async with serving() as (_, channel), SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
+        with pytest.raises(errors.Unavailable, match="ended the session"):
+            await stream.turn(open_message("end"))
+
+
+async def test_the_deadline_of_a_stream():
+    echo = Echo()
+    async with serving(echo) as (_, channel):
+        async with SessionStream(target_grpc.TargetServiceStub(channel).Verify, timeout_s=1.0) as stream:
+            await stream.turn(open_message())
+            with pytest.raises(errors.DeadlineExceeded):
+                await stream.receive()
+        await until(lambda: echo.ended)
+
+
+async def test_a_lost_server_is_unavailable():
+    async with serving() as (server, channel), SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
+        await stream.turn(open_message())
+        await server.stop()
+        with pytest.raises(errors.Unavailable):
+            await stream.turn(round_message(1))
+        with pytest.raises(errors.Unavailable):
+            await call_unary(target_grpc.TargetServiceStub(channel).GetModelInfo, pb.GetModelInfoRequest())
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "seen"),
+    [
+        (errors.InvalidRequest("top_k is -7", param="top_k"), "INVALID_ARGUMENT", errors.InvalidRequest),
+        (errors.NotFound("no such model"), "NOT_FOUND", errors.NotFound),
+        (errors.StaleSession("other epoch"), "FAILED_PRECONDITION", errors.StaleSession),
+        (errors.Overloaded("full", retry_after_s=2.5), "RESOURCE_EXHAUSTED", errors.Overloaded),
+        (errors.DeadlineExceeded("late"), "DEADLINE_EXCEEDED", errors.DeadlineExceeded),
+        (errors.Cancelled("gone"), "CANCELLED", errors.Cancelled),
+        (errors.Unavailable("draining"), "UNAVAILABLE", errors.Unavailable),
+    ],
+)
+async def test_domain_errors_cross_the_wire(error, code, seen):
+    echo = Echo()
+    echo.error = error
+    async with serving(echo) as (_, channel):
+        stub = target_grpc.TargetServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as raw:
+            await stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert raw.value.code().name == code
+        with pytest.raises(seen) as rebuilt:
+            await call_unary(stub.GetModelInfo, pb.GetModelInfoRequest())
+        assert str(rebuilt.value) == str(error)
+        assert getattr(rebuilt.value, "param", None) == getattr(error, "param", None)
+        assert getattr(rebuilt.value, "retry_after_s", None) == getattr(error, "retry_after_s", None)
+        async with SessionStream(stub.Verify) as stream:
+            with pytest.raises(seen, match=str(error)):
+                await stream.turn(open_message())
+
+
+@pytest.mark.parametrize("error", [ValueError("secret path"), errors.InternalError("secret"), KeyError("secret")])
+async def test_unexpected_errors_stay_in_the_log(error, caplog):
+    echo = Echo()
+    echo.error = error
+    async with serving(echo) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as raw, caplog.at_level(logging.ERROR):
+            await target_grpc.TargetServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest())
+    assert raw.value.code() is grpc.StatusCode.INTERNAL
+    assert raw.value.details() == errors.INTERNAL_TEXT
+    assert isinstance(error_from_rpc(raw.value), errors.InternalError)
+    if not isinstance(error, errors.TandemError):
+        assert "secret" in caplog.text
+
+
+async def test_a_generator_is_closed_as_soon_as_the_client_is_gone():
+    texts = Texts()
+    server = RpcServer(ServerSettings())
+    server.add(gen_grpc.add_GenerationServiceServicer_to_server, texts, "specdec.v1.GenerationService")
+    await server.start()
+    async with open_channel(server.address) as channel:
+        call = gen_grpc.GenerationServiceStub(channel).Generate(gen_pb.GenerateRequest())
+        assert (await call.read()).text == "a"
+        assert server.num_active_calls == 1
+        call.cancel()
+        async with asyncio.timeout(10):
+            await texts.closed.wait()
+        await until(lambda: not server.num_active_calls)
+    await server.stop()
+
+
+async def test_messages_above_grpcs_default_limit_pass_and_above_ours_do_not():
+    async with serving() as (_, channel):
+        stub = target_grpc.TargetServiceStub(channel)
+        info = await call_unary(stub.GetModelInfo, pb.GetModelInfoRequest())
+        assert len(info.model.name) == 8_000_000
+        async with SessionStream(stub.Verify) as stream:
+            with pytest.raises(errors.InvalidRequest, match="above the limit of 67108864"):
+                await stream.turn(open_message("s" * (MAX_MESSAGE_BYTES + 1)))
+
+
+async def test_a_taken_port_is_a_clear_error():
+    async with serving() as (server, _):
+        other = RpcServer(ServerSettings(port=server.port))
+        with pytest.raises(errors.InvalidRequest, match=rf"cannot listen on 127\.0\.0\.1:{server.port}: the port is"):
+            await other.start()
+        await other.stop()
+
+
+@pytest.mark.parametrize("kind", ["unix-abstract:", "unix:"])
+async def test_a_socket_serves_beside_the_port(kind, tmp_path):
+    if kind == "unix-abstract:" and sys.platform != "linux":
+        pytest.skip("abstract sockets are Linux's")
+    socket = kind + (f"tandem-test-{os.getpid()}" if kind == "unix-abstract:" else str(tmp_path / "socket"))
+    async with serving(socket=socket) as (server, by_port), open_channel(socket) as by_socket:
+        assert server.port > 0
+        for channel in (by_port, by_socket):
+            async with SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
+                assert (await stream.turn(open_message())).opened.epoch == 1
+                assert (await stream.turn(round_message(7), timeout_s=5)).verdict.base_len == 7
+
+
+async def test_sockets_that_cannot_be_had_are_clear_errors(tmp_path):
+    with pytest.raises(errors.InvalidRequest, match="write unix:/path or unix-abstract:name"):
+        ServerSettings(socket="/tmp/socket")
+    server = RpcServer(ServerSettings(socket=f"unix:{tmp_path}/none/socket"))
+    with pytest.raises(errors.InvalidRequest, match="cannot listen on unix:"):
+        await server.start()
+    await server.stop()
+
+
+async def test_health_and_reflection():
+    server = RpcServer(ServerSettings())
+    server.add(target_grpc.add_TargetServiceServicer_to_server, Echo(), NAME)
+    await server.start()
+    state = health_pb2.HealthCheckResponse
+    async with open_channel(server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+
+        async def check(name):
+            return (await health.Check(health_pb2.HealthCheckRequest(service=name))).status
+
+        assert [await check(name) for name in ("", NAME)] == [state.NOT_SERVING] * 2
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=NAME))
+        assert (await watch.read()).status == state.NOT_SERVING
+        await server.set_serving(True)
+        assert [await check(name) for name in ("", NAME)] == [state.SERVING] * 2
+        assert (await watch.read()).status == state.SERVING
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        names = {service.name for service in (await call.read()).list_services_response.service}
+        assert names == {NAME, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+        call.cancel()
+        assert await server.drain()
+        assert (await watch.read()).status == state.NOT_SERVING
+        watch.cancel()
+    await server.stop()
+
+
+async def test_drain_waits_for_open_streams_and_refuses_new_calls():
+    async with serving(drain_s=5) as (server, channel):
+        stub = target_grpc.TargetServiceStub(channel)
+        async with SessionStream(stub.Verify) as stream:
+            await stream.turn(open_message())
+            drain = asyncio.create_task(server.drain())
+            await asyncio.sleep(0.05)
+            assert (await stream.turn(round_message(7))).verdict.base_len == 7
+            with pytest.raises(errors.Unavailable, match="shutting down"):
+                await call_unary(stub.GetModelInfo, pb.GetModelInfoRequest())
+            assert not drain.done()
+        assert await drain
+
+
+async def test_drain_gives_up_after_its_time(caplog):
+    echo = Echo()
+    async with serving(echo, drain_s=0.1) as (server, channel):
+        stream = SessionStream(target_grpc.TargetServiceStub(channel).Verify)
+        await stream.turn(open_message())
+        assert not await server.drain()
+        assert "1 calls still open after 0.1 s" in caplog.text
+        await server.stop()
+        assert server.num_active_calls == 0
+        assert echo.ended == [1]
+        with pytest.raises(errors.Unavailable, match="shutting down"):
+            await stream.receive()
+        await stream.close()
+
+
+async def test_too_many_calls_are_refused():
+    async with serving(max_concurrent_rpcs=2) as (_, channel):
+        stub = target_grpc.TargetServiceStub(channel)
+        async with SessionStream(stub.Verify) as one, SessionStream(stub.Verify) as two:
+            await one.turn(open_message())
+            await two.turn(open_message())
+            async with SessionStream(stub.Verify) as three:
+                with pytest.raises(errors.Overloaded):
+                    await three.turn(open_message())
+
+
+async def test_an_idle_watch_outlives_its_pings(monkeypatch):
+    """The limit on pings is really read: without it, gRPC's five minutes would cut this watch after three pings."""
+    options = dict(server_module.SERVER_OPTIONS)
+    [limit] = [name for name in options if "ping_interval" in name]
+    options[limit] = 100
+    monkeypatch.setattr(server_module, "SERVER_OPTIONS", tuple(options.items()))
+    server = RpcServer(ServerSettings())
+    await server.start()
+    async with open_channel(server.address, [("grpc.keepalive_time_ms", 200)]) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(3):
+                await watch.read()
+    await server.stop()
+
+
+def test_keepalive_is_slower_than_servers_tolerate():
+    options = dict(CHANNEL_OPTIONS)
+    assert options["grpc.keepalive_time_ms"] == KEEPALIVE_TIME_MS >= 30_000 > MIN_PING_INTERVAL_MS

@@ -1,0 +1,258 @@
+"""Every dataclass of sessions survives the wire; messages that contradict themselves do not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec import codec
+from specdec.errors import InvalidRequest, Unavailable
+from specdec.params import MAX_LOGPROBS, SamplingParams
+from specdec.rules import Rule, SparseRow
+from specdec.types import (
+    ELEMENT_BYTES,
+    DraftOpened,
+    FinishReason,
+    HiddenStates,
+    ModelInfo,
+    PositionLogprobs,
+    Proposal,
+    RoundTimings,
+    ServerLoad,
+    SessionSpec,
+    TargetOpened,
+    TokenLogprob,
+    Verdict,
+)
+from specdec.v1 import draft_service_pb2 as draft_pb
+from specdec.v1 import target_service_pb2 as target_pb
+from specdec.v1 import types_pb2 as pb
+
+uint32 = st.integers(0, 2**32 - 1)
+uint64 = st.integers(0, 2**64 - 1)
+ids = st.lists(uint32, max_size=6).map(tuple)
+text = st.text(max_size=8)
+rules = st.sampled_from(list(Rule))
+some_rules = st.none() | rules
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+params = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(100, 2**32 - 1),
+    min_tokens=st.integers(0, 100),
+    temperature=st.floats(0, 10),
+    top_k=st.integers(0, 2**31 - 1),
+    top_p=st.floats(0.01, 1),
+    min_p=st.floats(0, 1),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.01, 5),
+    logit_bias=st.dictionaries(uint32, st.floats(-100, 100), max_size=3),
+    allowed_token_ids=ids,
+    bad_token_ids=st.lists(st.lists(uint32, min_size=1, max_size=3), max_size=3),
+    stop_token_ids=ids,
+    ignore_eos=st.just(True),  # the stop tokens hold the end-of-sequence tokens
+    seed=uint64,
+)
+layers = st.lists(st.integers(-1, 200), max_size=3).map(tuple)
+some_logprobs = st.none() | st.integers(0, MAX_LOGPROBS)
+
+
+@st.composite
+def specs(draw, *, target: bool) -> SessionSpec:
+    token_ids = draw(st.lists(uint32, min_size=1, max_size=10).map(tuple))
+    given_params = draw(params)
+    if target:
+        given_params = dataclasses.replace(
+            given_params, logprobs=draw(some_logprobs), prompt_logprobs=draw(some_logprobs)
+        )
+    return SessionSpec(
+        session_id=draw(text),
+        epoch=draw(uint32),
+        token_ids=token_ids,
+        prompt_len=draw(st.integers(1, len(token_ids))),
+        params=given_params,
+        rule=draw(some_rules),
+        num_speculative_tokens=draw(uint32),
+        park=draw(st.booleans()),
+        decode_ahead_tokens=draw(uint32) if target else 0,
+        hidden_state_layers=draw(layers) if target else (),
+        last_hidden_state_only=draw(st.booleans()) if target else False,
+    )
+
+
+@st.composite
+def proposals(draw) -> Proposal:
+    token_ids = draw(ids)
+    with_rows, tree = draw(st.booleans()), draw(st.booleans())
+    parents = tuple(draw(st.integers(-1, i - 1)) for i in range(len(token_ids))) if tree else ()
+    num_rows = len(set(parents)) if parents else len(token_ids)
+    return Proposal(
+        epoch=draw(uint32),
+        base_len=draw(uint32),
+        token_ids=token_ids,
+        parents=parents,
+        q_rows=tuple(SparseRow(draw(st.binary(max_size=8))) for _ in range(num_rows)) if with_rows else (),
+        assumed_token_ids=draw(ids),
+        draft_ns=draw(uint64),
+        queue_ns=draw(uint64),
+    )
+
+
+token_logprobs = st.builds(TokenLogprob, uint32, st.floats(-1e3, 0, width=32), uint32)
+logprobs = st.lists(
+    st.builds(PositionLogprobs, token_logprobs, st.lists(token_logprobs, max_size=3).map(tuple)), max_size=3
+).map(tuple)
+
+
+@st.composite
+def hidden_states(draw) -> HiddenStates:
+    dtype, num_features = draw(st.sampled_from(list(ELEMENT_BYTES))), draw(st.integers(1, 5))
+    num_bytes = draw(st.integers(1, 4)) * num_features * ELEMENT_BYTES[dtype]
+    return HiddenStates(draw(uint32), num_features, dtype, draw(st.binary(min_size=num_bytes, max_size=num_bytes)))
+
+
+timings = st.builds(RoundTimings, uint64, uint64, uint64, uint32, uint32)
+verdicts = st.builds(
+    Verdict,
+    epoch=uint32,
+    base_len=uint32,
+    token_ids=ids,
+    num_accepted=uint32,
+    num_draft_tokens=uint32,
+    finish_reason=st.none() | st.sampled_from(list(FinishReason)),
+    stop_token_id=st.none() | uint32,
+    logprobs=logprobs,
+    timings=timings,
+    hidden_states=st.lists(hidden_states(), max_size=2).map(tuple),
+)
+target_openeds = st.builds(TargetOpened, uint32, rules, uint32, logprobs, uint64, uint64)
+draft_openeds = st.builds(DraftOpened, uint32, uint32, uint32)
+model_infos = st.builds(
+    ModelInfo,
+    name=text,
+    architecture=text,
+    vocab_size=uint32,
+    tokenizer_size=uint32,
+    tokenizer_fingerprint=text,
+    max_model_len=uint32,
+    dtype=text,
+    device=text,
+    num_parameters=uint64,
+    eos_token_ids=ids,
+    kv_cache_tokens=uint64,
+    method=text,
+    num_speculative_tokens=uint32,
+    verification=some_rules,
+    version=text,
+    hidden_state_layers=layers,
+    last_hidden_state_only=st.booleans(),
+)
+loads = st.builds(ServerLoad, uint32, uint32, uint32, uint64, uint64, uint64, uint64, uint64)
+
+CASES = {
+    "open_target": specs(target=True),
+    "open_draft": specs(target=False),
+    "proposal": proposals(),
+    "logprobs": logprobs,
+    "verdict": verdicts,
+    "hidden_states": hidden_states(),
+    "target_opened": target_openeds,
+    "draft_opened": draft_openeds,
+    "model_info": model_infos,
+    "load": loads,
+    "rule": some_rules,
+    "finish_reason": st.none() | st.sampled_from(list(FinishReason)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_round_trip(name):
+    encode, decode = getattr(codec, f"encode_{name}"), getattr(codec, f"decode_{name}")
+
+    @settings(max_examples=60)
+    @given(CASES[name])
+    def check(value):
+        message = encode(value)
+        if hasattr(message, "SerializeToString"):
+            message = type(message).FromString(message.SerializeToString())
+        assert decode(message) == value
+
+    check()
+
+
+def test_every_codec_function_is_covered():
+    functions = {name.split("_", 1)[1] for name in dir(codec) if name.startswith(("encode_", "decode_"))}
+    assert functions - {"sampling", "verdict_states"} == set(CASES)
+
+
+def test_unset_sampling_fields_have_their_defaults():
+    decoded = codec.decode_sampling(pb.SamplingParams(), max_tokens=16)
+    assert decoded == SamplingParams(seed=0, ignore_eos=True)
+    zero = codec.decode_sampling(pb.SamplingParams(temperature=0.0), max_tokens=16)
+    assert zero.greedy
+
+
+def test_a_temperature_is_the_same_number_on_both_sides():
+    encoded = codec.encode_sampling(SamplingParams(temperature=0.7, top_p=0.9, seed=1))
+    assert (encoded.temperature, encoded.top_p) == (0.7, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("decode", "message", "problem"),
+    [
+        (codec.decode_open_target, target_pb.OpenTargetSession(max_tokens=4), "prompt_len is 0"),
+        (
+            codec.decode_open_draft,
+            draft_pb.OpenDraftSession(token_ids=[1], prompt_len=2, max_tokens=4),
+            r"prompt_len is 2.*\(1\)",
+        ),
+        (
+            codec.decode_open_target,
+            target_pb.OpenTargetSession(token_ids=[1], prompt_len=1, max_tokens=4, sampling={"top_p": 3.0}),
+            "top_p is 3.0",
+        ),
+        (
+            codec.decode_open_target,
+            target_pb.OpenTargetSession(token_ids=[1], prompt_len=1, max_tokens=4, verification=9),
+            "verification is 9",
+        ),
+        (
+            codec.decode_hidden_states,
+            pb.HiddenStates(num_features=2, dtype="int8", data=b"1234"),
+            "'int8'; known are bfloat16, float16, float32",
+        ),
+        (codec.decode_hidden_states, pb.HiddenStates(dtype="bfloat16", data=b"1234"), "num_features 0"),
+        (
+            codec.decode_hidden_states,
+            pb.HiddenStates(num_features=2, dtype="bfloat16"),
+            "0 bytes of data.* at least one",
+        ),
+        (
+            codec.decode_hidden_states,
+            pb.HiddenStates(num_features=3, dtype="bfloat16", data=b"12345678"),
+            r"8 bytes of data, .* rows of 3 bfloat16 \(6 bytes\)",
+        ),
+        (codec.decode_proposal, pb.Proposal(token_ids=[1, 2], q_rows=[pb.SparseRow()]), "2 tokens has 1 q_rows"),
+        (codec.decode_proposal, pb.Proposal(token_ids=[1, 2], parents=[-1]), "2 tokens has 1 parents"),
+        (codec.decode_proposal, pb.Proposal(token_ids=[1, 2], parents=[-1, 1]), r"parents\[1\] is 1"),
+        (codec.decode_proposal, pb.Proposal(token_ids=[1, 2], parents=[-2, 0]), r"parents\[0\] is -2"),
+    ],
+)
+def test_messages_that_contradict_themselves(decode, message, problem):
+    with pytest.raises(InvalidRequest, match=problem):
+        decode(message)
+
+
+def test_what_a_newer_server_says_is_not_the_users_fault():
+    with pytest.raises(Unavailable, match="finish reason 9"):
+        codec.decode_verdict(target_pb.Verdict(finish_reason=9))
+    with pytest.raises(Unavailable, match="cannot be read: hidden_states have dtype 'int8'"):
+        codec.decode_verdict(
+            target_pb.Verdict(hidden_states=[pb.HiddenStates(num_features=2, dtype="int8", data=b"12")])
+        )
+    with pytest.raises(Unavailable, match="without naming"):
+        codec.decode_target_opened(target_pb.TargetSessionOpened())

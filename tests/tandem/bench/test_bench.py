@@ -1,0 +1,105 @@
+"""``tandem bench`` with tiny numbers: the runs themselves."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdec.errors import Unavailable
+from tandem.bench.huggingface import MODES, HuggingFace
+from tandem.checkpoints import MODELS
+from tandem.cli import main as cli
+
+DRAFTERS = ("draft_model", "ngram", "suffix", "suffix+draft_model")
+TINY = ["--num-prompts", "2", "--max-tokens", "16", "--prompt-tokens", "16"]
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tandem", "bench", *TINY, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+
+
+@pytest.mark.e2e
+def test_several_drafters_over_grpc(tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
+    done = bench("--k", "3", "--fixed-draft-length", "--drafter", ",".join(DRAFTERS), "--batch-size", "1,2", *files)
+    assert done.returncode == 0, done.stderr
+    for text in ("plain", "draft_model", "ngram", "1 session", "2 sessions", "acceptance per token", "limit", "torch"):
+        assert text in done.stdout
+    sections = json.loads((tmp_path / "out.json").read_text())["sections"]
+    assert [section["num_sessions"] for section in sections] == [1, 2]
+    for section in sections:
+        assert list(section["ways"]) == ["plain", *DRAFTERS]
+        assert all(len(way["tokens_per_s"]) == 2 for way in section["ways"].values())
+        assert all(set(way["itl_ms"]) == {"p50", "p90", "p99"} for way in section["ways"].values())
+        assert 0 < section["ways"]["plain"]["target_busy"] < 1
+        drafted = section["ways"]["draft_model"]
+        assert 0 <= drafted["alpha"] <= 1
+        assert 1 <= drafted["acceptance_length"] <= 4
+    alone = sections[0]["ways"]["draft_model"]  # of several rounds in a tick the target may cut what does not pay off
+    assert min(alone[name] for name in ("decode_ms", "verify_ms", "draft_ms", "c", "wire_bytes")) > 0
+    assert alone["serial_limit"] <= alone["overlapped_limit"]
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_embedded_sessions_under_two_rules(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("def a(b):\nclass C:\nimport os\n")
+    arguments = ["--services", "embedded", "--batch-size", "2", "--temperature", "1", "--rules", "token,coupled"]
+    assert cli.main(["bench", "--max-tokens", "16", "--prompts", str(prompts), *arguments]) == 0
+    printed = capsys.readouterr().out
+    for text in ("2 sessions", "draft_model, token", "draft_model, coupled", "temperature 1", "mine.txt", "2 x 2"):
+        assert text in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "python-12m"], "nothing to compare"),
+        (["--model", "python-1m", "--drafter", "draft_model"], "needs a model"),
+        (["--model", "python-1m", "--drafter", "suffix+draft_model"], "needs a model"),
+        (["--drafter", "ngram,crystal"], "crystal; choose from"),
+        (["--rules", "block,coin"], "coin; choose from"),
+        (["--rules", "all"], "give --temperature"),
+        (["--k", "0"], "k is 0"),
+        (["--num-prompts", "0"], "num_prompts is 0"),
+        (["--batch-size", "4,0"], "batch_size is 0"),
+        (["--pad-target", "much"], "200M"),
+        (["--pad-target", "1M"], "it is larger"),
+        (["--prompt-tokens", "1000000"], "ask for fewer"),
+        (["--url", "http://127.0.0.1:1", "--drafter", "ngram"], "leave --drafter out"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nobody_at_the_url(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--url", "http://127.0.0.1:1"]) == 1
+    assert "does not answer" in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["bench", "--plot", "out.png"]) == 2
+    assert "pip install 'tandem-specdec[bench]'" in capsys.readouterr().err
+
+
+async def test_hugging_face_runs_every_mode() -> None:
+    models = {"target": str(MODELS / "python-12m"), "draft": str(MODELS / "python-1m"), "dtype": "float32"}
+    rival = await HuggingFace.start({**models, "device": "cpu", "threads": 1, "k": 2, "temperature": 0.0})
+    try:
+        assert rival.modes(1) == list(MODES)
+        assert rival.modes(2) == ["HF generate"]
+        for mode in MODES:
+            assert await rival.run(mode, [[5, 6, 7, 8]], 8) > 0
+        assert await rival.run("HF generate", [[5, 6, 7, 8], [9]], 8) > 0
+        with pytest.raises(Unavailable, match="Hugging Face: "):
+            await rival.run("HF generate", [[10**6]], 8)
+    finally:
+        await rival.close()

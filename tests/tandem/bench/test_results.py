@@ -1,0 +1,309 @@
+"""From answers to numbers, tables and a picture; no model runs here."""
+
+import asyncio
+import json
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import AsyncGenerator, Callable, Sequence
+from difflib import SequenceMatcher
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from specdec.errors import InvalidRequest, Unavailable
+from specdec.params import SamplingParams
+from specdec.rules import Rule
+from specdec.settings import SpeculativeSettings
+from specdec.v1 import generation_service_pb2 as pb
+from tandem.bench.answers import Answer, Piece, collect
+from tandem.bench.chart import draw_report
+from tandem.bench.edits import MARK, NUM_EDITS
+from tandem.bench.measure import Bench
+from tandem.bench.modes import Way, deployments_of, plain_way, speculative_ways
+from tandem.bench.parts import Costs
+from tandem.bench.plans import Plan, make_plans
+from tandem.bench.plot import load_pyplot
+from tandem.bench.report import print_report
+from tandem.bench.results import Measurement, Section
+from tandem.bench.systems import metrics_of
+from tandem.cli import bench as command
+
+
+def answer(*pieces: tuple[float, int], **speculation: object) -> Answer:
+    made = tuple(Piece(at, count, "x" * count) for at, count in pieces)
+    return Answer(0.0, made, sum(count for _, count in pieces), speculation)
+
+
+def test_times_of_an_answer() -> None:
+    seen = answer((0.5, 1), (1.5, 4), (2.0, 1))
+    assert (seen.ttft_s, seen.wall_s, seen.decode_s, seen.num_rounds) == (0.5, 2.0, 1.5, 2)
+    assert seen.gaps_s == [1.0, 0.5]
+    assert seen.itl_s == [0.25, 0.25, 0.25, 0.25, 0.5], "the wait for a piece is shared by its tokens"
+    assert seen.text == "xxxxxx"
+    assert seen.decode_rate == pytest.approx(5 / 1.5)
+    assert answer((0.5, 3)).decode_rate is None
+
+
+async def test_collecting_pieces() -> None:
+    async def pieces(*given: Piece) -> AsyncGenerator[Piece, None]:
+        for piece in given:
+            yield piece
+
+    last = Piece(3.0, 0, "", {"num_spec_steps": 2}, num_tokens_in_all=9)
+    collected = await collect(pieces(Piece(1.0, 2, "ab"), Piece(2.0, 1, "c"), last))
+    assert (collected.num_tokens, collected.num_rounds, collected.text) == (9, 1, "abc"), "usage alone is no round"
+    assert collected.speculation == {"num_spec_steps": 2}
+    with pytest.raises(Unavailable, match="without a token"):
+        await collect(pieces(Piece(1.0, 0, "")))
+
+
+def test_metrics_come_by_name() -> None:
+    metrics = metrics_of(pb.SpeculationMetrics(num_spec_steps=3, acceptance_histogram=[1, 2]))
+    assert metrics["num_spec_steps"] == 3
+    assert metrics["acceptance_histogram"] == [1, 2]
+    assert metrics["num_rejections"] == 0
+
+
+def section() -> Section:
+    plain, drafted = Measurement(0), Measurement(4)
+    for rate in (10.0, 20.0):
+        plain.add_run(rate, [answer((0.1, 1), (0.2, 1), (0.3, 1))])
+        drafted.add_run(
+            2 * rate,
+            [
+                answer(
+                    (0.1, 1),
+                    (0.2, 5),
+                    num_spec_steps=2,
+                    num_draft_tokens=8,
+                    num_accepted_draft_tokens=4,
+                    num_rejections=1,
+                    acceptance_histogram=[1, 0, 0, 0, 1],
+                    draft_acceptance_rate=0.5,
+                    num_ahead_hits=3,
+                    num_ahead_misses=1,
+                    num_wasted_draft_tokens=6,
+                    draft_wait_ns=4_000_000,
+                )
+            ],
+        )
+    drafted.add_busy(2.0, [10**9, 5 * 10**8])
+    drafted.costs = Costs(decode_ms=4.0, verify_ms=5.0, draft_ms=0.5, wire_ms=1.0, wire_bytes=120.0)
+    return Section(1, {"plain": plain, "draft_model": drafted})
+
+
+def test_what_follows_from_known_numbers() -> None:
+    both = section()
+    drafted = both.ways["draft_model"]
+    assert drafted.alpha == 8 / 10
+    assert drafted.acceptance_length == 3.0
+    assert drafted.mean_drafts == 4.0
+    assert drafted.histogram == [2, 0, 0, 0, 2]
+    assert drafted.acceptance_rates == [0.5, 0.5, 0.5, 0.5]
+    assert drafted.round_ms == pytest.approx(100.0)
+    assert (drafted.busy_share(0), drafted.busy_share(1), drafted.busy_share(2)) == (0.5, 0.25, None)
+    assert drafted.costs is not None
+    assert (drafted.costs.c, drafted.costs.d, drafted.costs.verify_ratio) == (0.125, 0.25, 1.25)
+    speedup, decode_speedup, limits = both.speedup("draft_model"), both.decode_speedup("draft_model"), drafted.limits
+    assert speedup is not None
+    assert decode_speedup is not None
+    assert limits is not None
+    assert speedup.median == 2.0
+    assert decode_speedup.median == pytest.approx(5.0), "5 tokens in 0.1 s, and 2 in 0.2 s"
+    assert limits.serial == pytest.approx((1 - 0.8**5) / 0.2 / 1.75)
+    assert limits.overlapped == pytest.approx((1 - 0.8**5) / 0.2)
+    summary = json.loads(json.dumps(both.summary()))["ways"]["draft_model"]
+    assert summary["share_of_overlapped_limit"] == pytest.approx(5.0 / limits.overlapped)
+    assert summary["num_ahead_hits"] == 6
+    assert both.ways["plain"].alpha is None
+    assert both.ways["plain"].acceptance_rates == []
+    drafted.is_tree = True
+    assert drafted.limits is None, "those are of chains"
+
+
+def test_tables_show_what_is_known_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    edits = section()
+    edits.text = "edits"
+    print_report(Console(width=120), "the title", [edits], ["a note"])
+    lines = capsys.readouterr().out.splitlines()
+
+    def cell(label: str) -> str:
+        line = next(line for line in lines if label in line)
+        return line.split("│")[2].strip()
+
+    assert cell("α, acceptance per token") == "0.800"
+    assert cell("drafted ahead of the verdict") == "75%"
+    assert cell("drafts accepted") == "0.50 0.50 0.50 0.50"
+    assert any(line.startswith("1 session, edits") for line in lines)
+    assert cell("drafted tokens thrown away") == "3.00"
+    assert cell("waiting for the draft") == "2.00 ms"
+    assert cell("limit, serial") == f"{(1 - 0.8**5) / 0.2 / 1.75:.2f}x, 260%"
+    assert cell("over plain from the first token on") == "5.00 (5.00–5.00)"
+    assert not any("on the way to the target" in line for line in lines), "not reported, so not shown"
+    assert "a note" in lines
+
+
+def test_a_server_that_reports_nothing_gets_speeds_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    way = Measurement(None)
+    way.add_run(5.0, [answer((0.1, 1), (0.2, 1))])
+    alone = Section(2, {"server": way})
+    print_report(Console(width=120), "title", [alone], [])
+    printed = capsys.readouterr().out
+    assert "2 sessions" in printed
+    assert "acceptance" not in printed
+    draw_report(load_pyplot(), "title", [alone, section()], str(tmp_path / "both.png"))
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+class FakeSystem:
+    """Answers at once and remembers in which order it was asked."""
+
+    router = None
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, int | None, Rule | None]] = []
+
+    async def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams, rule: Rule | None, k: int | None
+    ) -> AsyncGenerator[Piece, None]:
+        self.asked.append((prompt, k, rule))
+        for _ in range(params.max_tokens or 0):
+            await asyncio.sleep(0)
+            yield Piece(time.perf_counter(), 1, "x")
+
+
+async def test_ways_take_turns_and_the_warm_up_does_not_count() -> None:
+    system = FakeSystem()
+    ways = [plain_way("s"), *speculative_ways({"s": 4}, [Rule.BLOCK, Rule.COUPLED])]
+    assert [way.name for way in ways] == ["plain", "s, block", "s, coupled"]
+    steps: list[str] = []
+    bench = Bench({"s": system}, ways, SamplingParams(max_tokens=3), tell=steps.append, learning_s=0.0)
+    plan = Plan(warm_up=[["w"]], batches=[["a"], ["b"], ["c"]])
+    measured = await bench.run(plan)
+    assert [len(way.rates) for way in measured.ways.values()] == [3, 3, 3]
+    assert len(steps) == bench.num_steps(plan) == len(system.asked) == 12
+    assert [prompt for prompt, _, _ in system.asked] == [*"wwwaaabbbccc"]
+    order = [(k, rule) for _, k, rule in system.asked]
+    assert order[3:6] == [(4, Rule.BLOCK), (4, Rule.COUPLED), (0, None)]
+    assert order[6:9] == [(4, Rule.COUPLED), (0, None), (4, Rule.BLOCK)]
+    assert len(measured.ways["plain"].ttft_s) == 3
+    assert len(measured.ways["plain"].itl_s) == 6
+
+
+def test_one_rule_needs_no_name() -> None:
+    assert speculative_ways({"ngram": 3}, [None]) == [Way("ngram", "ngram", 3)]
+    both = speculative_ways({"chains": 3, "trees": 7}, [None], ["trees"])
+    assert [way.is_tree for way in both] == [False, True]
+
+
+def test_drafters_by_name() -> None:
+    parser = ArgumentParser()
+    command.add_arguments(parser)
+
+    def speculative(*argv: str) -> dict[str, SpeculativeSettings]:
+        found = {}
+        for name, deployment in deployments_of(parser.parse_args(argv)).items():
+            assert deployment.draft is not None
+            found[name] = deployment.draft.speculative
+        return found
+
+    every = speculative("--drafter", "all", "--k", "7")
+    assert {"draft_model", "ngram", "suffix", "suffix+draft_model"} <= set(every)
+    assert {settings.num_speculative_tokens for name, settings in every.items() if not name.endswith("-tree")} == {7}
+    assert every["suffix+draft_model"].methods == ("suffix", "draft_model")
+    config = '{"method": "suffix", "suffix_decoding_max_tree_depth": 12}'
+    (name, settings), *_ = speculative("--speculative-config", config, "--drafter", "suffix,ngram").items()
+    assert (name, settings.suffix_decoding_max_tree_depth, settings.num_speculative_tokens) == ("suffix", 12, 12)
+    assert list(speculative("--speculative-config", config)) == ["suffix"]
+    tree = speculative("--drafter", "draft_model-tree,ngram", "--k", "3")
+    assert (tree["draft_model-tree"].tree_top_k, tree["draft_model-tree"].num_speculative_tokens) == (2, 7)
+    assert (tree["ngram"].tree_top_k, tree["ngram"].num_speculative_tokens) == (1, 3)
+    both = '{"method": ["ngram", "draft_model"], "model": "python-1m"}'
+    assert list(speculative("--speculative-config", both)) == ["ngram+draft_model"]
+
+
+def options(**changes: object) -> Namespace:
+    usual = {"prompts": None, "num_prompts": None, "prompt_tokens": 8, "max_tokens": 16, "batch_size": (1, 8)}
+    return Namespace(**(usual | {"text": None, "drafter": None} | changes))
+
+
+def test_prompts_of_a_plan_are_never_used_twice() -> None:
+    few, many = make_plans(options(), lambda text: tuple(text.encode()))
+    assert (few.num_sessions, len(few.batches), many.num_sessions, len(many.batches)) == (1, 8, 8, 4)
+    batches = [*few.warm_up, *few.batches, *few.probes, *many.warm_up, *many.batches, *many.probes]
+    used = [prompt for batch in batches for prompt in batch]
+    assert len(used) == len(set(used)) == 13 + 8 * 9
+    (text,) = make_plans(options(batch_size=(2,), num_prompts=3), None)
+    assert len(text.batches) == 3
+    assert not text.probes
+    assert all(isinstance(prompt, str) for batch in text.batches for prompt in batch)
+
+
+def test_own_prompts_are_all_measured(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("a\nb\nc\n")
+    (plan,) = make_plans(options(prompts=str(file), batch_size=(2,)), lambda text: tuple(text.encode()))
+    assert plan.text is None
+    assert {prompt for batch in plan.batches for prompt in batch} == {(97,), (98,), (99,)}
+    with pytest.raises(InvalidRequest, match="leave --text out"):
+        make_plans(options(prompts=str(file), text="edits"), None)
+
+
+@pytest.mark.parametrize("encode", [lambda text: tuple(text.encode()), None], ids=["tokens", "text"])
+def test_prompts_for_edits_are_successive_versions_of_one_text(encode: Callable[[str], tuple[int, ...]] | None) -> None:
+    (plan,) = make_plans(options(text="edits", batch_size=(1,), num_prompts=4, prompt_tokens=40), encode)
+    assert plan.text == "edits"
+    prompts = [batch[0] for batch in [*plan.warm_up, *plan.batches]]
+    texts = [prompt if isinstance(prompt, str) else bytes(prompt).decode() for prompt in prompts]
+    shown, begun = zip(*(text.split(MARK) for text in texts), strict=True)
+    assert all(after.startswith(begin) for begin, after in zip(begun, shown[1:], strict=False)), "one text goes on"
+    assert len(set(shown)) == len(prompts) == NUM_EDITS
+    assert all(len(text) == 20 * (1 if encode else 3) for text in begun)
+    likeness = [SequenceMatcher(None, before, after).ratio() for before, after in pairwise(shown)]
+    assert min(likeness) > 0.5, "an edit leaves most of it as it was"
+
+
+def test_all_drafters_are_compared_on_every_kind_of_text() -> None:
+    plans = make_plans(options(drafter="all", batch_size=(1,), num_prompts=2), None)
+    assert [plan.text for plan in plans] == ["prose", "edits"]
+    assert [plan.text for plan in make_plans(options(text="all", batch_size=(1, 2), num_prompts=2), None)] == [
+        "prose",
+        "prose",
+        "edits",
+        "edits",
+    ]
+    with pytest.raises(InvalidRequest, match="poems; choose from prose, edits"):
+        make_plans(options(text="edits,poems"), None)
+
+
+async def test_parts_that_could_not_be_timed_are_told_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_parts(*_: object) -> Costs:
+        raise Unavailable("the target verified less")
+
+    class Served(FakeSystem):
+        router = object()
+
+    monkeypatch.setattr("tandem.bench.measure.time_parts", no_parts)
+    monkeypatch.setattr(Bench, "_busy_ns", lambda *_: asyncio.sleep(0, []))
+    bench = Bench({"s": Served()}, [plain_way("s"), *speculative_ways({"s": 4}, [None])], SamplingParams(max_tokens=3))
+    measured = await bench.run(Plan(warm_up=[], batches=[["a"]], probes=[[(1,)]]))
+    assert [way.costs for way in measured.ways.values()] == [None, None]
+    assert len(measured.ways["plain"].rates) == 1
+    assert bench.notes == ["s, 1 sessions: no parts of a round, the target verified less"]
+
+
+async def test_a_way_that_drafts_is_warmed_up_for_a_while() -> None:
+    system = FakeSystem()
+    bench = Bench(
+        {"s": system},
+        [plain_way("s"), *speculative_ways({"s": 4}, [None])],
+        SamplingParams(max_tokens=1),
+        learning_s=0.05,
+    )
+    measured = await bench.run(Plan(warm_up=[["w"]], batches=[["a"]]))
+    asked = [(prompt, k) for prompt, k, _ in system.asked]
+    assert asked.count(("w", 0)) == asked.count(("a", 0)) == asked.count(("a", 4)) == 1
+    assert asked.count(("w", 4)) > 2
+    assert [len(way.rates) for way in measured.ways.values()] == [1, 1]

@@ -1,0 +1,253 @@
+"""Flags: every alias reaches its setting, every mistake is one clear line."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdec.flags import Parser
+from specdec.rules import Rule
+from tandem.checkpoints import MODELS
+from tandem.cli import main as cli
+from tandem.cli import serve
+from tandem.launcher.deployment import Deployment, deployment_of, flags_of, services_of
+
+TARGET, DRAFT = str(MODELS / "python-12m"), str(MODELS / "python-1m")
+PAIR = json.dumps({"model": "python-1m", "num_speculative_tokens": 5})
+NGRAM = json.dumps({"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4})
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = Parser(prog="tandem serve")
+    serve.add_arguments(parser)
+    args = parser.parse_args(argv)
+    serve.take_model(args)
+    return args
+
+
+def deploy(*argv: str) -> Deployment:
+    return deployment_of(parse(*argv))
+
+
+def test_nothing_given_serves_the_bundled_pair() -> None:
+    deployment = deploy()
+    assert deployment.target.model.model == TARGET
+    assert deployment.draft is not None
+    assert deployment.draft.speculative.model == DRAFT
+    assert deployment.draft.speculative.num_speculative_tokens == deployment.gateway.num_speculative_tokens == 4
+    assert deployment.gateway.served_model_name == ("python-12m",)
+    assert deployment.gateway.tokenizer == TARGET
+    assert deployment.describe() == "python-12m, drafted by python-1m, k = 4"
+
+
+def test_a_model_alone_runs_plain() -> None:
+    deployment = deploy("python-12m")
+    assert deployment.draft is None
+    assert deployment.gateway.num_speculative_tokens == 0
+    assert deployment.describe() == "python-12m (no speculation)"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("python-12m", "--speculative-config", PAIR),
+        ("python-12m", "--speculative_config", PAIR),
+        ("python-12m", f"--speculative_config={PAIR}"),
+        ("python-12m", "-sc", PAIR),
+        ("--model", "python-12m", "--speculative-model", "python-1m", "--num-speculative-tokens", "5"),
+        ("--model", "python-12m", "--speculative_model", "python-1m", "--num_speculative_tokens", "5",
+         "--use-v2-block-manager", "--speculative-draft-tensor-parallel-size", "1"),
+        ("python-12m", "--speculative-config", PAIR, "--num-speculative-tokens", "5"),
+    ],
+)  # fmt: skip
+def test_spellings_of_a_draft_model(argv: tuple[str, ...]) -> None:
+    deployment = deploy(*argv)
+    assert deployment.draft is not None
+    assert deployment.draft.model is not None
+    assert deployment.draft.model.model == DRAFT
+    assert deployment.draft.speculative.num_speculative_tokens == deployment.gateway.num_speculative_tokens == 5
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--speculative-config", NGRAM),
+        ("--speculative-model", "[ngram]", "--num-speculative-tokens", "5", "--ngram-prompt-lookup-max", "4"),
+        ("--speculative_model=[ngram]", "--num_speculative_tokens=5", "--ngram_prompt_lookup_max=4",
+         "--ngram_prompt_lookup_min=1"),
+        ("--speculative-model", "ngram", "--num-speculative-tokens", "5"),
+        ("--speculative-config", '{"model": "ngram", "num_speculative_tokens": 5}'),
+    ],
+)  # fmt: skip
+def test_spellings_of_ngram(argv: tuple[str, ...]) -> None:
+    deployment = deploy("python-12m", *argv)
+    assert deployment.draft is not None
+    assert deployment.draft.model is None
+    speculative = deployment.draft.speculative
+    assert (speculative.method, speculative.prompt_lookup_min, speculative.prompt_lookup_max) == ("ngram", 1, 4)
+    assert speculative.num_speculative_tokens == 5
+
+
+def test_vllms_call_for_suffix_decoding() -> None:
+    deployment = deploy("python-12m", "-sc", '{"method": "suffix", "num_speculative_tokens": 32}')
+    assert deployment.draft is not None
+    assert deployment.draft.model is None
+    speculative = deployment.draft.speculative
+    assert (speculative.methods, speculative.num_speculative_tokens) == (("suffix",), 32)
+    assert speculative.suffix_decoding_max_tree_depth == 24
+    assert speculative.suffix_decoding_max_cached_requests == 10000
+    assert speculative.suffix_decoding_max_spec_factor == 1.0
+    assert speculative.suffix_decoding_min_token_prob == 0.1
+    deployment = deploy("python-12m", "-sc", '{"method": "suffix"}')
+    assert deployment.gateway.num_speculative_tokens == 24
+    arguments = json.dumps({"method": ["suffix"], "suffix_decoding_max_tree_depth": 12})
+    draft = services_of(deploy("python-12m", "-sc", arguments))[1]
+    assert draft.arguments[:6] == (
+        *("--method", "suffix", "--num-speculative-tokens", "12", "--suffix-decoding-max-tree-depth", "12"),
+    )
+
+
+def test_two_methods_reach_the_draft_service() -> None:
+    deployment = deploy("-sc", '{"method": ["suffix", "draft_model"], "num_speculative_tokens": 5}')
+    assert deployment.draft is not None
+    assert deployment.draft.speculative.method == ("suffix", "draft_model")
+    assert deployment.draft.model is not None  # the bundled draft of the bundled target
+    assert deployment.describe() == "python-12m, drafted by suffix and python-1m, k = 5"
+    arguments = " ".join(services_of(deployment)[1].arguments)
+    assert "--method suffix --method draft_model" in arguments
+
+
+def test_a_head_is_told_where_the_target_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    deployment = deploy("python-12m", "-sc", json.dumps({"model": str(tmp_path)}))
+    assert deployment.draft is not None
+    assert deployment.draft.speculative.method == "eagle3"
+    assert deployment.draft.target_model == TARGET
+    assert f"--target-model {TARGET}" in " ".join(services_of(deployment)[1].arguments)
+
+
+def test_the_other_flags_reach_their_settings() -> None:
+    deployment = deploy(
+        *("python-12m", "--host", "0.0.0.0", "--port", "81", "--grpc-port", "82", "--served-model-name", "a", "b"),
+        *("--dtype", "bfloat16", "--seed", "42", "--max-model-len", "512", "--gpu_memory_utilization", "0.8"),
+        *("--kv-cache-memory-bytes", "1000000", "-tp", "1", "--trust-remote-code", "--verification", "token"),
+        *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--chat-template", "x", "--enforce-eager"),
+        *("--drain-s", "3", "--num-threads", "1"),
+        *("--speculative-config", '{"model": "python-1m", "disable_by_batch_size": 6}'),
+    )
+    gateway, model, scheduler = deployment.gateway, deployment.target.model, deployment.target.scheduler
+    assert (gateway.host, gateway.port, gateway.grpc_port, gateway.seed) == ("0.0.0.0", 81, 82, 42)
+    assert (gateway.served_model_name, gateway.chat_template, gateway.drain_s) == (("a", "b"), "x", 3.0)
+    assert (gateway.disable_by_batch_size, gateway.verification) == (6, Rule.TOKEN)
+    assert (model.dtype, model.max_model_len, model.kv_cache_memory_bytes) == ("bfloat16", 512, 10**6)
+    assert deploy("--dtype", "half").target.model.dtype == "float16"
+    assert (model.trust_remote_code, model.enforce_eager, model.num_threads) == (True, True, 1)
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (8, 64)
+    assert deployment.target.verification is Rule.TOKEN
+    assert deployment.draft is not None
+    assert deployment.draft.model is not None
+    assert (deployment.draft.model.dtype, deployment.draft.model.max_model_len) == ("bfloat16", 512)
+    assert deployment.draft.model.kv_cache_memory_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("python-12m", "-tp", "2"), "not available yet"),
+        (("no-such-model",), "bundled model"),
+        (("python-12m", "--model", "python-1m"), "two models"),
+        (("python-12m", "--speculative-config", "{"), "not JSON"),
+        (("python-12m", "--speculative-config", "[]"), "must be an object"),
+        (("python-12m", "--speculative-config", '{"modle": "x"}'), "modle"),
+        (("python-12m", "--speculative-config", '{"method": "telepathy"}'), "telepathy"),
+        (("python-12m", "--speculative-config", PAIR, "--num-speculative-tokens", "3"), "given twice"),
+        (("python-12m", "--num-speculative-tokens", "3"), "needs a drafter"),
+        (("python-12m", "--gpu-memory-utilization", "2"), "gpu_memory_utilization"),
+        (("python-12m", "-sc", '{"method": "ngram", "num_speculative_tokens": "5"}'), "must be a whole number"),
+        (("python-12m", "-sc", '{"num_speculative_tokens": "5"}'), "needs a drafter"),
+        (("python-12m", "-sc", '{"method": "ngram", "prompt_lookup_max": true}'), "prompt_lookup_max is True"),
+        (("python-12m", "-sc", '{"model": 5}'), "model is 5; it must be text or nothing"),
+        (("python-12m", "-sc", '{"method": 5}'), "method is 5; choose one of"),
+        (("python-12m", "-sc", '{"method": "mtp"}'), 'method "mtp"'),
+        (("python-12m", "-sc", '{"method": ["draft_model", "suffix"]}'), "the first must be one of ngram, suffix"),
+        (("python-12m", "-sc", '{"method": ["suffix", "ngram", "draft_model"]}'), "there can be no third"),
+        (("python-12m", "-sc", '{"method": ["suffix", "suffix"]}'), "the second another one"),
+        (("python-1m", "-sc", '{"method": ["suffix", "draft_model"]}'), 'method "draft_model" needs "model"'),
+        (("python-1m", "-sc", '{"method": "eagle3"}'), "none comes with it, and tandem train eagle3 makes one"),
+        (("python-1m", "-sc", '{"method": ["suffix", "mlp_speculator"]}'), "tandem train mlp makes one"),
+        (("python-12m", "-sc", '{"method": "suffix", "suffix_decoding_max_tree_depth": 0}'), "must be in [1, 512]"),
+        (("python-12m", "-sc", '{"method": "suffix", "suffix_decoding_max_cached_requests": -1}'), "at least 0"),
+        (("python-12m", "-sc", '{"method": "suffix", "suffix_decoding_max_spec_factor": -1}'), "at least 0"),
+        (("python-12m", "-sc", '{"method": "suffix", "suffix_decoding_min_token_prob": 1.5}'), "must be in [0, 1]"),
+        (("python-12m", "--port", "99999"), "port is 99999; it must be in [0, 65535]"),
+        (("python-12m", "--request-timeout-s", "0"), "must be above 0"),
+        (("python-12m", "--max-concurrent-requests", "0"), "must be at least 1"),
+    ],
+)
+def test_mistakes_are_named(argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", *argv]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [("--prot", "1"), ("--dtype", "int3"), ("--port", "x")])
+def test_unknown_flags_leave_with_2(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["serve", *argv])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_services_get_what_differs_from_the_defaults() -> None:
+    services = {service.name: service for service in services_of(deploy("--dtype", "float32", "--drain-s", "3"))}
+    assert list(services) == ["target", "draft", "gateway"]
+    target, draft, gateway = (" ".join(services[name].arguments) for name in services)
+    assert f"--model {TARGET}" in target
+    assert "--dtype float32" in target
+    assert "--dtype float32" in draft
+    assert f"--model {DRAFT}" in draft
+    assert "--num-threads 1" in draft
+    assert "--quantization auto" in draft
+    assert "--quantization" not in target
+    for name, arguments in (("target", target), ("draft", draft)):
+        host, port = services[name].address.split(":")
+        assert f"--port {port}" in arguments
+        if sys.platform == "linux":  # the gateway goes past TCP
+            assert f"--socket unix-abstract:tandem-{port}" in arguments
+            assert f"--{name}s unix-abstract:tandem-{port}" in gateway
+        else:
+            assert f"--{name}s {host}:{port}" in gateway
+    assert all("--drain-s 3" in arguments for arguments in (target, draft))
+
+
+def test_the_draft_is_rounded_unless_its_config_says_no() -> None:
+    exact = deploy("--quantization", "int8", "--speculative-config", json.dumps({"model": DRAFT, "quantization": None}))
+    assert exact.target.model.quantization == "int8"
+    assert exact.draft is not None
+    assert exact.draft.model is not None
+    assert exact.draft.model.quantization is None
+
+
+def test_flags_of_leaves_defaults_out() -> None:
+    assert flags_of(deploy().target.scheduler) == ()
+
+
+def test_help_and_version_load_nothing_heavy() -> None:
+    for argument, expected in (("--help", "serve"), ("--version", "tandem 0")):
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "tandem", argument], capture_output=True, text=True, check=True
+        )
+        assert expected in done.stdout
+        assert not {" torch", " grpc", " transformers"} & {
+            line.rpartition("|")[2].rstrip().lstrip() and " " + line.rpartition("|")[2].strip()
+            for line in done.stderr.splitlines()
+        }
+
+
+def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "commands" in capsys.readouterr().err

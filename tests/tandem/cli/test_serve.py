@@ -1,0 +1,205 @@
+"""``tandem serve`` with real processes."""
+
+import queue
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tandem.checkpoints import MODELS
+from tandem.cli import main as cli
+from tandem.launcher.deployment import free_port
+from tandem.rest_client import Server
+
+pytestmark = pytest.mark.e2e
+
+TIMEOUT_S = 90
+
+
+class Launcher:
+    """A running ``tandem serve`` and its output, line by line."""
+
+    def __init__(self, *argv: str) -> None:
+        self.port, self.grpc_port = free_port(), free_port()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tandem", "serve", *self._ports(), *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._queue: queue.Queue[str] = queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self.server = Server(f"http://127.0.0.1:{self.port}", timeout_s=30)
+
+    def _ports(self) -> list[str]:
+        return ["--port", str(self.port), "--grpc-port", str(self.grpc_port)]
+
+    def wait_for(self, text: str) -> str:
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            try:
+                line = self._queue.get(timeout=1)
+            except queue.Empty:
+                assert self.process.poll() is None, f"it ended: {self.lines}"
+                continue
+            self.lines.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"no {text!r} in {self.lines}")
+
+    def children(self) -> dict[str, psutil.Process]:
+        children = psutil.Process(self.process.pid).children()
+        return {child.cmdline()[5]: child for child in children}
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(TIMEOUT_S)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        while not self._queue.empty():
+            self.lines.append(self._queue.get())
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._queue.put(line.rstrip("\n"))
+
+
+@pytest.fixture
+def launch() -> Iterator[type[Launcher]]:
+    made: list[Launcher] = []
+
+    class Recorded(Launcher):
+        def __init__(self, *argv: str) -> None:
+            made.append(self)
+            super().__init__(*argv)
+
+    yield Recorded
+    for launcher in made:
+        launcher.close()
+
+
+def complete(server: Server, prompt: str = "def f(", **options: object) -> str:
+    body = {"model": server.model(), "prompt": prompt, "max_tokens": 16, "temperature": 0, **options}
+    return "".join(choice["text"] for event in server.stream("/v1/completions", body) for choice in event["choices"])
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=15)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_whole_life(launch: type[Launcher], capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = launch("--dtype", "float32", "--drain-s", "5", "--fixed-draft-length")
+    ready = launcher.wait_for("ready:")
+    assert re.fullmatch(
+        rf"ready: http://127\.0\.0\.1:{launcher.port}/v1, gRPC 127\.0\.0\.1:{launcher.grpc_port}"
+        r" \| python-12m, drafted by python-1m, k = 4 \| target 127\.0\.0\.1:\d+, draft 127\.0\.0\.1:\d+",
+        ready,
+    )
+    children = launcher.children()
+    assert set(children) == {"target_service", "draft_service", "gateway"}
+    text = complete(launcher.server)
+    assert text
+
+    assert cli.main(["generate", "def f(", "--url", launcher.server.url, "--max-tokens", "16"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == text + "\n"
+    assert re.fullmatch(r"16 tokens in [\d.]+ s, [\d.]+ tokens/s, acceptance length .*\n", printed.err)
+    assert cli.main(["chat", "--url", launcher.server.url, "--message", "hello", "--max-tokens", "4"]) == 0
+
+    children["draft_service"].kill()
+    assert complete(launcher.server) == text
+    launcher.wait_for("draft was ended by SIGKILL; starting it again")
+    launcher.wait_for("draft is back")
+    children["target_service"].kill()
+    launcher.wait_for("target is back")
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:  # the gateway looks for the target a few times a second
+        try:
+            assert complete(launcher.server) == text
+            break
+        except Exception:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+    children = launcher.children()
+    assert launcher.end(signal.SIGINT) == 0
+    assert gone(list(children.values()))
+    launcher.close()
+    assert sum(line.startswith("ready:") for line in launcher.lines) == 1
+    assert not [line for line in launcher.lines if "Traceback" in line]
+
+
+def test_a_killed_launcher_leaves_no_orphans(launch: type[Launcher]) -> None:
+    launcher = launch("python-12m", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
+    assert "python-12m, drafted by ngram, k = 3" in launcher.wait_for("ready:")
+    assert complete(launcher.server)
+    children = list(launcher.children().values())
+    assert len(children) == 3
+    launcher.end(signal.SIGKILL)
+    assert gone(children)
+
+
+def test_sigterm_while_starting(launch: type[Launcher]) -> None:
+    launcher = launch("python-12m")
+    launcher.wait_for("listening")
+    children = list(launcher.children().values())
+    assert launcher.end(signal.SIGTERM) == 0
+    assert gone(children)
+
+
+def test_a_service_that_cannot_start_ends_everything(launch: type[Launcher], tmp_path: Path) -> None:
+    shutil.copytree(MODELS / "python-12m", tmp_path / "broken", ignore=shutil.ignore_patterns("*.safetensors"))
+    launcher = launch(str(tmp_path / "broken"))
+    assert launcher.process.wait(TIMEOUT_S) == 1
+    launcher.close()
+    assert launcher.lines[-1].startswith("tandem: error: target exited with code 1 before it was ready: ")
+
+
+def test_a_taken_port_is_named(launch: type[Launcher]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        launcher = launch("python-12m", "--port", str(port))
+        assert launcher.process.wait(TIMEOUT_S) == 1
+    launcher.close()
+    assert f"cannot listen on 127.0.0.1:{port}" in launcher.lines[-1]
+
+
+def test_embedded(launch: type[Launcher]) -> None:
+    launcher = launch("--embedded", "--dtype", "float32")
+    assert launcher.wait_for("ready:").endswith("| python-12m, drafted by python-1m, k = 4")
+    assert launcher.children() == {}
+    assert complete(launcher.server)
+    assert launcher.end(signal.SIGTERM) == 0
+
+
+def test_generate_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["def f(", "--max-tokens", "8", "--speculative-model", "[ngram]", "--model", "python-12m"]
+    assert cli.main(["generate", *arguments]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.strip()
+    assert printed.err.startswith("8 tokens in ")
+
+
+def test_demo() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem", "demo"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    assert done.stdout.count("the texts are equal") == 3

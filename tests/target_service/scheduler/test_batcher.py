@@ -1,0 +1,399 @@
+"""Many sessions at once: one forward pass per tick, prompts in fair chunks, nothing left behind by those who leave."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from specdec.errors import InternalError, TandemError, Unavailable
+from specdec.types import FinishReason, Proposal, RoundTimings
+from target_service.scheduler.batcher import MAX_NS_NOW
+from target_service.scheduler.composition import MIN_CHUNK, prefill_room, share_prefill, take_rounds
+from target_service.stop_criteria import StopCriteria, Truncation
+from tests.target_service.conftest import decode, decode_ahead, make_prompt, make_spec, until, until_clean, verify
+
+
+class Watch:
+    """Counts and records the forward passes of a core; may hold or break them."""
+
+    def __init__(self, core):
+        self.batches = []
+        self.delay_s = 0.0
+        self.error = None
+        #: While cleared, forward passes wait.
+        self.gate = threading.Event()
+        self.gate.set()
+        self._forward = core._engine.forward
+        core._engine.forward = self
+
+    def __call__(self, segments):
+        self.batches.append([(len(segment.token_ids), segment.num_logits) for segment in segments])
+        self.gate.wait(10)
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        if self.error is not None:
+            raise self.error
+        return self._forward(segments)
+
+
+@pytest.mark.parametrize("budget", [512, 48])
+async def test_many_sessions_in_ragged_batches_are_the_stock_model(start_core, plain, budget):
+    async with start_core(max_num_batched_tokens=budget) as core:
+        watch = Watch(core)
+
+        async def run(seed):
+            prompt = make_prompt(seed, 3 + 17 * (seed % 5))
+            right = lambda output, k: plain(prompt, len(output) + k)[len(output) :]  # noqa: E731
+            session = await core.open(make_spec(prompt, 20, decode_ahead_tokens=5 if seed % 4 == 3 else 0))
+            try:
+                if seed % 4 == 3:
+                    n = session.first.committed_len
+                    tokens = await decode_ahead(session, n, 19)
+                    assert (*session.first.token_ids, *tokens) == plain(prompt, 20)
+                else:
+                    draft = right if seed % 4 else None
+                    assert await decode(session, k=seed % 4, draft=draft) == plain(prompt, 20)
+            finally:
+                await session.close()
+
+        for seed in range(12):  # the stock model is slow: ask it beforehand
+            plain(make_prompt(seed, 3 + 17 * (seed % 5)), 20)
+        await asyncio.gather(*(run(seed) for seed in range(12)))
+        assert len(watch.batches) == core.num_ticks
+        assert max(len(batch) for batch in watch.batches) >= 4
+        assert max(sum(rows for rows, _ in batch) for batch in watch.batches) <= budget
+
+
+async def test_drafted_tokens_that_are_not_worth_their_rows_are_cut_off(start_core, plain):
+    """Every row is taught to cost as much as a tick: of guesses that are never right nothing is verified any more."""
+    async with start_core() as core:
+        for step in range(200):
+            rows = 1 + step % 16
+            timings = RoundTimings(forward_ns=rows * 10**9, batch_sessions=1, batch_rows=rows, batch_context=20)
+            core._budget.observe(timings, pause_ns=0)
+            core._budget.totals.observe(4, 0)
+        watch = Watch(core)
+        prompts = [make_prompt(seed) for seed in range(4)]
+        sessions = [await core.open(make_spec(prompt, 12)) for prompt in prompts]
+        outputs = await asyncio.gather(*(decode(session, k=4, draft=lambda *_: (1, 2, 3, 4)) for session in sessions))
+        assert list(outputs) == [plain(prompt, 12) for prompt in prompts]
+        for session in sessions:
+            await session.close()
+        assert core._budget.num_cut > 50
+        assert max(rows for batch in watch.batches if len(batch) == 4 for rows, _ in batch) < 5
+
+
+async def test_one_tick_is_one_forward_pass(start_core):
+    async with start_core() as core:
+        sessions = [await core.open(make_spec(make_prompt(seed), 30)) for seed in range(6)]
+        watch = Watch(core)
+        ticks = core.num_ticks
+        n = sessions[0].first.committed_len
+        verdicts = await asyncio.gather(*(verify(session, n, Proposal(1, n, (1, 2, 3))) for session in sessions))
+        assert core.num_ticks - ticks == len(watch.batches) == 1
+        assert watch.batches[0] == [(4, 4)] * 6
+        assert {(v.timings.batch_sessions, v.timings.batch_rows) for v in verdicts} == {(6, 24)}
+        for session in sessions:
+            await session.close()
+
+
+async def test_rounds_of_all_sessions_run_at_once_where_that_is_short(start_core, plain):
+    async with start_core() as core:
+        prompts = [make_prompt(seed) for seed in range(2)]
+        sessions = [await core.open(make_spec(prompt, 30)) for prompt in prompts]
+        ticks, n = core.num_ticks, sessions[0].first.committed_len
+        core._batcher._latest = (4, 1_000)
+        sessions[0].offer(Proposal(1, n, (1, 2, 3)))
+        assert not core.run_now()  # the other one may come before the next turn of the loop
+        sessions[1].offer(Proposal(1, n, (1, 2, 3)))
+        assert core.run_now()
+        for session, prompt in zip(sessions, prompts, strict=True):
+            verdict = session.received()  # nothing was awaited
+            assert (*session.first.token_ids, *verdict.token_ids) == plain(prompt, 1 + len(verdict.token_ids))
+            assert verdict.timings.batch_sessions == 2
+        assert core.num_ticks == ticks + 1
+        assert not core.run_now()  # nothing is ready
+        for session in sessions:
+            await session.close()
+
+
+@pytest.mark.parametrize("why", ["long", "plain"])
+async def test_other_ticks_leave_the_loop_free(start_core, plain, why):
+    async with start_core() as core:
+        prompt = make_prompt(0)
+        session = await core.open(make_spec(prompt, 30))
+        n = session.first.committed_len
+        core._batcher._latest = (1, MAX_NS_NOW if why == "long" else 1_000)
+        session.offer(Proposal(1, n, (1, 2, 3) if why == "long" else ()))
+        assert not core.run_now()
+        assert session.received() is None
+        verdict = await session.receive()
+        assert (*session.first.token_ids, *verdict.token_ids) == plain(prompt, 1 + len(verdict.token_ids))
+        await session.close()
+
+
+async def test_a_tick_that_fails_at_once_ends_its_sessions_alone(start_core):
+    async with start_core() as core:
+        watch = Watch(core)
+        session = await core.open(make_spec(make_prompt(0), 30))
+        core._batcher._latest = (4, 1_000)
+        watch.error = RuntimeError("planted")
+        session.offer(Proposal(1, session.first.committed_len, (1, 2, 3)))
+        assert core.run_now()
+        with pytest.raises(InternalError, match="planted"):
+            await session.receive()
+        await session.close()
+        watch.error = None
+        other = await core.open(make_spec(make_prompt(1), 30))
+        await other.close()
+
+
+async def test_a_long_prompt_is_fed_in_chunks_beside_rounds_and_short_prompts(start_core):
+    async with start_core(max_num_batched_tokens=64) as core:
+        ahead = await core.open(make_spec(make_prompt(0), 100))
+        watch = Watch(core)
+        watch.gate.clear()
+        order = []
+
+        async def run(name, length):
+            session = await core.open(make_spec(make_prompt(1, length), 4))
+            order.append(name)
+            await session.close()
+
+        fetch = asyncio.create_task(decode_ahead(ahead, ahead.first.committed_len, 90))
+        long = asyncio.create_task(run("long", 200))
+        await until(lambda: watch.batches)
+        short = asyncio.create_task(run("short", 5))
+        await asyncio.sleep(0)
+        watch.gate.set()
+        await asyncio.gather(fetch, long, short)
+        assert order == ["short", "long"]  # it came later and did not wait
+        with_chunk = [batch for batch in watch.batches if len(batch) > 1]
+        assert all(batch[0] == (1, 1) for batch in with_chunk)  # a round in every tick
+        assert all(sum(rows for rows, _ in batch) <= 64 for batch in with_chunk)
+        chunks = [entry for batch in with_chunk for entry in batch[1:]]
+        assert sum(rows for rows, _ in chunks) == 205
+        assert sum(logits for _, logits in chunks) == 2  # only the last row of each prompt
+        await ahead.close()
+
+
+async def test_an_idle_batcher_sleeps(start_core):
+    async with start_core() as core:
+        session = await core.open(make_spec(make_prompt(0), 30))
+        ticks = core.num_ticks
+        await asyncio.sleep(0.1)
+        assert core.num_ticks == ticks
+        await session.close()
+
+
+async def test_two_hundred_sessions_leave_nothing(start_core):
+    async with start_core(max_num_seqs=16, kv_blocks=64) as core:
+
+        async def run(seed):
+            session = await core.open(make_spec(make_prompt(seed, 5 + seed % 30), 6, park=seed % 3 == 0))
+            try:
+                n = session.first.committed_len
+                if seed % 2:
+                    await verify(session, n, Proposal(1, n, (1, 2)))
+            finally:
+                await session.close()
+
+        await asyncio.gather(*(run(seed) for seed in range(200)))
+        await until_clean(core)
+        core._engine.pool.expire(time.monotonic() + 1e6, 1.0)
+        assert core._engine.pool.num_free_blocks == 64
+
+
+# --- leaving at any moment ---
+
+
+async def test_cancelled_while_prefilling(start_core):
+    async with start_core(max_num_batched_tokens=32) as core:
+        watch = Watch(core)
+        watch.delay_s = 0.02
+        opening = asyncio.create_task(core.open(make_spec(make_prompt(0, 200), 10)))
+        await until(lambda: len(watch.batches) == 2)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await until_clean(core)
+        assert len(watch.batches) <= 3
+
+
+async def test_closed_while_its_round_is_in_flight(start_core, plain):
+    async with start_core() as core:
+        other = await core.open(make_spec(make_prompt(1), 20))
+        session = await core.open(make_spec(make_prompt(0), 20, park=True, session_id="p"))
+        watch = Watch(core)
+        watch.delay_s = 0.05
+        n = session.first.committed_len
+        round_ = asyncio.create_task(verify(session, n, Proposal(1, n, (1, 2, 3))))
+        await until(lambda: watch.batches)
+        in_use = core._engine.pool.used_blocks
+        session.end()
+        assert core._engine.pool.used_blocks == in_use  # the device still writes to them
+        with pytest.raises(Unavailable, match="closed"):
+            await round_
+        await session.close()
+        assert core._engine.pool.used_blocks < in_use
+        watch.delay_s = 0
+        again = await core.open(make_spec(make_prompt(0), 20, park=True, session_id="p"))
+        assert again.opened.num_cached_tokens == 11
+        assert await decode(again) == plain(make_prompt(0), 20)
+        assert await decode(other) == plain(make_prompt(1), 20)
+        await again.close()
+        await other.close()
+
+
+async def test_a_cancelled_receive_loses_nothing(start_core, plain):
+    async with start_core() as core:
+        one, two = [await core.open(make_spec(make_prompt(seed), 20)) for seed in range(2)]
+        n = one.first.committed_len
+        watch = Watch(core)
+        watch.gate.clear()
+        flying = asyncio.create_task(verify(one, n))
+        await until(lambda: watch.batches)
+        queued = asyncio.create_task(verify(two, n))
+        await asyncio.sleep(0)
+        queued.cancel()
+        flying.cancel()
+        await asyncio.gather(queued, flying, return_exceptions=True)
+        watch.gate.set()
+        for seed, session in enumerate((one, two)):
+            assert (await session.receive()).token_ids == plain(make_prompt(seed), 20)[1:2]
+            await session.close()
+
+
+async def test_closed_while_decoding_ahead(start_core):
+    async with start_core() as core:
+        session = await core.open(make_spec(make_prompt(0), 200, decode_ahead_tokens=200))
+        await until(lambda: core.num_ticks > 5)
+        await session.close()
+        ticks = core.num_ticks
+        await asyncio.sleep(0.03)
+        assert core.num_ticks == ticks
+
+
+# --- faults ---
+
+
+async def test_a_broken_forward_pass_fails_its_sessions_and_no_others(start_core, plain, caplog):
+    async with start_core() as core:
+        sessions = [await core.open(make_spec(make_prompt(seed), 20, park=True)) for seed in range(3)]
+        n = sessions[0].first.committed_len
+        watch = Watch(core)
+        watch.error = RuntimeError("device lost")
+        results = await asyncio.gather(*(verify(s, n) for s in sessions[:2]), return_exceptions=True)
+        assert all(isinstance(result, InternalError) for result in results)
+        assert "device lost" in caplog.text
+        watch.error = None
+        with pytest.raises(InternalError):
+            await verify(sessions[0], n)
+        assert await decode(sessions[2]) == plain(make_prompt(2), 20)
+        for session in sessions:
+            await session.close()
+        assert (await core.load()).parked_sessions == 1  # a cache in an unknown state is not kept
+
+
+async def test_a_session_without_a_token_to_draw_fails_alone(start_core, plain):
+    prompt = make_prompt(0)
+    async with start_core() as core:
+        good = await core.open(make_spec(prompt, 20))
+        allowed = [1, 2]
+        spec = make_spec(
+            prompt, 20, allowed_token_ids=allowed, bad_token_ids=[[t, u] for t in allowed for u in allowed]
+        )
+        bad = await core.open(spec)  # the second token has no choice left
+        n = good.first.committed_len
+        fine, error = await asyncio.gather(verify(good, n), verify(bad, n), return_exceptions=True)
+        assert isinstance(error, TandemError)
+        assert not isinstance(error, InternalError)
+        assert fine.token_ids == plain(prompt, 20)[1:2]
+        with pytest.raises(type(error)):
+            await verify(bad, n)
+        await bad.close()
+        await good.close()
+
+
+async def test_closing_the_core_ends_its_sessions(start_core):
+    async with start_core(max_num_seqs=1) as core:
+        session = await core.open(make_spec(make_prompt(0), 200))
+        waiting = asyncio.create_task(decode_ahead(session, session.first.committed_len, 150))
+        queued = asyncio.create_task(core.open(make_spec(make_prompt(1), 4)))
+        await until(lambda: core.num_ticks > 3)
+        await core.close()
+        for task in (waiting, queued):
+            with pytest.raises(Unavailable, match="shutting down"):
+                await task
+        with pytest.raises(Unavailable):
+            await core.open(make_spec(make_prompt(0), 4))
+        await session.close()
+
+
+# --- the pure parts ---
+
+
+def test_rounds_leave_a_share_to_waiting_prompts():
+    assert take_rounds([5] * 10, 0, 40) == 8
+    assert take_rounds([5] * 10, 1000, 40) == 7
+    assert take_rounds([5] * 10, 3, 40) == 7
+    assert take_rounds([100], 1000, 40) == 1
+    assert take_rounds([], 1000, 40) == 0
+
+
+def test_prompts_share_the_room():
+    assert share_prefill([10, 1000, 1000], 210) == [10, 100, 100]
+    assert share_prefill([1000, 10, 50], 512) == [452, 10, 50]
+    assert share_prefill([20] * 3, 512) == [20] * 3
+    assert share_prefill([1000] * 10, 2 * MIN_CHUNK) == [MIN_CHUNK] * 2 + [0] * 8
+    assert share_prefill([1000, 1000], 5) == [5, 0]
+    assert share_prefill([1000], 0) == [0]
+    assert share_prefill([], 100) == []
+    assert sum(share_prefill([7, 300, 11, 90, 2000], 400)) == 400
+
+
+def test_where_a_sequence_ends():
+    ending = StopCriteria(prompt_len=10, max_len=20, stop_token_ids=frozenset({7}), min_tokens=2)
+    assert ending.cut(12, (1, 2, 3)) == Truncation((1, 2, 3))
+    assert ending.cut(12, (1, 7, 3)) == Truncation((1, 7), FinishReason.STOP, 7)
+    assert ending.cut(11, (7, 7, 3)) == Truncation((7, 7), FinishReason.STOP, 7)  # the first came too early
+    assert ending.cut(18, (1, 2, 3)) == Truncation((1, 2), FinishReason.LENGTH)
+    assert ending.cut(18, (1, 7)) == Truncation((1, 7), FinishReason.STOP, 7)
+    assert ending.cut(18, (1,)) == Truncation((1,))
+    assert ending.room(15) == 5
+
+
+def test_prompts_fill_a_tick_by_half_while_sessions_draft():
+    assert prefill_room(0, 512, is_drafting=False) == 512
+    assert prefill_room(12, 512, is_drafting=False) == 500
+    assert prefill_room(0, 512, is_drafting=True) == 256
+    assert prefill_room(12, 512, is_drafting=True) == 244
+    assert prefill_room(400, 512, is_drafting=True) == 64, "an eighth is theirs in any case"
+    assert prefill_room(480, 512, is_drafting=True) == 32
+
+
+async def test_a_long_prompt_delays_a_session_that_drafts_by_one_full_tick(start_core, plain):
+    """It waits for the tick that runs and for its own: neither holds more than half of a tick's rows of the prompt."""
+    async with start_core(max_num_batched_tokens=32) as core:
+        drafting = await core.open(make_spec(make_prompt(0), 20))
+        n = drafting.first.committed_len
+        await verify(drafting, n, Proposal(1, n, (1, 2, 3)))
+        watch = Watch(core)
+        watch.gate.clear()
+        core._batcher._gathering.left(
+            drafting, 4, time.perf_counter_ns() + 10**10
+        )  # expected however slow this test is
+        opening = asyncio.create_task(core.open(make_spec(make_prompt(1, 90), 2)))
+        await until(lambda: watch.batches)
+        assert watch.batches[0] == [(16, 0)]
+        n = drafting.committed_len
+        drafting.offer(Proposal(1, n, (1, 2, 3)))
+        watch.gate.set()
+        await drafting.receive()
+        others = await opening
+        assert len(watch.batches) > 4
+        with_round = next(batch for batch in watch.batches if len(batch) == 2)
+        assert sorted(rows for rows, _ in with_round) == [4, 12]
+        await drafting.close()
+        await others.close()
