@@ -26,7 +26,7 @@ class Window:
         """The sum of the clients' own rates.
 
         A client's rate is what came after its first piece over the time from that to its last one: where all clients
-        get their tokens in the same tick, counting tokens in the window would be off by up to a tick at either end.
+        get their tokens in the same step, counting tokens in the window would be off by up to a step at either end.
         A client with fewer than two pieces has the rate 0.
         """
         return sum(

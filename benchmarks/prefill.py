@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.prefill`` keeps a number of sessions decoding (plainly, and with drafts), and by turns leaves
 them alone and sends long prompts one after the other. It prints percentiles of the inter-token latency and the longest
-wait for a piece of text, beside the time of one full tick: a forward pass over as many rows as the budget
+wait for a piece of text, beside the time of one full step: a forward pass over as many rows as the budget
 (``max_num_batched_tokens``) allows. Prompts are taken in by chunks, so no wait should exceed what it is without them by
-more than one such tick.
+more than one such step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NUM_LONG_PROMPTS: Final = 24
 _ROOM: Final = 32
 #: Turns without and with long prompts.
 _TURNS: Final = 2
-#: A tick counts as full from this share of the budget on.
+#: A step counts as full from this share of the budget on.
 _FULL: Final = 0.9
 
 
@@ -91,15 +91,15 @@ class Finding:
     #: Long prompts taken in, and their time to the first token.
     num_long: int
     ttft_ms: float
-    #: A tick over the whole budget, median.
-    tick_ms: float
+    #: A step over the whole budget, median.
+    step_ms: float
     alone: Waits
     beside: Waits
 
     @property
     def delay(self) -> float:
-        """How much longer the longest wait became, in full ticks."""
-        return (self.beside.longest_ms - self.alone.longest_ms) / self.tick_ms
+        """How much longer the longest wait became, in full steps."""
+        return (self.beside.longest_ms - self.alone.longest_ms) / self.step_ms
 
 
 @asynccontextmanager
@@ -152,29 +152,29 @@ async def send_long_prompts(system: System, prompts: Iterator[Tokens], seconds: 
     return found
 
 
-async def time_full_tick(router: Router, prompts: Sequence[Tokens], budget: int) -> float:
-    """Median milliseconds of the ticks that fed the whole budget, as seen by a session that decodes beside prompts.
+async def time_full_step(router: Router, prompts: Sequence[Tokens], budget: int) -> float:
+    """Median milliseconds of the steps that fed the whole budget, as seen by a session that decodes beside prompts.
 
     Raises :class:`Unavailable` when there were none.
     """
     target = router.targets.usable[0].backend
     watched = len(prompts[0])
-    ticks: list[float] = []
+    steps: list[float] = []
 
     def spec(name: str, prompt: Tokens, limit: int) -> SessionSpec:
         given = SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True, seed=0)
-        return SessionSpec(session_id=f"tick-{name}", token_ids=prompt, prompt_len=len(prompt), params=given)
+        return SessionSpec(session_id=f"step-{name}", token_ids=prompt, prompt_len=len(prompt), params=given)
 
     async with AsyncExitStack() as stack:
         watch = await target.open(spec("watch", prompts[0][:1], watched))
         stack.push_async_callback(watch.close)
 
         async def observe() -> None:
-            watch.decode_ahead(2, watched - 1)
+            watch.multi_step_decode(2, watched - 1)
             while True:
                 verdict = await watch.receive()
                 if verdict.timings.batch_rows >= _FULL * budget:
-                    ticks.append((verdict.timings.forward_ns + verdict.timings.verify_ns) / 1e6)
+                    steps.append((verdict.timings.forward_ns + verdict.timings.verify_ns) / 1e6)
 
         watching = asyncio.create_task(observe())
         try:
@@ -184,9 +184,9 @@ async def time_full_tick(router: Router, prompts: Sequence[Tokens], budget: int)
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-    if not ticks:
-        raise Unavailable(f"no tick fed {budget} rows: the prompts are too short for that")
-    return quantile(ticks, 0.5)
+    if not steps:
+        raise Unavailable(f"no step fed {budget} rows: the prompts are too short for that")
+    return quantile(steps, 0.5)
 
 
 async def measure_one(
@@ -229,7 +229,7 @@ async def measure(args: argparse.Namespace, tell: Callable[[Finding], None]) -> 
         length = min(args.prompt_tokens or context, context - _ROOM)
         long_prompts = pick_prompts(encode, _NUM_LONG_PROMPTS, length, seed=1)
         budget = deployment.target.scheduler.max_num_batched_tokens
-        tick_ms = await time_full_tick(system.router, long_prompts[:2], budget)
+        step_ms = await time_full_step(system.router, long_prompts[:2], budget)
         for sessions in args.sessions:
             short_prompts = pick_prompts(encode, sessions, _PROMPT_TOKENS)
             for k in (0, args.k) if args.k else (0,):
@@ -239,7 +239,7 @@ async def measure(args: argparse.Namespace, tell: Callable[[Finding], None]) -> 
                 )  # fmt: skip
                 finding = Finding(
                     target=args.target, sessions=sessions, k=k, prompt_tokens=length, num_long=len(ttft_ms),
-                    ttft_ms=quantile(ttft_ms, 0.5), tick_ms=tick_ms, alone=alone, beside=beside,
+                    ttft_ms=quantile(ttft_ms, 0.5), step_ms=step_ms, alone=alone, beside=beside,
                 )  # fmt: skip
                 findings.append(finding)
                 tell(finding)
@@ -249,7 +249,7 @@ async def measure(args: argparse.Namespace, tell: Callable[[Finding], None]) -> 
 def show(findings: Sequence[Finding]) -> Table:
     """The findings as a table."""
     first = findings[0]
-    title = f"{first.target} target, prompts of {first.prompt_tokens} tokens; a full tick takes {first.tick_ms:.0f} ms"
+    title = f"{first.target} target, prompts of {first.prompt_tokens} tokens; a full step takes {first.step_ms:.0f} ms"
     table = Table(title=title, title_justify="left", title_style="bold")
     columns = ("sessions", "k", "ITL p50 / p90 / p99, ms", "with long prompts", "longest wait", "with them", "more")
     for column in (*columns, "TTFT of the long"):
@@ -258,7 +258,7 @@ def show(findings: Sequence[Finding]) -> Table:
         itl = (" / ".join(f"{value:.1f}" for value in waits.itl_ms) for waits in (each.alone, each.beside))
         longest = (f"{waits.longest_ms:.0f} ms" for waits in (each.alone, each.beside))
         table.add_row(
-            *(str(each.sessions), str(each.k), *itl, *longest, f"{each.delay:.1f} ticks", f"{each.ttft_ms:.0f} ms"),
+            *(str(each.sessions), str(each.k), *itl, *longest, f"{each.delay:.1f} steps", f"{each.ttft_ms:.0f} ms"),
         )
     return table
 
@@ -282,7 +282,7 @@ def main() -> int:
     console = Console(width=130)
     with console.status("measuring"):
         findings = asyncio.run(
-            measure(args, lambda each: console.print(f"{each.sessions} sessions, k = {each.k}: {each.delay:.2f} ticks"))
+            measure(args, lambda each: console.print(f"{each.sessions} sessions, k = {each.k}: {each.delay:.2f} steps"))
         )
     console.print(show(findings))
     if args.json:

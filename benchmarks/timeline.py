@@ -54,7 +54,7 @@ class Policy:
     depth: int = 0
     #: PendingProposals drafted in one batch, and below one verdict, at most.
     batch: int = 1
-    num_ahead: int = 16
+    num_ahead_proposals: int = 16
     #: Proposals go on to the target before the verdict.
     forward: bool = False
 
@@ -182,7 +182,7 @@ class _Session:
         """The likeliest paths below the root that are not drafted but continue one that is."""
         found: list[Path] = []
         for looked_at, path in enumerate(self._likeliest_first(root)):
-            if looked_at == self._policy.num_ahead or len(found) == self._policy.batch:
+            if looked_at == self._policy.num_ahead_proposals or len(found) == self._policy.batch:
                 break
             if path not in self._drafted:
                 found.append(path)

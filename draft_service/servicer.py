@@ -94,7 +94,7 @@ async def _read(
             for states in advance.hidden_states:
                 waiting.add(codec.decode_hidden_states(states))
             await session.advance(
-                advance.base_len, token_ids, advance.num_draft_tokens, advance.num_ahead, waiting.take()
+                advance.base_len, token_ids, advance.num_draft_tokens, advance.num_ahead_proposals, waiting.take()
             )
             if proposals := session.received_more():
                 outlet.post(_response(proposals))

@@ -29,7 +29,7 @@ class Advance:
     base_len: int
     token_ids: Sequence[int]
     num_draft_tokens: int
-    num_ahead: int
+    num_ahead_proposals: int
     hidden_states: Sequence[HiddenStates] = ()
 
     @property
@@ -124,7 +124,7 @@ class CoreSession:
         base_len: int,
         token_ids: Sequence[int],
         num_draft_tokens: int,
-        num_ahead: int = 0,
+        num_ahead_proposals: int = 0,
         hidden_states: Sequence[HiddenStates] = (),
     ) -> None:
         """Commit ``token_ids`` after ``base_len`` and ask for a proposal; never waits.
@@ -143,7 +143,9 @@ class CoreSession:
         """
         if self._closed:
             raise StaleSession("the session is closed; open it anew")
-        message = Advance(base_len, token_ids, num_draft_tokens, num_ahead, hidden_states if self._reads_states else ())
+        message = Advance(
+            base_len, token_ids, num_draft_tokens, num_ahead_proposals, hidden_states if self._reads_states else ()
+        )
         self._arrived.append(message)
         flight = self._flight
         if flight is None:
@@ -251,7 +253,7 @@ class CoreSession:
             if message.num_draft_tokens <= 0:
                 self._end_ahead()
             elif news[-1] is News.ALREADY_DRAFTED:
-                self._look_ahead(message.num_ahead)
+                self._look_ahead(message.num_ahead_proposals)
             else:
                 self._draft(message, is_old=news[-1] is News.OLD)
         except Exception as error:
@@ -313,7 +315,7 @@ class CoreSession:
             self._end_ahead()
             self._outbox.put(Proposal(self._opened.epoch, length, ()))
             return
-        num_guesses = NUM_GUESSES if message.num_ahead > 0 and self._may_look_ahead else 0
+        num_guesses = NUM_GUESSES if message.num_ahead_proposals > 0 and self._may_look_ahead else 0
 
         def answer(outcome: Draft | Exception) -> None:
             self._wish = None
@@ -323,7 +325,7 @@ class CoreSession:
             self._send(outcome, wish)
             if num_guesses and outcome.token_ids:
                 self._tree.plant(length, outcome)
-            self._look_ahead(message.num_ahead)
+            self._look_ahead(message.num_ahead_proposals)
 
         self._tree.clear()
         wish = DraftRequest(self._state, num_tokens, answer, num_guesses=num_guesses, tree=tree)
@@ -376,12 +378,12 @@ class CoreSession:
             )
         )
 
-    def _look_ahead(self, num_ahead: int) -> None:
-        """Draft for up to ``num_ahead`` hypotheses before the next verdict."""
-        if num_ahead <= 0 or not self._may_look_ahead:
+    def _look_ahead(self, num_ahead_proposals: int) -> None:
+        """Draft for up to ``num_ahead_proposals`` hypotheses before the next verdict."""
+        if num_ahead_proposals <= 0 or not self._may_look_ahead:
             self._end_ahead()
             return
-        self._tree.budget = num_ahead
+        self._tree.budget = num_ahead_proposals
         self._core.lookahead.add(self)
         self._core.batcher.wake()
 

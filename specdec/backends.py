@@ -44,15 +44,15 @@ class TargetSession(Protocol):
         """
         ...
 
-    def decode_ahead(self, committed_len: int, num_tokens: int) -> None:
+    def multi_step_decode(self, committed_len: int, num_tokens: int) -> None:
         """Ask for up to ``num_tokens`` tokens after ``committed_len`` without proposals; withdraws all offers.
 
-        ``committed_len`` is that of a verdict received, and everything after it was decoded ahead, too.
+        ``committed_len`` is that of a verdict received, and everything after it came of multi-step decode, too.
         """
         ...
 
     async def receive(self) -> Verdict:
-        """The next verdict of what was asked for; steps of decoding ahead may be joined into one verdict.
+        """The next verdict of what was asked for; steps of multi-step decode may be joined into one verdict.
 
         Raises a :class:`~specdec.errors.TandemError` when the session is lost: :class:`InvalidRequest` for a proposal
         that cannot be verified.
@@ -84,7 +84,7 @@ class DraftSession(Protocol):
     """An open session on a draft: one side commits tokens, the other receives proposals, each in order.
 
     Every :meth:`advance` that asks for tokens is answered by a proposal that continues the tokens committed by it,
-    unless a newer one overtook it. With ``num_ahead`` the draft goes on: it guesses the coming verdict and sends
+    unless a newer one overtook it. With ``num_ahead_proposals`` the draft also guesses the coming verdict and sends
     proposals for the likeliest ones before they are asked for. Where one of them was sent for exactly the tokens that
     an advance commits, it *is* the answer and no other comes. So who asked takes the first proposal that fits the
     committed tokens, and drops those that cannot fit any more.
@@ -100,12 +100,12 @@ class DraftSession(Protocol):
         base_len: int,
         token_ids: Sequence[int],
         num_draft_tokens: int,
-        num_ahead: int = 0,
+        num_ahead_proposals: int = 0,
         hidden_states: Sequence[HiddenStates] = (),
     ) -> None:
         """Commit ``token_ids`` after ``base_len`` and ask for ``num_draft_tokens`` after them.
 
-        Up to ``num_ahead`` proposals may be drafted ahead of the next verdict. With ``num_draft_tokens`` 0 there is no
+        Up to ``num_ahead_proposals`` may be drafted ahead of the next verdict. With ``num_draft_tokens`` 0 there is no
         answer and drafting ahead ends. ``hidden_states``: what the target's verdicts carried since the last call, for
         drafters that read them. Does not wait for the answer.
         """

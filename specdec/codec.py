@@ -136,7 +136,7 @@ def encode_open_target(spec: SessionSpec) -> target_pb.OpenTargetSession:
         park=spec.park,
         logprobs=spec.params.logprobs,
         prompt_logprobs=spec.params.prompt_logprobs,
-        decode_ahead_tokens=spec.decode_ahead_tokens,
+        multi_step_tokens=spec.multi_step_tokens,
         hidden_state_layers=spec.hidden_state_layers,
         last_hidden_state_only=spec.last_hidden_state_only,
     )
@@ -152,7 +152,7 @@ def decode_open_target(message: target_pb.OpenTargetSession) -> SessionSpec:
     )
     return replace(
         _decode_spec(message, params),
-        decode_ahead_tokens=message.decode_ahead_tokens,
+        multi_step_tokens=message.multi_step_tokens,
         hidden_state_layers=tuple(message.hidden_state_layers),
         last_hidden_state_only=message.last_hidden_state_only,
     )

@@ -126,11 +126,11 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
-    """How many sessions a model service runs and how much one tick feeds."""
+    """How many sessions a model service runs and how much one step feeds."""
 
     #: Sessions open at once.
     max_num_seqs: int = 256
-    #: Rows (tokens fed) per tick; prefill chunks fill what decoding leaves.
+    #: Rows (tokens fed) per step; prefill chunks fill what decoding leaves.
     max_num_batched_tokens: int = 512
     #: Sessions waiting to be admitted; one more gets RESOURCE_EXHAUSTED.
     max_waiting: int = 256

@@ -150,7 +150,7 @@ class RoundTimings:
     verify_ns: int = 0
     batch_sessions: int = 0
     batch_rows: int = 0
-    #: Entries of the KV cache that the sessions of the tick hold together.
+    #: Entries of the KV cache that the sessions of the step hold together.
     batch_context: int = 0
 
 
@@ -194,8 +194,8 @@ class SessionSpec:
     num_speculative_tokens: int = 0
     #: Keep the cache under session_id at the end and reuse what is kept there.
     park: bool = False
-    #: Target only: tokens to decode ahead right after the first one.
-    decode_ahead_tokens: int = 0
+    #: Target only: tokens to decode in multi-step right after the first one.
+    multi_step_tokens: int = 0
     #: Target only: the hidden states each verdict carries, by their numbers (see :class:`HiddenStates`); empty: none.
     hidden_state_layers: tuple[int, ...] = ()
     #: Target only: one position's alone, that from which the verdict's last token was predicted.

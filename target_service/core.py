@@ -23,7 +23,7 @@ from target_service.admission import Admission
 from target_service.scheduler.batcher import Batcher
 from target_service.scheduler.draft_budget import Budget
 from target_service.session import Session
-from target_service.step import ScheduledSequence, StepSession, TickResult, run_tick
+from target_service.step import ScheduledSequence, StepResult, StepSession, run_step
 from target_service.stop_criteria import StopCriteria
 from target_service.verifier import Verifier
 
@@ -45,10 +45,10 @@ class TargetCore:
         self._verifier = Verifier(num_threads=engine.num_threads)
         self._budget = Budget()
         self._batcher = Batcher(
-            self._run_tick,
+            self._run_step,
             scheduler.max_num_batched_tokens,
             self._budget,
-            run_now=self._run_tick_now if engine.path == "native decoder" else None,
+            run_now=self._run_step_now if engine.path == "native decoder" else None,
         )
         self._admission: Admission[KVSequence] = Admission(
             max_open=scheduler.max_num_seqs,
@@ -142,7 +142,7 @@ class TargetCore:
             used_blocks=pool.used_blocks + pool.parked_blocks,
             total_blocks=pool.total_blocks,
             stale_messages=self._num_stale,
-            num_batches=self._batcher.num_ticks,
+            num_batches=self._batcher.num_steps,
             busy_ns=self._busy_ns,
             superseded_proposals=self._num_superseded,
         )
@@ -153,9 +153,9 @@ class TargetCore:
         return len(self._sessions)
 
     @property
-    def num_ticks(self) -> int:
+    def num_steps(self) -> int:
         """Forward passes since the start."""
-        return self._batcher.num_ticks
+        return self._batcher.num_steps
 
     def run_now(self) -> bool:
         """Where all open sessions have a round ready, run them on the calling thread, if that is short: was it so?"""
@@ -166,7 +166,7 @@ class TargetCore:
         self._draining = True
 
     async def close(self) -> None:
-        """End every session, let the running tick finish, and drop the model. Idempotent."""
+        """End every session, let the running step finish, and drop the model. Idempotent."""
         self._draining = True
         if self._expiry is not None:
             self._expiry.cancel()
@@ -214,14 +214,14 @@ class TargetCore:
 
     # --- inside ---
 
-    async def _run_tick(self, parts: Sequence[ScheduledSequence]) -> TickResult:
-        result = await self._device.run(run_tick, self._engine, self._verifier, parts)
+    async def _run_step(self, parts: Sequence[ScheduledSequence]) -> StepResult:
+        result = await self._device.run(run_step, self._engine, self._verifier, parts)
         self._busy_ns += result.timings.forward_ns + result.timings.verify_ns
         return result
 
-    def _run_tick_now(self, parts: Sequence[ScheduledSequence]) -> TickResult:
-        """A tick on the calling thread, while the device's own is idle: native passes belong to no thread."""
-        result = run_tick(self._engine, self._verifier, parts)
+    def _run_step_now(self, parts: Sequence[ScheduledSequence]) -> StepResult:
+        """A step on the calling thread, while the device's own is idle: native passes belong to no thread."""
+        result = run_step(self._engine, self._verifier, parts)
         self._busy_ns += result.timings.forward_ns + result.timings.verify_ns
         return result
 

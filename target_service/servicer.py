@@ -24,7 +24,7 @@ from target_service.session import Session
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-#: Seconds, for each open session, over which steps of decoding ahead are joined into one message: at a thousand
+#: Seconds, for each open session, over which steps of multi-step decode are joined into one message: at a thousand
 #: messages a second in all, sending them does not compete with the model for the processor.
 GATHER_S: Final = 0.001
 
@@ -92,7 +92,7 @@ async def _read(core: TargetCore, session: Session, context: Context, outlet: St
         _ask(core, session, request)
         if core.run_now() and (verdict := session.received()) is not None:
             outlet.post(_response(outlet, verdict))
-        await asyncio.sleep(0)  # the tick begins before the next read
+        await asyncio.sleep(0)  # the step begins before the next read
 
 
 def _pass_on(outlet: StreamWriter[pb.VerifyResponse], states: HiddenStates) -> None:
@@ -115,12 +115,12 @@ def _ask(core: TargetCore, session: Session, request: pb.VerifyRequest) -> None:
     """Pass on one message; a stale one is counted and dropped."""
     kind = request.WhichOneof("kind")
     if kind is None or kind == "open":
-        raise InvalidRequest("only the first message of a stream is open; then send round or decode_ahead")
-    message = request.round if kind == "round" else request.decode_ahead
+        raise InvalidRequest("only the first message of a stream is open; then send round or multi_step_decode")
+    message = request.round if kind == "round" else request.multi_step_decode
     if message.epoch != session.spec.epoch:
         core.count_stale()
-    elif kind == "decode_ahead":
-        session.decode_ahead(message.committed_len, request.decode_ahead.num_tokens)
+    elif kind == "multi_step_decode":
+        session.multi_step_decode(message.committed_len, request.multi_step_decode.num_tokens)
     else:
         session.offer(_proposal_of(request.round))
 

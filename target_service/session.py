@@ -16,7 +16,7 @@ from specdec.pending_proposals import MAX_BYTES, MAX_PENDING_PROPOSALS, Path, Pe
 from specdec.scheduling.acceptance import Acceptance, of_tree
 from specdec.trees import is_chain
 from specdec.types import FinishReason, HiddenStates, PositionLogprobs, Proposal, SessionSpec, TargetOpened, Verdict
-from target_service.step import PartResult, ScheduledSequence, StepSession, TickResult
+from target_service.step import PartResult, ScheduledSequence, StepResult, StepSession
 from target_service.verifier import check_draft
 
 #: Rows of a prompt's chunk whose log-probabilities are asked for: each row is as wide as the vocabulary.
@@ -55,8 +55,8 @@ class Session:
     and drops k-a (of a tree those off the accepted path, and the others are moved together). The end of prefilling is a
     round without drafts whose fed tokens are the prompt.
 
-    All calls are made on the event loop. While a tick that carries the session runs (``in_flight``), its subject
-    belongs to the device thread; closing then waits for the end of the tick.
+    All calls are made on the event loop. While a step that carries the session runs (``in_flight``), its subject
+    belongs to the device thread; closing then waits for the end of the step.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Session:
     ) -> None:
         """``asked_ns``: when the session was asked for (``time.perf_counter_ns``); it is admitted now. ``totals``: what
         is known of the acceptance in other sessions. ``on_states`` gets the hidden states of the prompt as they are
-        computed, all but those of the last tick; without it the first verdict carries them all.
+        computed, all but those of the last step; without it the first verdict carries them all.
         """
         self.spec = spec
         self.subject = subject
@@ -90,13 +90,13 @@ class Session:
         #: Hidden states of the prompt, and of verdicts that wait behind others; and what takes those of the prompt.
         self._states = StateBuffer()
         self._on_states = on_states or self._states.add
-        #: The round asked for, until a tick takes it.
+        #: The round asked for, until a step takes it.
         self._asked: Proposal | None = None
         #: Proposals for lengths beyond what is committed.
         self._offers = PendingProposals()
         #: Decoding goes on without being asked while committed_len is below this.
         self._ahead_until = 0
-        #: Everything since this length was decoded ahead.
+        #: Everything since this length came of multi-step decode.
         self._ahead_from = 0
         self._verdicts: deque[Verdict] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -149,11 +149,12 @@ class Session:
         else:
             self._host.count_stale()
 
-    def decode_ahead(self, committed_len: int, num_tokens: int) -> None:
+    def multi_step_decode(self, committed_len: int, num_tokens: int) -> None:
         """Decode up to ``num_tokens`` tokens after ``committed_len`` on the target's own account, without offers.
 
         The target does not wait for the verdicts to be fetched. ``committed_len`` may therefore lie behind where the
-        session stands, as long as everything since was decoded ahead; else the call is stale, counted and dropped.
+        session stands, as long as everything since came of multi-step decode. Otherwise the call is stale: it is
+        counted and dropped.
         """
         in_round = self._busy and self._ahead_until <= self.committed_len
         if in_round or not self._ahead_from <= committed_len <= self.committed_len:
@@ -166,7 +167,7 @@ class Session:
             self._host.ready(self)
 
     async def receive(self) -> Verdict:
-        """The next verdict, with those of decoding ahead that wait joined into one; waits until there is one.
+        """The next verdict, with those of multi-step decode that wait joined into one; waits until there is one.
 
         Raises:
             Unavailable: the session was closed.
@@ -197,7 +198,7 @@ class Session:
         return verdict
 
     async def gather(self, seconds: float) -> None:
-        """Let steps of decoding ahead gather for the next :meth:`receive`; returns as soon as no further one follows,
+        """Let multi-step tokens gather for the next :meth:`receive`; returns as soon as no further one follows,
         at once where none does.
         """
         if not self._goes_ahead:
@@ -211,7 +212,7 @@ class Session:
             timer.cancel()
 
     async def close(self) -> None:
-        """Release (or park) the cache, at the latest when the running tick ends. Idempotent."""
+        """Release (or park) the cache, at the latest when the running step ends. Idempotent."""
         self.end()
         await self._released.wait()
 
@@ -230,7 +231,7 @@ class Session:
         self._offers.clear()
         self._wake()
 
-    # --- between the ticks, called by the batcher ---
+    # --- between the steps, called by the batcher ---
 
     @property
     def num_prefill(self) -> int:
@@ -290,8 +291,8 @@ class Session:
             parents=() if is_chain(asked.parents) else asked.parents,
         )
 
-    def settle(self, part: ScheduledSequence, result: PartResult, tick: TickResult) -> None:
-        """Take in what a tick brought: drop the entries of rejected tokens and queue the verdict."""
+    def settle(self, part: ScheduledSequence, result: PartResult, step: StepResult) -> None:
+        """Take in what a step brought: drop the entries of rejected tokens and queue the verdict."""
         self.in_flight = False
         self._prompt_logprobs += result.prompt_logprobs
         if not part.decides and result.hidden_states is not None:
@@ -304,18 +305,18 @@ class Session:
             self._release()
             return
         if result.error is None and part.decides:
-            self._commit(part, result, tick)
+            self._commit(part, result, step)
         if self.num_prefill or self.num_round_rows:
             self._host.ready(self)
 
     def crash(self, error: TandemError) -> None:
-        """The tick that carried the session broke: its cache is in an unknown state."""
+        """The step that carried the session broke: its cache is in an unknown state."""
         self.in_flight = False
         self.fail(error)
         if self._closing:
             self._release()
 
-    def _commit(self, part: ScheduledSequence, result: PartResult, tick: TickResult) -> None:
+    def _commit(self, part: ScheduledSequence, result: PartResult, step: StepResult) -> None:
         now_ns = time.perf_counter_ns()
         token_ids = result.cut.token_ids
         base_len, self.committed_len = self.committed_len, self.committed_len + len(token_ids)
@@ -330,7 +331,7 @@ class Session:
                 prefill_ns=now_ns - self._admitted_ns,
             )
             self._ahead_from = self.committed_len
-            self._ahead_until = min(self.committed_len + self.spec.decode_ahead_tokens, self.subject.ending.max_len)
+            self._ahead_until = min(self.committed_len + self.spec.multi_step_tokens, self.subject.ending.max_len)
         elif self._ahead_until < self.committed_len:  # a round
             self._ahead_from = self.committed_len
         states = () if result.hidden_states is None else (result.hidden_states,)
@@ -347,14 +348,14 @@ class Session:
                 finish_reason=result.cut.finish_reason,
                 stop_token_id=result.cut.stop_token_id,
                 logprobs=result.logprobs,
-                timings=replace(tick.timings, queue_ns=max(0, tick.started_ns - self._asked_ns)),
+                timings=replace(step.timings, queue_ns=max(0, step.started_ns - self._asked_ns)),
                 hidden_states=states,
             )
         )
-        self._asked_ns = now_ns  # of the next token when decoding ahead
+        self._asked_ns = now_ns  # of the next token when multi-step decode
         dropped = self._offers.commit(token_ids) if self.finish_reason is None else self._offers.clear()
         if (fitting := self._offers.take()) is not None:
-            if self.num_round_rows:  # decoding ahead goes on
+            if self.num_round_rows:  # multi-step decode goes on
                 dropped += 1
             else:
                 self._start(fitting)
@@ -366,7 +367,7 @@ class Session:
 
     @property
     def _goes_ahead(self) -> bool:
-        """Whether decoding ahead goes on."""
+        """Whether multi-step decode goes on."""
         alive = not self._closing and self._failure is None and self.finish_reason is None
         return alive and self._ahead_until > self.committed_len
 

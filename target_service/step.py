@@ -1,4 +1,4 @@
-"""One tick on the device thread: a single ragged forward pass, then verification of every round in it."""
+"""One step on the device thread: a single ragged forward pass, then verification of every round in it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OwnStates = tuple[PassStates, int, int]
 
 
 class Model(Protocol):
-    """What a tick needs of :class:`specdec.engine.engine.Engine`."""
+    """What a step needs of :class:`specdec.engine.engine.Engine`."""
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Feed every segment and return its logits."""
@@ -43,7 +43,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepSession:
-    """The session as the device thread sees it. ``state`` is touched there while a tick runs, elsewhere otherwise."""
+    """The session as the device thread sees it. ``state`` is touched there while a step runs, elsewhere otherwise."""
 
     state: SamplingState
     sequence: KVSequence
@@ -61,7 +61,7 @@ class StepSession:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """One session's part of a tick: a chunk of its prompt, or a round [last committed token, drafted tokens…]."""
+    """One session's part of a step: a chunk of its prompt, or a round [last committed token, drafted tokens…]."""
 
     subject: StepSession
     token_ids: Sequence[int]
@@ -110,16 +110,16 @@ class PartResult:
 
 
 @dataclass(frozen=True, slots=True)
-class TickResult:
-    """What a tick brought, part by part."""
+class StepResult:
+    """What a step brought, part by part."""
 
     parts: list[PartResult]
     started_ns: int
-    #: The tick's share of a round's timings; ``queue_ns`` is the session's own.
+    #: The step's share of a round's timings; ``queue_ns`` is the session's own.
     timings: RoundTimings = field(default_factory=RoundTimings)
 
 
-def run_tick(model: Model, verifier: Verifier, parts: Sequence[ScheduledSequence]) -> TickResult:
+def run_step(model: Model, verifier: Verifier, parts: Sequence[ScheduledSequence]) -> StepResult:
     """Feed all parts in one forward pass, verify all rounds at once, and commit their tokens to the states."""
     started_ns = time.perf_counter_ns()
     segments: list[Segment] = []
@@ -164,7 +164,7 @@ def run_tick(model: Model, verifier: Verifier, parts: Sequence[ScheduledSequence
         batch_rows=sum(len(part.token_ids) for part in parts),
         batch_context=sum(part.subject.sequence.length for part in parts),
     )
-    return TickResult(results, started_ns, timings)
+    return StepResult(results, started_ns, timings)
 
 
 def _keep_paths(model: Model, parts: Sequence[ScheduledSequence], outcomes: Sequence[Outcome]) -> None:

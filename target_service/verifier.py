@@ -1,4 +1,4 @@
-"""The verifier: logits of a tick and the rounds they belong to, in; what each round committed, out."""
+"""The verifier: logits of a step and the rounds they belong to, in; what each round committed, out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from target_service.rules.drafts import Drafts, Q, Siblings, Uniforms
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One session's part of a tick: k drafted tokens and k + 1 rows of logits (k = 0: plain decoding, prefill).
+    """One session's part of a step: k drafted tokens and k + 1 rows of logits (k = 0: plain decoding, prefill).
 
     Row ``start_row`` decides the first token, row ``start_row + i + 1`` the one after drafted token i.
     """
@@ -122,7 +122,7 @@ def _check_range(smallest: int, largest: int, num_tokens: int) -> None:
 
 
 class Verifier:
-    """Turns the logits of one tick into tokens. Stateless; the states of the rounds are read, not advanced.
+    """Turns the logits of one step into tokens. Stateless; the states of the rounds are read, not advanced.
 
     On a CPU the kernels decide all rounds in one call, where there are kernels; else, and on other devices, the rules
     run on tensors. Both decide alike (but for the last bits of sums over the vocabulary).
@@ -214,7 +214,7 @@ class _Group:
     rounds: Sequence[Round]
     drafts: Drafts
     rows: Rows
-    #: For each row of the group its row in the tick's logits.
+    #: For each row of the group its row in the step's logits.
     logit_rows: Sequence[int]
 
     @classmethod

@@ -50,7 +50,7 @@ class GrpcDraftSession:
         base_len: int,
         token_ids: Sequence[int],
         num_draft_tokens: int,
-        num_ahead: int = 0,
+        num_ahead_proposals: int = 0,
         hidden_states: Sequence[HiddenStates] = (),
     ) -> None:
         """Commit tokens and ask for a proposal; returns at once. Hidden states that are too large for it go ahead."""
@@ -62,7 +62,7 @@ class GrpcDraftSession:
             base_len=base_len,
             token_ids=token_ids,
             num_draft_tokens=num_draft_tokens,
-            num_ahead=num_ahead,
+            num_ahead_proposals=num_ahead_proposals,
             hidden_states=states[-1:],
         )
         self._stream.post(pb.DraftRequest(advance=message))

@@ -69,10 +69,10 @@ class GrpcTargetSession:
         )
         self._stream.post(pb.VerifyRequest(round=message))
 
-    def decode_ahead(self, committed_len: int, num_tokens: int) -> None:
+    def multi_step_decode(self, committed_len: int, num_tokens: int) -> None:
         """Ask for up to ``num_tokens`` tokens without proposals."""
-        message = pb.DecodeAhead(epoch=self._epoch, committed_len=committed_len, num_tokens=num_tokens)
-        self._stream.post(pb.VerifyRequest(decode_ahead=message))
+        message = pb.MultiStepDecode(epoch=self._epoch, committed_len=committed_len, num_tokens=num_tokens)
+        self._stream.post(pb.VerifyRequest(multi_step_decode=message))
 
     async def receive(self) -> Verdict:
         """The next verdict; those of another epoch are stale and dropped."""

@@ -70,7 +70,7 @@ class DraftState:
     #: Drafted tokens asked for in the next round; 0: none.
     k: int = 0
     #: Proposals it may send ahead of the next verdict.
-    num_ahead: int = 0
+    num_ahead_proposals: int = 0
     #: What arrived and may still be of use; the proposal for the tokens committed now has the empty path.
     branches: PendingProposals = field(default_factory=PendingProposals)
     reader: asyncio.Task[None] | None = None
@@ -97,12 +97,12 @@ class DraftClient:
         metrics: SpeculationMetrics,
         *,
         num_speculative_tokens: int,
-        num_ahead: int,
+        num_ahead_proposals: int,
         timeout_s: float,
         on_ahead: Callable[[Path, Proposal], None],
     ) -> None:
         """``make_spec`` builds the spec of an opening (by its epoch) from the tokens committed by then; ``token_ids``
-        are those tokens, which grow. ``num_ahead``: proposals that may be drafted ahead; ``on_ahead`` gets
+        are those tokens, which grow. ``num_ahead_proposals``: proposals that may be drafted ahead; ``on_ahead`` gets
         proposals for tokens that are not committed yet.
         """
         self._router = router
@@ -111,7 +111,7 @@ class DraftClient:
         self._token_ids = token_ids
         self._metrics = metrics
         self._k = num_speculative_tokens
-        self._num_ahead = num_ahead
+        self._num_ahead = num_ahead_proposals
         self._timeout_s = timeout_s
         self._on_ahead = on_ahead
         self._state: DraftState | None = None
@@ -159,7 +159,7 @@ class DraftClient:
         if state is None:
             return
         state.branches.commit(token_ids)
-        if state.num_ahead:
+        if state.num_ahead_proposals:
             hit = () in state.branches
             self._metrics.num_ahead_hits += hit
             self._metrics.num_ahead_misses += not hit
@@ -188,11 +188,11 @@ class DraftClient:
         if not k and not state.k:
             return False
         state.k = k
-        state.num_ahead = self._num_ahead_of(state)
+        state.num_ahead_proposals = self._num_ahead_of(state)
         news = tuple(self._token_ids[state.known_len :])
         states = self._states.take() if state.wish == self._wish else ()
         try:
-            await state.session.advance(state.known_len, news, k, state.num_ahead, states)
+            await state.session.advance(state.known_len, news, k, state.num_ahead_proposals, states)
         except Exception as error:
             self._lose(state, error)
         state.known_len = len(self._token_ids)
@@ -202,7 +202,7 @@ class DraftClient:
         """Proposals the draft may send ahead now: with those kept and those on their way no more than may be kept."""
         if not state.k or state.wish.layers:  # the states behind a verdict are not known before it
             return 0
-        room = MAX_PENDING_PROPOSALS - 1 - len(state.branches) - max(self._num_ahead, state.num_ahead)
+        room = MAX_PENDING_PROPOSALS - 1 - len(state.branches) - max(self._num_ahead, state.num_ahead_proposals)
         return max(0, min(self._num_ahead, room))
 
     async def wait(self, use: Callable[[Proposal], None]) -> None:

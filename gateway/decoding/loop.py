@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 #: Failures of a target after which the session is opened anew; all others are the request's own fault.
 LOST: Final = (Unavailable, StaleSession, Overloaded, Cancelled, InternalError)
 
-#: Tokens decoded ahead at most while a draft may come back; the chunks double from one token.
+#: Tokens decoded in multi-step at most while a draft may come back; the chunks double from one token.
 MAX_CHUNK: Final = 16
-#: More tokens are asked for when so many of those decoded ahead are still to come, so that the target does not wait.
+#: More tokens are asked for when so many of the multi-step tokens are still to come, so that the target does not wait.
 LOW_WATER: Final = 8
 #: Seconds before a target session is opened anew; doubled with every failure.
 FIRST_BACKOFF_S: Final = 0.05
@@ -107,7 +107,7 @@ class Decoding:
             self.token_ids,
             self.metrics,
             num_speculative_tokens=min(request.num_speculative_tokens, self._max_tokens - 1),
-            num_ahead=decoder.settings.num_ahead_proposals,
+            num_ahead_proposals=decoder.settings.num_ahead_proposals,
             timeout_s=decoder.settings.draft_timeout_s,
             on_ahead=self._offer,
         )
@@ -172,7 +172,7 @@ class Decoding:
                 await self._recover(error)
 
     async def _ask(self, target: TargetSession) -> None:
-        """Ask for a round, with the proposal as soon as it is there, or for decoding ahead where there is none."""
+        """Ask for a round, with the proposal as soon as it is there, or for multi-step decode where there is none."""
         waiting_since_ns = time.perf_counter_ns()
 
         def start(proposal: Proposal) -> None:
@@ -182,23 +182,23 @@ class Decoding:
         await self._drafting.wait(start)
         if self._round is None:
             self._offers.clear()
-            self._decode_ahead(target, self._next_chunk(self._end - len(self.token_ids)))
+            self._multi_step_decode(target, self._next_chunk(self._end - len(self.token_ids)))
 
-    def _decode_ahead(self, target: TargetSession, num_tokens: int) -> None:
+    def _multi_step_decode(self, target: TargetSession, num_tokens: int) -> None:
         """Have the target decode so many more tokens on its own account."""
         length = len(self.token_ids)
         self._ahead_until = max(self._ahead_until, length) + num_tokens
         self._prolong_at = self._ahead_until - (LOW_WATER if num_tokens > LOW_WATER else 0)
-        target.decode_ahead(length, self._ahead_until - length)
+        target.multi_step_decode(length, self._ahead_until - length)
 
     def _prolong(self, target: TargetSession) -> None:
-        """Decoding ahead comes to its end: ask for more of it, or have a draft at hand when it is over."""
+        """Multi-step decode comes to its end: ask for more of it, or have a draft at hand when it is over."""
         self._prolong_at = self._ahead_until
         num_remaining = self._end - self._ahead_until
         if self._num_draft_tokens(num_remaining):
             self._drafting.prepare()
         elif num_remaining > 0:
-            self._decode_ahead(target, self._next_chunk(num_remaining))
+            self._multi_step_decode(target, self._next_chunk(num_remaining))
 
     async def _go_on(self, verdict: Verdict) -> None:
         """After a verdict: have the next round under way and the draft at work before the caller handles the text.
@@ -263,13 +263,13 @@ class Decoding:
             self._offers.keep(path, proposal)
 
     def _next_chunk(self, num_remaining: int) -> int:
-        """Tokens to decode ahead: all of them when no draft can come back; as many as the pace says while none is
-        wanted; else chunks of 1, 2, 4, … 16 until it is there.
+        """Tokens of the next multi-step decode: all that remain when no draft can come back; as many as the pace says
+        while no draft is wanted; else chunks of 1, 2, 4, … 16 until it is there.
         """
         if self._drafting.off:
             return num_remaining
         if not self._pace.k:
-            return self._pace.num_ahead(num_remaining, time.perf_counter_ns())
+            return self._pace.num_multi_step_tokens(num_remaining, time.perf_counter_ns())
         size, self._chunk = self._chunk, min(2 * self._chunk, MAX_CHUNK)
         return min(size, num_remaining)
 
@@ -312,8 +312,8 @@ class Decoding:
         spec = self._target_spec()
         self._target = await self._open_target(self._replica, spec)
         first = self._checked(self._target.first)
-        self._ahead_until = self._prolong_at = first.committed_len + spec.decode_ahead_tokens
-        if spec.decode_ahead_tokens > LOW_WATER:
+        self._ahead_until = self._prolong_at = first.committed_len + spec.multi_step_tokens
+        if spec.multi_step_tokens > LOW_WATER:
             self._prolong_at -= LOW_WATER
         if self.opened is None:
             self.opened = self._target.opened
@@ -382,11 +382,11 @@ class Decoding:
             params = replace(params, prompt_logprobs=None)
         spec = self._spec(self._epoch, params)
         # While no draft is wanted more can be asked for at once; the first verdict brings one token of it.
-        num_ahead = 0 if self._pace.k else self._next_chunk(self._end - len(self.token_ids) - 1)
+        num_multi_step = 0 if self._pace.k else self._next_chunk(self._end - len(self.token_ids) - 1)
         wish = self._drafting.wish()
         return replace(
             spec,
-            decode_ahead_tokens=num_ahead,
+            multi_step_tokens=num_multi_step,
             hidden_state_layers=wish.layers,
             last_hidden_state_only=wish.last_only,
         )

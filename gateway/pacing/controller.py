@@ -29,15 +29,15 @@ class Pace(Protocol):
 
     @property
     def k(self) -> int:
-        """Drafted tokens last asked for; 0: the target decodes ahead."""
+        """Drafted tokens last asked for; 0: the target decodes in multi-step."""
         ...
 
     def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
-        """Tokens to draft for the next round, with ``num_remaining`` still to be generated; 0: decode ahead."""
+        """Tokens to draft for the next round, with ``num_remaining`` still to be generated; 0: decode in multi-step."""
         ...
 
-    def num_ahead(self, num_remaining: int, now_ns: int) -> int:
-        """Tokens to decode ahead before asking again, where nothing is to be drafted."""
+    def num_multi_step_tokens(self, num_remaining: int, now_ns: int) -> int:
+        """Tokens to decode in multi-step before asking again, where nothing is to be drafted."""
         ...
 
     def record(
@@ -46,7 +46,7 @@ class Pace(Protocol):
         """A verdict arrived.
 
         ``num_asked``: drafted tokens that were asked for, less those that were cut off before verification, and
-        ``draft_ns``: what drafting them took; both 0 for tokens decoded ahead. ``tree_depth``: of a tree, how many of
+        ``draft_ns``: what drafting them took; both 0 for multi-step tokens. ``tree_depth``: of a tree, how many of
         its tokens might have been accepted; None for a chain.
         """
         ...
@@ -68,7 +68,7 @@ class FixedPace:
         self.k = max(0, min(self._limit, num_remaining - 1))
         return self.k
 
-    def num_ahead(self, num_remaining: int, now_ns: int) -> int:
+    def num_multi_step_tokens(self, num_remaining: int, now_ns: int) -> int:
         """Asked only when nothing may be drafted at the moment: soon that may change."""
         return min(MIN_CHUNK, num_remaining)
 
@@ -97,7 +97,7 @@ class AdaptivePace:
         #: there yet.
         self._probe_left: int | None = None
         self._probe_wait = 0
-        #: Whether the last verdict was a round's, not of tokens decoded ahead, and when it came; None before the first.
+        #: Whether the last verdict was a round's, not of multi-step tokens, and when it came; None before the first.
         self._in_rounds: bool | None = None
         self._last_ns: int | None = None
         #: Tokens on the longest path of the draft's trees; None while it proposes chains.
@@ -136,16 +136,16 @@ class AdaptivePace:
         self._asked_turn = lane.contest.turn
         return self.k
 
-    def num_ahead(self, num_remaining: int, now_ns: int) -> int:
+    def num_multi_step_tokens(self, num_remaining: int, now_ns: int) -> int:
         """See :class:`Pace`."""
-        return min(self._lane.num_ahead(now_ns), num_remaining)
+        return min(self._lane.num_multi_step_tokens(now_ns), num_remaining)
 
     def record(
         self, verdict: Verdict, num_asked: int, draft_ns: int, now_ns: int, *, tree_depth: int | None = None
     ) -> None:
         """See :class:`Pace`."""
         lane, num_tokens = self._lane, len(verdict.token_ids)
-        lane.observe_tick(verdict.timings)
+        lane.observe_step(verdict.timings)
         in_rounds, before, last_ns = num_asked > 0, self._in_rounds, self._last_ns
         self._in_rounds, self._last_ns = in_rounds, now_ns
         lane.num_in_rounds += in_rounds - bool(before)

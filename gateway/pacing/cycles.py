@@ -25,7 +25,7 @@ class Cycle:
     num_sessions: float
     count: int = 0
     cycle_ns: float = 0.0
-    #: Of these the target's work for the tick that carried the session, and waiting on the target for it. What is left
+    #: Of these the target's work for the step that carried the session, and waiting on the target for it. What is left
     #: is drafting that nothing hides, network, messages and hand-overs.
     target_ns: float = 0.0
     num_draft_tokens: float = 0.0

@@ -29,7 +29,7 @@ class Activity(StrEnum):
 class PacingStats:
     """Counts of one target's sessions that may speculate."""
 
-    #: Verdicts of rounds with drafted tokens, and of tokens decoded ahead.
+    #: Verdicts of rounds with drafted tokens, and of multi-step tokens.
     num_rounds: int = 0
     num_plain: int = 0
     #: Drafted tokens that were asked for.

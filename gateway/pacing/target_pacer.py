@@ -29,7 +29,7 @@ CURIOUS_ROUNDS: Final = 64
 FIRST_PROBE_PAUSE: Final = 256
 LAST_PROBE_PAUSE: Final = 1024
 PROBE_SHARE: Final = 8
-#: Tokens decoded ahead on one request, at least and at most.
+#: Tokens decoded in multi-step on one request, at least and at most.
 MIN_CHUNK: Final = 16
 MAX_CHUNK: Final = 64
 
@@ -71,7 +71,7 @@ class TargetPacer:
         self.num_members = self.num_in_rounds = self.num_probing = 0
         self._num_foreign = 0.0
         self._choice = _NOTHING
-        #: What a token takes each session without speculation, by the plan in force; 0 before the first tick.
+        #: What a token takes each session without speculation, by the plan in force; 0 before the first step.
         self._plain_ns = 0.0
         self._planned_ns: int | None = None
         self._planned_sessions = 0.0
@@ -96,8 +96,8 @@ class TargetPacer:
         self._num_asked += k > 0
         return k + (k > 0 and self._num_asked % CURIOUS_ROUNDS == 0)
 
-    def num_ahead(self, now_ns: int) -> int:
-        """Tokens a session should decode ahead before it asks again."""
+    def num_multi_step_tokens(self, now_ns: int) -> int:
+        """Tokens a session should decode in multi-step before it asks again."""
         plain_ns, unit_ns = max(self._plain_ns, 1.0), self._unit_ns
         if self.contest.phase is not Phase.LEADING:
             return min(max(int(self.contest.turn_length * unit_ns / plain_ns), 1), MAX_CHUNK)
@@ -124,20 +124,20 @@ class TargetPacer:
 
     # --- what is observed ---
 
-    def observe_tick(self, timings: RoundTimings) -> None:
-        """Learn from the tick a verdict came from; every session of it may report it."""
-        if self.forecast.observe_tick(timings):
+    def observe_step(self, timings: RoundTimings) -> None:
+        """Learn from the step a verdict came from; every session of it may report it."""
+        if self.forecast.observe_step(timings):
             self._num_foreign += 0.1 * (max(0, timings.batch_sessions - len(self.sessions)) - self._num_foreign)
             if not self._plain_ns:
                 self._plain_ns = self.forecast.plain_cycle_ns(self.num_sessions)
 
     def observe_cycle(self, verdict: Verdict, cycle_ns: int, num_tokens: int, *, in_rounds: bool) -> None:
         """A typical cycle of a session: ``cycle_ns`` for one round or, not ``in_rounds``, for ``num_tokens`` tokens
-        decoded ahead; ``verdict`` is the last one of them.
+        decoded in multi-step; ``verdict`` is the last one of them.
         """
         count, forecast = round(self.num_sessions), self.forecast
         if in_rounds:
-            # A few sessions speculating among many that do not miss the ticks of those: that says nothing of all.
+            # A few sessions speculating among many that do not miss the steps of those: that says nothing of all.
             if 2 * self.num_in_rounds >= min(count, self._choice.num_rounds or count):
                 forecast.speculative.record(count, float(cycle_ns), verdict.timings, verdict.num_draft_tokens)
         elif not self.num_in_rounds:
@@ -151,7 +151,7 @@ class TargetPacer:
         self.contest.follow_load(self.num_sessions)
         lost = self.contest.record(members, num_tokens, float(cycle_ns), unit_ns, counts=counts)
         if activity is Activity.PROBE:
-            # A probe slows down the sessions that decode plainly, too: they share its ticks, perhaps its machine.
+            # A probe slows down the sessions that decode plainly, too: they share its steps, perhaps its machine.
             lost = (cycle_ns - num_tokens * self._plain_ns) / (unit_ns * members)
         self.allowance.book(cycle_ns / (unit_ns * members), lost)
         self.tally.savings = self.allowance.savings

@@ -1,4 +1,4 @@
-"""What a tick of a target costs: time as a function of its rows, its sessions and their context, learned online."""
+"""What a step of a target costs: time as a function of its rows, its sessions and their context, learned online."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-#: Ticks a bucket remembers: newer ones replace older ones with this weight at least.
+#: Steps a bucket remembers: newer ones replace older ones with this weight at least.
 MEMORY: Final = 32
-#: A tick that took longer than this many times the usual counts as this many times the usual.
+#: A step that took longer than this many times the usual counts as this many times the usual.
 OUTLIER: Final = 3.0
 #: Up to this many rows each count is a bucket of its own; beyond, two buckets for each doubling.
 EXACT_ROWS: Final = 8
@@ -17,14 +17,14 @@ EXACT_ROWS: Final = 8
 GROWTH: Final = 0.02
 #: Cache entries that count as one unit while slopes are learned.
 CONTEXT_UNIT: Final = 1000.0
-#: Share of a tick's time that sessions and context may explain; the rest is the rows'.
+#: Share of a step's time that sessions and context may explain; the rest is the rows'.
 MAX_EXPLAINED: Final = 0.8
-#: How fast the evidence for the slopes fades, per tick.
+#: How fast the evidence for the slopes fades, per step.
 FADE: Final = 0.995
 
 
 class _Bucket:
-    """The ticks of about so many rows: fading means."""
+    """The steps of about so many rows: fading means."""
 
     __slots__ = ("_first", "context", "count", "ns", "rows", "sessions")
 
@@ -40,17 +40,17 @@ class _Bucket:
         self.sessions += (sessions - self.sessions) * weight
         self.context += (context - self.context) * weight
         if self.count <= 3:
-            # The first tick of its kind may be anything (a cold cache, a compilation): the median stands for it.
+            # The first step of its kind may be anything (a cold cache, a compilation): the median stands for it.
             self._first.append(ns)
             self.ns = sorted(self._first)[(self.count - 1) // 2]
         else:
-            # Ticks are slow by accident, never fast: a much faster one shows that the others were accidents.
+            # Steps are slow by accident, never fast: a much faster one shows that the others were accidents.
             weight = max(weight, 0.5) if ns < 0.5 * self.ns else weight
             self.ns += (min(ns, OUTLIER * self.ns) - self.ns) * weight
 
 
-class TickCost:
-    """Time of a tick as ``curve(rows) + s · sessions + c · context``.
+class StepCost:
+    """Time of a step as ``curve(rows) + s · sessions + c · context``.
 
     The curve is piecewise linear through the means of buckets of rows, made non-decreasing (pool adjacent violators):
     on a CPU the time may be flat up to a knee and steep beyond, on a GPU it has steps, and a polynomial would fit
@@ -62,16 +62,16 @@ class TickCost:
     def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
         self._curve: list[tuple[float, float]] | None = None
-        #: Fading sums over ticks: their number, and products of the deviations from their buckets' means.
+        #: Fading sums over steps: their number, and products of the deviations from their buckets' means.
         self._n = self._yy = self._ss = self._cc = self._sc = self._sy = self._cy = 0.0
         self._slopes = (0.0, 0.0)
-        #: Ticks observed.
-        self.num_ticks = 0
+        #: Steps observed.
+        self.num_steps = 0
 
     def observe(self, rows: int, sessions: int, context: int, ns: float) -> None:
-        """A tick of ``rows`` rows for ``sessions`` sessions with ``context`` cache entries in all took ``ns``."""
+        """A step of ``rows`` rows for ``sessions`` sessions with ``context`` cache entries in all took ``ns``."""
         rows = max(rows, 1)
-        self.num_ticks += 1
+        self.num_steps += 1
         bucket = self._buckets.setdefault(_bucket_of(rows), _Bucket())
         if bucket.count > 3 and ns < OUTLIER * bucket.ns:
             self._learn_slopes(bucket, rows, sessions, context, ns)
@@ -79,7 +79,7 @@ class TickCost:
         self._curve = None
 
     def predict(self, rows: float, sessions: float, context: float) -> float:
-        """Nanoseconds a tick is expected to take; 0 while none was observed."""
+        """Nanoseconds a step is expected to take; 0 while none was observed."""
         curve = self._fitted()
         if not curve:
             return 0.0
@@ -120,7 +120,7 @@ class TickCost:
             if self._cc > 0.0:
                 c = max(0.0, (self._cy - s * self._sc - noise * math.sqrt(self._cc)) / self._cc)
         c /= CONTEXT_UNIT
-        # A tick's rows always cost something: together the slopes explain no more than this share of any bucket.
+        # A step's rows always cost something: together the slopes explain no more than this share of any bucket.
         shares = [(s * b.sessions + c * b.context) / b.ns for b in self._buckets.values() if b.ns > 0.0]
         excess = max(shares, default=0.0) / MAX_EXPLAINED
         return (s / excess, c / excess) if excess > 1.0 else (s, c)

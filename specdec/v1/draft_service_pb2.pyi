@@ -125,7 +125,7 @@ class Advance(_message.Message):
     BASE_LEN_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_AHEAD_FIELD_NUMBER: _builtins.int
+    NUM_AHEAD_PROPOSALS_FIELD_NUMBER: _builtins.int
     HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
@@ -133,7 +133,7 @@ class Advance(_message.Message):
     """Length before token_ids. The draft may know some of them already; a gap is an error (FAILED_PRECONDITION)."""
     num_draft_tokens: _builtins.int
     """Tokens to draft now; 0 only moves the prefix, is not answered and ends drafting ahead."""
-    num_ahead: _builtins.int
+    num_ahead_proposals: _builtins.int
     """Proposals that may be drafted ahead of the next verdict and sent without being asked for, at most; the draft sends
     as many as it has time for, the likeliest first.
     """
@@ -154,12 +154,12 @@ class Advance(_message.Message):
         base_len: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_draft_tokens: _builtins.int = ...,
-        num_ahead: _builtins.int = ...,
+        num_ahead_proposals: _builtins.int = ...,
         hidden_states: _abc.Iterable[_types_pb2.HiddenStates] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "epoch", b"epoch", "hidden_states", b"hidden_states", "num_ahead", b"num_ahead", "num_draft_tokens", b"num_draft_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "epoch", b"epoch", "hidden_states", b"hidden_states", "num_ahead_proposals", b"num_ahead_proposals", "num_draft_tokens", b"num_draft_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

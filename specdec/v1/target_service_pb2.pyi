@@ -27,7 +27,7 @@ class VerifyRequest(_message.Message):
 
     OPEN_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
-    DECODE_AHEAD_FIELD_NUMBER: _builtins.int
+    MULTI_STEP_DECODE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenTargetSession:
         """First message of a stream: prefill the tokens and answer with the first token."""
@@ -37,7 +37,7 @@ class VerifyRequest(_message.Message):
         """Verify one proposal."""
 
     @_builtins.property
-    def decode_ahead(self) -> Global___DecodeAhead:
+    def multi_step_decode(self) -> Global___MultiStepDecode:
         """Decode without proposals, several tokens from one request."""
 
     def __init__(
@@ -45,13 +45,13 @@ class VerifyRequest(_message.Message):
         *,
         open: Global___OpenTargetSession | None = ...,
         round: Global___Round | None = ...,
-        decode_ahead: Global___DecodeAhead | None = ...,
+        multi_step_decode: Global___MultiStepDecode | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_ahead", b"decode_ahead", "kind", b"kind", "open", b"open", "round", b"round"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "multi_step_decode", b"multi_step_decode", "open", b"open", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_ahead", b"decode_ahead", "kind", b"kind", "open", b"open", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "multi_step_decode", b"multi_step_decode", "open", b"open", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "round", "decode_ahead"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "round", "multi_step_decode"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -74,7 +74,7 @@ class OpenTargetSession(_message.Message):
     PARK_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
-    DECODE_AHEAD_TOKENS_FIELD_NUMBER: _builtins.int
+    MULTI_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     HIDDEN_STATE_LAYERS_FIELD_NUMBER: _builtins.int
     LAST_HIDDEN_STATE_ONLY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
@@ -95,8 +95,8 @@ class OpenTargetSession(_message.Message):
     """Log-probabilities of this many most likely tokens per position; unset means none, 0 only the chosen token's."""
     prompt_logprobs: _builtins.int
     """The same for the prompt's own tokens."""
-    decode_ahead_tokens: _builtins.int
-    """Decode ahead this many tokens right after the first one, as if DecodeAhead had followed; 0 waits."""
+    multi_step_tokens: _builtins.int
+    """Decode in multi-step this many tokens right after the first one, as if MultiStepDecode had followed; 0 waits."""
     last_hidden_state_only: _builtins.bool
     """Send one position's only with each verdict: that from which the verdict's last token was predicted."""
     @_builtins.property
@@ -128,13 +128,13 @@ class OpenTargetSession(_message.Message):
         park: _builtins.bool = ...,
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
-        decode_ahead_tokens: _builtins.int = ...,
+        multi_step_tokens: _builtins.int = ...,
         hidden_state_layers: _abc.Iterable[_builtins.int] | None = ...,
         last_hidden_state_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "decode_ahead_tokens", b"decode_ahead_tokens", "epoch", b"epoch", "hidden_state_layers", b"hidden_state_layers", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "num_speculative_tokens", b"num_speculative_tokens", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "epoch", b"epoch", "hidden_state_layers", b"hidden_state_layers", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -188,7 +188,7 @@ class Round(_message.Message):
 Global___Round: _TypeAlias = Round  # noqa: Y015
 
 @_typing.final
-class DecodeAhead(_message.Message):
+class MultiStepDecode(_message.Message):
     """Plain decoding of several tokens without a message for each of them. Drops the proposals kept for later rounds."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -215,7 +215,7 @@ class DecodeAhead(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DecodeAhead: _TypeAlias = DecodeAhead  # noqa: Y015
+Global___MultiStepDecode: _TypeAlias = MultiStepDecode  # noqa: Y015
 
 @_typing.final
 class VerifyResponse(_message.Message):
@@ -232,7 +232,7 @@ class VerifyResponse(_message.Message):
 
     @_builtins.property
     def verdict(self) -> Global___Verdict:
-        """The result of a round, of prefilling or of one step of decoding ahead."""
+        """The result of a round, of prefilling or of one step of multi-step decode."""
 
     @_builtins.property
     def hidden_states(self) -> _types_pb2.HiddenStates:
@@ -303,7 +303,7 @@ Global___TargetSessionOpened: _TypeAlias = TargetSessionOpened  # noqa: Y015
 
 @_typing.final
 class Verdict(_message.Message):
-    """What a round committed. Steps of decoding ahead that wait to be sent are joined into one verdict."""
+    """What a round committed. Steps of multi-step decode that wait to be sent are joined into one verdict."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -384,17 +384,17 @@ class RoundTimings(_message.Message):
     BATCH_ROWS_FIELD_NUMBER: _builtins.int
     BATCH_CONTEXT_FIELD_NUMBER: _builtins.int
     queue_ns: _builtins.int
-    """Nanoseconds from receipt to the start of the tick."""
+    """Nanoseconds from receipt to the start of the step."""
     forward_ns: _builtins.int
     """Nanoseconds of the batched forward pass."""
     verify_ns: _builtins.int
     """Nanoseconds of sampling and verification, for the whole batch."""
     batch_sessions: _builtins.int
-    """Sessions in the tick."""
+    """Sessions in the step."""
     batch_rows: _builtins.int
-    """Rows (tokens fed) in the tick, prefill included."""
+    """Rows (tokens fed) in the step, prefill included."""
     batch_context: _builtins.int
-    """Entries of the KV cache that the sessions of the tick hold together."""
+    """Entries of the KV cache that the sessions of the step hold together."""
     def __init__(
         self,
         *,

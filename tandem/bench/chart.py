@@ -14,7 +14,7 @@ def draw_report(pyplot: Any, title: str, sections: Sequence[Section], path: str)
     names = list(dict.fromkeys(name for section in sections for name in section.ways))
     rows = max(len(section.ways) for section in sections) * len(sections)
     figure, (speeds, waits) = pyplot.subplots(1, 2, figsize=(12, 1.6 + 0.34 * rows), sharey=True)
-    place, ticks, labels = 0.0, [], []
+    place, steps, labels = 0.0, [], []
     for section in sections:
         for name, way in section.ways.items():
             colour = f"C{names.index(name) % 10}"
@@ -31,12 +31,12 @@ def draw_report(pyplot: Any, title: str, sections: Sequence[Section], path: str)
                 waits.barh(place, itl["p50"], color=colour, height=0.8)
                 waits.plot([itl["p50"], itl["p99"]], [place, place], color="black", linewidth=0.8)
                 waits.plot(itl["p90"], place, "k|", markersize=8)
-            ticks.append(place)
+            steps.append(place)
             labels.append(f"{name} ({section.title})")
             place += 1.0
         place += 0.6
     over_plain = all(section.speedup(name) is not None for section in sections for name in section.ways)
-    speeds.set_yticks(ticks, labels=labels, fontsize=8)
+    speeds.set_yticks(steps, labels=labels, fontsize=8)
     speeds.invert_yaxis()
     speeds.set_xlabel("speed over plain decoding (| serial limit, ▸ overlapped limit)" if over_plain else "tokens/s")
     if over_plain:

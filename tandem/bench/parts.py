@@ -28,13 +28,13 @@ from tandem.bench.limits import quantile
 
 Prompt = tuple[int, ...]
 
-#: A tick counts when it holds at least this share of the sessions: those that came early or late cost less.
+#: A step counts when it holds at least this share of the sessions: those that came early or late cost less.
 _FULL: Final = 0.75
 
 
 @dataclass(slots=True)
 class Samples:
-    """Nanoseconds, an entry per session and step; beside those of the target how many sessions the tick held."""
+    """Nanoseconds, an entry per session and step; beside those of the target how many sessions the step held."""
 
     #: Target step without drafts: forward pass and sampling.
     decode: list[tuple[int, int]] = field(default_factory=list)
@@ -93,16 +93,16 @@ async def time_parts(
         raise Unavailable(f"no round verified all {k} drafted tokens; take longer answers or check the draft's log")
     size = len(batches[0])
     return Costs(
-        decode_ms=_of_full_ticks(samples.decode, size) / 1e6,
-        verify_ms=_of_full_ticks(samples.verify, size) / 1e6,
+        decode_ms=_of_full_steps(samples.decode, size) / 1e6,
+        verify_ms=_of_full_steps(samples.verify, size) / 1e6,
         draft_ms=quantile(samples.draft, 0.5) / 1e6 / k,
         wire_ms=(quantile(samples.target_wire, 0.5) + quantile(samples.draft_wire, 0.5)) / 1e6,
         wire_bytes=quantile(samples.wire_bytes, 0.5),
     )
 
 
-def _of_full_ticks(entries: Sequence[tuple[int, int]], num_sessions: int) -> float:
-    """Median duration of the ticks that held (nearly) all sessions; of the fullest ones where none did."""
+def _of_full_steps(entries: Sequence[tuple[int, int]], num_sessions: int) -> float:
+    """Median duration of the steps that held (nearly) all sessions; of the fullest ones where none did."""
     enough = min(max(held for held, _ in entries), _FULL * num_sessions)
     return quantile([spent for held, spent in entries if held >= enough], 0.5)
 
@@ -126,7 +126,7 @@ async def _decode(router: Router, batch: Sequence[Prompt], params: SamplingParam
         session = await backend.open(_spec(prompt, params, None, 0))
         try:
             verdict = session.first
-            session.decode_ahead(verdict.committed_len, (params.max_tokens or 2) - 1)
+            session.multi_step_decode(verdict.committed_len, (params.max_tokens or 2) - 1)
             while verdict.finish_reason is None:
                 verdict = await session.receive()
                 samples.decode.append(_work(verdict))

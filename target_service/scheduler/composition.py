@@ -1,18 +1,18 @@
-"""What one tick feeds: rounds first, prompts in the room that is left, shared fairly."""
+"""What one step feeds: rounds first, prompts in the room that is left, shared fairly."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-#: Share of a tick's rows kept for prompts while any is waiting, so that many rounds cannot shut new sessions out.
+#: Share of a step's rows kept for prompts while any is waiting, so that many rounds cannot shut new sessions out.
 PREFILL_SHARE: Final = 1 / 8
 #: Prompts get at least this many rows each: the fixed cost of a sequence in a batch should not dominate.
 MIN_CHUNK: Final = 32
 
 
 def take_rounds(rows: Sequence[int], num_prefill: int, max_rows: int) -> int:
-    """How many rounds, in order of arrival, one tick takes.
+    """How many rounds, in order of arrival, one step takes.
 
     ``rows``: rows of each waiting round; ``num_prefill``: prompt tokens waiting. At least one is taken.
     """
@@ -27,11 +27,11 @@ def take_rounds(rows: Sequence[int], num_prefill: int, max_rows: int) -> int:
 
 
 def prefill_room(num_round_rows: int, max_rows: int, *, is_drafting: bool) -> int:
-    """Rows of a tick that prompts may have, ``num_round_rows`` being taken by rounds.
+    """Rows of a step that prompts may have, ``num_round_rows`` being taken by rounds.
 
-    ``is_drafting``: some session is between two rounds, or has one in this tick. It waits for the end of the tick that
+    ``is_drafting``: some session is between two rounds, or has one in this step. It waits for the end of the step that
     runs when its round comes in, and for the one that takes the round; so that both together delay it by no more than
-    one full tick, prompts fill ticks by half.
+    one full step, prompts fill steps by half.
     """
     least = int(max_rows * PREFILL_SHARE)
     room = max_rows - num_round_rows

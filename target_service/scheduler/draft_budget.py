@@ -1,4 +1,4 @@
-"""The verification budget of a tick: which drafted tokens are worth their rows, the likeliest first."""
+"""The verification budget of a step: which drafted tokens are worth their rows, the likeliest first."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from typing import Final
 
 from specdec.scheduling.acceptance import Acceptance
-from specdec.scheduling.costs import TickCost
+from specdec.scheduling.costs import StepCost
 from specdec.scheduling.goodput import Choice, Goodput, choose, likeliest
 from specdec.types import RoundTimings
 
-#: Nothing is cut before so many ticks were seen.
+#: Nothing is cut before so many steps were seen.
 WARM_UP_TICKS: Final = 64
 #: Tokens are cut off only if that promises this much more tokens per second.
 MARGIN: Final = 1.03
-#: Ticks in a row decided alike while the number of rounds stays about the same.
+#: Steps in a row decided alike while the number of rounds stays about the same.
 STEADY_TICKS: Final = 8
-#: While tails are cut, now and then a tick verifies more, so that the cost of its rows is known: by 1, 2, 4, … tokens
-#: in turn, so many ticks apart at least and at most, and rarely enough to cost no more than this share of the time.
+#: While tails are cut, now and then a step verifies more, so that the cost of its rows is known: by 1, 2, 4, … tokens
+#: in turn, so many steps apart at least and at most, and rarely enough to cost no more than this share of the time.
 MIN_TRIAL_TICKS: Final = 16
 MAX_TRIAL_TICKS: Final = 1024
 TRIAL_SHARE: Final = 0.01
-#: Weight of the newest pause between two ticks.
+#: Weight of the newest pause between two steps.
 PAUSE_WEIGHT: Final = 0.1
 
 
@@ -38,7 +38,7 @@ class Budget:
     """
 
     def __init__(self) -> None:
-        self.ticks = TickCost()
+        self.steps = StepCost()
         self.totals = Acceptance()
         #: Drafted tokens cut off since the start.
         self.num_cut = 0
@@ -50,20 +50,20 @@ class Budget:
         self._trial_tokens = 1
 
     def observe(self, timings: RoundTimings, pause_ns: int) -> None:
-        """A tick ran, ``pause_ns`` after the one before; a pause with no session open says nothing: leave it out."""
+        """A step ran, ``pause_ns`` after the one before; a pause with no session open says nothing: leave it out."""
         spent_ns = timings.forward_ns + timings.verify_ns
-        self.ticks.observe(timings.batch_rows, timings.batch_sessions, timings.batch_context, spent_ns)
+        self.steps.observe(timings.batch_rows, timings.batch_sessions, timings.batch_context, spent_ns)
         self._pause_ns += PAUSE_WEIGHT * (min(pause_ns, spent_ns) - self._pause_ns)
 
     def allot(self, survivals: Sequence[Sequence[float]], context: int) -> list[int]:
-        """Drafted tokens to verify of each round of a tick.
+        """Drafted tokens to verify of each round of a step.
 
         ``survivals``: for each round the probability that 1, 2, … of its drafted tokens are accepted, none where it has
         none; ``context``: cache entries of all of them.
         """
         wanted = [len(survival) for survival in survivals]
         total = sum(wanted)
-        if not total or self.ticks.num_ticks < WARM_UP_TICKS:
+        if not total or self.steps.num_steps < WARM_UP_TICKS:
             return wanted
         goodput = self._goodput(len(survivals), context)
         choice = self._choose(survivals, goodput)
@@ -74,11 +74,11 @@ class Budget:
         return counts
 
     def _goodput(self, num_rounds: int, context: int) -> Goodput:
-        """Tokens per nanosecond of a tick, by how many drafted tokens it verifies; see :func:`choose`."""
+        """Tokens per nanosecond of a step, by how many drafted tokens it verifies; see :func:`choose`."""
 
         def goodput(num_tokens: int, _: int, num_accepted: float) -> float:
-            tick_ns = self.ticks.predict(num_rounds + num_tokens, num_rounds, context)
-            return (num_rounds + num_accepted) / max(tick_ns + self._pause_ns, 1.0)
+            step_ns = self.steps.predict(num_rounds + num_tokens, num_rounds, context)
+            return (num_rounds + num_accepted) / max(step_ns + self._pause_ns, 1.0)
 
         return goodput
 

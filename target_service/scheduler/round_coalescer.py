@@ -1,4 +1,4 @@
-"""Whether a tick should wait a moment for the sessions that are about to come back with their next rounds."""
+"""Whether a step should wait a moment for the sessions that are about to come back with their next rounds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ NEWEST: Final = 0.1
 PATIENCE: Final = 2.0
 #: Nanoseconds in which a session may come back as long as too few turnarounds were seen.
 FIRST_NS: Final = 20_000_000
-#: Turnarounds seen before any tick waits.
+#: Turnarounds seen before any step waits.
 WARM_UP: Final = 16
 #: Waiting must promise to shorten the cycle to this share.
 WORTH_IT: Final = 0.97
 
-#: Nanoseconds of a tick of so many rows and sessions.
-TickTime = Callable[[int, int], float]
+#: Nanoseconds of a step of so many rows and sessions.
+StepTime = Callable[[int, int], float]
 
 
 @dataclass(slots=True)
@@ -28,11 +28,11 @@ class _Absence:
 
 
 class RoundCoalescer:
-    """Keeps sessions that draft between their rounds together in one tick.
+    """Keeps sessions that draft between their rounds together in one step.
 
-    A round's verdict leaves, the draft drafts, the next round comes in. If the target used that moment for a tick of
-    those who happen to be ready, the sessions would fall into two groups that take turns, and what a tick costs
-    whatever its size (reading the weights) would be paid twice. With r rows ready, a rows still away and a tick time T,
+    A round's verdict leaves, the draft drafts, the next round comes in. If the target used that moment for a step of
+    those who happen to be ready, the sessions would fall into two groups that take turns, and what a step costs
+    whatever its size (reading the weights) would be paid twice. With r rows ready, a rows still away and a step time T,
     two groups take T(r) + T(a) for a round of everybody, one takes the wait and T(r + a). The shorter one is chosen, on
     the times of past rounds alone.
     """
@@ -68,8 +68,8 @@ class RoundCoalescer:
         patience_ns = PATIENCE * (self._turnaround_ns + self._deviation_ns) if self._num_seen >= WARM_UP else FIRST_NS
         return any(now_ns - absence.since_ns < patience_ns for absence in self._away.values())
 
-    def wait_until(self, num_rows: int, num_sessions: int, now_ns: int, tick_ns: TickTime) -> int:
-        """When the next tick should begin at the latest, with so many rows of so many sessions ready now."""
+    def wait_until(self, num_rows: int, num_sessions: int, now_ns: int, step_ns: StepTime) -> int:
+        """When the next step should begin at the latest, with so many rows of so many sessions ready now."""
         if self._num_seen < WARM_UP or not self._away:
             return now_ns
         expected_ns = int(self._turnaround_ns + PATIENCE * self._deviation_ns)
@@ -79,6 +79,6 @@ class RoundCoalescer:
             return now_ns
         rows, sessions = sum(absence.rows for absence in self._away.values()), len(self._away)
         until_ns = max(absence.since_ns for absence in self._away.values()) + expected_ns
-        apart_ns = tick_ns(num_rows, num_sessions) + tick_ns(rows, sessions)
-        together_ns = until_ns - now_ns + tick_ns(num_rows + rows, num_sessions + sessions)
+        apart_ns = step_ns(num_rows, num_sessions) + step_ns(rows, sessions)
+        together_ns = until_ns - now_ns + step_ns(num_rows + rows, num_sessions + sessions)
         return until_ns if together_ns < WORTH_IT * apart_ns else now_ns

@@ -73,9 +73,9 @@ async def test_a_session_that_fails_ends_the_measurement() -> None:
             await asyncio.sleep(0.1)
 
 
-def test_the_table_counts_the_delay_in_ticks() -> None:
+def test_the_table_counts_the_delay_in_steps() -> None:
     finding = Finding(
-        target="bundled", sessions=8, k=4, prompt_tokens=2000, num_long=3, ttft_ms=300.0, tick_ms=50.0,
+        target="bundled", sessions=8, k=4, prompt_tokens=2000, num_long=3, ttft_ms=300.0, step_ms=50.0,
         alone=Waits((1.0, 2.0, 3.0), 10.0), beside=Waits((2.0, 3.0, 40.0), 85.0),
     )  # fmt: skip
     assert finding.delay == 1.5
@@ -93,5 +93,5 @@ def test_a_small_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
     for each in findings:
         assert each["num_long"] >= 2
         assert 0 < each["alone"]["itl_ms"][0] <= each["beside"]["itl_ms"][2]
-        assert each["tick_ms"] > 0
-    assert "a full tick takes" in capsys.readouterr().out
+        assert each["step_ms"] > 0
+    assert "a full step takes" in capsys.readouterr().out

@@ -42,8 +42,8 @@ async def reading_core(propose=lambda reading: (len(reading.token_ids),) * 4):
         await core.close()
 
 
-async def ask(session, base_len, token_ids, *hidden_states, k=4, num_ahead=0):
-    await session.advance(base_len, token_ids, k, num_ahead, hidden_states)
+async def ask(session, base_len, token_ids, *hidden_states, k=4, num_ahead_proposals=0):
+    await session.advance(base_len, token_ids, k, num_ahead_proposals, hidden_states)
     return await session.receive()
 
 
@@ -115,7 +115,7 @@ async def test_messages_that_arrive_while_a_batch_runs_are_taken_in_in_order(spe
 async def test_nothing_is_drafted_ahead(spec):
     async with reading_core() as core:
         session = await core.open(spec(PROMPT))
-        assert (await ask(session, 6, [1], states(0, 6), num_ahead=8)).token_ids == (7,) * 4
+        assert (await ask(session, 6, [1], states(0, 6), num_ahead_proposals=8)).token_ids == (7,) * 4
         await asyncio.sleep(0.02)
         assert session.received_more() == []
         assert (await core.load()).ahead_proposals == 0

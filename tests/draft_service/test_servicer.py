@@ -29,14 +29,14 @@ def opening(spec):
     return pb.DraftRequest(open=codec.encode_open_draft(spec))
 
 
-def advance(base_len, token_ids, num_draft_tokens, epoch=1, num_ahead=0):
+def advance(base_len, token_ids, num_draft_tokens, epoch=1, num_ahead_proposals=0):
     return pb.DraftRequest(
         advance=pb.Advance(
             epoch=epoch,
             base_len=base_len,
             token_ids=token_ids,
             num_draft_tokens=num_draft_tokens,
-            num_ahead=num_ahead,
+            num_ahead_proposals=num_ahead_proposals,
         )
     )
 
@@ -103,7 +103,7 @@ async def test_proposals_ahead_travel_together_and_are_counted(started, spec, gr
     _, stub = started
     async with SessionStream(stub.Draft) as stream:
         await stream.turn(opening(spec(PROMPT)))
-        await stream.send(advance(6, [1], 3, num_ahead=4))
+        await stream.send(advance(6, [1], 3, num_ahead_proposals=4))
         messages, ahead = [], []
         while len(ahead) < 4:
             messages.append(await stream.receive(timeout_s=10))

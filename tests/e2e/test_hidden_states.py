@@ -116,7 +116,7 @@ class FicklePace(FixedPace):
         self.k = min(self.limit, max(0, num_remaining - 1)) if self.rng.random() < 0.75 else 0
         return self.k
 
-    def num_ahead(self, num_remaining, now_ns):
+    def num_multi_step_tokens(self, num_remaining, now_ns):
         return min(self.rng.randint(1, 4), num_remaining)
 
 
@@ -179,7 +179,7 @@ def check(reading, exact, first=0):
 async def test_every_state_is_exact(  # noqa: PLR0917
     model_settings, exact, plain, monkeypatch, transport, num_sessions
 ):
-    """Long prompts in chunks, rejections, phases of decoding ahead, and states in several messages."""
+    """Long prompts in chunks, rejections, phases of multi-step decode, and states in several messages."""
     monkeypatch.setattr(state_buffer.pieces, "__defaults__", (7 * NUM_FEATURES * 2,))
     paces = iter(range(100))
     monkeypatch.setattr(DecodingContext, "pace", lambda self, replica, limit: FicklePace(limit, next(paces)))
@@ -194,7 +194,7 @@ async def test_every_state_is_exact(  # noqa: PLR0917
         assert decoding.metrics.num_spec_steps > 5
         (reading,) = [own for own in reader.readings if tuple(own.token_ids[: len(prompt)]) == prompt]
         assert len(reading.token_ids) > len(prompt) + 30
-        # What was decoded ahead last, and what the last verdict brought, the draft was not told.
+        # What came of multi-step decode last, and what the last verdict brought, the draft was not told.
         check(reading, exact)
 
 

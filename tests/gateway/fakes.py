@@ -239,7 +239,7 @@ class FakeTargetSession(FakeSession):
         self.finished = False
         self.first = self.commit([])
         self.ahead_from = len(self.token_ids)
-        self.ahead_until = self.ahead_from + spec.decode_ahead_tokens
+        self.ahead_until = self.ahead_from + spec.multi_step_tokens
 
     @property
     def goes_ahead(self):
@@ -247,7 +247,7 @@ class FakeTargetSession(FakeSession):
 
     def offer(self, proposal):
         assert not self.closed
-        assert not self.goes_ahead, "offered while decoding ahead"
+        assert not self.goes_ahead, "offered while multi-step decode"
         assert proposal.epoch == self.spec.epoch
         assert len(proposal.token_ids) <= self.spec.num_speculative_tokens
         if any(not 0 <= token < VOCAB for token in proposal.token_ids) and self.backend.model.vocab_size == VOCAB:
@@ -276,7 +276,7 @@ class FakeTargetSession(FakeSession):
                 self.backend.num_superseded += 1
         self.offers = kept
 
-    def decode_ahead(self, committed_len, num_tokens):
+    def multi_step_decode(self, committed_len, num_tokens):
         assert not self.closed
         assert self.asked is None, "a round is under way"
         assert self.ahead_from <= committed_len <= len(self.token_ids)
@@ -384,7 +384,7 @@ class FakeDraftSession(FakeSession):
         self.known_states = set()
         self.new_states = []
 
-    async def advance(self, base_len, token_ids, num_draft_tokens, num_ahead=0, hidden_states=()):
+    async def advance(self, base_len, token_ids, num_draft_tokens, num_ahead_proposals=0, hidden_states=()):
         assert not self.closed
         assert base_len == len(self.token_ids), "the gateway sent a stale message"
         self.token_ids += token_ids
@@ -396,7 +396,7 @@ class FakeDraftSession(FakeSession):
             self.new_states += range(block.start, block.end)
         assert max(self.new_states, default=0) < len(self.token_ids)
         self.known_states |= set(self.new_states)
-        self.asked = (num_draft_tokens, num_ahead) if num_draft_tokens else None
+        self.asked = (num_draft_tokens, num_ahead_proposals) if num_draft_tokens else None
         self.wake.set()
 
     def received_more(self):
@@ -409,13 +409,13 @@ class FakeDraftSession(FakeSession):
     async def step(self):
         if self.asked is None:
             return False
-        (k, num_ahead), self.asked = self.asked, None
+        (k, num_ahead_proposals), self.asked = self.asked, None
         known = tuple(self.token_ids)
         if self.backend.model.hidden_state_layers:
             self.backend.num_unready += len(known) - 2 not in self.known_states
-            assert num_ahead == 0
+            assert num_ahead_proposals == 0
         assumed = ()
-        for _ in range(1 + num_ahead):
+        for _ in range(1 + num_ahead_proposals):
             context = known + assumed
             if context not in self.answered:
                 await self.backend.work("propose")

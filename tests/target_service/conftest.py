@@ -157,9 +157,9 @@ async def nothing_comes(session) -> None:
             await session.receive()
 
 
-async def decode_ahead(session, committed_len, num_tokens) -> tuple[int, ...]:
-    """Tokens decoded ahead, all of them."""
-    session.decode_ahead(committed_len, num_tokens)
+async def multi_step_decode(session, committed_len, num_tokens) -> tuple[int, ...]:
+    """Tokens decoded in multi-step, all of them."""
+    session.multi_step_decode(committed_len, num_tokens)
     tokens: list[int] = []
     while len(tokens) < num_tokens:
         verdict = await session.receive()

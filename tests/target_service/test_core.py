@@ -12,9 +12,9 @@ from tests.target_service.conftest import (
     CONTEXT,
     VOCAB,
     decode,
-    decode_ahead,
     make_prompt,
     make_spec,
+    multi_step_decode,
     nothing_comes,
     until,
     verify,
@@ -99,7 +99,7 @@ async def test_decoding_ahead_is_the_same_text(start_core, plain):
         tokens = list(session.first.token_ids)
         while len(tokens) < 40:
             n = len(prompt) + len(tokens)
-            ahead = await decode_ahead(session, n, 7)
+            ahead = await multi_step_decode(session, n, 7)
             assert len(ahead) == min(7, 40 - len(tokens))
             tokens += ahead
         assert tuple(tokens) == text
@@ -111,14 +111,14 @@ async def test_decoding_ahead_from_the_first_token_and_then_rounds(start_core, p
     prompt = make_prompt(6)
     text = plain(prompt, 20)
     async with start_core() as core:
-        session = await core.open(make_spec(prompt, 20, decode_ahead_tokens=6))
+        session = await core.open(make_spec(prompt, 20, multi_step_tokens=6))
         n = len(prompt) + 1
         await until(lambda: session.committed_len == n + 6)  # without being asked
         session.offer(Proposal(1, n, (1,)))  # stale
-        tokens = await decode_ahead(session, n, 6)
+        tokens = await multi_step_decode(session, n, 6)
         assert (await verify(session, n + 6, Proposal(1, n + 6, text[7:10]))).token_ids == text[7:11]
         assert tokens == text[1:7]
-        session.decode_ahead(n + 6, 3)  # a round lies between
+        session.multi_step_decode(n + 6, 3)  # a round lies between
         await nothing_comes(session)
         assert (await core.load()).stale_messages == 2
         await session.close()
@@ -127,7 +127,7 @@ async def test_decoding_ahead_from_the_first_token_and_then_rounds(start_core, p
 async def test_verdicts_that_wait_are_joined(start_core, plain):
     prompt = make_prompt(6)
     async with start_core() as core:
-        session = await core.open(make_spec(prompt, 9, decode_ahead_tokens=8, logprobs=1))
+        session = await core.open(make_spec(prompt, 9, multi_step_tokens=8, logprobs=1))
         n = len(prompt) + 1
         await until(lambda: session.finish_reason is not None)
         verdict = await session.receive()
@@ -143,9 +143,9 @@ async def test_more_may_be_asked_for_before_all_was_fetched(start_core, plain):
     async with start_core() as core:
         session = await core.open(make_spec(prompt, 30))
         n = session.first.committed_len
-        session.decode_ahead(n, 5)
+        session.multi_step_decode(n, 5)
         tokens = (await session.receive()).token_ids
-        session.decode_ahead(n + len(tokens), 11 - len(tokens))
+        session.multi_step_decode(n + len(tokens), 11 - len(tokens))
         while len(tokens) < 11:
             tokens += (await session.receive()).token_ids
         assert tokens == plain(prompt, 12)[1:]
@@ -322,7 +322,7 @@ async def test_the_load_says_how_long_batches_took(start_core):
         session = await core.open(make_spec(make_prompt(4), 4))
         verdict = await verify(session, session.first.committed_len)
         after = await core.load()
-        assert after.num_batches - before.num_batches == 2 == core.num_ticks
+        assert after.num_batches - before.num_batches == 2 == core.num_steps
         spent_ns = sum(v.timings.forward_ns + v.timings.verify_ns for v in (session.first, verdict))
         assert after.busy_ns - before.busy_ns == spent_ns
         await session.close()

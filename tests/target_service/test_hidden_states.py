@@ -14,7 +14,7 @@ from specdec.errors import InvalidRequest
 from specdec.rpc.channel import open_channel
 from specdec.types import HiddenStates, Proposal, Verdict
 from target_service import core as core_module
-from tests.target_service.conftest import VOCAB, decode_ahead, make_prompt, make_spec, verify
+from tests.target_service.conftest import VOCAB, make_prompt, make_spec, multi_step_decode, verify
 
 H = 32
 LAYERS = (2, 0, 1, -1)
@@ -78,14 +78,14 @@ def drafts_of(plain, prompt, output, rng, k=4):
 
 
 async def speculate(session, reader, plain, prompt, seed) -> None:
-    """Rounds with rejections and phases of decoding ahead, to the end."""
+    """Rounds with rejections and phases of multi-step decode, to the end."""
     rng = random.Random(seed)
     verdict = session.first
     reader.take(verdict)
     while verdict.finish_reason is None:
         length = len(reader.tokens)
         if rng.random() < 0.25:
-            session.decode_ahead(length, 3)
+            session.multi_step_decode(length, 3)
             while len(reader.tokens) < length + 3 and verdict.finish_reason is None:
                 if rng.random() < 0.5:
                     await asyncio.sleep(0.01)  # the steps are joined
@@ -203,7 +203,7 @@ async def test_the_last_position_alone(start_core, plain, stock):
             if verdict.finish_reason is not None:
                 break
             if len(tokens) == 60:
-                session.decode_ahead(60, 5)
+                session.multi_step_decode(60, 5)
                 await asyncio.sleep(0.05)
                 verdict = await session.receive()
                 continue
@@ -216,7 +216,7 @@ async def test_a_parked_session_starts_where_computing_starts(start_core, plain,
     prompt = make_prompt(73, 40)
     async with start_core() as core:
         session = await core.open(make_spec(prompt, 10, session_id="chat", park=True))
-        text = (*session.first.token_ids, *await decode_ahead(session, 41, 9))
+        text = (*session.first.token_ids, *await multi_step_decode(session, 41, 9))
         await session.close()
         follow = (*prompt, *text, *make_prompt(74, 9))
         session = await core.open(make_spec(follow, 8, session_id="chat", park=True, hidden_state_layers=LAYERS))
@@ -237,7 +237,7 @@ async def test_no_more_is_kept_than_there_is_room_for(start_core, plain, stock, 
         reader = Reader(prompt, stock, first=25)
         reader.take(session.first)
         reader.check()
-        session.decode_ahead(36, 20)
+        session.multi_step_decode(36, 20)
         await asyncio.sleep(0.1)  # nobody reads: those of the first step and the newest are kept
         verdict = await session.receive()
         assert len(verdict.token_ids) == 20

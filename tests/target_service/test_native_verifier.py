@@ -79,7 +79,7 @@ def drafted(
     return chain.token_ids, chain.q_rows
 
 
-def tick(size: int, kinds: list[tuple[dict[str, Any], Rule, int, bool, int | None]], seed: int) -> tuple[Any, ...]:
+def step(size: int, kinds: list[tuple[dict[str, Any], Rule, int, bool, int | None]], seed: int) -> tuple[Any, ...]:
     """Logits and a round of each kind (parameters, rule, k, whether q is sent, logprobs); other rows lie between."""
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(sum(k + 2 for _, _, k, _, _ in kinds), size, generator=g) * 3
@@ -106,7 +106,7 @@ kinds = st.tuples(
 @settings(max_examples=60)
 @given(st.sampled_from(SIZES), st.lists(kinds, min_size=1, max_size=32), st.integers(0, 10**6))
 def test_rounds_are_decided_as_torch_decides_them(size: int, chosen: list[Any], seed: int) -> None:
-    logits, rounds = tick(size, chosen, seed)
+    logits, rounds = step(size, chosen, seed)
     before = logits.clone()
     native, by_torch = both(logits, rounds)
     assert torch.equal(logits, before)
@@ -127,7 +127,7 @@ def test_rounds_are_decided_as_torch_decides_them(size: int, chosen: list[Any], 
 @pytest.mark.parametrize("k", [0, 1, 3, 8])
 def test_thousands_of_rounds(k: int, params: dict[str, Any], rule: Rule) -> None:
     """Long runs of one kind, so that every outcome a chain can have is met."""
-    native, by_torch = both(*tick(400, [(params, rule, k, True, None)] * 60, k))
+    native, by_torch = both(*step(400, [(params, rule, k, True, None)] * 60, k))
     assert native == by_torch
     if k and not params:
         assert len({o.num_accepted for o in native}) > 1
@@ -137,12 +137,12 @@ def test_thousands_of_rounds(k: int, params: dict[str, Any], rule: Rule) -> None
 def test_a_huge_vocabulary(rule: Rule) -> None:
     """Rows are shared by threads here; wherever a sum ends, the token is the same."""
     shared = [{}, {"top_p": 0.95}, {"top_k": 50}, {"min_p": 1e-4}, {"temperature": 1.7, "top_p": 0.5}]
-    native, by_torch = both(*tick(128_256, [(params, rule, 3, True, None) for params in shared], 5))
+    native, by_torch = both(*step(128_256, [(params, rule, 3, True, None) for params in shared], 5))
     assert native == by_torch
 
 
 def test_the_number_of_threads_changes_nothing() -> None:
-    logits, rounds = tick(20_000, [({"temperature": t}, rule, 4, True, None) for rule in Rule for t in (0.0, 1.0)], 3)
+    logits, rounds = step(20_000, [({"temperature": t}, rule, 4, True, None) for rule in Rule for t in (0.0, 1.0)], 3)
     outcomes = [Verifier(num_threads=threads).verify(logits, rounds) for threads in (1, 2, 5) for _ in range(5)]
     assert all(outcome == outcomes[0] for outcome in outcomes)
 

@@ -55,7 +55,7 @@ def drafted_tree(
     return tuple(ids), tuple(q_rows.values()) if with_q else ()
 
 
-def tick(
+def step(
     size: int, kinds: list[tuple[dict[str, Any], Rule, int, bool, int | None, bool]], seed: int
 ) -> tuple[Any, ...]:
     """Logits and a round of each kind (parameters, rule, drafted tokens, q, logprobs, tree or chain)."""
@@ -84,7 +84,7 @@ kinds = st.tuples(
 @settings(max_examples=60)
 @given(st.sampled_from([17, 64, 300, 1000, 5003]), st.lists(kinds, min_size=1, max_size=16), st.integers(0, 10**6))
 def test_rounds_are_decided_as_torch_decides_them(size: int, chosen: list[Any], seed: int) -> None:
-    logits, rounds = tick(size, chosen, seed)
+    logits, rounds = step(size, chosen, seed)
     before = logits.clone()
     native, by_torch = both(logits, rounds)
     assert torch.equal(logits, before)
@@ -118,7 +118,7 @@ def check_path(r: Round, outcome: Outcome) -> None:
 @pytest.mark.parametrize("with_q", [False, True])
 def test_thousands_of_trees(params: dict[str, Any], rule: Rule, with_q: bool) -> None:
     """Long runs of one kind, so that every place of a tree is met as an end."""
-    logits, rounds = tick(400, [(params, rule, 9, with_q, None, True)] * 120, 1)
+    logits, rounds = step(400, [(params, rule, 9, with_q, None, True)] * 120, 1)
     native, by_torch = both(logits, rounds)
     assert [(list(o.path), o.token_ids) for o in native] == [(list(o.path), o.token_ids) for o in by_torch]
     assert len({o.num_accepted for o in native}) > 2
@@ -128,12 +128,12 @@ def test_thousands_of_trees(params: dict[str, Any], rule: Rule, with_q: bool) ->
 @pytest.mark.parametrize("rule", RULES)
 def test_a_huge_vocabulary(rule: Rule) -> None:
     kinds = [(params, rule, 7, True, None, True) for params in ({}, {"top_p": 0.95}, {"temperature": 0.0})]
-    native, by_torch = both(*tick(128_256, kinds, 5))
+    native, by_torch = both(*step(128_256, kinds, 5))
     assert [(o.path, o.token_ids) for o in native] == [(o.path, o.token_ids) for o in by_torch]
 
 
 def test_the_number_of_threads_changes_nothing() -> None:
-    logits, rounds = tick(
+    logits, rounds = step(
         20_000, [({"temperature": t}, rule, 9, True, None, True) for rule in Rule for t in (0.0, 1.0)], 3
     )
     outcomes = [Verifier(num_threads=threads).verify(logits, rounds) for threads in (1, 2, 5) for _ in range(3)]

@@ -9,7 +9,7 @@ from specdec.errors import InvalidRequest, Unavailable
 from specdec.pending_proposals import MAX_PENDING_PROPOSALS, PendingProposals
 from specdec.rules import Rule
 from specdec.types import FinishReason, Proposal
-from tests.target_service.conftest import VOCAB, decode_ahead, make_prompt, make_spec, nothing_comes, until, verify
+from tests.target_service.conftest import VOCAB, make_prompt, make_spec, multi_step_decode, nothing_comes, until, verify
 from tests.target_service.scheduler.test_batcher import Watch
 from tests.target_service.test_servicer import Client
 
@@ -19,7 +19,7 @@ async def counts(core):
     return load.stale_messages, load.superseded_proposals
 
 
-async def test_offers_that_fit_join_the_very_next_tick(start_core, plain):
+async def test_offers_that_fit_join_the_very_next_step(start_core, plain):
     prompt = make_prompt(0)
     text = plain(prompt, 20)
     async with start_core() as core:
@@ -110,9 +110,9 @@ async def test_decoding_ahead_withdraws_offers(start_core, plain):
         session = await core.open(make_spec(prompt, 20))
         n = session.first.committed_len
         session.offer(Proposal(1, n, text[4:6], assumed_token_ids=text[1:4]))
-        assert await decode_ahead(session, n, 6) == text[1:7]
+        assert await multi_step_decode(session, n, 6) == text[1:7]
         assert await counts(core) == (0, 1)
-        session.decode_ahead(n + 6, 3)
+        session.multi_step_decode(n + 6, 3)
         session.offer(Proposal(1, n, text[8:10], assumed_token_ids=text[1:8]))  # no round may begin in the middle
         tokens = ()
         while len(tokens) < 3:
@@ -129,7 +129,7 @@ async def test_decoding_ahead_is_refused_while_a_round_is_under_way(start_core, 
         session = await core.open(make_spec(prompt, 20))
         n = session.first.committed_len
         session.offer(Proposal(1, n, text[1:3]))
-        session.decode_ahead(n, 5)
+        session.multi_step_decode(n, 5)
         assert (await session.receive()).token_ids == text[1:4]
         assert await counts(core) == (1, 0)
         await session.close()
@@ -204,18 +204,18 @@ async def test_closing_with_offers_waiting_and_in_flight(start_core, plain):
     prompt = make_prompt(11)
     text = plain(prompt, 20)
     async with start_core() as core:
-        for after_ticks in range(4):
+        for after_steps in range(4):
             session = await core.open(make_spec(prompt, 20))
             n = session.first.committed_len
             session.offer(Proposal(1, n, text[8:10], assumed_token_ids=text[1:8]))
             session.offer(Proposal(1, n, text[4:7], assumed_token_ids=text[1:4]))
             session.offer(Proposal(1, n, text[1:3]))
-            ticks = core.num_ticks
-            await until(lambda ticks=ticks, wanted=after_ticks: core.num_ticks - ticks >= min(wanted, 3))
+            steps = core.num_steps
+            await until(lambda steps=steps, wanted=after_steps: core.num_steps - steps >= min(wanted, 3))
             await session.close()
 
 
-async def test_a_broken_tick_ends_the_offers(start_core):
+async def test_a_broken_step_ends_the_offers(start_core):
     async with start_core() as core:
         session = await core.open(make_spec(make_prompt(12), 20))
         n = session.first.committed_len
@@ -271,7 +271,7 @@ class Sender:
                 self.offers.clear()
                 count = min(self.random.randint(1, 3), self.start + num_tokens - len(self.tokens))
                 end = len(self.tokens) + count
-                await self.target.decode_ahead(len(self.tokens), count)
+                await self.target.multi_step_decode(len(self.tokens), count)
                 while len(self.tokens) < end:
                     self.tokens += (await self.target.receive()).token_ids
                 continue
@@ -293,8 +293,8 @@ class InProcess:
     async def offer(self, proposal):
         self.session.offer(proposal)
 
-    async def decode_ahead(self, committed_len, num_tokens):
-        self.session.decode_ahead(committed_len, num_tokens)
+    async def multi_step_decode(self, committed_len, num_tokens):
+        self.session.multi_step_decode(committed_len, num_tokens)
 
     async def receive(self):
         return await self.session.receive()
@@ -307,7 +307,7 @@ class OverTheWire:
     async def offer(self, proposal):
         await self.client.send_proposal(proposal)
 
-    async def decode_ahead(self, committed_len, num_tokens):
+    async def multi_step_decode(self, committed_len, num_tokens):
         await self.client.send_ahead(committed_len, num_tokens)
 
     async def receive(self):
@@ -320,7 +320,7 @@ async def test_any_order_of_offers_gives_the_same_text(start_core, serve, wire, 
     prompt = make_prompt(13)
     async with start_core() as core, serve(core) as (stub, _):
         session = await core.open(make_spec(prompt, 60, **params))
-        text = (*session.first.token_ids, *await decode_ahead(session, session.first.committed_len, 59))
+        text = (*session.first.token_ids, *await multi_step_decode(session, session.first.committed_len, 59))
         await session.close()
 
         async def run(seed):

@@ -26,7 +26,7 @@ async def test_specs_that_do_not_fit_the_model(start_core, spec, text):
     async with start_core() as core:
         with pytest.raises(InvalidRequest, match=text):
             await core.open(spec)
-        assert core.num_ticks == 0
+        assert core.num_steps == 0
 
 
 async def test_an_empty_prompt_is_refused(start_core):

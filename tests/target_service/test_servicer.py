@@ -52,8 +52,8 @@ class Client:
         await self.stream.send(pb.VerifyRequest(round=message))
 
     async def send_ahead(self, committed_len, num_tokens, epoch=1):
-        message = pb.DecodeAhead(epoch=epoch, committed_len=committed_len, num_tokens=num_tokens)
-        await self.stream.send(pb.VerifyRequest(decode_ahead=message))
+        message = pb.MultiStepDecode(epoch=epoch, committed_len=committed_len, num_tokens=num_tokens)
+        await self.stream.send(pb.VerifyRequest(multi_step_decode=message))
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -89,7 +89,7 @@ async def test_decoding_ahead_over_the_wire(start_core, serve, plain):
     async with (
         start_core() as core,
         serve(core) as (stub, _),
-        Client(stub, make_spec(prompt, 40, decode_ahead_tokens=10)) as client,
+        Client(stub, make_spec(prompt, 40, multi_step_tokens=10)) as client,
     ):
         n = (await client.open()).committed_len
         tokens = [*client.first.token_ids, *await client.tokens(10)]
@@ -189,7 +189,7 @@ async def test_a_client_that_goes_away_at_any_moment_leaves_nothing(start_core, 
         for after_s in (0.0, 0.001, 0.003, 0.01, 0.02, 0.04):
             for spec in (
                 make_spec(make_prompt(0, 150), 50),
-                make_spec(make_prompt(0, 5), 200, decode_ahead_tokens=200),
+                make_spec(make_prompt(0, 5), 200, multi_step_tokens=200),
             ):
                 async with Client(stub, spec), Client(stub, spec), Client(stub, spec):
                     await asyncio.sleep(after_s)

@@ -232,7 +232,7 @@ def mixed_rounds() -> tuple[Tensor, list[Round]]:
     return torch.randn(row, V, generator=torch.Generator().manual_seed(3)) * 3, rounds
 
 
-def test_a_mixed_tick_decides_as_each_round_alone() -> None:
+def test_a_mixed_step_decides_as_each_round_alone() -> None:
     logits, rounds = mixed_rounds()
     before = logits.clone()
     together = VERIFIER.verify(logits, rounds)
@@ -312,7 +312,7 @@ def test_padded_ids_are_never_drawn() -> None:
             assert max(outcome.token_ids) < 30
 
 
-def test_an_empty_tick() -> None:
+def test_an_empty_step() -> None:
     assert VERIFIER.verify(torch.zeros(0, V), []) == []
 
 

@@ -1,5 +1,5 @@
 // Verification of drafted chains and trees on a CPU: what target_service/verifier.py does with tensors, for all rounds of a
-// tick in one call. The rules are those of target_service/rules, where their sources are named.
+// step in one call. The rules are those of target_service/rules, where their sources are named.
 #include <algorithm>
 #include <atomic>
 #include <new>

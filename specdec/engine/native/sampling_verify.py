@@ -1,4 +1,4 @@
-"""Verification without torch: every round of a tick decided in one call, and q rows checked."""
+"""Verification without torch: every round of a step decided in one call, and q rows checked."""
 
 from __future__ import annotations
 

@@ -35,12 +35,12 @@ class Client:
         self.known = list(token_ids)
         self.kept = []
 
-    async def advance(self, token_ids, k, num_ahead):
+    async def advance(self, token_ids, k, num_ahead_proposals):
         """Commit tokens and return the proposal for them, and whether it had come before."""
         base_len = len(self.known)
         self.known += token_ids
         self.kept = [p for p in self.kept if self.fits(p)]
-        await self.session.advance(base_len, token_ids, k, num_ahead)
+        await self.session.advance(base_len, token_ids, k, num_ahead_proposals)
         for proposal in self.kept:
             if proposal.committed_len == len(self.known):
                 self.kept.remove(proposal)
@@ -152,14 +152,14 @@ async def test_a_model_like_the_targets_is_foreseen_often(start_core, spec, kind
     opening = spec(PROMPT, max_tokens=400, **KINDS[kind])
     texts, foreseen, num_rounds = [], 0, 0
     async with start_core(k=3) as core:
-        for num_ahead in (0, 8):
+        for num_ahead_proposals in (0, 8):
             target = kindred_target(opening)
             client = Client(await core.open(opening), PROMPT)
             _, news = target.verify()
             while len(target.state) < 250:
-                proposal, was_sent = await client.advance(list(news), 3, num_ahead)
+                proposal, was_sent = await client.advance(list(news), 3, num_ahead_proposals)
                 foreseen += was_sent
-                num_rounds += num_ahead > 0
+                num_rounds += num_ahead_proposals > 0
                 _, news = target.verify(proposal)
                 await rest(core)
                 client.collect()
@@ -211,14 +211,14 @@ async def test_sessions_together_get_what_each_gets_alone(start_core, spec, own_
     """Batches of branches of many sessions, of all rules, beside fresh chains."""
     look_at_all(monkeypatch)
 
-    async def play(core, number, num_ahead):
+    async def play(core, number, num_ahead_proposals):
         rng = random.Random(number)
         opening = spec(PROMPT, **KINDS[sorted(KINDS)[number // 2]], seed=number, session_id=str(number))
         target = (own_target, kindred_target)[number % 2](opening)
         client, log = Client(await core.open(opening), PROMPT), []
         _, news = target.verify()
         for _ in range(12):
-            proposal, _ = await client.advance(list(news), 3, num_ahead)
+            proposal, _ = await client.advance(list(news), 3, num_ahead_proposals)
             log.append((len(client.known), values(proposal)))
             await asyncio.sleep(0.01 * rng.random())
             _, news = target.verify(proposal)
@@ -469,13 +469,13 @@ async def test_branches_make_room_for_a_new_session(start_core, spec, greedy, mo
 async def test_one_who_never_advances_gets_no_more_than_was_allowed(start_core, spec, monkeypatch):
     look_at_all(monkeypatch)
     async with start_core(k=3) as core:
-        for num_ahead in (1, 3, 7):
-            client = Client(await core.open(spec(PROMPT, session_id=str(num_ahead))), PROMPT)
-            await client.advance([1], 3, num_ahead)
+        for num_ahead_proposals in (1, 3, 7):
+            client = Client(await core.open(spec(PROMPT, session_id=str(num_ahead_proposals))), PROMPT)
+            await client.advance([1], 3, num_ahead_proposals)
             await rest(core)
             client.collect()
-            assert len(client.kept) == num_ahead
-            assert len({p.assumed_token_ids for p in client.kept}) == num_ahead
+            assert len(client.kept) == num_ahead_proposals
+            assert len({p.assumed_token_ids for p in client.kept}) == num_ahead_proposals
             assert all(0 < p.likelihood <= 1 for p in client.kept)
             await client.session.close()
 

@@ -22,16 +22,16 @@ pytestmark = pytest.mark.usefixtures("short_pauses")
 @pytest.mark.parametrize(("quality", "ahead_quality"), [(0.8, 0.8), (1.0, 1.0), (0.3, 0.9), (0.9, 0.0)])
 async def test_the_text_is_the_same_with_and_without(quality, ahead_quality, temperature, by_round):
     texts, metrics = [], []
-    for num_ahead in (0, 1, 4, 15):
+    for num_ahead_proposals in (0, 1, 4, 15):
         target = FakeTarget(by_round=by_round, latency_s=0.001)
         draft = FakeDraft(quality=quality, ahead_quality=ahead_quality, latency_s=0.0002)
         draft.by_round = by_round
-        decoder = decoder_of([target], [draft], num_ahead_proposals=num_ahead)
+        decoder = decoder_of([target], [draft], num_ahead_proposals=num_ahead_proposals)
         out, decoding = await run(decoder, request_of(4, temperature=temperature, max_tokens=60))
         assert_all_closed(target, draft)
         texts.append(out)
         metrics.append(decoding.metrics)
-        assert (target.num_started_by_offers > 0) is (num_ahead > 0 and ahead_quality > 0)
+        assert (target.num_started_by_offers > 0) is (num_ahead_proposals > 0 and ahead_quality > 0)
     assert all(text == texts[0] for text in texts)
     if not by_round:
         assert texts[0] == reference(PROMPT, params(temperature=temperature, max_tokens=60))

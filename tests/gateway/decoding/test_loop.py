@@ -260,7 +260,7 @@ class ScriptedPace(FixedPace):
         self.k = max(0, min(wanted, self._limit, num_remaining - 1))
         return self.k
 
-    def num_ahead(self, num_remaining, now_ns):
+    def num_multi_step_tokens(self, num_remaining, now_ns):
         return min(1 + int(share("ahead", self.seed, self.calls) * 24), num_remaining)
 
     def record(self, verdict, num_asked, draft_ns, now_ns, *, tree_depth=None):
@@ -272,11 +272,11 @@ class ScriptedPace(FixedPace):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("num_ahead", [0, 4])
+@pytest.mark.parametrize("num_ahead_proposals", [0, 4])
 @pytest.mark.parametrize("seed", range(12))
-async def test_text_does_not_depend_on_the_pace(seed, num_ahead, temperature):
+async def test_text_does_not_depend_on_the_pace(seed, num_ahead_proposals, temperature):
     target, draft = FakeTarget(latency_s=0.0001 * (seed % 3)), FakeDraft(quality=0.7, latency_s=0.0001 * (seed % 2))
-    decoder = decoder_of([target], [draft], num_ahead_proposals=num_ahead)
+    decoder = decoder_of([target], [draft], num_ahead_proposals=num_ahead_proposals)
     paces = []
     decoder.pace = lambda _, limit: paces.append(ScriptedPace(limit, seed)) or paces[-1]
     request = request_of(5, temperature=temperature, max_tokens=150)

@@ -70,7 +70,7 @@ async def test_generate_defaults_and_switches(stand, stub):
     pieces = [piece async for piece in stub.Generate(request_of(speculation=speculation, seed=3, stop=["fox"]))]
     spec = target.specs[-1]
     assert (spec.num_speculative_tokens, spec.rule, spec.params.seed) == (0, "token", 3)
-    assert spec.decode_ahead_tokens == 11
+    assert spec.multi_step_tokens == 11
     pieces = [piece async for piece in stub.Generate(request_of(max_tokens=100, stop=["fox"]))]
     assert pieces[-1].stop_text == "fox"
     stop = stand.script.expect(2, 5)[-1]

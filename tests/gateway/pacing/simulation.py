@@ -22,8 +22,8 @@ LOW_WATER = 4
 class World:
     """The truth: times in milliseconds."""
 
-    #: Of a tick, by rows and sessions.
-    tick: Callable[[float, float], float]
+    #: Of a step, by rows and sessions.
+    step: Callable[[float, float], float]
     #: Acceptance rate of every drafted token, by time in seconds and the number of the session.
     acceptance: Callable[[float, int], float]
     #: Clients at a time, each always with one request open, by time in seconds.
@@ -33,7 +33,7 @@ class World:
     catch_up: float = 0.03
     #: Gateway to target, target to gateway, and the same to the draft.
     network: float = 0.15
-    #: Work of the gateway for a round and for a token decoded ahead; one thing at a time.
+    #: Work of the gateway for a round and for a token decoded in multi-step; one thing at a time.
     round_work: float = 0.15
     plain_work: float = 0.05
     #: Share of the rounds whose proposal was offered before the verdict.
@@ -41,9 +41,9 @@ class World:
     #: Whether drafting takes its time from the target's (one machine).
     shared: bool = False
     noise: float = 0.05
-    #: One tick in so many takes ten times as long.
+    #: One step in so many takes ten times as long.
     outlier_every: int = 400
-    #: Whether ticks wait for rounds that are about to come.
+    #: Whether steps wait for rounds that are about to come.
     gathers: bool = True
     tokens: int = 128
     prompt: int = 32
@@ -107,7 +107,7 @@ class Simulation:
         self.stolen = 0.0
         self.clients: list[Client] = []
         self.numbers = count()
-        self.num_ticks = 0
+        self.num_steps = 0
 
     def at(self, when: float, what: Callable[[], None]) -> None:
         heapq.heappush(self.events, (when, next(self.order), what))
@@ -175,7 +175,11 @@ class Simulation:
             client.k = 0
         else:
             now_ns = int(self.now * MS)
-            client.ahead = client.remaining if self.policy is plain else client.pace.num_ahead(client.remaining, now_ns)
+            client.ahead = (
+                client.remaining
+                if self.policy is plain
+                else client.pace.num_multi_step_tokens(client.remaining, now_ns)
+            )
             client.chunk = 1
         self.at(self.work(world.plain_work) + world.network, lambda: self.arrive(client))
 
@@ -190,23 +194,23 @@ class Simulation:
             client.asked_at = self.now
             self.gathering.came(client, int(self.now * MS))
             self.ready.append(client)
-            self.tick()
+            self.step()
 
-    def tick(self) -> None:
+    def step(self) -> None:
         if self.running or not self.ready:
             return
         if self.world.gathers:
             rows, now_ns = sum(client.k + 1 for client in self.ready), int(self.now * MS)
-            until_ns = self.gathering.wait_until(rows, len(self.ready), now_ns, self.tick_ns)
+            until_ns = self.gathering.wait_until(rows, len(self.ready), now_ns, self.step_ns)
             if until_ns > now_ns:
-                self.at((until_ns + 1000) / MS, self.tick)
+                self.at((until_ns + 1000) / MS, self.step)
                 return
         self.running = True
         batch, self.ready = self.ready, []
         rows = sum(client.k + 1 for client in batch)
-        self.num_ticks += 1
-        cost = self.world.tick(rows, len(batch)) * self.random.lognormvariate(0.0, self.world.noise)
-        if self.num_ticks % self.world.outlier_every == 0:
+        self.num_steps += 1
+        cost = self.world.step(rows, len(batch)) * self.random.lognormvariate(0.0, self.world.noise)
+        if self.num_steps % self.world.outlier_every == 0:
             cost *= 10.0
         if self.world.shared:
             cost, self.stolen = cost + self.stolen, 0.0
@@ -220,16 +224,16 @@ class Simulation:
         begun = self.now
         self.at(self.now + cost, lambda: self.settle(batch, timings, begun))
 
-    def tick_ns(self, rows: int, sessions: int) -> float:
-        """What the target has learned of its ticks, taken for exact here."""
-        return self.world.tick(rows, sessions) * MS
+    def step_ns(self, rows: int, sessions: int) -> float:
+        """What the target has learned of its steps, taken for exact here."""
+        return self.world.step(rows, sessions) * MS
 
     def settle(self, batch: list[Client], timings: RoundTimings, begun: float) -> None:
         self.running = False
         for client in batch:
             if not client.closed:
                 self.commit(client, timings, begun)
-        self.at(self.now + 0.05, self.tick)
+        self.at(self.now + 0.05, self.step)
 
     def commit(self, client: Client, timings: RoundTimings, begun: float) -> None:
         rate = self.world.acceptance(self.now / 1000.0, client.number)
@@ -253,7 +257,7 @@ class Simulation:
                 now_ns = int(self.now * MS)
                 k = self.policy(client.pace, client.remaining, now_ns)
                 if not k:
-                    client.ahead += client.pace.num_ahead(client.remaining - LOW_WATER, now_ns)
+                    client.ahead += client.pace.num_multi_step_tokens(client.remaining - LOW_WATER, now_ns)
                 elif client.open_at is None:
                     self.open_draft(client)
         if going_on:

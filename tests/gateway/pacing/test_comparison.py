@@ -32,7 +32,7 @@ class Decoder:
         while sum(self.spent.values()) < until:
             self.contest.allow(self.may_speculate)
             self.num_turns += self.contest.consider(self.allowance.savings)
-            stretch = self.random.lognormvariate(0.0, self.noise)  # a tick is slow for all of its sessions
+            stretch = self.random.lognormvariate(0.0, self.noise)  # a step is slow for all of its sessions
             for _ in range(self.sessions):
                 self.cycle(stretch)
 

@@ -1,4 +1,4 @@
-"""What rounds are expected to bring, from ticks, cycles and drafts that were seen."""
+"""What rounds are expected to bring, from steps, cycles and drafts that were seen."""
 
 import pytest
 
@@ -13,13 +13,13 @@ def timings(rows, sessions, ms):
 
 
 def taught(sessions=2, *, draft_ms=1.0, extra_ms=3.0, k=2):
-    """A tick takes 10 ms and a row 1 ms, plain cycles 2 ms more; rounds of k tokens wait ``extra_ms`` besides."""
+    """A step takes 10 ms and a row 1 ms, plain cycles 2 ms more; rounds of k tokens wait ``extra_ms`` besides."""
     forecast = Forecast()
     for step in range(200):
         rows = sessions * (1 + step % 5)
-        # Two ticks of the same length are taken for one that several sessions report.
-        assert forecast.observe_tick(timings(rows, sessions, 10 + rows + step * 1e-5))
-        assert not forecast.observe_tick(timings(rows, sessions, 10 + rows + step * 1e-5))
+        # Two steps of the same length are taken for one that several sessions report.
+        assert forecast.observe_step(timings(rows, sessions, 10 + rows + step * 1e-5))
+        assert not forecast.observe_step(timings(rows, sessions, 10 + rows + step * 1e-5))
         forecast.observe_draft(k, int(k * draft_ms * MS))
     for _ in range(100 * sessions):
         plain, drafted = 10.0 + sessions, 10.0 + sessions * (1 + k)
@@ -55,7 +55,7 @@ def test_hope_leaves_out_all_but_the_targets_work():
 
 
 def test_sessions_without_drafts_wait_for_the_rows_of_the_others():
-    """One of two drafts four tokens: both share a tick of six rows."""
+    """One of two drafts four tokens: both share a step of six rows."""
     goodput = taught().goodput(2, 1.0)
     drafting_ms, other_ms = 10 + 6 + 2.0 + 5.0, 10 + 6 + 2.0
     assert goodput(4, 1, 2.0) == pytest.approx(3.0 / (drafting_ms * MS) + 1.0 / (other_ms * MS), rel=0.03)

@@ -33,9 +33,9 @@ TICKS = {"small": (small, 0.12, True), "large": (large, 0.12, True), "accelerato
 
 
 def world(kind: str, rate: float, sessions: int, hits: float = 0.0) -> World:
-    tick, draft, shared = TICKS[kind]
+    step, draft, shared = TICKS[kind]
     return World(
-        tick=tick, draft=draft, shared=shared, hits=hits, tokens=64, prompt=16,
+        step=step, draft=draft, shared=shared, hits=hits, tokens=64, prompt=16,
         acceptance=lambda *_: rate, load=lambda _: sessions,
     )  # fmt: skip
 
@@ -44,7 +44,7 @@ def throughput(policy, world, warm_up=200, cycles=600):
     """Tokens per second after so many plain cycles of warming up, over so many."""
     simulation = Simulation(world, policy)
     count = world.load(0.0)
-    cycle_s = world.tick(count, count) / 1000.0
+    cycle_s = world.step(count, count) / 1000.0
     simulation.run(warm_up * cycle_s)
     return simulation.run(cycles * cycle_s), simulation.lane
 
@@ -82,8 +82,8 @@ def heavy(rows, sessions):
 
 
 def test_sessions_that_draft_stay_together():
-    """Where a tick costs much whatever its size, two groups of sessions that take turns would pay for it twice."""
-    of = World(tick=heavy, draft=0.12, shared=True, tokens=64, prompt=16, acceptance=lambda *_: 0.8, load=lambda _: 8)
+    """Where a step costs much whatever its size, two groups of sessions that take turns would pay for it twice."""
+    of = World(step=heavy, draft=0.12, shared=True, tokens=64, prompt=16, acceptance=lambda *_: 0.8, load=lambda _: 8)
     together = throughput(fixed(4), of)[0]
     assert together > 1.15 * throughput(fixed(4), replace(of, gathers=False))[0]
     assert throughput(adaptive, of)[0] > 0.9 * together
@@ -121,7 +121,7 @@ def test_nothing_is_drafted_while_nothing_is_accepted_but_for_rare_probes():
 
 def test_a_draft_that_gets_better_is_found():
     of = World(
-        tick=large, acceptance=lambda now_s, _: 0.0 if now_s < 20.0 else 0.9, load=lambda _: 1, tokens=2000, draft=0.12
+        step=large, acceptance=lambda now_s, _: 0.0 if now_s < 20.0 else 0.9, load=lambda _: 1, tokens=2000, draft=0.12
     )
     simulation = Simulation(of, adaptive)
     simulation.run(20.0)
@@ -132,7 +132,7 @@ def test_a_draft_that_gets_better_is_found():
 
 def test_more_sessions_than_pay_off_turn_speculation_off_and_on_again():
     of = World(
-        tick=large,
+        step=large,
         acceptance=lambda *_: 0.8,
         load=lambda now_s: 32 if 10.0 <= now_s < 30.0 else 1,
         draft=0.12,
@@ -156,7 +156,7 @@ def test_more_sessions_than_pay_off_turn_speculation_off_and_on_again():
 def test_every_session_gets_its_own_length():
     """Half of the sessions are easy, half hopeless, on a target whose rows cost something."""
     of = World(
-        tick=lambda rows, sessions: 20.0 + 2.0 * rows, acceptance=lambda _, number: 0.95 if number % 2 else 0.05,
+        step=lambda rows, sessions: 20.0 + 2.0 * rows, acceptance=lambda _, number: 0.95 if number % 2 else 0.05,
         load=lambda _: 4, draft=0.1, tokens=100_000,
     )  # fmt: skip
     simulation = Simulation(of, adaptive)
@@ -186,7 +186,7 @@ def test_the_ceiling_and_the_rest_of_the_request_are_obeyed():
             pace.record(verdict(limit, limit), limit, 0, now)
         assert pace.num_draft_tokens(2, now) <= 1
         assert pace.num_draft_tokens(1, now) == 0
-        assert pace.num_ahead(3, now) == 3
+        assert pace.num_multi_step_tokens(3, now) == 3
 
 
 def test_a_session_leaves_nothing_behind():
@@ -267,9 +267,9 @@ def test_trees_are_drafted_whole_where_they_pay(kind, sessions):
     whole = throughput(fixed(12), of)[0]
     assert whole > 1.2 * throughput(plain, of)[0]
     simulation = Simulation(of, adaptive)
-    simulation.run(200 * of.tick(sessions, sessions) / 1000.0)
+    simulation.run(200 * of.step(sessions, sessions) / 1000.0)
     count = len(simulation.ks)
-    assert simulation.run(600 * of.tick(sessions, sessions) / 1000.0) > 0.8 * whole
+    assert simulation.run(600 * of.step(sessions, sessions) / 1000.0) > 0.8 * whole
     lengths = [k for _, k in simulation.ks[count:] if k]
     assert lengths.count(12) > 0.95 * len(lengths)
 

@@ -3,29 +3,29 @@ from itertools import pairwise
 
 import pytest
 
-from specdec.scheduling.costs import GROWTH, TickCost
+from specdec.scheduling.costs import GROWTH, StepCost
 
 MS = 1e6
 
 
 def knee(rows):
-    """A CPU's tick: flat while the weights are read, then linear."""
+    """A CPU's step: flat while the weights are read, then linear."""
     return (24.0 + 0.2 * rows + 3.0 * max(0, rows - 7)) * MS
 
 
 def test_nothing_observed_is_zero():
-    assert TickCost().predict(4, 1, 100) == 0.0
+    assert StepCost().predict(4, 1, 100) == 0.0
 
 
 def test_one_row_count_grows_slowly_to_the_right_and_looks_cheap_to_the_left():
-    cost = TickCost()
+    cost = StepCost()
     cost.observe(10, 2, 0, 20 * MS)
     assert cost.predict(20, 2, 0) == pytest.approx(20 * MS * (1 + GROWTH))
     assert cost.predict(5, 2, 0) == pytest.approx(10 * MS)
 
 
 def test_a_knee_is_followed():
-    cost, source = TickCost(), random.Random(0)
+    cost, source = StepCost(), random.Random(0)
     for _ in range(2000):
         rows = source.choice((1, 2, 3, 5, 8, 10, 16, 20, 32, 40, 64))
         cost.observe(rows, rows, 0, knee(rows) * source.lognormvariate(0, 0.05))
@@ -34,7 +34,7 @@ def test_a_knee_is_followed():
 
 
 def test_more_rows_never_cost_less():
-    cost, source = TickCost(), random.Random(1)
+    cost, source = StepCost(), random.Random(1)
     for _ in range(500):
         rows = source.randint(1, 100)
         cost.observe(rows, 1, 0, source.lognormvariate(0, 1.0) * MS)
@@ -43,15 +43,15 @@ def test_more_rows_never_cost_less():
 
 
 def test_a_single_outlier_moves_the_estimate_little():
-    cost = TickCost()
+    cost = StepCost()
     for _ in range(50):
         cost.observe(5, 1, 0, 10 * MS)
     cost.observe(5, 1, 0, 1000 * MS)
     assert cost.predict(5, 1, 0) < 11 * MS
 
 
-def test_a_cold_first_tick_is_outvoted():
-    cost = TickCost()
+def test_a_cold_first_step_is_outvoted():
+    cost = StepCost()
     cost.observe(5, 1, 0, 500 * MS)
     for _ in range(2):
         cost.observe(5, 1, 0, 10 * MS)
@@ -59,7 +59,7 @@ def test_a_cold_first_tick_is_outvoted():
 
 
 def test_a_lasting_change_is_followed():
-    cost = TickCost()
+    cost = StepCost()
     for _ in range(100):
         cost.observe(5, 1, 0, 10 * MS)
     for _ in range(150):
@@ -68,7 +68,7 @@ def test_a_lasting_change_is_followed():
 
 
 def test_a_row_count_that_is_not_seen_any_more_is_not_forgotten():
-    cost = TickCost()
+    cost = StepCost()
     for _ in range(20):
         cost.observe(1, 1, 0, 10 * MS)
     for _ in range(5000):
@@ -77,7 +77,7 @@ def test_a_row_count_that_is_not_seen_any_more_is_not_forgotten():
 
 
 def test_context_and_sessions_are_told_from_rows():
-    cost, source = TickCost(), random.Random(2)
+    cost, source = StepCost(), random.Random(2)
 
     def truth(rows, sessions, context):
         return (5.0 + 0.1 * rows + 0.2 * sessions + 0.0005 * context) * MS
@@ -92,13 +92,13 @@ def test_context_and_sessions_are_told_from_rows():
 
 
 def test_noise_alone_makes_no_slopes():
-    cost, source = TickCost(), random.Random(3)
+    cost, source = StepCost(), random.Random(3)
     for _ in range(3000):
         cost.observe(32, source.randint(6, 32), source.randint(100, 20_000), 10 * MS * source.lognormvariate(0, 0.1))
     assert cost.predict(32, 32, 20_000) < 1.1 * cost.predict(32, 6, 100)
 
 
 def test_zero_times_and_rows_are_harmless():
-    cost = TickCost()
+    cost = StepCost()
     cost.observe(0, 0, 0, 0)
     assert cost.predict(1, 1, 0) >= 0.0

@@ -10,16 +10,16 @@ def survivals(rates, k):
     return [list(itertools.accumulate([rate] * k, lambda a, b: a * b)) for rate in rates]
 
 
-def goodput_of(tick, num_sessions):
-    return lambda tokens, rounds, accepted: (num_sessions + accepted) / tick(num_sessions + tokens)
+def goodput_of(step, num_sessions):
+    return lambda tokens, rounds, accepted: (num_sessions + accepted) / step(num_sessions + tokens)
 
 
-def best_of_all(rounds, tick):
+def best_of_all(rounds, step):
     """Every combination of lengths."""
     best = 0.0
     for lengths in itertools.product(*(range(len(survival) + 1) for survival in rounds)):
         accepted = sum(sum(survival[:n]) for survival, n in zip(rounds, lengths, strict=True))
-        best = max(best, (len(rounds) + accepted) / tick(len(rounds) + sum(lengths)))
+        best = max(best, (len(rounds) + accepted) / step(len(rounds) + sum(lengths)))
     return best
 
 

@@ -38,7 +38,7 @@ def test_several_drafters_over_grpc(tmp_path: Path) -> None:
         drafted = section["ways"]["draft_model"]
         assert 0 <= drafted["alpha"] <= 1
         assert 1 <= drafted["acceptance_length"] <= 4
-    alone = sections[0]["ways"]["draft_model"]  # of several rounds in a tick the target may cut what does not pay off
+    alone = sections[0]["ways"]["draft_model"]  # of several rounds in a step the target may cut what does not pay off
     assert min(alone[name] for name in ("decode_ms", "verify_ms", "draft_ms", "c", "wire_bytes")) > 0
     assert alone["serial_limit"] <= alone["overlapped_limit"]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

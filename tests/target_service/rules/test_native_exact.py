@@ -84,7 +84,7 @@ def world(num_tokens: int, k: int, seed: int, kind: str = "random") -> World:
 
 
 class Chains:
-    """All chains of a length as rounds of one tick."""
+    """All chains of a length as rounds of one step."""
 
     def __init__(self, w: World, rule: Rule, length: int, kernels: Any) -> None:
         state = SamplingState(SamplingParams(seed=0), [0], 1, w.num_tokens)

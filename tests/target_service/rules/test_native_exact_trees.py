@@ -32,7 +32,7 @@ SHAPES = [(-1, -1), (-1, -1, -1), (-1, -1, 0, 0), (-1, 0, -1, 1)]
 
 
 class Trees:
-    """All trees of a shape whose siblings differ, as rounds of one tick, and the probability of drawing each."""
+    """All trees of a shape whose siblings differ, as rounds of one step, and the probability of drawing each."""
 
     def __init__(self, w: World, parents: Sequence[int], kernels: Any) -> None:
         state = SamplingState(SamplingParams(seed=0), [0], 1, w.num_tokens)

@@ -1,4 +1,4 @@
-"""Many sessions at once: one forward pass per tick, prompts in fair chunks, nothing left behind by those who leave."""
+"""Many sessions at once: one forward pass per step, prompts in fair chunks, nothing left behind by those who leave."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ from specdec.types import FinishReason, Proposal, RoundTimings
 from target_service.scheduler.batcher import MAX_NS_NOW
 from target_service.scheduler.composition import MIN_CHUNK, prefill_room, share_prefill, take_rounds
 from target_service.stop_criteria import StopCriteria, Truncation
-from tests.target_service.conftest import decode, decode_ahead, make_prompt, make_spec, until, until_clean, verify
+from tests.target_service.conftest import decode, make_prompt, make_spec, multi_step_decode, until, until_clean, verify
 
 
 class Watch:
@@ -45,11 +45,11 @@ async def test_many_sessions_in_ragged_batches_are_the_stock_model(start_core, p
         async def run(seed):
             prompt = make_prompt(seed, 3 + 17 * (seed % 5))
             right = lambda output, k: plain(prompt, len(output) + k)[len(output) :]  # noqa: E731
-            session = await core.open(make_spec(prompt, 20, decode_ahead_tokens=5 if seed % 4 == 3 else 0))
+            session = await core.open(make_spec(prompt, 20, multi_step_tokens=5 if seed % 4 == 3 else 0))
             try:
                 if seed % 4 == 3:
                     n = session.first.committed_len
-                    tokens = await decode_ahead(session, n, 19)
+                    tokens = await multi_step_decode(session, n, 19)
                     assert (*session.first.token_ids, *tokens) == plain(prompt, 20)
                 else:
                     draft = right if seed % 4 else None
@@ -60,13 +60,13 @@ async def test_many_sessions_in_ragged_batches_are_the_stock_model(start_core, p
         for seed in range(12):  # the stock model is slow: ask it beforehand
             plain(make_prompt(seed, 3 + 17 * (seed % 5)), 20)
         await asyncio.gather(*(run(seed) for seed in range(12)))
-        assert len(watch.batches) == core.num_ticks
+        assert len(watch.batches) == core.num_steps
         assert max(len(batch) for batch in watch.batches) >= 4
         assert max(sum(rows for rows, _ in batch) for batch in watch.batches) <= budget
 
 
 async def test_drafted_tokens_that_are_not_worth_their_rows_are_cut_off(start_core, plain):
-    """Every row is taught to cost as much as a tick: of guesses that are never right nothing is verified any more."""
+    """Every row is taught to cost as much as a step: of guesses that are never right nothing is verified any more."""
     async with start_core() as core:
         for step in range(200):
             rows = 1 + step % 16
@@ -84,14 +84,14 @@ async def test_drafted_tokens_that_are_not_worth_their_rows_are_cut_off(start_co
         assert max(rows for batch in watch.batches if len(batch) == 4 for rows, _ in batch) < 5
 
 
-async def test_one_tick_is_one_forward_pass(start_core):
+async def test_one_step_is_one_forward_pass(start_core):
     async with start_core() as core:
         sessions = [await core.open(make_spec(make_prompt(seed), 30)) for seed in range(6)]
         watch = Watch(core)
-        ticks = core.num_ticks
+        steps = core.num_steps
         n = sessions[0].first.committed_len
         verdicts = await asyncio.gather(*(verify(session, n, Proposal(1, n, (1, 2, 3))) for session in sessions))
-        assert core.num_ticks - ticks == len(watch.batches) == 1
+        assert core.num_steps - steps == len(watch.batches) == 1
         assert watch.batches[0] == [(4, 4)] * 6
         assert {(v.timings.batch_sessions, v.timings.batch_rows) for v in verdicts} == {(6, 24)}
         for session in sessions:
@@ -102,7 +102,7 @@ async def test_rounds_of_all_sessions_run_at_once_where_that_is_short(start_core
     async with start_core() as core:
         prompts = [make_prompt(seed) for seed in range(2)]
         sessions = [await core.open(make_spec(prompt, 30)) for prompt in prompts]
-        ticks, n = core.num_ticks, sessions[0].first.committed_len
+        steps, n = core.num_steps, sessions[0].first.committed_len
         core._batcher._latest = (4, 1_000)
         sessions[0].offer(Proposal(1, n, (1, 2, 3)))
         assert not core.run_now()  # the other one may come before the next turn of the loop
@@ -112,14 +112,14 @@ async def test_rounds_of_all_sessions_run_at_once_where_that_is_short(start_core
             verdict = session.received()  # nothing was awaited
             assert (*session.first.token_ids, *verdict.token_ids) == plain(prompt, 1 + len(verdict.token_ids))
             assert verdict.timings.batch_sessions == 2
-        assert core.num_ticks == ticks + 1
+        assert core.num_steps == steps + 1
         assert not core.run_now()  # nothing is ready
         for session in sessions:
             await session.close()
 
 
 @pytest.mark.parametrize("why", ["long", "plain"])
-async def test_other_ticks_leave_the_loop_free(start_core, plain, why):
+async def test_other_steps_leave_the_loop_free(start_core, plain, why):
     async with start_core() as core:
         prompt = make_prompt(0)
         session = await core.open(make_spec(prompt, 30))
@@ -133,7 +133,7 @@ async def test_other_ticks_leave_the_loop_free(start_core, plain, why):
         await session.close()
 
 
-async def test_a_tick_that_fails_at_once_ends_its_sessions_alone(start_core):
+async def test_a_step_that_fails_at_once_ends_its_sessions_alone(start_core):
     async with start_core() as core:
         watch = Watch(core)
         session = await core.open(make_spec(make_prompt(0), 30))
@@ -161,7 +161,7 @@ async def test_a_long_prompt_is_fed_in_chunks_beside_rounds_and_short_prompts(st
             order.append(name)
             await session.close()
 
-        fetch = asyncio.create_task(decode_ahead(ahead, ahead.first.committed_len, 90))
+        fetch = asyncio.create_task(multi_step_decode(ahead, ahead.first.committed_len, 90))
         long = asyncio.create_task(run("long", 200))
         await until(lambda: watch.batches)
         short = asyncio.create_task(run("short", 5))
@@ -170,7 +170,7 @@ async def test_a_long_prompt_is_fed_in_chunks_beside_rounds_and_short_prompts(st
         await asyncio.gather(fetch, long, short)
         assert order == ["short", "long"]  # it came later and did not wait
         with_chunk = [batch for batch in watch.batches if len(batch) > 1]
-        assert all(batch[0] == (1, 1) for batch in with_chunk)  # a round in every tick
+        assert all(batch[0] == (1, 1) for batch in with_chunk)  # a round in every step
         assert all(sum(rows for rows, _ in batch) <= 64 for batch in with_chunk)
         chunks = [entry for batch in with_chunk for entry in batch[1:]]
         assert sum(rows for rows, _ in chunks) == 205
@@ -181,9 +181,9 @@ async def test_a_long_prompt_is_fed_in_chunks_beside_rounds_and_short_prompts(st
 async def test_an_idle_batcher_sleeps(start_core):
     async with start_core() as core:
         session = await core.open(make_spec(make_prompt(0), 30))
-        ticks = core.num_ticks
+        steps = core.num_steps
         await asyncio.sleep(0.1)
-        assert core.num_ticks == ticks
+        assert core.num_steps == steps
         await session.close()
 
 
@@ -267,12 +267,12 @@ async def test_a_cancelled_receive_loses_nothing(start_core, plain):
 
 async def test_closed_while_decoding_ahead(start_core):
     async with start_core() as core:
-        session = await core.open(make_spec(make_prompt(0), 200, decode_ahead_tokens=200))
-        await until(lambda: core.num_ticks > 5)
+        session = await core.open(make_spec(make_prompt(0), 200, multi_step_tokens=200))
+        await until(lambda: core.num_steps > 5)
         await session.close()
-        ticks = core.num_ticks
+        steps = core.num_steps
         await asyncio.sleep(0.03)
-        assert core.num_ticks == ticks
+        assert core.num_steps == steps
 
 
 # --- faults ---
@@ -319,9 +319,9 @@ async def test_a_session_without_a_token_to_draw_fails_alone(start_core, plain):
 async def test_closing_the_core_ends_its_sessions(start_core):
     async with start_core(max_num_seqs=1) as core:
         session = await core.open(make_spec(make_prompt(0), 200))
-        waiting = asyncio.create_task(decode_ahead(session, session.first.committed_len, 150))
+        waiting = asyncio.create_task(multi_step_decode(session, session.first.committed_len, 150))
         queued = asyncio.create_task(core.open(make_spec(make_prompt(1), 4)))
-        await until(lambda: core.num_ticks > 3)
+        await until(lambda: core.num_steps > 3)
         await core.close()
         for task in (waiting, queued):
             with pytest.raises(Unavailable, match="shutting down"):
@@ -364,7 +364,7 @@ def test_where_a_sequence_ends():
     assert ending.room(15) == 5
 
 
-def test_prompts_fill_a_tick_by_half_while_sessions_draft():
+def test_prompts_fill_a_step_by_half_while_sessions_draft():
     assert prefill_room(0, 512, is_drafting=False) == 512
     assert prefill_room(12, 512, is_drafting=False) == 500
     assert prefill_room(0, 512, is_drafting=True) == 256
@@ -373,8 +373,8 @@ def test_prompts_fill_a_tick_by_half_while_sessions_draft():
     assert prefill_room(480, 512, is_drafting=True) == 32
 
 
-async def test_a_long_prompt_delays_a_session_that_drafts_by_one_full_tick(start_core, plain):
-    """It waits for the tick that runs and for its own: neither holds more than half of a tick's rows of the prompt."""
+async def test_a_long_prompt_delays_a_session_that_drafts_by_one_full_step(start_core, plain):
+    """It waits for the step that runs and for its own: neither holds more than half of a step's rows of the prompt."""
     async with start_core(max_num_batched_tokens=32) as core:
         drafting = await core.open(make_spec(make_prompt(0), 20))
         n = drafting.first.committed_len

@@ -26,7 +26,7 @@ def timings(rows, sessions, ms):
 
 @pytest.fixture
 def budget():
-    """One that has seen ticks of many sizes."""
+    """One that has seen steps of many sizes."""
     made, source = Budget(), random.Random(0)
     for _ in range(600):
         rows = source.choice((1, 4, 5, 8, 16, 24, 40, 64))
@@ -70,7 +70,7 @@ def test_now_and_then_more_is_verified_so_that_costs_stay_known(budget):
 
 
 def test_a_cost_that_was_wrong_is_unlearned():
-    """Cold first ticks made many rows look dear: the trials correct that."""
+    """Cold first steps made many rows look dear: the trials correct that."""
     made = Budget()
     for _ in range(3):
         made.observe(timings(5, 1, 200.0), pause_ns=0)
@@ -83,7 +83,7 @@ def test_a_cost_that_was_wrong_is_unlearned():
     assert counts == [[4]] * 9
 
 
-def test_a_pause_between_ticks_makes_longer_rounds_worth_more():
+def test_a_pause_between_steps_makes_longer_rounds_worth_more():
     """A lone session whose every round waits for the network wants long rounds even where rows cost something."""
 
     def learned(pause_ms):
@@ -103,16 +103,16 @@ def test_more_tokens_per_second_than_without_a_budget():
         source, made = random.Random(1), Budget()
         sessions = [Acceptance(made.totals) for _ in rates]
         tokens = spent = 0.0
-        for tick in range(600):
+        for step in range(600):
             lengths = pick(made, sessions)
             ms = steep(len(rates) + sum(lengths)) * source.lognormvariate(0, 0.03)
             made.observe(timings(len(rates) + sum(lengths), len(rates), ms), pause_ns=0)
-            spent += ms if tick > 100 else 0.0
+            spent += ms if step > 100 else 0.0
             for session, rate, length in zip(sessions, rates, lengths, strict=True):
                 accepted = 0
                 while accepted < length and source.random() < rate:
                     accepted += 1
-                tokens += 1 + accepted if tick > 100 else 0
+                tokens += 1 + accepted if step > 100 else 0
                 if length:
                     session.observe(length, accepted)
                     made.totals.observe(length, accepted)
@@ -125,7 +125,7 @@ def test_more_tokens_per_second_than_without_a_budget():
     assert throughput(budgeted) > 1.2 * throughput(lambda made, sessions: [4] * 6)
 
 
-def test_few_ticks_cut_nothing():
+def test_few_steps_cut_nothing():
     made = Budget()
     for _ in range(10):
         made.observe(timings(40, 8, 500.0), pause_ns=0)

@@ -1,4 +1,4 @@
-"""Ticks wait for rounds that are about to come in, where the wait is shorter than what a tick of its own would cost."""
+"""Steps wait for rounds that are about to come in, where the wait is shorter than what a step of its own would cost."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def taught(turnaround_ms=3):
     return gathering, now_ns
 
 
-def test_a_heavy_tick_waits_for_those_who_are_about_to_come():
+def test_a_heavy_step_waits_for_those_who_are_about_to_come():
     gathering, now_ns = taught()
     gathering.left("a", 5, now_ns)
     until_ns = gathering.wait_until(5, 1, now_ns + MS, heavy)
@@ -35,7 +35,7 @@ def test_a_heavy_tick_waits_for_those_who_are_about_to_come():
     assert gathering.wait_until(10, 2, now_ns + 2 * MS, heavy) == now_ns + 2 * MS
 
 
-def test_a_tick_without_a_cost_of_its_own_does_not_wait():
+def test_a_step_without_a_cost_of_its_own_does_not_wait():
     gathering, now_ns = taught()
     gathering.left("a", 5, now_ns)
     assert gathering.wait_until(5, 1, now_ns, light) == now_ns

@@ -28,7 +28,7 @@ from specdec.sampling.rows import Rows
 from specdec.sampling.sparse import pack
 from specdec.sampling.state import SamplingState
 from specdec.sampling.transfer import send
-from target_service.step import ScheduledSequence, StepSession, run_tick
+from target_service.step import ScheduledSequence, StepSession, run_step
 from target_service.stop_criteria import StopCriteria
 from target_service.verifier import Verifier
 
@@ -117,7 +117,7 @@ def every_state() -> list[tuple[SamplingState, Rule]]:
 
 @pytest.mark.parametrize("parents", [(), (-1, -1)])
 @pytest.mark.parametrize("has_q", [False, True])
-def test_a_tick_waits_once(has_q: bool, parents: tuple[int, ...]) -> None:
+def test_a_step_waits_once(has_q: bool, parents: tuple[int, ...]) -> None:
     model = Model()
     q_rows = tuple(pack(np.array(ids), np.array([2, 1])) for ids in ([3, 7], [5, 6])) if has_q else ()
     ending = StopCriteria(len(PROMPT), 40, frozenset(), 0)
@@ -137,7 +137,7 @@ def test_a_tick_waits_once(has_q: bool, parents: tuple[int, ...]) -> None:
                 ScheduledSequence(subject, [*fed, *drafts], True, drafts, q, is_prefill=not drafts, parents=follows)
             )
         with Watch() as watch:
-            result = run_tick(model, Verifier(), parts)
+            result = run_step(model, Verifier(), parts)
         assert watch.num_fetched == 1
         assert [part.error for part in result.parts] == [None] * len(parts)
         for subject in subjects:
