@@ -17,9 +17,9 @@ from specdec.engine.kv_pool import KVSequence
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.hidden_state_buffer import MAX_BYTES
 from specdec.sampling.state import SamplingState
+from specdec.scheduling.admission import Admission
 from specdec.settings import TargetSettings
 from specdec.types import HiddenStates, ModelInfo, ServerLoad, SessionSpec
-from target_service.admission import Admission
 from target_service.scheduler.batcher import Batcher
 from target_service.scheduler.draft_budget import Budget
 from target_service.session import Session

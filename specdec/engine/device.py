@@ -1,19 +1,10 @@
-"""Where a model runs: a device by its name, and the cores there are."""
+"""The device a model runs on, by the name of a setting."""
 
 from __future__ import annotations
-
-import os
 
 import torch
 
 from specdec.errors import InvalidRequest
-
-
-def usable_cores() -> int:
-    """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def resolve_device(name: str) -> torch.device:

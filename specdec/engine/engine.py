@@ -11,11 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 import specdec
+from specdec.cores import usable_cores
 from specdec.engine.attention import PagedBatch
 from specdec.engine.batch import Batch, Segment, build_batch
 from specdec.engine.compaction import Kept, copy_blocks, keep_rows
 from specdec.engine.cuda.graphs import CudaCapture, GraphRunner, reserved_bytes
-from specdec.engine.device import resolve_device, usable_cores
+from specdec.engine.device import resolve_device
 from specdec.engine.hidden_states import STATE_DTYPE, PassStates, StateRows, StateTap, check_layers
 from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, bind, record_layers

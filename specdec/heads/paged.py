@@ -13,11 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specdec.cores import usable_cores
 from specdec.engine.attention import AttentionKernels, PagedBatch, paged_attention, write_kv
 from specdec.engine.batch import Batch, Segment, build_batch
 from specdec.engine.chains import ChainJob, StopFlags, draw_chains
 from specdec.engine.compaction import copy_blocks
-from specdec.engine.device import usable_cores
 from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import LayerShape
 from specdec.engine.loading import acceleration

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec import __version__
+from specdec.cores import usable_cores
 from tandem.bench.limits import Spread
 from tandem.bench.parts import Costs
 from tandem.bench.results import Measurement, Section
@@ -166,11 +166,6 @@ def machine_notes(target_threads: int) -> list[str]:
         f"{_processor()}, {usable_cores()} cores; target {target_threads} threads, draft 1",
         f"tandem {__version__}, {packages}, Python {platform.python_version()}",
     ]
-
-
-def usable_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

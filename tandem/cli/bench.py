@@ -130,10 +130,11 @@ def _check(args: argparse.Namespace) -> None:
 async def _measure_here(args: argparse.Namespace) -> Report:
     """Services of our own: everything is seen."""
     from gateway.text.tokenizer import TextTokenizer  # noqa: PLC0415
+    from specdec.cores import usable_cores  # noqa: PLC0415
     from tandem.bench.huggingface import HuggingFace  # noqa: PLC0415
     from tandem.bench.measure import Bench  # noqa: PLC0415
     from tandem.bench.plans import make_plans  # noqa: PLC0415
-    from tandem.bench.report import machine_notes, usable_cores  # noqa: PLC0415
+    from tandem.bench.report import machine_notes  # noqa: PLC0415
     from tandem.bench.systems import start_systems  # noqa: PLC0415
 
     deployments = _padded(deployments_of(args), args.pad_target)

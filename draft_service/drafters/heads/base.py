@@ -19,8 +19,9 @@ from draft_service.drafters.draft_model import MAX_NS_NOW
 from draft_service.drafters.trees.mixed_batch import draft_mixed
 from draft_service.drafters.trees.tree_passes import DraftedTree
 from specdec import __version__
+from specdec.cores import usable_cores
 from specdec.engine.chains import StopFlags
-from specdec.engine.device import resolve_device, usable_cores
+from specdec.engine.device import resolve_device
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.loading import checkpoint, refusals
 from specdec.errors import InvalidRequest

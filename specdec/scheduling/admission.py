@@ -1,4 +1,4 @@
-"""The door: sessions wait here, first come first served, until there is memory and a place for them."""
+"""Admission of sessions: a bounded queue, first come first served, in front of limited places and memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from specdec.engine.kv_pool import CacheFull
 from specdec.errors import Overloaded, TandemError
 
 T = TypeVar("T")
@@ -21,9 +20,9 @@ class _Waiter(Generic[T]):
 
 
 class Admission(Generic[T]):
-    """Admits sessions by calling their ``reserve`` function until it no longer raises :class:`CacheFull`.
+    """Admits sessions by calling their ``reserve`` function until it no longer raises :class:`Overloaded`.
 
-    Nobody overtakes: a large session at the head of the queue waits for memory, and those behind it wait for it.
+    No session overtakes another: a large one at the head of the queue waits for memory, and the rest wait behind it.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class Admission(Generic[T]):
         undo: Callable[[T], None],
         describe: Callable[[], str],
     ) -> None:
-        """``undo`` gives back what ``reserve`` took; ``describe`` tells the occupancy, for error texts."""
+        """``undo`` gives back what ``reserve`` took; ``describe`` returns the occupancy for error messages."""
         self._max_open = max_open
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
@@ -50,11 +49,11 @@ class Admission(Generic[T]):
         return len(self._waiting)
 
     async def admit(self, reserve: Callable[[], T]) -> T:
-        """Wait for a place and return what ``reserve`` returned. Cancelling leaves nothing behind.
+        """Wait for a place and return what ``reserve`` returned. A cancelled call holds nothing.
 
         Raises:
             Overloaded: the queue is full, or ``max_wait_s`` passed.
-            TandemError: what ``reserve`` raised, other than CacheFull.
+            TandemError: ``reserve`` raised it; Overloaded alone means "wait".
         """
         if not self._waiting and (got := self._try(reserve)) is not None:
             return got
@@ -76,7 +75,7 @@ class Admission(Generic[T]):
             raise
 
     def leave(self) -> None:
-        """A session that was admitted is gone and has given back its memory."""
+        """Count an admitted session as closed; its memory is free already. Admits the next ones."""
         self.num_open -= 1
         self.admit_next()
 
@@ -84,7 +83,7 @@ class Admission(Generic[T]):
         """Admit from the head of the queue as long as there is room."""
         while self._waiting:
             waiter = self._waiting[0]
-            if not waiter.admitted.done():  # else cancelled, and its task has not run since
+            if not waiter.admitted.done():  # else its caller was cancelled and has not run since
                 try:
                     got = self._try(waiter.reserve)
                 except TandemError as error:
@@ -96,7 +95,7 @@ class Admission(Generic[T]):
             self._waiting.popleft()
 
     def refuse(self, error: TandemError) -> None:
-        """Fail everybody in the queue with ``error``."""
+        """Fail every waiting session with ``error``."""
         while self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.admitted.done():
@@ -107,7 +106,7 @@ class Admission(Generic[T]):
             return None
         try:
             got = reserve()
-        except CacheFull:
+        except Overloaded:
             return None
         self.num_open += 1
         return got
@@ -115,8 +114,8 @@ class Admission(Generic[T]):
     def _give_up(self, waiter: _Waiter[T]) -> None:
         if waiter in self._waiting:
             self._waiting.remove(waiter)
-            self.admit_next()  # what stood behind a large session may fit
+            self.admit_next()  # sessions behind a large one may fit now
         elif not waiter.admitted.cancelled() and waiter.admitted.exception() is None:
-            # Admitted in the same turn of the loop in which the caller was cancelled.
+            # Admitted in the same iteration of the event loop in which the caller was cancelled.
             self._undo(waiter.admitted.result())
             self.leave()
