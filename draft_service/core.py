@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, Self
 
-from draft_service.ahead.acceptance_stats import AcceptanceStats, Kind
+from draft_service.ahead.acceptance_stats import AcceptanceStats
 from draft_service.ahead.scheduler import AheadScheduler
 from draft_service.batcher import Batcher
 from draft_service.drafters.base import Drafter, DraftState
@@ -19,6 +19,7 @@ from draft_service.drafters.none import NoDrafter
 from draft_service.session import CoreSession
 from specdec.errors import InvalidRequest, Overloaded, Unavailable
 from specdec.methods import LOOKUP_METHODS
+from specdec.rules import DraftSampling
 from specdec.settings import DraftSettings, SchedulerSettings, SpeculativeSettings
 from specdec.tree_shape import TreeShape
 from specdec.types import ModelInfo, ServerLoad, SessionSpec
@@ -84,7 +85,7 @@ class DraftCore:
         self.tree = tree
         self._scheduler = scheduler
         self.lookahead = AheadScheduler()
-        self.odds = {kind: AcceptanceStats() for kind in Kind}
+        self.odds = {sampling: AcceptanceStats() for sampling in DraftSampling}
         self._sessions: set[CoreSession] = set()
         self._batcher: Batcher[Any] = Batcher(
             drafter, scheduler.max_num_batched_tokens, self.lookahead, lambda: len(self._sessions)

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from draft_service.ahead.acceptance_stats import NUM_GUESSES, Kind, SessionOdds
+from draft_service.ahead.acceptance_stats import NUM_GUESSES, SessionOdds
 from draft_service.ahead.verdict_tree import Hypothesis, VerdictTree
 from draft_service.batcher import DraftRequest, InflightBatch
 from draft_service.drafters.base import Draft, DraftState
@@ -68,9 +68,9 @@ class CoreSession:
         #: What was asked for and is not there yet, and what is drafted ahead at this moment.
         self._wish: DraftRequest[Any] | None = None
         self._ahead: dict[Hypothesis, DraftRequest[Any]] = {}
-        self._kind = Kind.of(spec)
+        self._sampling = spec.draft_sampling
         self._tree = VerdictTree(
-            SessionOdds(core.odds[self._kind]), frozenset(spec.params.stop_token_ids), self._num_tokens_at
+            SessionOdds(core.odds[self._sampling]), frozenset(spec.params.stop_token_ids), self._num_tokens_at
         )
         self._reads_states = bool(core.drafter.info.hidden_state_layers)
         self._may_look_ahead = not self._reads_states and core.tree is None
@@ -305,7 +305,7 @@ class CoreSession:
         num_tokens = 0 if is_old else self._num_tokens_at(length)
         tree = self._core.tree
         if tree is not None and num_tokens > 0:
-            if self._kind is Kind.RATIO:  # a chain drawn from q passes more often than chosen siblings do
+            if self._sampling.sends_q:  # a chain drawn from q passes more often than chosen siblings do
                 num_tokens = min(num_tokens, tree.depth)
                 tree = None
             else:  # what limits a chain's length limits a tree's depth

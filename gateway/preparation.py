@@ -12,7 +12,7 @@ from gateway.text.tokenizer import TextTokenizer
 from gateway.types import GenerationRequest
 from specdec.errors import InvalidRequest
 from specdec.params import MAX_SEED, SamplingParams
-from specdec.rules import Rule
+from specdec.rules import SEEDED_RULE
 from specdec.settings import GatewaySettings
 from specdec.types import ModelInfo
 
@@ -49,7 +49,7 @@ class Preparation:
         params = request.params
         _check_prompt(prompt, model)
         fixed = self._fix(params, len(prompt), model)
-        rule = request.rule or (self._settings.verification if params.seed is None else Rule.COUPLED)
+        rule = request.rule or (self._settings.verification if params.seed is None else SEEDED_RULE)
         k = _num_speculative_tokens(request, self._settings)
         session_id = _session_id(request)
         return [

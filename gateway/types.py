@@ -20,7 +20,7 @@ class GenerationRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     #: Name of a served model; empty means the only one.
     model: str = ""
-    #: None means the gateway's setting, or COUPLED where ``params.seed`` is given.
+    #: None means the gateway's setting, or ``SEEDED_RULE`` where ``params.seed`` is given.
     rule: Rule | None = None
     #: Drafted tokens a round at most; 0 decodes plainly; None means the gateway's setting.
     num_speculative_tokens: int | None = None

@@ -16,7 +16,7 @@ from typing import Any, Final, Self, get_args, get_type_hints
 
 from specdec.errors import InvalidRequest
 from specdec.methods import HEAD_METHODS, LOOKUP_METHODS, METHODS, MODEL_METHODS, refuse_mtp
-from specdec.rules import Rule
+from specdec.rules import DEFAULT_RULE, Rule
 from specdec.tree_shape import TreeShape
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -292,7 +292,7 @@ class TargetSettings:
     model: ModelSettings
     scheduler: SchedulerSettings = SchedulerSettings()
     #: Rule for sessions that name none.
-    verification: Rule = Rule.BLOCK
+    verification: Rule = DEFAULT_RULE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Final
 
 from specdec import trees
 from specdec.params import SamplingParams
-from specdec.rules import Rule, SparseRow
+from specdec.rules import DEFAULT_RULE, DraftSampling, Rule, SparseRow
 
 
 class FinishReason(StrEnum):
@@ -200,6 +200,16 @@ class SessionSpec:
     hidden_state_layers: tuple[int, ...] = ()
     #: Target only: one position's alone, that from which the verdict's last token was predicted.
     last_hidden_state_only: bool = False
+
+    @property
+    def draft_sampling(self) -> DraftSampling:
+        """How a draft chooses the session's tokens."""
+        return (self.rule or DEFAULT_RULE).sampling_at(self.params.temperature)
+
+    @property
+    def is_draft_invariant(self) -> bool:
+        """Whether the text depends on the seed and the target alone, whatever was drafted."""
+        return self.params.greedy or (self.rule or DEFAULT_RULE).is_draft_invariant
 
     @property
     def num_output_tokens(self) -> int:

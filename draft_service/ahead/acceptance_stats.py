@@ -7,11 +7,7 @@ change a text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import Final
-
-from specdec.rules import Rule
-from specdec.types import SessionSpec
 
 #: Guesses of the target's token that are looked at, per position.
 NUM_GUESSES: Final = 4
@@ -26,21 +22,6 @@ FIRST_ACCEPTANCE: Final = 0.6
 #: token itself is no guess, and after a whole proposal was accepted.
 FIRST_AFTER_REJECTION: Final = (0.4, 0.12, 0.05)
 FIRST_AFTER_ALL: Final = (0.6, 0.12, 0.05, 0.03)
-
-
-class Kind(StrEnum):
-    """Sessions whose verdicts are alike, given the drafter."""
-
-    GREEDY = "greedy"
-    COUPLED = "coupled"
-    RATIO = "ratio"
-
-    @classmethod
-    def of(cls, spec: SessionSpec) -> Kind:
-        """The kind of a session."""
-        if spec.params.greedy:
-            return cls.GREEDY
-        return cls.COUPLED if spec.rule is Rule.COUPLED else cls.RATIO
 
 
 class Rate:

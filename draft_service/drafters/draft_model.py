@@ -24,7 +24,7 @@ from specdec.engine.device_thread import DeviceThread
 from specdec.engine.engine import Engine
 from specdec.errors import InvalidRequest
 from specdec.params import SamplingParams
-from specdec.rules import Rule
+from specdec.rules import DEFAULT_RULE, Rule, one_rule_per_sampling
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.state import SamplingState
 from specdec.settings import DraftSettings
@@ -75,9 +75,10 @@ class _Feed:
     def draws_what_it_assumes(self) -> bool:
         """Whether the best guess of the target's next token is what would be drafted there anyway.
 
-        It is under the greedy and the coupled rule, and nothing about a token depends on where its draft starts.
+        It is unless it is drawn from q, with noise that depends on where its draft starts.
         """
-        return self.job.state.sampling.params.greedy or self.job.state.rule is Rule.COUPLED
+        state = self.job.state
+        return not state.rule.sampling_at(state.sampling.params.temperature).sends_q
 
     def chain(self, token_ids: Sequence[int], num_tokens: int, num_guesses: int) -> ChainJob:
         """A chain after ``token_ids``, which the job assumes or has committed; more than it assumes itself may be."""
@@ -159,7 +160,7 @@ class ModelDrafter:
             tokenizer_size=info.tokenizer_size or None,
             device=self._engine.device,
         )
-        state = ModelState(sampling, None, spec.rule or Rule.BLOCK)
+        state = ModelState(sampling, None, spec.rule or DEFAULT_RULE)
         pool = self._pool
         context = min(info.max_model_len, pool.total_blocks * pool.block_size)
         if len(spec.token_ids) > context:
@@ -255,7 +256,7 @@ class ModelDrafter:
     async def _warm_up(self) -> None:
         """Draw once under every rule, so that no session pays for the first time."""
         num_tokens = min(2, self.info.num_speculative_tokens)
-        for temperature, rule in ((0.0, Rule.BLOCK), (1.0, Rule.BLOCK), (1.0, Rule.COUPLED)):
+        for temperature, rule in ((0.0, DEFAULT_RULE), *((1.0, rule) for rule in one_rule_per_sampling())):
             params = SamplingParams(temperature=temperature, seed=0, max_tokens=4)
             state = self.open(SessionSpec(session_id="warm-up", token_ids=(0,), prompt_len=1, params=params, rule=rule))
             await self.draft([DraftJob(state, 1, num_tokens)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,9 +33,9 @@ def candidates(logits: Tensor, rows: Rows, rules: Sequence[Rule], count: int) ->
     """
     logits = edited(logits, rows)
     count = min(count, logits.shape[1])
-    of_kind: dict[tuple[str, bool], list[int]] = {}
+    of_kind: dict[_Kind, list[int]] = {}
     for i, (state, rule) in enumerate(zip(rows.states, rules, strict=True)):
-        of_kind.setdefault(_kind(state, rule), []).append(i)
+        of_kind.setdefault(_Kind.of(state, rule), []).append(i)
     if len(of_kind) == 1:
         return _likeliest(next(iter(of_kind)), logits, rows, count)
     token_ids = torch.zeros(len(rows), count, dtype=torch.int64, device=logits.device)
@@ -48,24 +48,31 @@ def candidates(logits: Tensor, rows: Rows, rules: Sequence[Rule], count: int) ->
     return token_ids, logprobs
 
 
-def _kind(state: SamplingState, rule: Rule) -> tuple[str, bool]:
-    """Rows that are looked at alike; of those with a temperature the ones that truncate apart."""
-    if state.params.greedy:
-        return "greedy", False
-    return ("coupled" if rule is Rule.COUPLED else "ratio"), state.truncates
+class _Kind(NamedTuple):
+    """Rows that are computed alike; those that truncate and those that do not are kept apart."""
+
+    is_greedy: bool
+    shares_noise: bool
+    truncates: bool
+
+    @classmethod
+    def of(cls, state: SamplingState, rule: Rule) -> _Kind:
+        if state.params.greedy:
+            return cls(True, False, False)
+        return cls(False, rule.sampling.shares_noise, state.truncates)
 
 
-def _likeliest(kind: tuple[str, bool], logits: Tensor, rows: Rows, count: int) -> tuple[Tensor, Tensor]:
-    if kind[0] == "greedy":
+def _likeliest(kind: _Kind, logits: Tensor, rows: Rows, count: int) -> tuple[Tensor, Tensor]:
+    if kind.is_greedy:
         best = logits.topk(count, dim=-1)
         return best.indices, (best.values - logits.logsumexp(-1, keepdim=True)).double()
     q = distribution(logits, rows)
     weights = q.weights
-    if kind[0] == "coupled":
+    if kind.shares_noise:
         keys = [s.noise_key(Stream.COUPLING, at) for s, at in zip(rows.states, rows.positions, strict=True)]
         weights = race(q, send(keys, logits.device))
     total = weights
-    if kind[0] == "coupled":
+    if kind.shares_noise:
         looked_at = min(RACED * count, _MOST_RACED, weights.shape[1])
         total = weights.topk(looked_at, dim=-1).values
     best = weights.topk(min(count, weights.shape[1]), dim=-1)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.rules import Rule, SparseRow
+from specdec.rules import DraftSampling, Rule, SparseRow
 from specdec.sampling import sparse
 from specdec.sampling.distribution import Distribution, distribution, head
 from specdec.sampling.draws import race, winners
@@ -46,13 +46,17 @@ class DraftedChain:
     candidates: tuple[tuple[int, ...], ...] = ()
 
 
-class _Kind(Enum):
+class _Kind(NamedTuple):
     """Rows that are drawn alike."""
 
-    GREEDY = auto()
-    COUPLED = auto()
-    COUPLED_TRUNCATED = auto()
-    RATIO = auto()
+    sampling: DraftSampling
+    #: False where it makes no difference.
+    truncates: bool
+
+    @classmethod
+    def of(cls, state: SamplingState, rule: Rule) -> _Kind:
+        sampling = rule.sampling_at(state.params.temperature)
+        return cls(sampling, sampling.shares_noise and state.truncates)
 
 
 def draft(logits: Tensor, rows: Rows, rules: Sequence[Rule], num_candidates: int = 0) -> Drafted:
@@ -68,17 +72,18 @@ def draft(logits: Tensor, rows: Rows, rules: Sequence[Rule], num_candidates: int
     logits = edited(logits, rows)
     of_kind: dict[_Kind, list[int]] = {}
     for i, (state, rule) in enumerate(zip(rows.states, rules, strict=True)):
-        of_kind.setdefault(_kind(state, rule), []).append(i)
+        of_kind.setdefault(_Kind.of(state, rule), []).append(i)
     if len(of_kind) == 1:
-        return _draft_alike(next(iter(of_kind)), logits, rows, num_candidates)
+        return _draft_alike(next(iter(of_kind)).sampling, logits, rows, num_candidates)
 
     token_ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
     width = sparse.max_tokens(logits.shape[1])
-    q_token_ids, q_weights = token_ids.new_zeros(2, len(rows), width) if _Kind.RATIO in of_kind else (None, None)
+    sends_q = any(kind.sampling.sends_q for kind in of_kind)
+    q_token_ids, q_weights = token_ids.new_zeros(2, len(rows), width) if sends_q else (None, None)
     candidates = token_ids.new_zeros(len(rows), num_candidates) if num_candidates else None
     for kind, indices in of_kind.items():
         at = send(indices, logits.device)
-        part = _draft_alike(kind, logits.index_select(0, at), rows.select(indices), num_candidates)
+        part = _draft_alike(kind.sampling, logits.index_select(0, at), rows.select(indices), num_candidates)
         for whole, values in (
             (token_ids, part.token_ids),
             (q_token_ids, part.q_token_ids),
@@ -129,26 +134,18 @@ def collect(steps: Sequence[Drafted], counts: Sequence[int] | None = None) -> li
     return chains
 
 
-def _kind(state: SamplingState, rule: Rule) -> _Kind:
-    if state.params.greedy:
-        return _Kind.GREEDY
-    if rule is not Rule.COUPLED:
-        return _Kind.RATIO
-    return _Kind.COUPLED_TRUNCATED if state.truncates else _Kind.COUPLED
-
-
-def _draft_alike(kind: _Kind, logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
-    match kind:
-        case _Kind.GREEDY:
+def _draft_alike(sampling: DraftSampling, logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
+    match sampling:
+        case DraftSampling.ARGMAX:
             best = _best(logits, num_candidates) if num_candidates else None
             return Drafted(logits.argmax(-1), candidates=best)
-        case _Kind.RATIO:
-            return _draft_ratio(logits, rows, num_candidates)
-        case _Kind.COUPLED | _Kind.COUPLED_TRUNCATED:
-            return _draft_coupled(logits, rows, num_candidates)
+        case DraftSampling.FROM_Q:
+            return _draft_from_q(logits, rows, num_candidates)
+        case DraftSampling.SHARED_NOISE:
+            return _draft_with_shared_noise(logits, rows, num_candidates)
 
 
-def _draft_coupled(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
+def _draft_with_shared_noise(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
     q = distribution(logits, rows)
     keys = [
         state.noise_key(Stream.COUPLING, position) for state, position in zip(rows.states, rows.positions, strict=True)
@@ -161,7 +158,7 @@ def _draft_coupled(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
     return Drafted(best[:, 0].contiguous(), candidates=best)
 
 
-def _draft_ratio(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
+def _draft_from_q(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
     width = sparse.max_tokens(logits.shape[1])
     # Top-p is a share of what top-k keeps, and that may be more than a row can name.
     q = head(logits, rows, max(width, *(state.params.top_k for state in rows.states)))

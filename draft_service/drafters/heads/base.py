@@ -28,7 +28,7 @@ from specdec.errors import InvalidRequest
 from specdec.heads.files.checkpoint import Head, read_head, shared_names
 from specdec.heads.files.tensors import text_config
 from specdec.params import SamplingParams
-from specdec.rules import Rule
+from specdec.rules import DEFAULT_RULE, Rule, one_rule_per_sampling
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.state import SamplingState
 from specdec.settings import DTYPES, DraftSettings, ModelSettings
@@ -219,7 +219,7 @@ class HeadDrafter(ABC, Generic[S, W]):
         """Draw once under every rule, so that no session pays for the first time."""
         width, num_tokens = self._state_width, min(2, self.info.num_speculative_tokens)
         data = bytes(ELEMENT_BYTES["float32"] * width)
-        for temperature, rule in ((0.0, Rule.BLOCK), (1.0, Rule.BLOCK), (1.0, Rule.COUPLED)):
+        for temperature, rule in ((0.0, DEFAULT_RULE), *((1.0, rule) for rule in one_rule_per_sampling())):
             params = SamplingParams(temperature=temperature, seed=0, max_tokens=4)
             state = self.open(SessionSpec(session_id="warm-up", token_ids=(0,), prompt_len=1, params=params, rule=rule))
             self.advance(state, 1, (0,), (HiddenStates(0, width, "float32", data),))

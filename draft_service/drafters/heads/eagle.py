@@ -26,7 +26,7 @@ from specdec.heads.eagle import EagleHead
 from specdec.heads.eagle3 import Eagle3Head
 from specdec.heads.paged import PagedHead
 from specdec.heads.tree_passes import PagedTreePasses
-from specdec.rules import Rule
+from specdec.rules import DEFAULT_RULE, Rule
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.state import SamplingState
 from specdec.settings import DraftSettings
@@ -121,7 +121,7 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
 
     def open(self, spec: SessionSpec) -> EagleState:
         """Reserve the cache of the whole session, or take back what is parked under its id."""
-        state = EagleState(self._sampling(spec), None, spec.rule or Rule.BLOCK)
+        state = EagleState(self._sampling(spec), None, spec.rule or DEFAULT_RULE)
         pool = self._pool
         context = min(self.info.max_model_len, pool.total_blocks * pool.block_size)
         if len(spec.token_ids) > context:

@@ -18,7 +18,7 @@ from draft_service.drafters.trees.tree_passes import DraftedTree, Passes, TreeJo
 from specdec.engine.chains import Drawing, Feed, StopFlags, draw_chains
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.kv_pool import KVSequence
-from specdec.rules import Rule
+from specdec.rules import DEFAULT_RULE, Rule
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.state import SamplingState
 from specdec.sampling.transfer import send
@@ -115,7 +115,7 @@ class LastStateDrafter(HeadDrafter[LastState, _Work]):
 
     def open(self, spec: SessionSpec) -> LastState:
         """A state without memory worth mentioning."""
-        return LastState(self._sampling(spec), spec.rule or Rule.BLOCK)
+        return LastState(self._sampling(spec), spec.rule or DEFAULT_RULE)
 
     def advance(
         self, state: LastState, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()

@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Final
 
-from draft_service.ahead.acceptance_stats import Kind
 from draft_service.drafters.base import Draft, DraftJob
 from draft_service.drafters.lookup.base import Match, draft_by_lookup
 from draft_service.drafters.lookup.suffix_tree import SuffixCache, SuffixText
@@ -35,7 +34,7 @@ class SuffixSession(SuffixText):
         super().__init__(spec.token_ids, depth)
         self.prompt_len = spec.prompt_len
         self.seed = spec.params.seed
-        self.kind = Kind.of(spec)
+        self.is_draft_invariant = spec.is_draft_invariant
 
 
 class SuffixDrafter:
@@ -93,7 +92,7 @@ class SuffixDrafter:
         """
         return state.look_up(
             num_tokens,
-            None if state.kind is Kind.RATIO and self._num_outputs_of[state.seed] else self.past,
+            self.past if state.is_draft_invariant or not self._num_outputs_of[state.seed] else None,
             max_spec_factor=self._max_spec_factor,
             min_token_prob=self._min_token_prob,
             assumed=assumed,

@@ -13,8 +13,8 @@ import numpy as np
 from specdec.engine.chain_job import ChainJob, Drawing, StopFlags
 from specdec.engine.native.decoder import NativeModel
 from specdec.engine.native.library import DTYPES
-from specdec.engine.native.sampling import MAX_CANDIDATES, MAX_ROW_BYTES, RULES, sampler_of
-from specdec.rules import Rule, SparseRow
+from specdec.engine.native.sampling import MAX_CANDIDATES, MAX_ROW_BYTES, sampler_of
+from specdec.rules import SparseRow
 from specdec.sampling.drafting import DraftedChain
 
 #: ``Chain`` of drafting.h.
@@ -151,7 +151,9 @@ def draw_chains(
 ) -> list[DraftedChain]:
     """Let native code draw the jobs' chains: ``call`` gets the addresses of its chains, the flags and its output."""
     packed = bytearray(_CHAIN.size * len(jobs))
-    for c, (job, (blocks, token_ids, features, count, length)) in enumerate(zip(jobs, fed, strict=True)):
+    samplings = [job.rule.sampling_at(job.state.params.temperature) for job in jobs]
+    for c, (job, sampling, first) in enumerate(zip(jobs, samplings, fed, strict=True)):
+        blocks, token_ids, features, count, length = first
         num_assumed = len(job.assumed)
         _CHAIN.pack_into(
             packed,
@@ -167,9 +169,9 @@ def draw_chains(
             len(job.state) + num_assumed,
             job.num_tokens,
             job.num_candidates,
-            RULES[job.rule],
+            sampling,
         )
-    with_q = any(job.rule is not Rule.COUPLED and not job.state.params.greedy for job in jobs)
+    with_q = any(sampling.sends_q for sampling in samplings)
     depth, width = max(job.num_tokens for job in jobs), max(job.num_candidates for job in jobs)
     out = _Output(len(jobs), depth, width, with_q=with_q)
     if stop is not None and (stop.dtype != np.int32 or not stop.flags.c_contiguous):

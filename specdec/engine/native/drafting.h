@@ -22,7 +22,7 @@ struct Chain {
   int64_t base;            // where the first drafted token will stand
   int64_t num_tokens;      // to draft
   int64_t num_candidates;  // of the target's token, at each
-  int64_t rule;            // a Rule
+  int64_t sampling;        // a DraftSampling
 };
 
 // One stretch of `depth` steps for each chain; `depth` is the most any of them drafts.
@@ -133,7 +133,7 @@ class Drafting {
     int64_t& token = out_.token_ids[at];
     const DraftPlace place{prefix, chain.num_assumed + step, chain.base, step, chain.num_candidates,
                            out_.candidates + at * out_.width, out_.q + at * kMaxRowBytes, out_.q_bytes + at};
-    token = draft_token(logits, *chain.sampler, Rule(chain.rule), place, work);
+    token = draft_token(logits, *chain.sampler, DraftSampling(chain.sampling), place, work);
     prefix[chain.num_assumed + step] = token;
     out_.lengths[c] = step + 1;
   }

@@ -300,16 +300,17 @@ void largest(const Row& row, int64_t count, int64_t* ids) {
   for (int64_t i = found; i < count; i++) ids[i] = found ? ids[0] : row.best;
 }
 
-int64_t draft_token(float* logits, const Sampler& sampler, Rule rule, const DraftPlace& place, const Workspace& work) {
+int64_t draft_token(float* logits, const Sampler& sampler, DraftSampling sampling, const DraftPlace& place,
+                    const Workspace& work) {
   if (sampler.edits) edit(logits, sampler, place.prefix, place.num_prefix);
   Row row = look_at(logits, sampler.num_tokens);
   *place.q_bytes = 0;
-  if (sampler.temperature == 0) {
+  if (sampling == kArgmax) {
     largest(row, place.num_candidates, place.candidates);
     return row.best;
   }
   if (row.valid) truncate(row, sampler, work);
-  if (rule == kCoupledRule) {
+  if (sampling == kSharedNoise) {
     int64_t winner;
     const uint64_t key = position_key(sampler.stream_keys[kCoupling], place.base + place.step);
     if (place.num_candidates == 0) return race(row, key, 1, &winner), winner;
@@ -325,8 +326,8 @@ int64_t draft_token(float* logits, const Sampler& sampler, Rule rule, const Draf
 
 namespace tandem {
 
-void likeliest(float* logits, const Sampler& sampler, Rule rule, const TreePlace& place, int64_t count, int64_t* ids,
-               double* logprobs, const Workspace& work) {
+void likeliest(float* logits, const Sampler& sampler, DraftSampling sampling, const TreePlace& place, int64_t count,
+               int64_t* ids, double* logprobs, const Workspace& work) {
   if (sampler.edits) edit(logits, sampler, place.prefix, place.num_prefix);
   Row row = look_at(logits, sampler.num_tokens);
   int64_t found[kMaxCandidates];
@@ -337,7 +338,7 @@ void likeliest(float* logits, const Sampler& sampler, Rule rule, const TreePlace
   } else if (row.valid) {
     truncate(row, sampler, work);
   }
-  if (row.valid && sampler.temperature != 0 && rule == kCoupledRule) {
+  if (row.valid && sampling == kSharedNoise) {
     looked_at = std::min({count * kRaced, kMaxCandidates, row.size});
     const uint64_t key = position_key(sampler.stream_keys[kCoupling], place.position);
     race(row, key, looked_at, found);
@@ -363,26 +364,28 @@ using namespace tandem;
 
 // likeliest() of every row: logits [rows, stride] (edited in place), ids and logprobs [rows, count].
 extern "C" __attribute__((visibility("default"))) int tandem_likeliest(float* logits, int64_t stride, int64_t rows,
-                                                                       const Sampler* const* samplers, const int32_t* rules,
+                                                                       const Sampler* const* samplers,
+                                                                       const int32_t* samplings,
                                                                        const TreePlace* places, int64_t count, int64_t* ids,
                                                                        double* logprobs) {
   char* memory = working_memory(size_t(Workspace::bytes(stride)));
   if (!memory) return -1;
   const Workspace work = Workspace::at(memory, stride);
   for (int64_t r = 0; r < rows; r++)
-    likeliest(logits + r * stride, *samplers[r], Rule(rules[r]), places[r], count, ids + r * count, logprobs + r * count,
-              work);
+    likeliest(logits + r * stride, *samplers[r], DraftSampling(samplings[r]), places[r], count, ids + r * count,
+              logprobs + r * count, work);
   return 0;
 }
 
 // Draws a token from every row: logits [rows, stride] (edited in place), tokens [rows].
 extern "C" __attribute__((visibility("default"))) int tandem_draft_rows(float* logits, int64_t stride, int64_t rows,
-                                                                        const Sampler* const* samplers, const int32_t* rules,
+                                                                        const Sampler* const* samplers,
+                                                                       const int32_t* samplings,
                                                                         const DraftPlace* places, int64_t* tokens) {
   char* memory = working_memory(size_t(Workspace::bytes(stride)));
   if (!memory) return -1;
   const Workspace work = Workspace::at(memory, stride);
   for (int64_t r = 0; r < rows; r++)
-    tokens[r] = draft_token(logits + r * stride, *samplers[r], Rule(rules[r]), places[r], work);
+    tokens[r] = draft_token(logits + r * stride, *samplers[r], DraftSampling(samplings[r]), places[r], work);
   return 0;
 }

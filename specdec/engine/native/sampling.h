@@ -12,8 +12,10 @@ namespace tandem {
 // The streams of specdec/sampling/noise.py, in its order.
 enum Stream { kCoupling, kDraftDraw, kAccept, kResidual, kBonus, kNumStreams };
 
-// What drafts are verified by. Everything below mirrors the ctypes structures of sampling.py.
-enum Rule : int32_t { kTokenRule, kBlockRule, kCoupledRule };
+// How a draft chooses its tokens: DraftSampling of specdec/rules.py.
+enum DraftSampling : int32_t { kArgmax, kSharedNoise, kFromQ };
+
+// Everything below mirrors the ctypes structures of sampling.py.
 
 // What changes the logits of a session before the temperature; what is not in use is null or 0.
 struct Edits {
@@ -178,10 +180,11 @@ struct TreePlace {
 
 // The `count` tokens likeliest to be the target's at a place, the likeliest first, and the logarithms of how likely, -inf
 // where fewer can be drawn; the logits are edited in place (specdec/sampling/candidates.py).
-void likeliest(float* logits, const Sampler& sampler, Rule rule, const TreePlace& place, int64_t count, int64_t* ids,
-               double* logprobs, const Workspace& work);
+void likeliest(float* logits, const Sampler& sampler, DraftSampling sampling, const TreePlace& place, int64_t count,
+               int64_t* ids, double* logprobs, const Workspace& work);
 
 // Draws one token; the logits are edited in place.
-int64_t draft_token(float* logits, const Sampler& sampler, Rule rule, const DraftPlace& place, const Workspace& work);
+int64_t draft_token(float* logits, const Sampler& sampler, DraftSampling sampling, const DraftPlace& place,
+                    const Workspace& work);
 
 }  // namespace tandem

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from specdec.engine.native.library import NativeLibrary, load
-from specdec.rules import Rule, SparseRow
+from specdec.rules import DraftSampling, Rule, SparseRow
 from specdec.sampling import sparse
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.noise import Stream
@@ -21,8 +21,6 @@ from specdec.sampling.state import SamplingState
 MAX_CANDIDATES: Final = 64
 #: Bytes a kernel may write for one q row.
 MAX_ROW_BYTES: Final = 1024
-#: ``Rule`` of sampling.h.
-RULES: Final = {Rule.TOKEN: 0, Rule.BLOCK: 1, Rule.COUPLED: 2}
 
 _Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64
@@ -160,6 +158,11 @@ def sampler_of(state: SamplingState) -> int:
     return address
 
 
+def _samplings(rows: Rows, rules: Sequence[Rule]) -> list[DraftSampling]:
+    """How the draft of each row chooses its token."""
+    return [rule.sampling_at(state.params.temperature) for state, rule in zip(rows.states, rules, strict=True)]
+
+
 def likeliest(
     library: NativeLibrary, logits: torch.Tensor, rows: Rows, rules: Sequence[Rule], count: int
 ) -> tuple[list[list[int]], list[list[float]]]:
@@ -176,9 +179,9 @@ def likeliest(
     for r, position in enumerate(rows.positions):
         places.extend((prefix.data_ptr() + 8 * prefix.shape[1] * r, rows.prefix_lens[r], position))
     samplers = array("q", map(sampler_of, rows.states))
-    rule_values = array("i", [RULES[rule] for rule in rules])
+    samplings = array("i", _samplings(rows, rules))
     ids, logprobs = array("q", bytes(8 * num_rows * count)), array("d", bytes(8 * num_rows * count))
-    at = [values.buffer_info()[0] for values in (samplers, rule_values, places)]
+    at = [values.buffer_info()[0] for values in (samplers, samplings, places)]
     found = [values.buffer_info()[0] for values in (ids, logprobs)]
     status = library.likeliest(logits.data_ptr(), logits.shape[1], num_rows, *at, count, *found)
     if status:
@@ -227,8 +230,8 @@ def draft_rows(logits: torch.Tensor, rows: Rows, rules: Sequence[Rule], num_cand
         )
     )
     samplers = (_Pointer * count)(*map(sampler_of, rows.states))
-    rule_values = (ctypes.c_int32 * count)(*(RULES[rule] for rule in rules))
-    arrays = [ctypes.addressof(part) for part in (samplers, rule_values, places, token_ids)]
+    samplings = (ctypes.c_int32 * count)(*_samplings(rows, rules))
+    arrays = [ctypes.addressof(part) for part in (samplers, samplings, places, token_ids)]
     status = library.draft_rows(logits.data_ptr(), logits.shape[1], count, *arrays)
     if status:
         raise MemoryError("working memory for sampling")

@@ -19,6 +19,13 @@ constexpr int kNoMemory = -1, kMalformed = -2;
 
 }  // namespace
 
+// How drafted tokens are accepted; _ACCEPTANCE of sampling_verify.py says which rule does it so.
+enum Acceptance : int64_t {
+  kOwnChoice,   // the target draws its own token first, and accepts a drafted one that equals it
+  kTokenRatio,  // rules/token.py: token by token with probability p / q
+  kBlockRatio,  // rules/block.py: the longest prefix that passes
+};
+
 // Mirrors _ROUND of sampling_verify.py. Row start_row of the logits decides the first token (place 0), row
 // start_row + i + 1 the one after drafted token i (place i + 1).
 struct Round {
@@ -27,7 +34,7 @@ struct Round {
   int64_t num_tokens;
   int64_t start_row;
   int64_t length;  // committed tokens: where the round's first token stands
-  int64_t rule;    // a Rule
+  int64_t acceptance;  // an Acceptance; kOwnChoice at temperature 0
   const uint8_t* q;        // the rows drafted tokens were drawn from, one after the other; null: the draft is deterministic
   const int64_t* q_bytes;  // [groups of siblings] in the order of their first tokens; in a chain [num_tokens]
   const double* uniforms;  // [2 num_tokens + 1] for acceptance, residual and bonus, in a tree [3 num_tokens + 1], one for
@@ -63,7 +70,7 @@ double own_uniform(const Round& round, Stream stream, int64_t position, int64_t 
   return uniform(position_key(round.sampler->stream_keys[stream], position), index);
 }
 
-bool is_ratio(const Round& round) { return round.sampler->temperature != 0 && round.rule != kCoupledRule; }
+bool is_ratio(const Round& round) { return round.acceptance != kOwnChoice; }
 
 // u_1..u_k, then those of the residual draws, then that of the bonus draw: Uniforms of rules/drafts.py.
 double uniform_of(const Round& round, Stream stream, int64_t index) {
@@ -221,7 +228,7 @@ class Verification {
     const int32_t* found = std::lower_bound(at.q_ids, at.q_ids + at.num_q, int32_t(x));
     const bool named = found < at.q_ids + at.num_q && *found == x;
     at.ratio = named ? at.row.weight(x) / at.row.total / (at.q_weights[found - at.q_ids] / at.q_total) : 0;
-    const bool passes = round.rule == kTokenRule ? uniform_of(round, kAccept, at.index) < at.ratio : at.ratio > 0;
+    const bool passes = round.acceptance == kTokenRatio ? uniform_of(round, kAccept, at.index) < at.ratio : at.ratio > 0;
     if (!passes) end_at(at.round, at.index);
   }
 
@@ -362,7 +369,7 @@ class Verification {
     const Round& round = rounds_[b];
     int64_t accepted = ends_[b].load(std::memory_order_relaxed);
     double share = 1;
-    if (is_ratio(round) && round.rule == kBlockRule) accepted = accepted_block(b, accepted, share);
+    if (round.acceptance == kBlockRatio) accepted = accepted_block(b, accepted, share);
     const Place& at = places_[first_[b] + accepted];
     if (!is_ratio(round) || !at.row.valid) return {accepted, at.choice, at.row.valid};
     if (accepted == round.num_tokens) return {accepted, draw(at, 1, false, uniform_of(round, kBonus, accepted)), 1};

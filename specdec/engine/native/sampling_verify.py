@@ -5,19 +5,24 @@ from __future__ import annotations
 import ctypes
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 import torch
 
 from specdec.engine.native.library import NativeLibrary
-from specdec.engine.native.sampling import RULES, sampler_of
+from specdec.engine.native.sampling import sampler_of
 from specdec.rules import Rule, SparseRow
 from specdec.sampling.state import SamplingState
 
 #: ``Round`` of sampling_verify.cpp.
 _ROUND: Final = struct.Struct("10q")
 _MALFORMED: Final = -2
+
+#: ``Acceptance`` of sampling_verify.cpp by rule; at temperature 0 it is the first under every rule. Rules that are not
+#: here are left to tensors.
+_OWN_CHOICE: Final = 0
+_ACCEPTANCE: Final[Mapping[Rule, int]] = {Rule.COUPLED: _OWN_CHOICE, Rule.TOKEN: 1, Rule.BLOCK: 2}
 
 
 class VerifyRound(Protocol):
@@ -54,6 +59,11 @@ class VerifyRound(Protocol):
         ...
 
 
+def decides(r: VerifyRound) -> bool:
+    """Whether :func:`verify_rounds` knows the round's rule and the session's parameters."""
+    return r.rule in _ACCEPTANCE or not r.state.params.temperature
+
+
 def verify_rounds(
     kernels: NativeLibrary,
     logits: torch.Tensor,
@@ -62,9 +72,11 @@ def verify_rounds(
     *,
     num_threads: int | None = None,
 ) -> list[tuple[int, int, bool]] | None:
-    """(the place where the walk along the drafted tokens ends: in a chain how many are accepted, in a tree 0 or the
-    index of the last one + 1; the target's own token, which stands there; whether there was one to draw) of every
-    round. None where a proposal is malformed.
+    """Decide rounds that :func:`decides` knows.
+
+    Returns of every round the place where the walk along the drafted tokens ends (in a chain how many are accepted, in
+    a tree 0 or the index of the last one + 1), the target's own token, which stands there, and whether there was one to
+    draw; None where a proposal is malformed.
 
     ``logits`` float32 [R, V] on the CPU, contiguous, raw; they are not written to. ``uniforms`` take the place of the
     sessions' own noise under the ratio rules: for each round k numbers for acceptance, k for residual draws, one for
@@ -105,7 +117,7 @@ def verify_rounds(
             count,
             r.start_row,
             len(r.state),
-            RULES[r.rule],
+            _ACCEPTANCE[r.rule] if r.state.params.temperature else _OWN_CHOICE,
             rows_at + row_at if r.q_rows else 0,
             numbers_at + 8 * (number + count + num_parents),
             noise_at if uniforms else 0,

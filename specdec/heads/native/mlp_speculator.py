@@ -21,7 +21,7 @@ from specdec.engine.native.sampling import MAX_CANDIDATES
 from specdec.errors import InvalidRequest
 from specdec.heads.mlp_speculator import MlpSpeculator
 from specdec.params import SamplingParams
-from specdec.rules import Rule
+from specdec.rules import DEFAULT_RULE, Rule
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.state import SamplingState
 
@@ -185,7 +185,7 @@ class _Greedy:
 
     state: SamplingState
     num_tokens: int
-    rule: Rule = Rule.BLOCK
+    rule: Rule = DEFAULT_RULE
     num_candidates: int = 0
     assumed: tuple[int, ...] = ()
 

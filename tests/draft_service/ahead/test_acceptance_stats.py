@@ -10,11 +10,9 @@ from draft_service.ahead.acceptance_stats import (
     SERVICE_MEMORY,
     SESSION_MEMORY,
     AcceptanceStats,
-    Kind,
     Rate,
     SessionOdds,
 )
-from specdec.rules import Rule
 
 
 def test_a_rate_begins_with_what_is_assumed_and_follows_what_is_seen():
@@ -63,10 +61,3 @@ def test_guesses_are_counted_by_rank():
     assert odds.after_all.chances[1] == pytest.approx(0.4, abs=0.08)
     assert odds.after_all.chances[2] < 0.01
     assert odds.after_all.chances[3] == FIRST_AFTER_ALL[3]  # there was no fourth guess
-
-
-def test_kinds(spec):
-    assert Kind.of(spec([1], rule=Rule.COUPLED)) is Kind.GREEDY
-    assert Kind.of(spec([1], rule=Rule.COUPLED, temperature=1.0)) is Kind.COUPLED
-    assert Kind.of(spec([1], rule=Rule.BLOCK, temperature=1.0)) is Kind.RATIO
-    assert Kind.of(spec([1], rule=None, temperature=1.0)) is Kind.RATIO

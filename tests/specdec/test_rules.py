@@ -1,0 +1,54 @@
+"""Rules by their properties."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.params import SamplingParams
+from specdec.rules import DEFAULT_RULE, SEEDED_RULE, DraftSampling, Rule, one_rule_per_sampling
+from specdec.types import SessionSpec
+
+
+def test_at_temperature_0_every_rule_drafts_the_argmax() -> None:
+    assert {rule.sampling_at(0.0) for rule in Rule} == {DraftSampling.ARGMAX}
+
+
+def test_above_temperature_0_each_rule_has_its_own_sampling() -> None:
+    assert [rule.sampling_at(1e-6) for rule in (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)] == [
+        DraftSampling.FROM_Q,
+        DraftSampling.FROM_Q,
+        DraftSampling.SHARED_NOISE,
+    ]
+
+
+def test_a_seed_alone_decides_the_text() -> None:
+    assert SEEDED_RULE.is_draft_invariant
+    assert not DEFAULT_RULE.is_draft_invariant
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature", "sampling", "is_draft_invariant"),
+    [
+        (Rule.COUPLED, 0.0, DraftSampling.ARGMAX, True),
+        (Rule.BLOCK, 0.0, DraftSampling.ARGMAX, True),
+        (Rule.COUPLED, 1.0, DraftSampling.SHARED_NOISE, True),
+        (Rule.BLOCK, 1.0, DraftSampling.FROM_Q, False),
+        (None, 1.0, DraftSampling.FROM_Q, False),
+    ],
+)
+def test_a_session_samples_by_its_rule_and_temperature(
+    rule: Rule | None, temperature: float, sampling: DraftSampling, is_draft_invariant: bool
+) -> None:
+    params = SamplingParams(temperature=temperature)
+    spec = SessionSpec(session_id="s", token_ids=(1,), prompt_len=1, params=params, rule=rule)
+    assert (spec.draft_sampling, spec.is_draft_invariant) == (sampling, is_draft_invariant)
+
+
+def test_a_warm_up_meets_every_sampling_once() -> None:
+    samplings = [rule.sampling for rule in one_rule_per_sampling()]
+    assert sorted(samplings) == sorted({rule.sampling for rule in Rule})
+
+
+def test_a_rule_is_its_name() -> None:
+    assert [str(rule) for rule in Rule] == ["token", "block", "coupled"]
+    assert [Rule(str(rule)) for rule in Rule] == list(Rule)
