@@ -15,7 +15,8 @@ from specdec.sampling.drafting import collect, draft
 from specdec.sampling.rows import Rows
 from specdec.sampling.state import SamplingState
 from specdec.settings import ModelSettings
-from target_service.verifier import Round, Verifier
+from target_service.rounds import Round
+from target_service.verifier import Verifier
 
 #: Tokens fed to each sequence, pass by pass: prompts, decoding, rounds of several rows, and long next to short ones.
 _PASSES: Final = (

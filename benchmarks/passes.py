@@ -22,7 +22,8 @@ from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.sampling.state import SamplingState
 from tandem.bench.limits import quantile
-from target_service.verifier import Round, Verifier
+from target_service.rounds import Round
+from target_service.verifier import Verifier
 
 #: Rows of the pass that shows how fast prompts are taken in.
 PREFILL_ROWS: Final = 512

@@ -17,7 +17,8 @@ from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.sampling.state import SamplingState
 from specdec.settings import ModelSettings
-from target_service.verifier import Round, Verifier
+from target_service.rounds import Round
+from target_service.verifier import Verifier
 
 #: Guesses of the next token that are looked at.
 NUM_GUESSES = 8

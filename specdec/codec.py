@@ -32,18 +32,16 @@ from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as pb
 
-_RULE_VALUES: Final = {
+#: Rules and finish reasons have the names of their enums' values, after a prefix.
+_RULE_VALUES: Final[dict[Rule | None, pb.VerificationRule.ValueType]] = {
     None: pb.VERIFICATION_RULE_UNSPECIFIED,
-    Rule.TOKEN: pb.VERIFICATION_RULE_TOKEN,
-    Rule.BLOCK: pb.VERIFICATION_RULE_BLOCK,
-    Rule.COUPLED: pb.VERIFICATION_RULE_COUPLED,
+    **{rule: pb.VerificationRule.Value(f"VERIFICATION_RULE_{rule.name}") for rule in Rule},
 }
 _RULES: Final[dict[int, Rule | None]] = {value: rule for rule, value in _RULE_VALUES.items()}
 
-_FINISH_VALUES: Final = {
+_FINISH_VALUES: Final[dict[FinishReason | None, pb.FinishReason.ValueType]] = {
     None: pb.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    **{reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason},
 }
 _FINISH_REASONS: Final[dict[int, FinishReason | None]] = {value: reason for reason, value in _FINISH_VALUES.items()}
 

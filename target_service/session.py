@@ -16,8 +16,8 @@ from specdec.pending_proposals import MAX_BYTES, MAX_PENDING_PROPOSALS, Path, Pe
 from specdec.scheduling.acceptance import Acceptance, of_tree
 from specdec.trees import is_chain
 from specdec.types import FinishReason, HiddenStates, PositionLogprobs, Proposal, SessionSpec, TargetOpened, Verdict
+from target_service.rounds import check_draft
 from target_service.step import PartResult, ScheduledSequence, StepResult, StepSession
-from target_service.verifier import check_draft
 
 #: Rows of a prompt's chunk whose log-probabilities are asked for: each row is as wide as the vocabulary.
 MAX_SCORED_ROWS: Final = 64

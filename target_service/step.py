@@ -18,8 +18,9 @@ from specdec.sampling.state import SamplingState
 from specdec.trees import depths
 from specdec.types import HiddenStates, PositionLogprobs, RoundTimings
 from target_service.logprobs import position_logprobs
+from target_service.rounds import Outcome, Round
 from target_service.stop_criteria import StopCriteria, Truncation
-from target_service.verifier import Outcome, Round, Verifier
+from target_service.verifier import Verifier
 
 #: The hidden states of a pass, a segment's place in it, and its rows of them.
 OwnStates = tuple[PassStates, int, int]

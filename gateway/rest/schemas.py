@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -14,6 +14,10 @@ from specdec.params import SamplingParams
 from specdec.rules import Rule
 
 TokenId = Annotated[int, Field(ge=0)]
+if TYPE_CHECKING:
+    RuleName = str
+else:
+    RuleName = Literal[tuple(str(rule) for rule in Rule)]
 
 #: OpenAI's fields that change nothing here, and the values that mean "not used". Any other value is refused.
 UNUSED_COMPLETION: Final[Mapping[str, tuple[Any, ...]]] = {"suffix": (None, "")}
@@ -73,7 +77,7 @@ class Speculation(Body):
     """Switches of speculation for one request."""
 
     num_speculative_tokens: int | None = None
-    verification: Literal["token", "block", "coupled"] | None = None
+    verification: RuleName | None = None
 
 
 class SamplingBody(Body):

@@ -17,7 +17,8 @@ from specdec.rules import Rule
 from specdec.sampling.state import SamplingState
 from specdec.settings import DraftSettings, ModelSettings, SchedulerSettings, SpeculativeSettings
 from specdec.types import Proposal, SessionSpec
-from target_service.verifier import Round, Verifier
+from target_service.rounds import Round
+from target_service.verifier import Verifier
 from tests.llamas import build_llama
 
 VOCAB = 48

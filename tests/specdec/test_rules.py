@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import specdec
+from specdec import codec
 from specdec.params import SamplingParams
 from specdec.rules import DEFAULT_RULE, SEEDED_RULE, DraftSampling, Rule, one_rule_per_sampling
 from specdec.types import SessionSpec
+from specdec.v1 import types_pb2 as pb
+
+ROOMS = ("specdec", "draft_service", "target_service", "gateway", "tandem")
 
 
 def test_at_temperature_0_every_rule_drafts_the_argmax() -> None:
@@ -52,3 +60,21 @@ def test_a_warm_up_meets_every_sampling_once() -> None:
 def test_a_rule_is_its_name() -> None:
     assert [str(rule) for rule in Rule] == ["token", "block", "coupled"]
     assert [Rule(str(rule)) for rule in Rule] == list(Rule)
+
+
+def test_only_registries_name_rules() -> None:
+    """Code asks for properties; so a new rule touches these files, the proto, and a file of its own mathematics."""
+    root = Path(specdec.__file__).parents[1]
+    names = "|".join(rule.name for rule in Rule)
+    named = re.compile(rf"\b(Rule\.|VERIFICATION_RULE_)({names})\b")
+    files = [path for room in ROOMS for path in (root / room).rglob("*.py") if "v1" not in path.parts]
+    assert {str(path.relative_to(root)) for path in files if named.search(path.read_text())} == {
+        "specdec/rules.py",  # the members
+        "target_service/rules/registry.py",  # how the target verifies
+        "specdec/engine/native/sampling_verify.py",  # which of them the kernels know: may be left as it is
+    }
+
+
+def test_every_rule_has_a_wire_value_and_every_wire_value_a_rule() -> None:
+    assert {codec.decode_rule(value) for value in pb.VerificationRule.values()} == {None, *Rule}
+    assert [codec.decode_rule(codec.encode_rule(rule)) for rule in Rule] == list(Rule)

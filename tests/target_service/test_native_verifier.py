@@ -16,7 +16,8 @@ from specdec.rules import Rule, SparseRow
 from specdec.sampling.drafting import collect, draft
 from specdec.sampling.rows import Rows
 from specdec.sampling.state import SamplingState
-from target_service.verifier import Outcome, Round, Verifier, check_draft
+from target_service.rounds import Outcome, Round, check_draft
+from target_service.verifier import Verifier
 
 PROMPT, OUTPUT = [1, 2, 3, 2, 5], [7, 8, 7, 2]
 SIZES = [17, 64, 300, 1000, 5003]

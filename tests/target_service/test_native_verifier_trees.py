@@ -14,7 +14,8 @@ from specdec.errors import InvalidRequest
 from specdec.rules import Rule, SparseRow
 from specdec.sampling.sparse import pack
 from specdec.trees import groups, path_to
-from target_service.verifier import Outcome, Round, Verifier, check_draft
+from target_service.rounds import Outcome, Round, check_draft
+from target_service.verifier import Verifier
 from tests.specdec.engine.paged import random_tree
 from tests.target_service.test_native_verifier import both, edits, shapes, state_of
 

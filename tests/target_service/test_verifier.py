@@ -23,7 +23,8 @@ from specdec.sampling.rows import Rows
 from specdec.sampling.sparse import pack, unpack
 from specdec.sampling.state import SamplingState
 from target_service.logprobs import position_logprobs
-from target_service.verifier import Outcome, Round, Verifier, check_draft
+from target_service.rounds import Outcome, Round, check_draft
+from target_service.verifier import Verifier
 
 V, PROMPT = 48, [3, 1, 4]
 VERIFIER = Verifier()

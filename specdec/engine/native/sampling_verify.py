@@ -26,7 +26,7 @@ _ACCEPTANCE: Final[Mapping[Rule, int]] = {Rule.COUPLED: _OWN_CHOICE, Rule.TOKEN:
 
 
 class VerifyRound(Protocol):
-    """What is read of a :class:`target_service.verifier.Round`, which says more."""
+    """What is read of a :class:`target_service.rounds.Round`, which says more."""
 
     @property
     def state(self) -> SamplingState:

@@ -28,7 +28,7 @@ from specdec.params import SamplingParams
 from specdec.rules import Rule, SparseRow
 from specdec.sampling.sparse import pack, unpack
 from specdec.sampling.state import SamplingState
-from target_service.verifier import Round
+from target_service.rounds import Round
 
 Array = npt.NDArray[np.float64]
 #: Uniform numbers that let a draft pass if it can at all, and that let none pass.

@@ -22,7 +22,7 @@ from specdec.engine.native.sampling_verify import verify_rounds
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.sampling.state import SamplingState
-from target_service.verifier import Round
+from target_service.rounds import Round
 from tests.target_service.rules.test_native_exact import FAIL, PASS, Array, World, compiled, kernels, objects, world
 
 __all__ = ["kernels", "objects"]  # fixtures

@@ -17,7 +17,8 @@ from specdec.sampling.sparse import pack, unpack
 from specdec.sampling.state import SamplingState
 from specdec.settings import SpeculativeSettings
 from specdec.types import ModelInfo
-from target_service.verifier import Round, Verifier
+from target_service.rounds import Round
+from target_service.verifier import Verifier
 
 V, LENGTH, TRIALS = 4, 3, 6000
 PROMPT = (0, 1, 2, 3, 0, 1, 2, 0, 1, 2)

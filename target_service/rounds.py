@@ -1,0 +1,132 @@
+"""The rounds of a step, what each one committed, and which proposals a round can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specdec.engine.native import library
+from specdec.engine.native.sampling_verify import is_well_formed
+from specdec.errors import InternalError, InvalidRequest, TandemError
+from specdec.rules import Rule, SparseRow
+from specdec.sampling import sparse
+from specdec.sampling.state import SamplingState
+from specdec.trees import groups, path_to
+from specdec.types import PositionLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One session's part of a step: k drafted tokens and k + 1 rows of logits (k = 0: plain decoding, prefill).
+
+    Row ``start_row`` decides the first token, row ``start_row + i + 1`` the one after drafted token i.
+    """
+
+    #: Committed tokens up to the round; the round's first token will stand at position len(state).
+    state: SamplingState
+    rule: Rule
+    start_row: int
+    draft_token_ids: Sequence[int] = ()
+    #: Empty (the draft is deterministic, or the rule is coupled) or one per group of siblings, in a chain per token.
+    q_rows: Sequence[SparseRow] = ()
+    #: As in SamplingParams: None reports nothing, 0 only the token that stands at each position.
+    logprobs: int | None = None
+    #: Of each drafted token the one it follows, -1 for the committed tokens; empty: a chain. Siblings differ.
+    parents: Sequence[int] = ()
+
+    def path_to(self, place: int) -> Sequence[int]:
+        """The drafted tokens (their indices) before a place; see :class:`~target_service.rules.drafts.Drafts`."""
+        return path_to(self.parents, place - 1) if self.parents else range(place)
+
+    def outcome(self, end: int, token_id: int) -> Outcome:
+        """The walk along the drafted tokens ended at place ``end``; the target's own token stands there."""
+        path = self.path_to(end)
+        if not self.parents:
+            return Outcome(end, (*self.draft_token_ids[:end], token_id), path=path)
+        return Outcome(len(path), (*(self.draft_token_ids[i] for i in path), token_id), path=path)
+
+    def failure(self, end: int, logits: Tensor) -> Outcome:
+        """The walk ended at a place without a token to draw: float32 ``logits`` [R, V] of the step tell why."""
+        row, position = logits[self.start_row + end], len(self.state) + len(self.path_to(end))
+        if bool(row.isnan().any() | row.isposinf().any()):
+            return Outcome(0, (), error=InternalError(f"the model's logits at position {position} are not finite"))
+        return Outcome(
+            0,
+            (),
+            error=InvalidRequest(
+                f"the request's parameters (allowed_token_ids, bad_words, min_tokens, logit_bias) forbid every token"
+                f" at position {position}"
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a round commits. Stop tokens and limits are not looked at: the batcher cuts where the sequence ends."""
+
+    num_accepted: int
+    #: The accepted drafts, then the target's own token.
+    token_ids: tuple[int, ...]
+    #: One per token where the round asked for them.
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    #: Set, and the rest empty, where there was no token to draw: fail this session alone.
+    error: TandemError | None = None
+    #: The drafted tokens that were accepted: their indices in the round. Drafted token i was fed as row i + 1 of the
+    #: round's rows, behind the last committed token.
+    path: Sequence[int] = ()
+
+
+def check_draft(
+    token_ids: Sequence[int], q_rows: Sequence[SparseRow], num_tokens: int, parents: Sequence[int] = ()
+) -> None:
+    """Refuse a proposal no rule can verify, before its tokens reach the model.
+
+    Raises :class:`InvalidRequest` on an id outside 0..num_tokens-1, a q row that is malformed or could not have drawn
+    its token, or parents that make no tree of tokens that differ from their siblings.
+    """
+    if parents:
+        q_rows = _check_tree(token_ids, q_rows, parents)
+    kernels = library.load()
+    if kernels is not None and is_well_formed(kernels, token_ids, q_rows, num_tokens):
+        return
+    if q_rows and len(q_rows) != len(token_ids):
+        raise InvalidRequest(f"{len(token_ids)} drafted tokens came with {len(q_rows)} q rows; send one each or none")
+    if token_ids:
+        _check_range(min(token_ids), max(token_ids), num_tokens)
+    for token_id, row in zip(token_ids, q_rows, strict=False):
+        named, _ = sparse.unpack(row)
+        _check_range(int(named[0]), int(named[-1]), num_tokens)
+        if token_id not in named:
+            raise InvalidRequest(f"drafted token {token_id} is not in its q row, so it was not drawn from it")
+
+
+def _check_tree(token_ids: Sequence[int], q_rows: Sequence[SparseRow], parents: Sequence[int]) -> Sequence[SparseRow]:
+    """The q row of each token."""
+    if len(parents) != len(token_ids):
+        raise InvalidRequest(
+            f"{len(token_ids)} drafted tokens came with {len(parents)} parents; send one each or none", param="parents"
+        )
+    for index, parent in enumerate(parents):
+        if not -1 <= parent < index:
+            raise InvalidRequest(
+                f"parents[{index}] is {parent}; a parent stands before its child, or is -1 for the prefix",
+                param="parents",
+            )
+    if len(set(zip(parents, token_ids, strict=True))) != len(token_ids):
+        raise InvalidRequest("a token is drafted twice after the same tokens; siblings must differ", param="parents")
+    if not q_rows:
+        return ()
+    numbers = groups(parents)
+    if len(q_rows) != max(numbers) + 1:
+        raise InvalidRequest(
+            f"{max(numbers) + 1} groups of siblings came with {len(q_rows)} q rows; send one each or none",
+            param="q_rows",
+        )
+    return [q_rows[group] for group in numbers]
+
+
+def _check_range(smallest: int, largest: int, num_tokens: int) -> None:
+    if not 0 <= smallest <= largest < num_tokens:
+        raise InvalidRequest(f"a proposal names tokens {smallest} to {largest}; tokens are 0 to {num_tokens - 1}")
