@@ -1,1 +1,1 @@
-"""Longer measurements than `tandem bench`."""
+"""Measurements beyond `tandem bench`."""

@@ -1,1 +1,1 @@
-"""The gateway: requests in, tokens out; owns the decoding loop. Never imports torch."""
+"""The gateway: accepts requests, runs the decoding loop and returns text. It never imports torch."""

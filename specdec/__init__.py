@@ -1,3 +1,3 @@
-"""The ground floor of Tandem: the wire, its types, sampling, the model engine and the RPC plumbing."""
+"""Shared by all services: messages, types, options, sampling, the model engine and RPC."""
 
 __version__ = "0.1.0"

@@ -1,1 +1,1 @@
-"""The target service: scores proposals in batched forward passes and keeps sessions pinned."""
+"""The target service: verifies proposals in batched forward passes and keeps the KV caches of sessions."""

@@ -1,1 +1,1 @@
-"""Drafters, one module each, behind the interface in base.py."""
+"""Drafters, one module each; base.py has their interface."""

@@ -1,1 +1,1 @@
-"""How the gateway reaches draft and target services over gRPC."""
+"""gRPC clients of the draft and target services."""

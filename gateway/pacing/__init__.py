@@ -1,1 +1,1 @@
-"""How many tokens each session drafts a round, zero included."""
+"""How many tokens each session drafts per round, zero included."""

@@ -1,1 +1,1 @@
-"""The OpenAI-style REST face."""
+"""The REST API in OpenAI's format."""

@@ -1,1 +1,1 @@
-"""Running a model with pinned KV: loading, ragged batches, KV pool, attention, and the thread that owns the device."""
+"""Runs one model: loading, batches, KV pool, attention and the device thread."""

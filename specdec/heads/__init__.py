@@ -1,1 +1,1 @@
-"""Draft heads: small networks on the target's hidden states, as torch modules, and the files they are published in."""
+"""Draft heads: small networks on the target's hidden states, as torch modules."""

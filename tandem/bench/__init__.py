@@ -1,1 +1,1 @@
-"""``tandem bench``: plain against speculative decoding, in one run on one machine, and the limit of the arithmetic."""
+"""``tandem bench``: plain against speculative decoding in one run, and the theoretical limits."""

@@ -1,1 +1,1 @@
-"""The tandem command: one module a subcommand."""
+"""The tandem command: one module per subcommand."""

@@ -1,1 +1,1 @@
-"""How drafters are trained for a target, and how the bundled pair is made."""
+"""Training of drafters for a target, and of the bundled pair."""

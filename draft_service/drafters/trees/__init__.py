@@ -1,1 +1,1 @@
-"""Drafting token trees."""
+"""Drafting of token trees."""

@@ -1,1 +1,1 @@
-"""Running a model on a GPU: attention over the paged cache in Triton, and CUDA graphs."""
+"""Runs a model on a GPU: attention on the paged cache in Triton, and CUDA graphs."""

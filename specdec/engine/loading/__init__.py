@@ -1,1 +1,1 @@
-"""From a checkpoint's folder to a model that passed its self-check: files, memory, refusals, choice of kernels."""
+"""Loads a checkpoint: files, memory, refused models, choice of kernels, self-check."""

@@ -1,1 +1,1 @@
-"""Draft heads on disk: one module a published format."""
+"""Readers of the file formats draft heads are published in, one module per format."""
