@@ -125,7 +125,7 @@ class Gateway:
             self._rest.should_exit = self._rest.force_exit = True
             await asyncio.wait((self._rest_task,))
         await self._rpc.stop()
-        if closings := self.generation.decoder.closings:
+        if closings := self.generation.context.closings:
             await asyncio.wait(closings)
         if self._fleet is not None:
             await self._fleet.stop()

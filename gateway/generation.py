@@ -11,8 +11,9 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
-from gateway.decoding.context import DecodingContext, DecodingSettings
-from gateway.decoding.loop import Decoding, DecodingRequest
+from gateway.decoding.context import DecodingContext
+from gateway.decoding.loop import Decoding
+from gateway.decoding.request import DecodingRequest
 from gateway.merging import merge
 from gateway.metrics import GatewayMetrics
 from gateway.pacing.stats import PacingStatsCollector
@@ -45,18 +46,8 @@ class Generation:
         self.settings = settings or GatewaySettings()
         self.tokenizer = tokenizer
         self.metrics = metrics or GatewayMetrics()
-        self.decoder = DecodingContext(
-            router,
-            DecodingSettings(
-                draft_timeout_s=self.settings.draft_timeout_s,
-                max_target_retries=self.settings.max_target_retries,
-                num_ahead_proposals=self.settings.num_ahead_proposals,
-                min_offer_likelihood=self.settings.min_offer_likelihood,
-                disable_by_batch_size=self.settings.disable_by_batch_size,
-                fixed_draft_length=self.settings.fixed_draft_length,
-            ),
-        )
-        self.metrics.registry.register(PacingStatsCollector(lambda: self.decoder.lanes))
+        self.context = DecodingContext(router, self.settings)
+        self.metrics.registry.register(PacingStatsCollector(lambda: self.context.pacers))
         self.num_requests = 0
         #: New requests are refused; those in flight go on.
         self.draining = False
@@ -193,7 +184,7 @@ class Generation:
     async def _sample(
         self, request: GenerationRequest, request_id: str, index: int, sample: DecodingRequest, *, started: float
     ) -> AsyncGenerator[GenerationChunk, None]:
-        decoding = Decoding(self.decoder, sample)
+        decoding = Decoding(self.context, sample)
         assembler = SampleAssembler(request_id, index, request.params, decoding, self.tokenizer)
         outcome, last = "cancelled", 0.0
         self.metrics.running.inc()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from gateway.decoding.loop import DecodingRequest
+from gateway.decoding.request import DecodingRequest
 from gateway.text.tokenizer import TextTokenizer
 from gateway.types import GenerationRequest
 from specdec.errors import InvalidRequest
@@ -50,7 +50,7 @@ class Preparation:
         _check_prompt(prompt, model)
         fixed = self._fix(params, len(prompt), model)
         rule = request.rule or (self._settings.verification if params.seed is None else SEEDED_RULE)
-        k = _num_speculative_tokens(request, self._settings)
+        k = _num_speculative_tokens(request, self._settings, max_tokens=fixed.max_tokens)
         session_id = _session_id(request)
         return [
             DecodingRequest(
@@ -129,15 +129,16 @@ def _check_token_ids(param: str, token_ids: Iterable[int], model: ModelInfo) -> 
             )
 
 
-def _num_speculative_tokens(request: GenerationRequest, settings: GatewaySettings) -> int:
-    asked = request.num_speculative_tokens
-    if asked is None:
-        return settings.num_speculative_tokens
-    if not 0 <= asked <= MAX_SPECULATIVE_TOKENS:
+def _num_speculative_tokens(request: GenerationRequest, settings: GatewaySettings, *, max_tokens: int | None) -> int:
+    """Drafted tokens a round at most. A round commits one token of the target's own besides, so a request for n tokens
+    never needs more than n - 1.
+    """
+    limit, asked = settings.num_speculative_tokens, request.num_speculative_tokens
+    if asked is not None and not 0 <= asked <= MAX_SPECULATIVE_TOKENS:
         raise InvalidRequest(
             f"num_speculative_tokens is {asked}, outside [0, {MAX_SPECULATIVE_TOKENS}]", param="num_speculative_tokens"
         )
-    return min(asked, settings.num_speculative_tokens)
+    return min(limit if asked is None else asked, limit, (max_tokens or 1) - 1)
 
 
 def _session_id(request: GenerationRequest) -> str | None:

@@ -192,7 +192,7 @@ class Router:
         """The session's draft; None when no draft can be used now."""
         return self.drafts.pick(session_id, avoid)
 
-    def state_wish(self, session_id: str) -> HiddenStateSpec:
+    def hidden_states_spec(self, session_id: str) -> HiddenStateSpec:
         """The hidden states that the session's draft reads; while no draft can be used, those that one reads which may
         come back.
         """

@@ -162,7 +162,7 @@ class _Pair:
 
     @classmethod
     async def open(cls, router: Router, spec: SessionSpec, stack: AsyncExitStack) -> _Pair:
-        wish = router.state_wish(spec.session_id)
+        wish = router.hidden_states_spec(spec.session_id)
         asking = replace(spec, hidden_state_layers=wish.layers, last_hidden_state_only=wish.last_only)
         target = await router.targets.usable[0].backend.open(asking)
         stack.push_async_callback(target.close)

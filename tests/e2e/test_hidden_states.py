@@ -14,8 +14,9 @@ from draft_service.core import DraftCore
 from draft_service.servicer import DraftServicer
 from gateway.backends.draft import GrpcDraft
 from gateway.backends.target import GrpcTarget
-from gateway.decoding.context import DecodingContext, DecodingSettings
-from gateway.decoding.loop import Decoding, DecodingRequest
+from gateway.decoding.context import DecodingContext
+from gateway.decoding.loop import Decoding
+from gateway.decoding.request import DecodingRequest
 from gateway.pacing.controller import FixedPace
 from gateway.routing import Replica, Router
 from specdec import hidden_state_buffer as state_buffer
@@ -23,7 +24,7 @@ from specdec.engine.engine import Engine, Segment
 from specdec.params import SamplingParams
 from specdec.rpc.channel import open_channel
 from specdec.rpc.server import RpcServer
-from specdec.settings import ModelSettings, SchedulerSettings, ServerSettings, TargetSettings
+from specdec.settings import GatewaySettings, ModelSettings, SchedulerSettings, ServerSettings, TargetSettings
 from specdec.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 from specdec.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_server
 from tandem.bench.parts import time_parts
@@ -122,7 +123,7 @@ class FicklePace(FixedPace):
 
 @asynccontextmanager
 async def service(model_settings, reader, transport):
-    """A decoder on a target and a draft; both know of no session in the end."""
+    """A decoding context on a target and a draft; both know of no session in the end."""
     target = await TargetCore.start(
         TargetSettings(model=model_settings, scheduler=SchedulerSettings(max_num_batched_tokens=24))
     )
@@ -144,7 +145,7 @@ async def service(model_settings, reader, transport):
     router.target_up(router.targets.replicas[0], await backends[0].info())
     router.draft_up(router.drafts.replicas[0], await backends[1].info())
     try:
-        yield DecodingContext(router, DecodingSettings(fixed_draft_length=True))
+        yield DecodingContext(router, GatewaySettings(fixed_draft_length=True))
         async with asyncio.timeout(10):
             while (await target.load()).open_sessions or (await draft.load()).open_sessions:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)  # the servers' own pace
@@ -158,9 +159,9 @@ async def service(model_settings, reader, transport):
         await target.close()
 
 
-async def decode(decoder, prompt, count, **changes):
+async def decode(context, prompt, count, **changes):
     params = SamplingParams(temperature=0.0, max_tokens=count, seed=1, **changes.pop("params", {}))
-    decoding = Decoding(decoder, DecodingRequest(prompt=prompt, params=params, num_speculative_tokens=4, **changes))
+    decoding = Decoding(context, DecodingRequest(prompt=prompt, params=params, num_speculative_tokens=4, **changes))
     out = []
     async with aclosing(decoding.verdicts()) as verdicts:
         async for verdict in verdicts:
@@ -186,8 +187,8 @@ async def test_every_state_is_exact(  # noqa: PLR0917
     prompts = [make_prompt(i, 10 + 17 * i) for i in range(num_sessions)]
     texts = [[*prompt, *plain(prompt, 70)] for prompt in prompts]
     reader = StateReader(Guesser(texts), LAYERS)
-    async with service(model_settings, reader, transport) as decoder:
-        answers = await asyncio.gather(*(decode(decoder, prompt, 60) for prompt in prompts))
+    async with service(model_settings, reader, transport) as context:
+        answers = await asyncio.gather(*(decode(context, prompt, 60) for prompt in prompts))
     for prompt, text, (out, decoding) in zip(prompts, texts, answers, strict=True):
         assert out == text[len(prompt) : len(prompt) + 60]
         assert 0 < decoding.metrics.draft_acceptance_rate < 1
@@ -205,13 +206,13 @@ async def test_stop_tokens_and_parked_sessions(model_settings, exact, plain, tra
     stop = next(token for i, token in enumerate(text) if i > 15 and token not in text[:i])
     texts = [[*prompt, *text]]
     reader = StateReader(Guesser(texts), LAYERS)
-    async with service(model_settings, reader, transport) as decoder:
-        out, _ = await decode(decoder, prompt, 60, session_id="chat", params={"stop_token_ids": (stop,)})
+    async with service(model_settings, reader, transport) as context:
+        out, _ = await decode(context, prompt, 60, session_id="chat", params={"stop_token_ids": (stop,)})
         assert out == text[: text.index(stop) + 1]
         check(reader.readings[0], exact)
         follow = (*prompt, *out, *make_prompt(7, 30))
         texts.append([*follow, *plain(follow, 50)])
-        again, decoding = await decode(decoder, follow, 40, session_id="chat")
+        again, decoding = await decode(context, follow, 40, session_id="chat")
         assert again == plain(follow, 40)
         num_cached = decoding.opened.num_cached_tokens
         assert num_cached == len(prompt) + len(out) - 1
@@ -223,8 +224,8 @@ async def test_a_draft_that_breaks_goes_on_with_what_came_since(model_settings, 
     prompt = make_prompt(3, 40)
     texts = [[*prompt, *plain(prompt, 420)]]
     reader = StateReader(Guesser(texts, fail_at=(5, 12)), LAYERS)
-    async with service(model_settings, reader, transport) as decoder:
-        out, decoding = await decode(decoder, prompt, 400)
+    async with service(model_settings, reader, transport) as context:
+        out, decoding = await decode(context, prompt, 400)
         assert out == texts[0][40:440]
     assert decoding.metrics.num_draft_failures == 2
     assert len(reader.readings) == 3
@@ -247,8 +248,8 @@ async def test_the_newest_state_alone(model_settings, exact, plain):
         return guesser(reading)
 
     reader = StateReader(propose, LAYERS, last_only=True)
-    async with service(model_settings, reader, "grpc") as decoder:
-        assert (await decode(decoder, prompt, 80))[0] == texts[0][60:140]
+    async with service(model_settings, reader, "grpc") as context:
+        assert (await decode(context, prompt, 80))[0] == texts[0][60:140]
     rows = exact(texts[0][:140])
     assert len(seen) > 20
     assert seen == {position: rows[position] for position in seen}
@@ -259,8 +260,8 @@ async def test_the_parts_of_a_round_are_timed_with_states(model_settings, plain)
     prompts = [make_prompt(seed, 20) for seed in (5, 6)]
     reader = StateReader(Guesser([[*prompt, *plain(prompt, 60)] for prompt in prompts]), LAYERS)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    async with service(model_settings, reader, "grpc") as decoder:
-        costs = await time_parts(decoder.router, [prompts], params, None, 4)
+    async with service(model_settings, reader, "grpc") as context:
+        costs = await time_parts(context.router, [prompts], params, None, 4)
     # Each committed token's row travels twice.
     assert costs.wire_bytes > 2 * NUM_FEATURES * 2
     assert reader.propose.num_calls > 10

@@ -18,7 +18,7 @@ from tests.gateway.text import vocabularies
 @pytest.fixture
 def short_pauses(monkeypatch):
     """Before what was lost is opened anew."""
-    monkeypatch.setattr("gateway.decoding.loop.FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr("gateway.decoding.target_client.FIRST_BACKOFF_S", 0.001)
     monkeypatch.setattr("gateway.decoding.draft_client.FIRST_BACKOFF_S", 0.001)
 
 

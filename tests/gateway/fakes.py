@@ -397,6 +397,8 @@ class FakeDraftSession(FakeSession):
         assert max(self.new_states, default=0) < len(self.token_ids)
         self.known_states |= set(self.new_states)
         self.asked = (num_draft_tokens, num_ahead_proposals) if num_draft_tokens else None
+        if not num_draft_tokens:  # what was sent before does not answer what is asked later
+            self.answered.clear()
         self.wake.set()
 
     def received_more(self):

@@ -10,7 +10,7 @@ from specdec.errors import DeadlineExceeded, InvalidRequest, StaleSession, Unava
 from specdec.pending_proposals import MAX_PENDING_PROPOSALS
 from specdec.settings import GatewaySettings
 from specdec.types import Proposal
-from tests.gateway.decoding.test_loop import PROMPT, assert_all_closed, decoder_of, request_of, run
+from tests.gateway.decoding.test_loop import PROMPT, assert_all_closed, context_of, request_of, run
 from tests.gateway.fakes import FakeDraft, FakeTarget, Faults, params, reference
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
@@ -26,8 +26,8 @@ async def test_the_text_is_the_same_with_and_without(quality, ahead_quality, tem
         target = FakeTarget(by_round=by_round, latency_s=0.001)
         draft = FakeDraft(quality=quality, ahead_quality=ahead_quality, latency_s=0.0002)
         draft.by_round = by_round
-        decoder = decoder_of([target], [draft], num_ahead_proposals=num_ahead_proposals)
-        out, decoding = await run(decoder, request_of(4, temperature=temperature, max_tokens=60))
+        context = context_of([target], [draft], num_ahead_proposals=num_ahead_proposals)
+        out, decoding = await run(context, request_of(4, temperature=temperature, max_tokens=60))
         assert_all_closed(target, draft)
         texts.append(out)
         metrics.append(decoding.metrics)
@@ -51,9 +51,9 @@ async def test_any_order_of_events(seed):
     schedule = random.Random(seed)
     target = FakeTarget(latency_s=iter(lambda: schedule.randrange(12), -1))
     draft = FakeDraft(quality=0.7, latency_s=iter(lambda: schedule.randrange(12), -1), empty_every=7 * (seed % 2))
-    decoder = decoder_of([target], [draft], num_ahead_proposals=1 + seed % 8, min_offer_likelihood=0.4)
+    context = context_of([target], [draft], num_ahead_proposals=1 + seed % 8, min_offer_likelihood=0.4)
     requests = [request_of(1 + seed % 5, temperature=temperature, max_tokens=50) for temperature in (0.0, 1.0)]
-    for (out, _), request in zip(await asyncio.gather(*(run(decoder, r) for r in requests)), requests, strict=True):
+    for (out, _), request in zip(await asyncio.gather(*(run(context, r) for r in requests)), requests, strict=True):
         assert out == reference(PROMPT, request.params)
     assert_all_closed(target, draft)
 
@@ -61,8 +61,8 @@ async def test_any_order_of_events(seed):
 async def test_only_likely_proposals_are_offered():
     target, draft = FakeTarget(latency_s=0.001), FakeDraft(ahead_quality=1.0)
     draft.likelihood = 0.25
-    decoder = decoder_of([target], [draft], num_ahead_proposals=4, min_offer_likelihood=0.3)
-    out, decoding = await run(decoder, request_of(4))
+    context = context_of([target], [draft], num_ahead_proposals=4, min_offer_likelihood=0.3)
+    out, decoding = await run(context, request_of(4))
     assert out == reference(PROMPT, params())
     assert target.num_started_by_offers == target.num_superseded == 0
     assert decoding.metrics.num_ahead_hits > 3  # kept at the gateway
@@ -71,8 +71,8 @@ async def test_only_likely_proposals_are_offered():
 async def test_a_draft_that_is_always_right_never_fills_the_branches():
     target, draft = FakeTarget(latency_s=0.002), FakeDraft(quality=1.0, ahead_quality=1.0)
     draft.likelihood = 0.99
-    decoder = decoder_of([target], [draft], num_ahead_proposals=15)
-    out, decoding = await run(decoder, request_of(1, max_tokens=200))
+    context = context_of([target], [draft], num_ahead_proposals=15)
+    out, decoding = await run(context, request_of(1, max_tokens=200))
     assert out == reference(PROMPT, params(max_tokens=200))
     assert decoding.metrics.num_draft_failures == decoding.metrics.num_target_failures == 0
     assert decoding.metrics.num_ahead_hits > 80
@@ -84,7 +84,7 @@ async def test_draft_lost_at_every_proposal(event, error):
     for index in range(20):
         faults = Faults(**{event: {index: error}})
         target, draft = FakeTarget(latency_s=0.0005), FakeDraft(faults=faults, quality=0.7)
-        out, decoding = await run(decoder_of([target], [draft], num_ahead_proposals=4), request_of(4))
+        out, decoding = await run(context_of([target], [draft], num_ahead_proposals=4), request_of(4))
         assert out == reference(PROMPT, params())
         assert_all_closed(target, draft)
         assert decoding.metrics.num_draft_failures <= 1
@@ -98,7 +98,7 @@ async def test_target_lost_at_every_round(event):
             FakeTarget(),
         )
         draft = FakeDraft(quality=0.7)
-        out, decoding = await run(decoder_of([target, spare], [draft], num_ahead_proposals=4), request_of(4))
+        out, decoding = await run(context_of([target, spare], [draft], num_ahead_proposals=4), request_of(4))
         assert out == reference(PROMPT, params())
         assert_all_closed(target, spare, draft)
         assert decoding.metrics.num_target_failures == (target.faults.counts.get(event, 0) > index)
@@ -106,7 +106,7 @@ async def test_target_lost_at_every_round(event):
 
 async def test_a_draft_that_sends_more_than_may_be_kept_is_dropped(monkeypatch):
     target, draft = FakeTarget(latency_s=0.002), FakeDraft()
-    decoder = decoder_of([target], [draft], num_ahead_proposals=1)
+    context = context_of([target], [draft], num_ahead_proposals=1)
     opened, first = draft.open, reference(PROMPT, params())[0]
 
     async def open_and_flood(spec):
@@ -118,7 +118,7 @@ async def test_a_draft_that_sends_more_than_may_be_kept_is_dropped(monkeypatch):
         return session
 
     monkeypatch.setattr(draft, "open", open_and_flood)
-    out, decoding = await run(decoder, request_of(4, max_tokens=10))
+    out, decoding = await run(context, request_of(4, max_tokens=10))
     assert out == reference(PROMPT, params(max_tokens=10))
     assert decoding.metrics.num_draft_failures >= 1
     assert_all_closed(target, draft)
@@ -133,7 +133,7 @@ async def test_what_the_target_refuses_ahead_ends_drafting():
         return tokens if len(context) < 12 else (*tokens[:-1], 999)
 
     draft.chain = chain_with_a_wrong_end
-    out, decoding = await run(decoder_of([target], [draft], num_ahead_proposals=4), request_of(4))
+    out, decoding = await run(context_of([target], [draft], num_ahead_proposals=4), request_of(4))
     assert out == reference(PROMPT, params())
     assert (decoding.metrics.num_draft_failures, decoding.metrics.num_target_failures) == (1, 0)
     assert draft.num_opened == 1
@@ -150,7 +150,7 @@ async def test_proposals_of_another_epoch_are_counted_and_dropped(monkeypatch):
         return session
 
     monkeypatch.setattr(draft, "open", open_and_send_old)
-    out, decoding = await run(decoder_of([target], [draft], num_ahead_proposals=4), request_of(4))
+    out, decoding = await run(context_of([target], [draft], num_ahead_proposals=4), request_of(4))
     assert out == reference(PROMPT, params())
     assert decoding.metrics.num_stale == 1
 
@@ -158,18 +158,18 @@ async def test_proposals_of_another_epoch_are_counted_and_dropped(monkeypatch):
 @pytest.mark.usefixtures("virtual_time")
 async def test_deadline_and_cancellation_leave_nothing_behind():
     target, draft = FakeTarget(latency_s=0.004), FakeDraft(ahead_quality=0.9)
-    decoder = decoder_of([target], [draft], num_ahead_proposals=8)
+    context = context_of([target], [draft], num_ahead_proposals=8)
     now = asyncio.get_running_loop().time
     with pytest.raises(DeadlineExceeded, match=r"after [1-9][0-9]? tokens"):
-        await run(decoder, request_of(1, max_tokens=400, deadline=now() + 0.1))
+        await run(context, request_of(1, max_tokens=400, deadline=now() + 0.1))
     assert_all_closed(target, draft)
     for delay_ms in range(0, 40, 3):
-        task = asyncio.create_task(run(decoder, request_of(4, max_tokens=400)))
+        task = asyncio.create_task(run(context, request_of(4, max_tokens=400)))
         await asyncio.sleep(delay_ms / 1000)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.gather(*decoder.closings)
+        await asyncio.gather(*context.closings)
         assert_all_closed(target, draft)
 
 

@@ -10,7 +10,7 @@ from gateway.decoding.loop import Decoding
 from gateway.routing import HiddenStateSpec
 from specdec import hidden_state_buffer as state_buffer
 from specdec.errors import InvalidRequest, Unavailable
-from tests.gateway.decoding.test_loop import PROMPT, assert_all_closed, decoder_of, request_of, run
+from tests.gateway.decoding.test_loop import PROMPT, assert_all_closed, context_of, request_of, run
 from tests.gateway.fakes import FakeDraft, FakeTarget, Faults, draft_info, params, reference
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
@@ -28,7 +28,7 @@ def reader(**options):
 async def test_every_row_comes_once_with_its_tokens(quality, temperature):
     target, draft = FakeTarget(latency_s=0.0001), reader(quality=quality)
     request = request_of(4, temperature=temperature)
-    out, run_ = await run(decoder_of([target], [draft], num_ahead_proposals=4), request)
+    out, run_ = await run(context_of([target], [draft], num_ahead_proposals=4), request)
     assert out == reference(PROMPT, request.params)
     assert target.specs[0].hidden_state_layers == LAYERS
     (session,) = draft.sessions
@@ -40,7 +40,7 @@ async def test_every_row_comes_once_with_its_tokens(quality, temperature):
 
 async def test_states_wait_for_a_draft_that_is_late():
     target, draft = FakeTarget(latency_s=0.001), reader(quality=1.0, open_latency_s=0.02)
-    out, run_ = await run(decoder_of([target], [draft]), request_of(4, max_tokens=80))
+    out, run_ = await run(context_of([target], [draft]), request_of(4, max_tokens=80))
     assert out == reference(PROMPT, run_.request.params)
     (session,) = draft.sessions
     assert session.known_states == set(range(len(session.token_ids) - 1))
@@ -51,7 +51,7 @@ async def test_states_wait_for_a_draft_that_is_late():
 async def test_only_the_newest_row_is_kept_where_that_is_enough():
     target = FakeTarget(latency_s=0.001)
     draft = reader(quality=0.5, last_hidden_state_only=True, open_latency_s=0.01)
-    out, run_ = await run(decoder_of([target], [draft]), request_of(4, max_tokens=60))
+    out, run_ = await run(context_of([target], [draft]), request_of(4, max_tokens=60))
     assert out == reference(PROMPT, run_.request.params)
     assert target.specs[0].last_hidden_state_only
     (session,) = draft.sessions
@@ -63,7 +63,7 @@ async def test_only_the_newest_row_is_kept_where_that_is_enough():
 @pytest.mark.parametrize(("k", "drafts"), [(4, [FakeDraft]), (0, [reader]), (4, [])])
 async def test_nothing_is_asked_for_where_nobody_reads_it(k, drafts):
     target = FakeTarget()
-    out, _ = await run(decoder_of([target], [make() for make in drafts]), request_of(k))
+    out, _ = await run(context_of([target], [make() for make in drafts]), request_of(k))
     assert out == reference(PROMPT, params())
     assert target.specs[0].hidden_state_layers == ()
 
@@ -71,7 +71,7 @@ async def test_nothing_is_asked_for_where_nobody_reads_it(k, drafts):
 async def test_a_draft_that_was_lost_gets_what_came_since():
     drafts = [reader(quality=1.0), reader(quality=1.0)]
     target = FakeTarget(latency_s=0.0005)
-    run_ = Decoding(decoder_of([target], drafts), request_of(2, max_tokens=80))
+    run_ = Decoding(context_of([target], drafts), request_of(2, max_tokens=80))
     out = []
     async with contextlib.aclosing(run_.verdicts()) as verdicts:
         async for verdict in verdicts:
@@ -90,7 +90,7 @@ async def test_a_draft_that_was_lost_gets_what_came_since():
 async def test_a_target_that_was_lost_sends_the_prompts_states_again():
     targets = [FakeTarget(latency_s=0.0005), FakeTarget(latency_s=0.0005)]
     draft = reader(quality=0.8)
-    run_ = Decoding(decoder_of(targets, [draft]), request_of(3, max_tokens=80))
+    run_ = Decoding(context_of(targets, [draft]), request_of(3, max_tokens=80))
     out = []
     async with contextlib.aclosing(run_.verdicts()) as verdicts:
         async for verdict in verdicts:
@@ -108,7 +108,7 @@ async def test_a_target_that_was_lost_sends_the_prompts_states_again():
 async def test_what_waits_is_bounded_and_the_oldest_goes(monkeypatch):
     monkeypatch.setattr(state_buffer.StateBuffer.__init__, "__defaults__", (10 * 8,))
     target, draft = FakeTarget(latency_s=0.001), reader(quality=1.0, open_latency_s=0.03)
-    out, run_ = await run(decoder_of([target], [draft]), request_of(2, max_tokens=100))
+    out, run_ = await run(context_of([target], [draft]), request_of(2, max_tokens=100))
     assert out == reference(PROMPT, run_.request.params)
     (session,) = draft.sessions
     first = min(session.known_states)
@@ -120,7 +120,7 @@ async def test_what_waits_is_bounded_and_the_oldest_goes(monkeypatch):
 async def test_a_target_without_those_layers_is_used_without_the_draft():
     refusal = InvalidRequest("no such layer", param="hidden_state_layers")
     target, draft = FakeTarget(faults=Faults(open={0: refusal})), reader()
-    out, run_ = await run(decoder_of([target], [draft]), request_of(4))
+    out, run_ = await run(context_of([target], [draft]), request_of(4))
     assert out == reference(PROMPT, params())
     assert [spec.hidden_state_layers for spec in target.specs] == [()]
     assert run_.metrics.num_draft_tokens == 0
@@ -131,8 +131,8 @@ async def test_another_drafts_states_are_not_passed_on():
     """The second draft reads other layers than the target was asked for: it is told nothing."""
     drafts = [reader(quality=1.0), reader(quality=1.0, hidden_state_layers=(1,))]
     target = FakeTarget(latency_s=0.0005)
-    decoder = decoder_of([target], drafts)
-    run_ = Decoding(decoder, request_of(2, max_tokens=60))
+    context = context_of([target], drafts)
+    run_ = Decoding(context, request_of(2, max_tokens=60))
     out = []
     async with contextlib.aclosing(run_.verdicts()) as verdicts:
         async for verdict in verdicts:
@@ -149,20 +149,20 @@ async def test_another_drafts_states_are_not_passed_on():
 
 async def test_the_wish_is_that_of_the_sessions_draft():
     def router_of(*drafts):
-        return decoder_of([FakeTarget()], drafts).router
+        return context_of([FakeTarget()], drafts).router
 
-    assert router_of().state_wish("s") == HiddenStateSpec()
-    assert router_of(FakeDraft()).state_wish("s") == HiddenStateSpec()
+    assert router_of().hidden_states_spec("s") == HiddenStateSpec()
+    assert router_of(FakeDraft()).hidden_states_spec("s") == HiddenStateSpec()
     router = router_of(reader(last_hidden_state_only=True))
-    assert router.state_wish("s") == HiddenStateSpec(LAYERS, True)
+    assert router.hidden_states_spec("s") == HiddenStateSpec(LAYERS, True)
     router.down(router.drafts.replicas[0], "for a test")
-    assert router.state_wish("s") == HiddenStateSpec(LAYERS, True)  # it may come back
+    assert router.hidden_states_spec("s") == HiddenStateSpec(LAYERS, True)  # it may come back
 
 
 async def test_leaving_early_closes_everything():
     target, draft = FakeTarget(latency_s=0.001), reader(quality=0.5)
-    decoder: DecodingContext = decoder_of([target], [draft])
-    task = asyncio.create_task(run(decoder, request_of(4, max_tokens=200)))
+    context: DecodingContext = context_of([target], [draft])
+    task = asyncio.create_task(run(context, request_of(4, max_tokens=200)))
     await asyncio.sleep(0.03)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -170,5 +170,5 @@ async def test_leaving_early_closes_everything():
     draft.dead = True
     target.dead = True
     with pytest.raises(Unavailable):
-        await run(decoder, request_of(4, max_tokens=20))
+        await run(context, request_of(4, max_tokens=20))
     assert_all_closed(target, draft)

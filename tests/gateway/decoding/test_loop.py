@@ -5,12 +5,14 @@ import contextlib
 
 import pytest
 
-from gateway.decoding.context import DecodingContext, DecodingSettings
-from gateway.decoding.loop import Decoding, DecodingRequest
+from gateway.decoding.context import DecodingContext
+from gateway.decoding.loop import Decoding
+from gateway.decoding.request import DecodingRequest
 from gateway.pacing.controller import FixedPace
 from gateway.routing import Replica, Router
 from specdec.errors import DeadlineExceeded, InvalidRequest, Overloaded, StaleSession, Unavailable
 from specdec.rules import Rule
+from specdec.settings import GatewaySettings
 from specdec.types import FinishReason
 from tests.gateway.fakes import EOS, FakeDraft, FakeTarget, Faults, params, reference, share
 
@@ -19,13 +21,13 @@ pytestmark = pytest.mark.usefixtures("short_pauses")
 PROMPT = (5, 6, 7)
 
 
-def decoder_of(targets, drafts=(), **settings):
+def context_of(targets, drafts=(), **settings):
     router = Router(
         [Replica(f"target{i}", target, info=target.model) for i, target in enumerate(targets)],
         [Replica(f"draft{i}", draft, info=draft.model) for i, draft in enumerate(drafts)],
     )
     router.target_up(router.targets.replicas[0], targets[0].model)
-    return DecodingContext(router, DecodingSettings(**{"fixed_draft_length": True, **settings}))
+    return DecodingContext(router, GatewaySettings(**{"fixed_draft_length": True, **settings}))
 
 
 def request_of(k=4, **changes):
@@ -33,9 +35,9 @@ def request_of(k=4, **changes):
     return DecodingRequest(prompt=PROMPT, params=params(**changes), num_speculative_tokens=k, deadline=deadline)
 
 
-async def run(decoder, request):
+async def run(context, request):
     """All verdicts of a request, as (token ids, decoding)."""
-    run = Decoding(decoder, request)
+    run = Decoding(context, request)
     out, reason = [], None
     async with contextlib.aclosing(run.verdicts()) as verdicts:
         async for verdict in verdicts:
@@ -57,12 +59,12 @@ def assert_all_closed(*backends):
 @pytest.mark.parametrize("k", [0, 1, 3, 8])
 async def test_text_does_not_depend_on_the_draft(k, quality, temperature):
     target, draft = FakeTarget(latency_s=0.0001), FakeDraft(quality=quality)
-    decoder = decoder_of([target], [draft])
+    context = context_of([target], [draft])
     request = request_of(k, temperature=temperature)
-    out, run_ = await run(decoder, request)
+    out, run_ = await run(context, request)
     assert out == reference(PROMPT, request.params)
     assert_all_closed(target, draft)
-    assert decoder.open_sessions == 0
+    assert context.open_sessions == 0
     metrics = run_.metrics
     assert sum(metrics.acceptance_histogram) == metrics.num_spec_steps
     if k and quality == 1.0:
@@ -75,7 +77,7 @@ async def test_text_does_not_depend_on_the_draft(k, quality, temperature):
 
 async def test_no_draft_decodes_ahead_in_one_call():
     target = FakeTarget()
-    out, _ = await run(decoder_of([target]), request_of(4))
+    out, _ = await run(context_of([target]), request_of(4))
     assert out == reference(PROMPT, params())
     assert_all_closed(target)
 
@@ -85,7 +87,7 @@ async def test_both_sessions_open_at_the_same_time():
     draft = FakeDraft(open_latency_s=0.05, quality=1.0)
     loop = asyncio.get_running_loop()
     start = loop.time()
-    out, run_ = await run(decoder_of([target], [draft]), request_of(4, max_tokens=8))
+    out, run_ = await run(context_of([target], [draft]), request_of(4, max_tokens=8))
     assert loop.time() - start < 0.09
     assert len(out) == 8
     assert run_.metrics.num_draft_tokens >= 4
@@ -99,7 +101,7 @@ async def test_draft_lost_at_every_round(event, error, temperature):
     for index in range(12):
         faults = Faults(**{event: {index: error}})
         target, draft = FakeTarget(latency_s=0.0002), FakeDraft(faults=faults, quality=0.7)
-        out, run_ = await run(decoder_of([target], [draft]), request_of(4, temperature=temperature))
+        out, run_ = await run(context_of([target], [draft]), request_of(4, temperature=temperature))
         assert out == expected
         assert_all_closed(target, draft)
         if event == "propose" and faults.counts[event] > index:
@@ -115,8 +117,8 @@ async def test_target_lost_at_every_round(event, error, with_draft):
         faults = Faults(**{event: {index: error}})
         target, spare, draft = FakeTarget(faults=faults, latency_s=0.0001), FakeTarget(), FakeDraft(quality=0.6)
         drafts = [draft] if with_draft else []
-        decoder = decoder_of([target, spare], drafts)
-        out, run_ = await run(decoder, request_of(4))
+        context = context_of([target, spare], drafts)
+        out, run_ = await run(context, request_of(4))
         assert out == expected
         assert_all_closed(target, spare, draft)
         assert run_.metrics.num_target_failures == (faults.counts.get(event, 0) > index)
@@ -124,7 +126,7 @@ async def test_target_lost_at_every_round(event, error, with_draft):
 
 async def test_reopening_raises_the_epoch_and_sends_what_was_accepted():
     target = FakeTarget(faults=Faults(verify={1: Unavailable("gone")}))
-    out, run_ = await run(decoder_of([target], [FakeDraft(quality=1.0)]), request_of(4, prompt_logprobs=1))
+    out, run_ = await run(context_of([target], [FakeDraft(quality=1.0)]), request_of(4, prompt_logprobs=1))
     assert out == reference(PROMPT, params())
     first, second = target.specs
     assert (first.epoch, second.epoch) == (1, 2)
@@ -137,7 +139,7 @@ async def test_reopening_raises_the_epoch_and_sends_what_was_accepted():
 async def test_target_lost_too_often_is_unavailable():
     target, draft = FakeTarget(faults=Faults(verify=lambda i: Unavailable("gone"))), FakeDraft()
     with pytest.raises(Unavailable, match="lost 3 times"):
-        await run(decoder_of([target], [draft], max_target_retries=2), request_of(4))
+        await run(context_of([target], [draft], max_target_retries=2), request_of(4))
     assert target.num_opened == 3
     assert_all_closed(target, draft)
 
@@ -145,33 +147,33 @@ async def test_target_lost_too_often_is_unavailable():
 async def test_full_targets():
     full = [FakeTarget(faults=Faults(open=lambda i: Overloaded("full", retry_after_s=7))) for _ in range(2)]
     with pytest.raises(Overloaded, match="full"):
-        await run(decoder_of(full), request_of(0))
+        await run(context_of(full), request_of(0))
     assert sum(target.faults.counts["open"] for target in full) == 2
     roomy = FakeTarget()
-    out, _ = await run(decoder_of([full[0], roomy]), request_of(0))
+    out, _ = await run(context_of([full[0], roomy]), request_of(0))
     assert out == reference(PROMPT, params())
 
 
 async def test_no_target_fails_at_once():
-    decoder = decoder_of([FakeTarget()], [FakeDraft()])
-    decoder.router.targets.replicas[0].healthy = False
+    context = context_of([FakeTarget()], [FakeDraft()])
+    context.router.targets.replicas[0].healthy = False
     with pytest.raises(Unavailable, match="none of the 1 target"):
-        await run(decoder, request_of(4))
+        await run(context, request_of(4))
 
 
 async def test_the_requests_own_fault_is_not_retried():
     target, draft = FakeTarget(faults=Faults(open={0: InvalidRequest("too long")})), FakeDraft(open_latency_s=0.01)
     with pytest.raises(InvalidRequest):
-        await run(decoder_of([target], [draft]), request_of(4))
+        await run(context_of([target], [draft]), request_of(4))
     assert_all_closed(target, draft)
 
 
 @pytest.mark.usefixtures("virtual_time")
 async def test_slow_draft_is_left_behind_and_comes_back():
     target, draft = FakeTarget(latency_s=0.002), FakeDraft(quality=1.0)
-    decoder = decoder_of([target], [draft], draft_timeout_s=0.02)
+    context = context_of([target], [draft], draft_timeout_s=0.02)
     request = request_of(4, max_tokens=120)
-    out, run_ = [], Decoding(decoder, request)
+    out, run_ = [], Decoding(context, request)
     async with contextlib.aclosing(run_.verdicts()) as verdicts:
         async for verdict in verdicts:
             out += verdict.token_ids
@@ -190,7 +192,7 @@ async def test_slow_draft_is_left_behind_and_comes_back():
 async def test_draft_that_refuses_the_request_is_not_asked_again():
     draft = FakeDraft(faults=Faults(open=lambda i: InvalidRequest("longer than my context")))
     target = FakeTarget(latency_s=0.0001)
-    out, run_ = await run(decoder_of([target], [draft]), request_of(4))
+    out, run_ = await run(context_of([target], [draft]), request_of(4))
     assert out == reference(PROMPT, params())
     assert draft.faults.counts["open"] == 1
     assert run_.metrics.num_draft_failures == 1
@@ -199,8 +201,8 @@ async def test_draft_that_refuses_the_request_is_not_asked_again():
 async def test_draft_moves_to_another_replica():
     drafts = [FakeDraft(quality=1.0), FakeDraft(quality=1.0)]
     target = FakeTarget(latency_s=0.0005)
-    decoder = decoder_of([target], drafts)
-    run_ = Decoding(decoder, request_of(2, max_tokens=80))
+    context = context_of([target], drafts)
+    run_ = Decoding(context, request_of(2, max_tokens=80))
     out = []
     async with contextlib.aclosing(run_.verdicts()) as verdicts:
         async for verdict in verdicts:
@@ -214,13 +216,13 @@ async def test_draft_moves_to_another_replica():
 
 async def test_empty_proposals_are_plain_steps():
     target, draft = FakeTarget(), FakeDraft(quality=1.0, empty_every=2)
-    out, _ = await run(decoder_of([target], [draft]), request_of(4))
+    out, _ = await run(context_of([target], [draft]), request_of(4))
     assert out == reference(PROMPT, params())
 
 
 async def test_draft_without_proposals_switches_itself_off():
     target, draft = FakeTarget(latency_s=0.001), FakeDraft(limit=0)
-    out, run_ = await run(decoder_of([target], [draft]), request_of(4))
+    out, run_ = await run(context_of([target], [draft]), request_of(4))
     assert out == reference(PROMPT, params())
     assert run_.metrics.num_draft_tokens == 0
     assert draft.faults.counts == {"open": 1}
@@ -229,15 +231,15 @@ async def test_draft_without_proposals_switches_itself_off():
 
 async def test_crowd_stops_drafting_until_it_is_gone():
     target, draft = FakeTarget(latency_s=0.001), FakeDraft(quality=1.0)
-    decoder = decoder_of([target], [draft], disable_by_batch_size=2)
+    context = context_of([target], [draft], disable_by_batch_size=2)
     request = request_of(4, max_tokens=100)
-    first = Decoding(decoder, request)
+    first = Decoding(context, request)
     out = []
     async with contextlib.aclosing(first.verdicts()) as verdicts:
         async for verdict in verdicts:
             out += verdict.token_ids
             if len(out) == 21:
-                others = [asyncio.create_task(run(decoder, request_of(4, max_tokens=20))) for _ in range(3)]
+                others = [asyncio.create_task(run(context, request_of(4, max_tokens=20))) for _ in range(3)]
     assert out == reference(PROMPT, request.params)
     assert target.faults.counts["ahead"] > 20
     assert first.metrics.num_draft_tokens > 40
@@ -276,11 +278,11 @@ class ScriptedPace(FixedPace):
 @pytest.mark.parametrize("seed", range(12))
 async def test_text_does_not_depend_on_the_pace(seed, num_ahead_proposals, temperature):
     target, draft = FakeTarget(latency_s=0.0001 * (seed % 3)), FakeDraft(quality=0.7, latency_s=0.0001 * (seed % 2))
-    decoder = decoder_of([target], [draft], num_ahead_proposals=num_ahead_proposals)
+    context = context_of([target], [draft], num_ahead_proposals=num_ahead_proposals)
     paces = []
-    decoder.pace = lambda _, limit: paces.append(ScriptedPace(limit, seed)) or paces[-1]
+    context.pace = lambda _, limit: paces.append(ScriptedPace(limit, seed)) or paces[-1]
     request = request_of(5, temperature=temperature, max_tokens=150)
-    out, _ = await run(decoder, request)
+    out, _ = await run(context, request)
     assert out == reference(PROMPT, request.params)
     assert_all_closed(target, draft)
     (pace,) = paces
@@ -293,10 +295,10 @@ async def test_text_does_not_depend_on_the_pace(seed, num_ahead_proposals, tempe
 async def test_a_session_moved_to_another_target_is_paced_there():
     faults = Faults(verify={3: Unavailable("gone")}, ahead={3: Unavailable("gone")})
     target, draft = FakeTarget(faults=faults), FakeDraft(quality=0.7)
-    decoder = decoder_of([target], [draft])
+    context = context_of([target], [draft])
     paces = []
-    decoder.pace = lambda _, limit: paces.append(ScriptedPace(limit, 5)) or paces[-1]
-    out, _ = await run(decoder, request_of(5, max_tokens=100))
+    context.pace = lambda _, limit: paces.append(ScriptedPace(limit, 5)) or paces[-1]
+    out, _ = await run(context, request_of(5, max_tokens=100))
     assert out == reference(PROMPT, params(max_tokens=100))
     assert len(paces) == 3
     assert [pace.left for pace in paces] == [1, 1, 1]
@@ -309,9 +311,9 @@ async def test_no_draft_session_is_opened_while_none_is_wanted():
             return 0
 
     target, draft = FakeTarget(latency_s=0.0001), FakeDraft(quality=1.0)
-    decoder = decoder_of([target], [draft])
-    decoder.pace = lambda _, limit: Off(limit)
-    out, run_ = await run(decoder, request_of(4, max_tokens=60))
+    context = context_of([target], [draft])
+    context.pace = lambda _, limit: Off(limit)
+    out, run_ = await run(context, request_of(4, max_tokens=60))
     assert out == reference(PROMPT, params(max_tokens=60))
     assert draft.num_opened == 0
     assert target.faults.counts == {"open": 1, "ahead": 59}
@@ -320,11 +322,11 @@ async def test_no_draft_session_is_opened_while_none_is_wanted():
 
 async def test_adaptive_sessions_leave_their_lane():
     target, draft = FakeTarget(latency_s=0.0002), FakeDraft(quality=0.9)
-    decoder = decoder_of([target], [draft], fixed_draft_length=False)
+    context = context_of([target], [draft], fixed_draft_length=False)
     request = request_of(4, max_tokens=60)
-    outs = await asyncio.gather(*(run(decoder, request) for _ in range(6)))
+    outs = await asyncio.gather(*(run(context, request) for _ in range(6)))
     assert all(out == reference(PROMPT, request.params) for out, _ in outs)
-    (lane,) = decoder._lanes.values()
+    (lane,) = context.pacers.values()
     assert (lane.num_members, lane.num_in_rounds, lane.num_probing, len(lane.sessions)) == (0, 0, 0, 0)
     assert_all_closed(target, draft)
 
@@ -332,8 +334,8 @@ async def test_adaptive_sessions_leave_their_lane():
 async def test_stop_tokens_end_the_loop():
     expected = reference(PROMPT, params(stop_token_ids=()))
     stop = params(stop_token_ids=(expected[9],))
-    decoder = decoder_of([FakeTarget()], [FakeDraft(quality=1.0)])
-    run_ = Decoding(decoder, DecodingRequest(prompt=PROMPT, params=stop, num_speculative_tokens=4))
+    context = context_of([FakeTarget()], [FakeDraft(quality=1.0)])
+    run_ = Decoding(context, DecodingRequest(prompt=PROMPT, params=stop, num_speculative_tokens=4))
     out = []
     async with contextlib.aclosing(run_.verdicts()) as verdicts:
         async for verdict in verdicts:
@@ -347,9 +349,9 @@ async def test_stop_tokens_end_the_loop():
 @pytest.mark.usefixtures("virtual_time")
 async def test_deadline():
     target, draft = FakeTarget(latency_s=0.01), FakeDraft()
-    decoder = decoder_of([target], [draft])
+    context = context_of([target], [draft])
     with pytest.raises(DeadlineExceeded, match=r"after [1-9][0-9]? tokens"):
-        await run(decoder, request_of(1, max_tokens=200, deadline=asyncio.get_running_loop().time() + 0.1))
+        await run(context, request_of(1, max_tokens=200, deadline=asyncio.get_running_loop().time() + 0.1))
     assert_all_closed(target, draft)
 
 
@@ -362,9 +364,9 @@ async def test_cancellation_in_every_phase(phase, twice):
         target.latency_s = 0.02
     if phase == "propose":
         draft.latency_s = 0.02
-    decoder = decoder_of([target], [draft])
+    context = context_of([target], [draft])
     for delay in (0, 0.001, 0.005, 0.013, 0.021, 0.03):
-        task = asyncio.create_task(run(decoder, request_of(4, max_tokens=400)))
+        task = asyncio.create_task(run(context, request_of(4, max_tokens=400)))
         await asyncio.sleep(delay)
         task.cancel()
         if twice:
@@ -372,16 +374,16 @@ async def test_cancellation_in_every_phase(phase, twice):
             task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.gather(*decoder.closings)
+        await asyncio.gather(*context.closings)
         assert_all_closed(target, draft)
-        assert decoder.open_sessions == 0
+        assert context.open_sessions == 0
 
 
 async def test_a_consumer_that_stops_early_closes_everything():
     target, draft = FakeTarget(), FakeDraft()
-    decoder = decoder_of([target], [draft])
+    context = context_of([target], [draft])
     for stop_after in range(8):
-        async with contextlib.aclosing(Decoding(decoder, request_of(4)).verdicts()) as verdicts:
+        async with contextlib.aclosing(Decoding(context, request_of(4)).verdicts()) as verdicts:
             for _ in range(stop_after):
                 await anext(verdicts)
         assert_all_closed(target, draft)
@@ -392,6 +394,6 @@ async def test_pinned_sessions_keep_their_name_and_rule():
     request = DecodingRequest(
         prompt=PROMPT, params=params(), num_speculative_tokens=4, session_id="chat-1", rule=Rule.COUPLED
     )
-    await run(decoder_of([target], [draft]), request)
+    await run(context_of([target], [draft]), request)
     assert {spec.session_id for spec in (*target.specs, *draft.specs)} == {"chat-1"}
     assert all(spec.park and spec.rule is Rule.COUPLED for spec in (*target.specs, *draft.specs))

@@ -11,8 +11,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from draft_service.servicer import DraftServicer
 from gateway.app import Gateway
 from gateway.backends.fleet import Fleet
-from gateway.decoding.context import DecodingContext, DecodingSettings
-from gateway.decoding.loop import Decoding, DecodingRequest
+from gateway.decoding.context import DecodingContext
+from gateway.decoding.loop import Decoding
+from gateway.decoding.request import DecodingRequest
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.rpc.channel import open_channel
 from specdec.rpc.server import RpcServer
@@ -206,9 +207,9 @@ async def fleet_of(targets, drafts=()):
         yield fleet, services
 
 
-async def run(decoder, k=4, **changes):
+async def run(context, k=4, **changes):
     request = DecodingRequest(prompt=(5, 6, 7), params=params(**changes), num_speculative_tokens=k)
-    out, decoding = [], Decoding(decoder, request)
+    out, decoding = [], Decoding(context, request)
     async with contextlib.aclosing(decoding.verdicts()) as verdicts:
         async for verdict in verdicts:
             out += verdict.token_ids
@@ -227,7 +228,7 @@ async def test_decoding_over_grpc(k, temperature):
     target, draft = FakeTarget(), FakeDraft(quality=0.7)
     async with fleet_of([target], [draft]) as (fleet, _):
         decoding = await run(
-            DecodingContext(fleet.router, DecodingSettings(fixed_draft_length=True)),
+            DecodingContext(fleet.router, GatewaySettings(fixed_draft_length=True)),
             k,
             temperature=temperature,
             logprobs=1,
@@ -253,23 +254,23 @@ async def test_refusals_of_a_target_reach_the_caller():
 async def test_a_dying_target_loses_nothing():
     targets, draft = [FakeTarget(latency_s=0.004) for _ in range(2)], FakeDraft(quality=0.8)
     async with fleet_of(targets, [draft]) as (fleet, services):
-        decoder = DecodingContext(fleet.router)
-        runs = [asyncio.create_task(run(decoder, max_tokens=100)) for _ in range(6)]
+        context = DecodingContext(fleet.router)
+        runs = [asyncio.create_task(run(context, max_tokens=100)) for _ in range(6)]
         await until(lambda: sum(len(target.open_sessions) for target in targets) == len(runs))
         victim = max((0, 1), key=lambda index: len(targets[index].open_sessions))
         await services[victim].stop()
         decodings = await asyncio.gather(*runs)
         assert sum(decoding.metrics.num_target_failures for decoding in decodings) == targets[victim].num_opened
         await until(lambda: len(fleet.router.targets.usable) == 1)
-        await run(decoder)
+        await run(context)
         await all_closed(*targets, draft)
 
 
 async def test_a_draft_that_comes_back_is_used_again():
     target, draft = FakeTarget(latency_s=0.004), FakeDraft(quality=1.0)
     async with fleet_of([target], [draft]) as (fleet, services):
-        decoder = DecodingContext(fleet.router, DecodingSettings(draft_timeout_s=0.2, fixed_draft_length=True))
-        task = asyncio.create_task(run(decoder, max_tokens=450))
+        context = DecodingContext(fleet.router, GatewaySettings(draft_timeout_s=0.2, fixed_draft_length=True))
+        task = asyncio.create_task(run(context, max_tokens=450))
         await until(lambda: draft.num_proposals > 3)
         await services[1].stop()
         await until(lambda: target.faults.counts.get("ahead", 0) > 5)
@@ -289,9 +290,9 @@ async def test_a_draft_that_comes_back_is_used_again():
 async def test_a_cancelled_request_leaves_nothing_open_anywhere():
     target, draft = FakeTarget(latency_s=0.005, open_latency_s=0.02), FakeDraft(open_latency_s=0.03)
     async with fleet_of([target], [draft]) as (fleet, _):
-        decoder = DecodingContext(fleet.router)
+        context = DecodingContext(fleet.router)
         for delay in (0.0, 0.005, 0.015, 0.025, 0.04, 0.08):
-            task = asyncio.create_task(run(decoder, max_tokens=400))
+            task = asyncio.create_task(run(context, max_tokens=400))
             await asyncio.sleep(delay)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

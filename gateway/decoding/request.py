@@ -1,0 +1,81 @@
+"""One request of the decoding loop, and the tokens committed to it so far."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, replace
+
+from specdec.params import SamplingParams
+from specdec.rules import Rule
+from specdec.types import SessionSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodingRequest:
+    """One sequence to decode."""
+
+    #: Prompt token ids, at least one.
+    prompt: tuple[int, ...]
+    #: ``seed`` and ``max_tokens`` are set; ``stop_token_ids`` holds the end-of-sequence tokens.
+    params: SamplingParams
+    #: None leaves the choice to the target.
+    rule: Rule | None = None
+    #: Drafted tokens a round at most; 0 decodes plainly.
+    num_speculative_tokens: int = 0
+    #: Name that pins the caches; None means a fresh one and nothing is kept.
+    session_id: str | None = None
+    #: Moment of the event loop's clock at which the request fails; None means never.
+    deadline: float | None = None
+
+
+class RequestState:
+    """A request and its committed tokens, the prompt included.
+
+    The decoding loop alone commits. The clients of the target and of the draft read.
+    """
+
+    def __init__(self, request: DecodingRequest) -> None:
+        self.request = request
+        self.session_id = request.session_id or uuid.uuid4().hex
+        self._token_ids = list(request.prompt)
+        self._max_len = len(request.prompt) + (request.params.max_tokens or 1)
+
+    def __len__(self) -> int:
+        """Committed tokens, those of the prompt included."""
+        return len(self._token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self._token_ids) - len(self.request.prompt)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that ``max_tokens`` still allows."""
+        return self._max_len - len(self._token_ids)
+
+    def after(self, length: int) -> tuple[int, ...]:
+        """The committed tokens that follow the first ``length``."""
+        return tuple(self._token_ids[length:])
+
+    def commit(self, token_ids: tuple[int, ...]) -> None:
+        """Append the tokens of a verdict."""
+        self._token_ids += token_ids
+
+    def spec(self, epoch: int, *, with_prompt_logprobs: bool = True) -> SessionSpec:
+        """The opening of a session, its ``epoch``-th, with everything committed by now."""
+        request = self.request
+        params, pinned = request.params, request.session_id is not None
+        if params.prompt_logprobs is not None and not with_prompt_logprobs:
+            params = replace(params, prompt_logprobs=None)
+        return SessionSpec(
+            # A server that has not noticed the end of the lost session yet must not take the new one for it.
+            session_id=self.session_id if pinned or epoch == 1 else f"{self.session_id}.{epoch}",
+            epoch=epoch,
+            token_ids=tuple(self._token_ids),
+            prompt_len=len(request.prompt),
+            params=params,
+            rule=request.rule,
+            num_speculative_tokens=request.num_speculative_tokens,
+            park=pinned,
+        )
