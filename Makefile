@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint protos bench install clean
+.PHONY: demo test test-exhaustive lint protos bench install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -19,8 +19,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/tandem demo
 
+# Two workers, each with its own files; prints the ten slowest tests.
+TEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
+
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(TEST)
+
+# The same, and all combinations and seeds that `make test` leaves out.
+test-exhaustive: $(STAMP)
+	$(TEST) -m "exhaustive or not exhaustive" --timeout 900
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

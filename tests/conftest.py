@@ -1,4 +1,4 @@
-"""For all tests: Triton's kernels run in its interpreter where there is no GPU to compile them for, and a clock."""
+"""For all tests: threads, Triton's interpreter where there is no GPU, how files go to workers, and a virtual clock."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
+
+# Workers share the cores: a thread each.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
 
 # Read when a kernel is defined, so it must stand before any import of triton.
 if not torch.cuda.is_available():
@@ -18,6 +23,17 @@ if not torch.cuda.is_available():
 # Hypothesis gives an example 200 ms of real time, which a busy machine takes away.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+
+
+class _FileScheduling(LoadFileScheduling):
+    """A file's tests go to one worker, and so do all files of tests/e2e: they share servers."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/e2e" if nodeid.startswith("tests/e2e/") else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _FileScheduling:
+    return _FileScheduling(config, log)
 
 
 @pytest.fixture
