@@ -1,13 +1,14 @@
 """Goodness of fit on generated text: the real noise streams, the real quantised q, the real rules, several rounds.
 
-A Markov target over 16 tokens (narrow on purpose: a bug that a vocabulary of 4096 hides shows here), 200 000 seeds per
-case, drafts that agree with the target and drafts with its logits negated. The text of all rounds together is tested:
-each position, each pair and each triple of neighbours. Every planted bug runs through the same check and must fail it.
+A Markov target over 16 tokens (narrow on purpose: a bug that a vocabulary of 4096 hides shows here), 50 000 seeds per
+case (200 000 in the exhaustive run), drafts that agree with the target, agree and are more certain, and drafts with its
+logits negated. The text of all rounds together is tested: each position, each pair and each triple of neighbours. Every
+planted bug runs through the same check and must fail it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -27,15 +28,10 @@ from target_service.rules import block, coupled, token
 from target_service.rules.drafts import Drafts, Q, Uniforms
 from target_service.rules.greedy import follow
 
-V, K, LENGTH, TRIALS, CHUNK = 16, 3, 6, 200_000, 10_000
+V, K, LENGTH, CHUNK = 16, 3, 6, 10_000
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def keys(seeds: Tensor, stream: Stream, positions: Tensor) -> Tensor:
@@ -54,7 +50,8 @@ def markov_logits(kind: str) -> tuple[Tensor, Tensor]:
     """Target and draft logits given the last token: [V, V] each."""
     g = torch.Generator().manual_seed(5)
     target = torch.randn(V, V, generator=g) * 1.5
-    return target, -target if kind == "adversarial" else target + 0.7 * torch.randn(V, V, generator=g)
+    aligned = target + 0.7 * torch.randn(V, V, generator=g)
+    return target, {"adversarial": -target, "aligned": aligned, "peaked": 2 * aligned}[kind]
 
 
 def head_of(logits: Tensor) -> Distribution:
@@ -177,25 +174,25 @@ def chi_squared(text: Tensor, p: Tensor) -> float:
 CASES = [
     (rule, verify, kind)
     for rule, verify in (("token", token.verify), ("block", block.verify), ("coupled", None))
-    for kind in ("adversarial", "aligned")
+    for kind in ("adversarial", "aligned", "peaked")
 ]
 #: 15 statistics per case; seeds are fixed, so this never flickers.
 LIMIT = 1e-4
 
 
 @pytest.mark.parametrize(("rule", "verify", "kind"), CASES, ids=[f"{rule}-{kind}" for rule, _, kind in CASES])
-def test_the_text_has_the_targets_distribution(rule: str, verify: Verify | None, kind: str) -> None:
+def test_the_text_has_the_targets_distribution(rule: str, verify: Verify | None, kind: str, trials: int) -> None:
     decoder = Decoder(kind, verify)
-    p_value = chi_squared(decoder.run(TRIALS), decoder.p)
+    p_value = chi_squared(decoder.run(trials), decoder.p)
     assert p_value > LIMIT
 
 
 @pytest.mark.parametrize("held_back", [(), (3, 7, 8)])
 @pytest.mark.parametrize("verify", [token.verify, block.verify])
-def test_without_q_any_proposal_is_lossless(verify: Verify, held_back: tuple[int, ...]) -> None:
+def test_without_q_any_proposal_is_lossless(verify: Verify, held_back: tuple[int, ...], trials: int) -> None:
     """Seen as one-hot, a chain may come from anywhere, even from a draw whose q was lost or from a choosy draft."""
     decoder = Decoder("aligned", verify, send_q=False, held_back=held_back)
-    p_value = chi_squared(decoder.run(TRIALS), decoder.p)
+    p_value = chi_squared(decoder.run(trials), decoder.p)
     assert p_value > LIMIT
 
 
@@ -223,7 +220,7 @@ BUGS = {
     "q sent is not q drawn from (trap 2)": Decoder("aligned", token.verify, draft_temperature=0.9),
     "q sent is not q drawn from, block": Decoder("aligned", block.verify, draft_temperature=0.9),
     "stopping before a token one has looked at (trap 3)": Decoder("aligned", token.verify, held_back=(3, 7, 8)),
-    "block acceptance, token residual (trap 4)": Decoder("aligned", block_with_the_tokens_residual),
+    "block acceptance, token residual (trap 4)": Decoder("peaked", block_with_the_tokens_residual),
     "argmax waved through (trap 8)": Decoder("aligned", accept_the_argmax),
     "acceptance a little too kind": Decoder("aligned", emit_the_draft_at_a_near_miss),
     "numbers of a position used again by the next round": Decoder(
@@ -234,9 +231,9 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_refused(bug: str) -> None:
+def test_planted_bugs_are_refused(bug: str, trials: int) -> None:
     decoder = BUGS[bug]
-    p_value = chi_squared(decoder.run(TRIALS), decoder.p)
+    p_value = chi_squared(decoder.run(trials), decoder.p)
     assert p_value < LIMIT / 1e4
 
 
@@ -249,21 +246,21 @@ def test_block_accepts_more_than_token_and_both_more_than_coupled() -> None:
     assert mean["block"] > mean["token"] > mean["coupled"] > 0.8 * mean["token"]
 
 
-def test_coupled_acceptance_is_the_formula() -> None:
+def test_coupled_acceptance_is_the_formula(trials: int) -> None:
     """Pr[x = y] = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), between (1 - TV) / (1 + TV) and 1 - TV."""
     decoder = Decoder("aligned", None)
     q = torch.zeros(V, V, dtype=torch.float64).scatter_(1, decoder.q.token_ids, decoder.q.weights)
     q /= q.sum(-1, keepdim=True)
-    seeds = torch.arange(TRIALS)
+    seeds = torch.arange(trials)
     key = keys(seeds, Stream.COUPLING, torch.tensor(9))
     for last in range(4):
         p_, q_ = decoder.p[last], q[last]
         formula = (1 / torch.maximum(p_[None] / p_[:, None], q_[None] / q_[:, None]).sum(1)).sum().item()
         tv = 0.5 * (p_ - q_).abs().sum().item()
         assert (1 - tv) / (1 + tv) <= formula <= 1 - tv
-        x, y = (race(Distribution(d.expand(TRIALS, V), None, torch.ones(TRIALS), V), key).argmax(-1) for d in (p_, q_))
+        x, y = (race(Distribution(d.expand(trials, V), None, torch.ones(trials), V), key).argmax(-1) for d in (p_, q_))
         share = (x == y).double().mean().item()
-        assert abs(share - formula) < 4.5 * (formula * (1 - formula) / TRIALS) ** 0.5
+        assert abs(share - formula) < 4.5 * (formula * (1 - formula) / trials) ** 0.5
 
 
 def test_following_never_emits_the_draft() -> None:

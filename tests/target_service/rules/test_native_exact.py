@@ -2,18 +2,14 @@
 
 The kernels are given uniform numbers instead of noise. For every chain that can be drafted, bisection of each number
 finds the probability of every outcome to 2^-53; summed up, they are the joint distribution of the next k + 1 tokens,
-which must be the target's to 1e-12. Planted bugs are changes to the source, compiled; the same check must refuse each.
+which must be the target's to 1e-12. Planted bugs are changes to the source; the same check must refuse each.
 """
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,14 +17,13 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from specdec.compiler import FLAGS, find_compiler
-from specdec.engine.native import library
 from specdec.engine.native.sampling_verify import verify_rounds
 from specdec.params import SamplingParams
 from specdec.rules import Rule, SparseRow
 from specdec.sampling.sparse import pack, unpack
 from specdec.sampling.state import SamplingState
 from target_service.rounds import Round
+from tests.target_service.rules.planted import CHAIN_BUGS, PlantedVerifier
 
 Array = npt.NDArray[np.float64]
 #: Uniform numbers that let a draft pass if it can at all, and that let none pass.
@@ -182,13 +177,6 @@ def error(w: World, rule: Rule, length: int, kernels: Any) -> tuple[float, float
     return float(np.abs(out - joint).sum()), expected
 
 
-@pytest.fixture(scope="module")
-def kernels() -> library.NativeLibrary:
-    loaded = library.load()
-    assert loaded is not None, "the kernels did not compile: the tests need a C++ compiler"
-    return loaded
-
-
 KINDS = ["random", "adversarial", "aligned", "sparse", "one-hot"]
 
 
@@ -223,54 +211,15 @@ def test_a_chain_may_end_in_the_last_span(kernels: Any) -> None:
         assert [token_id for _, token_id, _ in decisions] == wanted.tolist()
 
 
-#: Each a piece of the source and what takes its place.
-BUGS = {
-    "the ratio inverted": ("at.row.weight(x) / at.row.total / (at.q_weights[found - at.q_ids] / at.q_total)", None),
-    "token: residual of p alone": ("draw(at, share, true, uniform", "draw(at, share, share != 1, uniform"),
-    "block: residual of p alone": ("draw(at, share, true, uniform", "draw(at, share, false, uniform"),
-    "block: stops at the first miss": ("accepted = i, share = p;", "accepted = i, share = p; else break;"),
-    "block: token's residual": ("accepted = i, share = p;", "accepted = i;"),
-    "block: P without its minimum": ("std::min(1.0, p * places_", "std::min(1e9, p * places_"),
-    "block: h of the chain's end everywhere": (
-        "double h = p;\n      if (i < round.num_tokens)",
-        "double h = p;\n      if (false)",
-    ),
-    "block: Z of q's support alone": ("return share * std::max(1 - named, 0.0) + above;", "return above;"),
-    "block: the next place's q": ("surplus(places_[first_[b] + i], p)", "surplus(places_[first_[b] + i - 1], p)"),
-}
-
-
-@pytest.fixture(scope="module")
-def objects(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A folder with the sources, and those that no bug changes, compiled."""
-    folder = tmp_path_factory.mktemp("planted")
-    for source in library.SOURCES.glob("*.[ch]*"):
-        (folder / source.name).write_bytes(source.read_bytes())
-    names = ["memory", "pool", "sampling", "sampling_edits", "sampling_q"]
-    jobs = [compiled(folder, name) for name in names]
-    assert [job.wait() for job in jobs] == [0] * len(names)
-    return folder, [str(folder / f"{name}.o") for name in names]
-
-
-def compiled(folder: Path, name: str) -> subprocess.Popen[bytes]:
-    flags = [flag for flag in FLAGS if flag not in ("-shared", "-O3")]
-    return subprocess.Popen([*find_compiler(), "-O1", *flags, "-c", f"{folder / name}.cpp", "-o", f"{folder / name}.o"])
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_refused(objects: tuple[Path, list[str]], bug: str) -> None:
-    folder, others = objects
-    source = (folder / "sampling_verify.cpp").read_text()
-    old, new = BUGS[bug]
-    assert source.count(old) == 1
-    name = f"bug_{list(BUGS).index(bug)}"
-    (folder / f"{name}.cpp").write_text(source.replace(old, new or f"1 / ({old})"))
-    assert compiled(folder, name).wait() == 0
-    path = folder / f"{name}.so"
-    linked = [*find_compiler(), "-shared", "-pthread", *others, f"{folder / name}.o", "-o", str(path)]
-    subprocess.run(linked, check=True)
-    broken = ctypes.CDLL(str(path)).tandem_verify_rounds
-    broken.argtypes = library.load().verify_rounds.argtypes  # type: ignore[union-attr]
+@pytest.mark.parametrize("bug", CHAIN_BUGS)
+def test_planted_bugs_are_refused(planted: PlantedVerifier, bug: str) -> None:
     rule = Rule.TOKEN if bug.startswith(("the", "token")) else Rule.BLOCK
     worlds = [world(3, 3, seed, kind) for seed, kind in enumerate(["random", "adversarial", "sparse"])]
-    assert max(error(w, rule, 3, SimpleNamespace(verify_rounds=broken))[0] for w in worlds) > 1e-3
+    broken = planted.with_bug(bug)
+    assert max(error(w, rule, 3, broken)[0] for w in worlds) > 1e-3
+
+
+def test_the_build_with_switches_is_right_while_none_is_on(planted: PlantedVerifier) -> None:
+    right = planted.with_bug(None)
+    for rule in (Rule.TOKEN, Rule.BLOCK):
+        assert error(world(3, 2, 0), rule, 2, right)[0] < 1e-12

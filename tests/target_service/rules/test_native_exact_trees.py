@@ -3,12 +3,8 @@ shows it for chains: bisection of the uniform numbers finds the probability of e
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,16 +12,13 @@ import numpy.typing as npt
 import pytest
 
 from specdec import trees
-from specdec.compiler import find_compiler
-from specdec.engine.native import library
 from specdec.engine.native.sampling_verify import verify_rounds
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.sampling.state import SamplingState
 from target_service.rounds import Round
-from tests.target_service.rules.test_native_exact import FAIL, PASS, Array, World, compiled, kernels, objects, world
-
-__all__ = ["kernels", "objects"]  # fixtures
+from tests.target_service.rules.planted import TREE_BUGS, PlantedVerifier
+from tests.target_service.rules.test_native_exact import FAIL, PASS, Array, World, world
 
 #: Pairs after the committed tokens and after one of them, three siblings, a chain beside a leaf.
 SHAPES = [(-1, -1), (-1, -1, -1), (-1, -1, 0, 0), (-1, 0, -1, 1)]
@@ -137,30 +130,12 @@ def test_the_joint_distribution_is_the_targets(kernels: Any, parents: Sequence[i
         assert error(w, parents, kernels) < 1e-12
 
 
-#: Each a piece of the source and what takes its place.
-BUGS = {
-    "p not replaced after a rejection": ("at.rest[i] = left(i) / total;", ";"),
-    "q not renormalised": ("if (named) at.q[found] = 0;", "continue;"),
-    "others not scaled": ("scale /= total;", ""),
-    "residual of p alone": ("draw(at, scale, at.num_q > 0, last", "draw(at, scale, false, last"),
-    "chosen as if drawn": ("double q_x = !named ? 0 : round.q ? at.q[found] : 1;", "double q_x = !named ? 0 : 1;"),
-}
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_refused(objects: tuple[Path, list[str]], bug: str) -> None:
-    folder, others = objects
-    source = (folder / "sampling_verify.cpp").read_text()
-    old, new = BUGS[bug]
-    assert source.count(old) == 1
-    name = f"tree_bug_{list(BUGS).index(bug)}"
-    (folder / f"{name}.cpp").write_text(source.replace(old, new))
-    assert compiled(folder, name).wait() == 0
-    path = folder / f"{name}.so"
-    linked = [*find_compiler(), "-shared", "-pthread", *others, f"{folder / name}.o", "-o", str(path)]
-    subprocess.run(linked, check=True)
-    broken = ctypes.CDLL(str(path)).tandem_verify_rounds
-    broken.argtypes = library.load().verify_rounds.argtypes  # type: ignore[union-attr]
-    stand_in = SimpleNamespace(verify_rounds=broken)
+@pytest.mark.parametrize("bug", TREE_BUGS)
+def test_planted_bugs_are_refused(planted: PlantedVerifier, bug: str) -> None:
     worlds = [world(5, 1, seed, kind) for seed, kind in enumerate(["random", "adversarial", "sparse"], 2)]
-    assert max(error(w, (-1, -1, -1), stand_in) for w in worlds) > 1e-3
+    broken = planted.with_bug(bug)
+    assert max(error(w, (-1, -1, -1), broken) for w in worlds) > 1e-3
+
+
+def test_the_build_with_switches_is_right_while_none_is_on(planted: PlantedVerifier) -> None:
+    assert error(world(4, 1, 0), (-1, -1), planted.with_bug(None)) < 1e-12
