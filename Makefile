@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive lint protos bench install clean
+.PHONY: demo test test-exhaustive lint protos docs bench install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -40,6 +40,10 @@ protos: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -Iprotos \
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	  --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. protos/specdec/v1/*.proto
+
+# The tables of options in docs/; a test compares them with what this makes.
+docs: $(STAMP)
+	$(BIN)/python -m tandem.cli.reference
 
 # Plain against speculative decoding, on the bundled target and on the same padded to 200 M parameters.
 bench: $(STAMP)

@@ -37,9 +37,9 @@ from benchmarks.pacing_report import Reasons, look
 from benchmarks.pairs import DRAFTS, TARGETS, pair
 from specdec.flags import Parser
 from specdec.params import SamplingParams
+from specdec.rules import Rule
 from tandem.bench.limits import Spread
 from tandem.bench.plot import load_pyplot
-from tandem.flags import rule_of
 
 if TYPE_CHECKING:
     from tandem.bench.systems import System
@@ -147,7 +147,7 @@ async def measure_points(
     """Hold each number of sessions, ``repeats`` times on, off, off, on; ``label`` names target, draft, k and rule."""
     from benchmarks.load import Window, hold  # noqa: PLC0415 (gRPC)
 
-    rule = rule_of(label.rule)
+    rule = Rule(label.rule) if label.rule else None
     starts = count(0, 31)
 
     async def window(k: int, num_clients: int) -> Window:
@@ -291,15 +291,15 @@ def parser() -> Parser:
     flags.add_argument("--targets", type=command.names(TARGETS), default=TARGETS, help="default: bundled,padded")
     flags.add_argument("--drafts", type=command.names(DRAFTS), default=DRAFTS, help="default: good,fair,bad")
     flags.add_argument("--sessions", type=command.numbers, default=SESSIONS, help="default: 1,2,4,8,16,32,64")
-    flags.add_argument("--k", type=int, default=4, help="drafted tokens a round at most (default: 4)")
-    flags.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    flags.add_argument("--k", type=int, default=4, help="drafted tokens a round at most")
+    flags.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     flags.add_argument("--rule", choices=("token", "block", "coupled"), help="verification rule (default: block)")
-    flags.add_argument("--dtype", default="float32", help="of all models (default: float32)")
-    flags.add_argument("--warm-up", type=float, default=10.0, help="seconds the pace learns at first (default: 10)")
-    flags.add_argument("--repeats", type=int, default=4, help="times on, off, off, on (default: 4)")
-    flags.add_argument("--seconds", type=float, default=1.5, help="length of each window (default: 1.5)")
-    flags.add_argument("--max-tokens", type=int, default=64, help="tokens of a request (default: 64)")
-    flags.add_argument("--floor", type=float, default=0.97, help="the least ratio that is good enough (default: 0.97)")
+    flags.add_argument("--dtype", default="float32", help="of all models")
+    flags.add_argument("--warm-up", type=float, default=10.0, help="seconds the pace learns at first")
+    flags.add_argument("--repeats", type=int, default=4, help="times on, off, off, on")
+    flags.add_argument("--seconds", type=float, default=1.5, help="length of each window")
+    flags.add_argument("--max-tokens", type=int, default=64, help="tokens of a request")
+    flags.add_argument("--floor", type=float, default=0.97, help="the least ratio that is good enough")
     flags.add_argument("--json", metavar="FILE", help="add the points to this file")
     flags.add_argument("--plot", metavar="FILE", help="draw all points of the file, or of this run, as a PNG")
     return flags

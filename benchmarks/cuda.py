@@ -44,15 +44,15 @@ _SERVICES_SHARE: Final = 0.6
 def parser() -> Parser:
     """The flags."""
     flags = Parser("python -m benchmarks.cuda", description=__doc__)
-    flags.add_argument("--sizes", type=command.names(SIZES), default=("1B", "7B"), help="1B, 7B, tiny (default: 1B,7B)")
+    flags.add_argument("--sizes", type=command.names(SIZES), default=("1B", "7B"), help="1B, 7B, tiny")
     flags.add_argument("--device", default="cuda:0", help="default: cuda:0")
     flags.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the timings")
-    flags.add_argument("--sessions", type=command.numbers, default=SESSIONS, help="at once (default: 1,8,32)")
-    flags.add_argument("--contexts", type=command.numbers, default=CONTEXTS, help="entries each (default: 512,4096)")
-    flags.add_argument("--k", type=int, default=4, help="drafted tokens a round (default: 4)")
-    flags.add_argument("--repeats", type=int, default=30, help="of every timing; medians count (default: 30)")
-    flags.add_argument("--max-tokens", type=int, default=128, help="generated after each prompt (default: 128)")
-    flags.add_argument("--num-prompts", type=int, default=4, help="prompts per session (default: 4)")
+    flags.add_argument("--sessions", type=command.numbers, default=SESSIONS, help="at once")
+    flags.add_argument("--contexts", type=command.numbers, default=CONTEXTS, help="entries each")
+    flags.add_argument("--k", type=int, default=4, help="drafted tokens a round")
+    flags.add_argument("--repeats", type=int, default=30, help="of every timing; medians count")
+    flags.add_argument("--max-tokens", type=int, default=128, help="generated after each prompt")
+    flags.add_argument("--num-prompts", type=int, default=4, help="prompts per session")
     flags.add_argument("--folder", type=Path, help="where the models are written (default: a folder that is removed)")
     flags.add_argument("--json", metavar="FILE", help="write the numbers to a file, too")
     return flags

@@ -234,16 +234,14 @@ def show(report: Report) -> Iterator[Table | str]:
 def parser() -> Parser:
     """The flags."""
     flags = Parser("python -m benchmarks.engine", description=__doc__)
-    flags.add_argument("--model", default="bundled", help=f"{' or '.join(TARGETS)}, or a folder (default: bundled)")
+    flags.add_argument("--model", default="bundled", help=f"{' or '.join(TARGETS)}, or a folder")
     flags.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
     flags.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights")
     flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    flags.add_argument(
-        "--rows", type=command.numbers, default=ROWS, help="of one session (default: 1,2,3,4,5,6,8,16,32)"
-    )
+    flags.add_argument("--rows", type=command.numbers, default=ROWS, help="of one session")
     flags.add_argument("--sessions", type=command.numbers, default=SESSIONS, help="default: 1,2,4,8,16,32")
     flags.add_argument("--contexts", type=command.numbers, default=CONTEXTS, help="default: 128,1024,4096")
-    flags.add_argument("--seconds", type=float, default=20.0, help="at least three rounds are made (default: 20)")
+    flags.add_argument("--seconds", type=float, default=20.0, help="at least three rounds are made")
     flags.add_argument("--json", metavar="FILE", help="write the numbers to a file, too")
     return flags
 

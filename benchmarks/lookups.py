@@ -23,6 +23,7 @@ from typing import Any, Final
 from draft_service.core import load_drafter
 from draft_service.drafters.base import Drafter, DraftJob
 from gateway.text.tokenizer import TextTokenizer
+from specdec.flags import Parser
 from specdec.params import SamplingParams
 from specdec.settings import DraftSettings, SpeculativeSettings
 from specdec.types import SessionSpec
@@ -168,13 +169,13 @@ async def _run(args: argparse.Namespace) -> list[Outcome]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Play, and print a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lookups", description=__doc__)
+    parser = Parser(prog="python -m benchmarks.lookups", description=__doc__)
     parser.add_argument("--k", type=int, nargs="+", default=[4, 16, 32], help="drafted tokens a round at most")
     parser.add_argument(
         "--token-cost",
         type=float,
         default=0.1,
-        help="time to verify one drafted token, in plain steps (default: 0.1)",
+        help="time to verify one drafted token, in plain steps",
     )
     parser.add_argument("--json", metavar="FILE", help="write every number to a file, too")
     args = parser.parse_args(argv)

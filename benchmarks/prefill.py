@@ -267,11 +267,11 @@ def parser() -> Parser:
     """The flags."""
     flags = Parser("python -m benchmarks.prefill", description=__doc__)
     flags.add_argument("--target", choices=TARGETS, default="bundled", help="default: bundled")
-    flags.add_argument("--sessions", type=command.numbers, default=SESSIONS, help="that decode (default: 1,8,32)")
-    flags.add_argument("--k", type=int, default=4, help="drafted tokens a round; 0 only decodes plainly (default: 4)")
+    flags.add_argument("--sessions", type=command.numbers, default=SESSIONS, help="that decode")
+    flags.add_argument("--k", type=int, default=4, help="drafted tokens a round; 0 only decodes plainly")
     flags.add_argument("--prompt-tokens", type=int, help="of a long prompt (default: what the context holds)")
-    flags.add_argument("--seconds", type=float, default=3.0, help="of each window (default: 3)")
-    flags.add_argument("--dtype", default="float32", help="of all models (default: float32)")
+    flags.add_argument("--seconds", type=float, default=3.0, help="of each window")
+    flags.add_argument("--dtype", default="float32", help="of all models")
     flags.add_argument("--json", metavar="FILE", help="write the numbers to a file, too")
     return flags
 

@@ -22,6 +22,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from specdec.flags import Parser
 from specdec.rpc.channel import open_channel
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
@@ -114,12 +115,12 @@ async def soak(args: argparse.Namespace, address: str, pids: dict[str, int]) -> 
 
 async def main() -> int:
     """Read the flags and run."""
-    parser = argparse.ArgumentParser("benchmarks.sessions", description=__doc__)
+    parser = Parser("benchmarks.sessions", description=__doc__)
     parser.add_argument("--grpc", metavar="HOST:PORT", help="gRPC address of a running gateway")
     parser.add_argument("--sessions", type=int, default=1000)
     parser.add_argument("--warm-up", type=int, default=200, help="sessions before the first measurement")
     parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--limit", type=float, default=0.02, help="allowed growth of a process (default: 0.02)")
+    parser.add_argument("--limit", type=float, default=0.02, help="allowed growth of a process")
     args = parser.parse_args()
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     if args.grpc:

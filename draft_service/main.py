@@ -9,7 +9,7 @@ from draft_service.core import DraftCore
 from draft_service.servicer import DraftServicer
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.flags import Parser, add_flags, settings_from
-from specdec.methods import METHODS, method_of
+from specdec.methods import method_of
 from specdec.rpc.lifecycle import run
 from specdec.rpc.server import RpcServer
 from specdec.settings import (
@@ -54,17 +54,10 @@ class DraftService:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the service's flags; their defaults are those of the settings classes."""
-    parser.add_argument("--model", help="folder of the checkpoint of the draft model or head")
-    parser.add_argument(
-        "--method",
-        action="append",
-        choices=METHODS,
-        help="how to draft (default: what --model is made for, else none); given twice, a look-up and what drafts where"
-        " it finds too little",
-    )
-    parser.add_argument("--target-model", help="folder of the target's checkpoint, for heads that use its embeddings")
-    add_flags(parser.add_argument_group("speculation"), SpeculativeSettings)
-    add_flags(parser.add_argument_group("model"), ModelSettings)
+    group = parser.add_argument_group("speculation")
+    add_flags(group, SpeculativeSettings)
+    add_flags(group, DraftSettings)
+    add_flags(parser.add_argument_group("model"), ModelSettings, skip=("model",))
     add_flags(parser.add_argument_group("scheduling"), SchedulerSettings)
     add_flags(parser.add_argument_group("server"), ServerSettings)
 
@@ -84,11 +77,12 @@ def settings_of(args: argparse.Namespace) -> tuple[DraftSettings, ServerSettings
         ModelNotSupported: the checkpoint is made for a method that is not known.
     """
     method = args.method or (method_of(args.model) if args.model else None)
-    speculative = settings_from(SpeculativeSettings, args, model=args.model, method=method)
-    draft = DraftSettings(
+    speculative = settings_from(SpeculativeSettings, args, method=method)
+    draft = settings_from(
+        DraftSettings,
+        args,
         speculative=speculative,
-        model=settings_from(ModelSettings, args, model=args.model) if speculative.needs_model else None,
-        target_model=args.target_model,
+        model=settings_from(ModelSettings, args) if speculative.needs_model else None,
         scheduler=settings_from(SchedulerSettings, args),
     )
     return draft, settings_from(ServerSettings, args)

@@ -7,32 +7,17 @@ import asyncio
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import uvloop
 
 from gateway.app import Gateway, serve
 from specdec.errors import InvalidRequest, TandemError
 from specdec.flags import Parser, add_flags, settings_from
-from specdec.rules import Rule
 from specdec.settings import GatewaySettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the gateway's flags; their defaults are those of :class:`GatewaySettings`."""
-    many: dict[str, Any] = {"action": "append", "default": []}
-    parser.add_argument(
-        "--targets", **many, metavar="HOST:PORT,…", help="target replicas; may be given several times (required)"
-    )
-    parser.add_argument("--drafts", **many, metavar="HOST:PORT,…", help="draft replicas; none serves unspeculatively")
-    parser.add_argument(
-        "--served-model-name", **many, metavar="NAME", help="name the model answers to (default: the target's own)"
-    )
-    parser.add_argument(
-        "--verification",
-        choices=[str(rule) for rule in Rule],
-        help="rule for requests without a seed that name none (default: the target's own)",
-    )
     add_flags(parser, GatewaySettings)
 
 
@@ -47,8 +32,6 @@ def settings_of(args: argparse.Namespace) -> GatewaySettings:
         args,
         targets=_addresses("targets", args.targets),
         drafts=_addresses("drafts", args.drafts),
-        served_model_name=tuple(args.served_model_name),
-        verification=None if args.verification is None else Rule(args.verification),
     )
 
 

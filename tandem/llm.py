@@ -8,16 +8,16 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
-from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, Final, Self
 
 from gateway.types import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
 from specdec.errors import InvalidRequest
 from specdec.params import SamplingParams
-from specdec.settings import ModelSettings, SchedulerSettings
+from specdec.settings import GatewaySettings, ModelSettings, SchedulerSettings
+from specdec.settings.option import options_of
 from tandem.checkpoints import find_checkpoint
-from tandem.launcher.deployment import Deployment, make_deployment
+from tandem.launcher.deployment import DERIVED_OPTIONS, SERVER_OPTIONS, Deployment, make_deployment
 from tandem.launcher.embedded import Embedded
 from tandem.launcher.loop_thread import BackgroundLoop, at_exit
 from tandem.outputs import RequestOutput, make_output
@@ -30,10 +30,13 @@ Messages = Sequence[Mapping[str, Any]]
 _IGNORED: Final = frozenset(
     {"use_v2_block_manager", "disable_log_stats", "enable_prefix_caching", "enable_chunked_prefill", "swap_space"}
 )
-#: Fields of the gateway's settings that are arguments here, too.
-_GATEWAY_OPTIONS: Final[Sequence[str]] = (
-    *("seed", "chat_template", "fixed_draft_length", "num_ahead_proposals", "min_offer_likelihood"),
-)
+#: The class of each argument that is an option of a service.
+OPTIONS: Final[Mapping[str, type]] = {
+    name: settings
+    for settings in (ModelSettings, SchedulerSettings, GatewaySettings)
+    for name in options_of(settings)
+    if name not in {"model", *DERIVED_OPTIONS, *SERVER_OPTIONS} or (name, settings) == ("tokenizer", ModelSettings)
+}
 #: Offline, all prompts are there at once and each waits for its turn.
 _PATIENCE_S: Final = 1e6
 
@@ -45,12 +48,8 @@ class LLM:
         model: Folder, hub name or bundled name of the target. None loads the bundled pair.
         speculative_config: vLLM's object, such as ``{"model": …, "num_speculative_tokens": 5}`` or
             ``{"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5}``.
-        verification: "token", "block" or "coupled"; None is "block", and "coupled" for requests with a seed.
-        options: Fields of :class:`~specdec.settings.ModelSettings` and
-            :class:`~specdec.settings.SchedulerSettings` (``dtype``, ``max_model_len``, ``tokenizer``,
-            ``gpu_memory_utilization``, …), ``seed``, ``chat_template``, ``num_ahead_proposals``,
-            ``min_offer_likelihood``, ``fixed_draft_length``, and vLLM's older ``speculative_model``,
-            ``num_speculative_tokens``, ``ngram_prompt_lookup_max``, ….
+        options: Those of :data:`OPTIONS` (``dtype``, ``max_model_len``, ``verification``, ``seed``, …) and vLLM's older
+            ``speculative_model``, ``num_speculative_tokens``, ``ngram_prompt_lookup_max``, ….
 
     Raises:
         InvalidRequest: an argument is unknown, out of range, or names a checkpoint that does not exist.
@@ -62,10 +61,9 @@ class LLM:
         model: str | None = None,
         *,
         speculative_config: Mapping[str, Any] | str | None = None,
-        verification: str | None = None,
         **options: Any,
     ) -> None:
-        self._load(_deployment(model, speculative_config, verification, options))
+        self._load(_deployment(model, speculative_config, options))
 
     @classmethod
     def of(cls, deployment: Deployment) -> Self:
@@ -223,43 +221,31 @@ def _close(loop: BackgroundLoop, embedded: Embedded) -> None:
 
 
 def _deployment(
-    model: str | None,
-    speculative_config: Mapping[str, Any] | str | None,
-    verification: str | None,
-    options: dict[str, Any],
+    model: str | None, speculative_config: Mapping[str, Any] | str | None, options: dict[str, Any]
 ) -> Deployment:
     """Settings from the arguments of :class:`LLM`."""
     older = {name: options.pop(name) for name in OLDER_NAMES if name in options}
-    gateway = {name: options.pop(name) for name in _GATEWAY_OPTIONS if name in options}
-    groups: dict[type, dict[str, Any]] = {ModelSettings: {}, SchedulerSettings: {}}
+    given: dict[type, dict[str, Any]] = {GatewaySettings: {}, SchedulerSettings: {}, ModelSettings: {}}
     for name, value in options.items():
-        if name in _IGNORED:
-            continue
-        for settings, given in groups.items():
-            if name in {field.name for field in fields(settings)}:
-                given[name] = value
-                break
-        else:
+        if name in OPTIONS:
+            given[OPTIONS[name]][name] = value
+        elif name not in _IGNORED:
             raise InvalidRequest(f"LLM has no argument {name!r}{_suggest(name)}", param=name)
-    given = groups[ModelSettings]
-    if given.get("tokenizer") is not None:
-        given["tokenizer"] = find_checkpoint(given["tokenizer"])
+    tokenizer = given[ModelSettings].get("tokenizer")
+    if tokenizer is not None:
+        given[ModelSettings]["tokenizer"] = tokenizer = find_checkpoint(tokenizer)
     speculative = read_speculation(speculative_config, older, target=model)
-    choice = choose_models(model, speculative, tokenizer=given.get("tokenizer"))
-    scheduler = SchedulerSettings(**{"max_wait_s": _PATIENCE_S, "max_waiting": 2**31, **groups[SchedulerSettings]})
-    deployment = make_deployment(
+    choice = choose_models(model, speculative, tokenizer=tokenizer)
+    return make_deployment(
         choice,
-        ModelSettings(model=choice.target, **given),
-        scheduler=scheduler,
-        verification=verification,
-        gateway=gateway,
+        ModelSettings(model=choice.target, **given[ModelSettings]),
+        scheduler=SchedulerSettings(**{"max_wait_s": _PATIENCE_S, "max_waiting": 2**31, **given[SchedulerSettings]}),
+        gateway={"draft_timeout_s": _PATIENCE_S, **given[GatewaySettings]},
     )
-    return replace(deployment, gateway=replace(deployment.gateway, draft_timeout_s=_PATIENCE_S))
 
 
 def _suggest(name: str) -> str:
-    known = {field.name for settings in (ModelSettings, SchedulerSettings) for field in fields(settings)}
-    known |= {*OLDER_NAMES, *_GATEWAY_OPTIONS, "speculative_config", "verification"}
+    known = {*OPTIONS, *OLDER_NAMES, "speculative_config"}
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; it knows {', '.join(sorted(known))}"
 

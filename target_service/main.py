@@ -6,10 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from specdec.errors import InvalidRequest
-from specdec.flags import Parser, add_flags, default_of, settings_from
+from specdec.flags import Parser, add_flags, settings_from
 from specdec.rpc.lifecycle import run
 from specdec.rpc.server import RpcServer
-from specdec.rules import Rule
 from specdec.settings import ModelSettings, SchedulerSettings, ServerSettings, TargetSettings
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_server
@@ -48,14 +47,7 @@ class TargetService:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the service's flags; their defaults are those of the settings classes."""
-    parser.add_argument("--model", required=True, help="folder of the model's checkpoint")
-    rule = default_of(TargetSettings, "verification")
-    parser.add_argument(
-        "--verification",
-        choices=[str(choice) for choice in Rule],
-        default=str(rule),
-        help=f"rule for sessions that name none (default: {rule})",
-    )
+    add_flags(parser, TargetSettings)
     add_flags(parser.add_argument_group("model"), ModelSettings)
     add_flags(parser.add_argument_group("scheduling"), SchedulerSettings)
     add_flags(parser.add_argument_group("server"), ServerSettings)
@@ -67,10 +59,11 @@ def settings_of(args: argparse.Namespace) -> tuple[TargetSettings, ServerSetting
     Raises:
         InvalidRequest: a value is out of range; ``param`` names the field.
     """
-    target = TargetSettings(
-        model=settings_from(ModelSettings, args, model=args.model),
+    target = settings_from(
+        TargetSettings,
+        args,
+        model=settings_from(ModelSettings, args),
         scheduler=settings_from(SchedulerSettings, args),
-        verification=Rule(args.verification),
     )
     return target, settings_from(ServerSettings, args)
 

@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.errors import InvalidRequest
+from specdec.flags import whole_numbers
 from specdec.params import SamplingParams
 from tandem.bench.modes import deployments_of, plain_way, rules_of, speculative_ways
 from tandem.bench.plot import load_pyplot
-from tandem.flags import (
-    add_model_flags,
-    add_scheduler_flags,
-    add_speculation_flags,
-)
+from tandem.cli.flags import add_deployment_flags
 from tandem.launcher.deployment import Deployment
 from tandem.launcher.environment import tune_environment
 
@@ -48,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " all with --drafter all)",
     )
     group.add_argument("--rules", metavar="A,B", help="token, block, coupled, or all; differ at a temperature above 0")
-    group.add_argument("--batch-size", type=_sizes, default=(1,), metavar="N,M", help="sessions at once (default: 1)")
+    group.add_argument("--batch-size", type=whole_numbers, default=(1,), metavar="N,M", help="sessions at once")
     group.add_argument("--k", type=int, help="drafted tokens a round; the same as --num-speculative-tokens")
     group.add_argument("--compare", choices=("hf",), help="hf: Hugging Face generate in the same run")
     group.add_argument("--pad-target", metavar="SIZE", help="measure the target padded to this size, such as 200M")
@@ -56,28 +53,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("measurement")
     group.add_argument("--prompts", metavar="FILE", help='your own prompts: lines of text, or of JSON with "prompt"')
     group.add_argument("--num-prompts", type=int, help="prompts per session (default: 8; 4 from 8 sessions on)")
-    group.add_argument("--prompt-tokens", type=int, default=64, help="tokens of each prompt (default: 64)")
-    group.add_argument("--max-tokens", type=int, default=128, help="tokens generated after each (default: 128)")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    group.add_argument("--prompt-tokens", type=int, default=64, help="tokens of each prompt")
+    group.add_argument("--max-tokens", type=int, default=128, help="tokens generated after each")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     group.add_argument(
         "--services",
         choices=("grpc", "embedded"),
         default="grpc",
-        help="processes over loopback, or everything in one process (default: grpc)",
+        help="processes over loopback, or everything in one process",
     )
     group.add_argument("--json", metavar="FILE", help="write every number to a file, too")
     group.add_argument("--plot", metavar="FILE", help="draw the speeds and latencies, as a PNG")
-    add_model_flags(parser)
-    add_scheduler_flags(parser)
-    add_speculation_flags(parser)
+    add_deployment_flags(parser)
     parser.set_defaults(dtype="float32")
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,8") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,7 @@ from typing import Any
 
 from specdec.errors import InvalidRequest
 from specdec.params import SamplingParams
-from tandem.flags import (
-    add_model_flags,
-    add_scheduler_flags,
-    add_speculation_flags,
-)
+from tandem.cli.flags import add_deployment_flags
 from tandem.launcher.deployment import deployment_of
 from tandem.launcher.environment import tune_environment
 from tandem.rest_client import Server
@@ -45,15 +41,13 @@ def add_answer_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a running server; without it the model runs in this process")
     parser.add_argument("--model", help="folder or hub name of the target, or a name the server answers to")
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=256, help="tokens to generate at most (default: 256)")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
-    group.add_argument("--top-p", type=float, default=1.0, help="share of probability kept (default: 1)")
-    group.add_argument("--top-k", type=int, default=0, help="tokens kept; 0 keeps all (default: 0)")
+    group.add_argument("--max-tokens", type=int, default=256, help="tokens to generate at most")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    group.add_argument("--top-p", type=float, default=1.0, help="share of probability kept")
+    group.add_argument("--top-k", type=int, default=0, help="tokens kept; 0 keeps all")
     group.add_argument("--stop", action="append", default=[], help="text that ends the answer; may be given again")
     group.add_argument("--quiet", action="store_true", help="print no speed at the end")
-    add_model_flags(parser)
-    add_scheduler_flags(parser)
-    add_speculation_flags(parser)
+    add_deployment_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,9 +11,9 @@ from tandem.rest_client import Server
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``tandem health``."""
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--url", default="http://127.0.0.1:8000", help="a gateway (default: http://127.0.0.1:8000)")
+    where.add_argument("--url", default="http://127.0.0.1:8000", help="a gateway")
     where.add_argument("--grpc", metavar="HOST:PORT", help="any of the services, by the standard gRPC health check")
-    parser.add_argument("--timeout-s", type=float, default=5.0, help="seconds to wait for an answer (default: 5)")
+    parser.add_argument("--timeout-s", type=float, default=5.0, help="seconds to wait for an answer")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,14 +11,9 @@ from typing import Any
 from specdec.errors import InvalidRequest, TandemError
 from specdec.flags import add_flags
 from specdec.settings import GatewaySettings
-from tandem.flags import (
-    add_ignored_flags,
-    add_model_flags,
-    add_scheduler_flags,
-    add_speculation_flags,
-)
+from tandem.cli.flags import add_deployment_flags, add_ignored_flags
 from tandem.launcher import deployment as deployments
-from tandem.launcher.deployment import Deployment
+from tandem.launcher.deployment import SERVER_OPTIONS, Deployment
 from tandem.launcher.environment import tune_environment
 from tandem.launcher.supervisor import Supervisor
 
@@ -27,17 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``tandem serve``."""
     add_model_argument(parser)
     group = parser.add_argument_group("server")
-    add_flags(
-        group,
-        GatewaySettings,
-        *("host", "port", "grpc_port", "max_concurrent_requests", "request_timeout_s", "drain_s", "chat_template"),
-    )
-    group.add_argument("--served-model-name", nargs="+", help="names the model answers to")
-    group.add_argument("--startup-timeout-s", type=float, default=600.0, help="seconds to load (default: 600)")
+    add_flags(group, GatewaySettings, *SERVER_OPTIONS)
+    group.add_argument("--startup-timeout-s", type=float, default=600.0, metavar="X", help="seconds to load")
     group.add_argument("--embedded", action="store_true", help="run everything in one process, no gRPC in between")
-    add_model_flags(parser)
-    add_scheduler_flags(parser)
-    add_speculation_flags(parser)
+    add_deployment_flags(parser)
     add_ignored_flags(parser)
 
 
@@ -63,8 +51,6 @@ def take_model(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; 0 after a clean stop."""
     take_model(args)
-    if isinstance(args.served_model_name, list):
-        args.served_model_name = tuple(args.served_model_name)
     deployment = deployments.deployment_of(args).with_ports()
     if args.embedded:
         tune_environment()

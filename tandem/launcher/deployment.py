@@ -12,11 +12,11 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from specdec.flags import settings_from
+from specdec.flags import flags_of, parsed_options, settings_from
 from specdec.methods import MODEL_METHODS
 from specdec.settings import (
     DraftSettings,
@@ -26,7 +26,6 @@ from specdec.settings import (
     SpeculativeSettings,
     TargetSettings,
 )
-from tandem.flags import rule_of
 from tandem.launcher.environment import tuned_environment
 from tandem.launcher.supervisor import Service
 from tandem.speculative_config import OLDER_NAMES, Choice, choose_models, read_speculation
@@ -34,8 +33,13 @@ from tandem.speculative_config import OLDER_NAMES, Choice, choose_models, read_s
 _DRAFT_THREADS: Final = 1
 #: Share of a GPU's memory the draft gets where it lives on the target's GPU.
 _DRAFT_GPU_SHARE: Final = 0.15
-#: Fields of the gateway that follow from the rest.
-_DERIVED: Final = frozenset({"targets", "drafts", "tokenizer", "verification", "num_speculative_tokens"})
+#: Options of the gateway that follow from the rest of a deployment.
+DERIVED_OPTIONS: Final = ("targets", "drafts", "tokenizer", "num_speculative_tokens", "disable_by_batch_size")
+#: Options of the gateway that mean something to a server only. All others are those of :class:`tandem.LLM`, too.
+SERVER_OPTIONS: Final = (
+    *("host", "port", "grpc_port", "served_model_name", "max_concurrent_requests", "request_timeout_s", "drain_s"),
+    *("draft_timeout_s", "max_target_retries"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +83,13 @@ def deployment_of(args: argparse.Namespace) -> Deployment:
     older = {name: getattr(args, name, None) for name in OLDER_NAMES}
     speculative = read_speculation(args.speculative_config, older, target=args.model)
     choice = choose_models(args.model, speculative, tokenizer=args.tokenizer)
-    names = {field.name for field in fields(GatewaySettings)} - _DERIVED
-    gateway = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    gateway = {
+        name: value for name, value in parsed_options(GatewaySettings, args).items() if name not in DERIVED_OPTIONS
+    }
     return make_deployment(
         choice,
         settings_from(ModelSettings, args, model=choice.target),
         scheduler=settings_from(SchedulerSettings, args),
-        verification=args.verification,
         gateway=gateway,
     )
 
@@ -95,11 +99,12 @@ def make_deployment(
     model: ModelSettings,
     *,
     scheduler: SchedulerSettings | None = None,
-    verification: str | None = None,
     gateway: Mapping[str, Any] | None = None,
 ) -> Deployment:
     """Settings of all services for the chosen models; ``model`` is the target, whose options the draft shares."""
-    rule = rule_of(verification)
+    given = dict(gateway or {})
+    names = given.pop("served_model_name", None) or (choice.name,)
+    rule = given.get("verification")
     scheduler = scheduler or SchedulerSettings()
     draft = draft_model = None
     if choice.speculates:
@@ -111,8 +116,6 @@ def make_deployment(
             target_model=choice.target if choice.speculative.reads_target else None,
             scheduler=scheduler,
         )
-    given = dict(gateway or {})
-    names = tuple(given.pop("served_model_name", None) or (choice.name,))
     return Deployment(
         target=TargetSettings(model=model, scheduler=scheduler, **({} if rule is None else {"verification": rule})),
         draft=draft,
@@ -121,7 +124,6 @@ def make_deployment(
             tokenizer=model.tokenizer or model.model,
             num_speculative_tokens=choice.speculative.num_speculative_tokens if draft else 0,
             disable_by_batch_size=choice.speculative.disable_by_batch_size,
-            verification=rule,
             **given,
         ),
     )
@@ -159,8 +161,7 @@ def services_of(deployment: Deployment, *, target: str | None = None) -> list[Se
             name="target",
             module="target_service",
             arguments=(*flags_of(deployment.target.model), *flags_of(deployment.target.scheduler),
-                       "--verification", str(deployment.target.verification),
-                       *_listening_flags(target_port), *drain),
+                       *flags_of(deployment.target), *_listening_flags(target_port), *drain),
             environment=environment,
             address=f"127.0.0.1:{target_port}",
         )
@@ -173,10 +174,8 @@ def services_of(deployment: Deployment, *, target: str | None = None) -> list[Se
                 name="draft",
                 module="draft_service",
                 arguments=(
-                    *flags_of(
-                        draft.speculative, skip={"draft_tensor_parallel_size", "disable_by_batch_size", "quantization"}
-                    ),
-                    *(("--target-model", draft.target_model) if draft.target_model else ()),
+                    *flags_of(draft.speculative),
+                    *flags_of(draft),
                     *model, *flags_of(draft.scheduler, skip={"max_wait_s"}), *_listening_flags(port), *drain),
                 environment=environment,
                 address=f"127.0.0.1:{port}",
@@ -207,23 +206,6 @@ def _listening_flags(port: int) -> tuple[str, ...]:
 def nearest(address: str) -> str:
     """How the gateway reaches a service of this machine: past TCP where the system has sockets without a file."""
     return f"unix-abstract:tandem-{address.rpartition(':')[2]}" if sys.platform == "linux" else address
-
-
-def flags_of(settings: Any, *, skip: set[str] = frozenset()) -> tuple[str, ...]:  # type: ignore[assignment]
-    """The flags that give a service these settings; what equals the default is left out."""
-    flags: list[str] = []
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        if field.name in skip or value == field.default:
-            continue
-        flag = "--" + field.name.replace("_", "-")
-        if value is True:
-            flags.append(flag)
-        elif isinstance(value, tuple):
-            flags += [part for item in value for part in (flag, str(item))]
-        else:
-            flags += [flag, str(value)]
-    return tuple(flags)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

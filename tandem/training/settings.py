@@ -1,26 +1,26 @@
-"""Settings of `tandem train`: frozen, checked once, each default written here and nowhere else."""
+"""Settings of `tandem train`."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from specdec.errors import InvalidRequest
+from specdec.settings.option import about, check_options, option, options_of, require
 
-METHODS: Final = ("eagle3", "eagle", "medusa", "mlp", "draft")
-#: Options that only some methods have.
-METHODS_OF: Final = {
-    "hidden_size": ("eagle3", "draft"),
-    "intermediate_size": ("eagle3", "eagle", "draft"),
-    "num_heads": ("eagle3", "eagle", "draft"),
-    "num_kv_heads": ("eagle3", "eagle", "draft"),
-    "head_dim": ("eagle3", "eagle", "draft"),
-    "num_layers": ("draft", "medusa"),
-    "draft_vocab_size": ("eagle3",),
-    "layers": ("eagle3",),
-    "num_predict": ("medusa", "mlp"),
-    "inner_dim": ("mlp",),
-    "tie_weights": ("mlp",),
-    "unroll_steps": ("eagle3", "eagle"),
-    "regression_weight": ("eagle",),
+#: Method → what is trained.
+METHODS: Final = {
+    "eagle3": "a head on three of the target's hidden states, with a vocabulary of its own",
+    "eagle": "EAGLE-1 and -2: a head on the target's last hidden state",
+    "medusa": "one head per drafted position, all on the target's last hidden state",
+    "mlp": "an MLP speculator: a state that starts as the target's last hidden state and reads each drafted token",
+    "draft": "a small causal language model, distilled from the target",
+}
+_LAYERED: Final = ("eagle3", "eagle", "draft")
+_EAGLES: Final = ("eagle3", "eagle")
+#: Title of a group of options → the first of them, in the order of :class:`TrainSettings`.
+GROUPS: Final = {
+    "text": "data",
+    "shape (what is not given follows from the target)": "hidden_size",
+    "lessons": "num_rows",
+    "training": "num_steps",
 }
 #: Options that may change when a training is resumed.
 _FREE: Final = frozenset(
@@ -32,105 +32,75 @@ _FREE: Final = frozenset(
 class TrainSettings:
     """One drafter for one target. Lengths count tokens; sizes of None follow from the target."""
 
-    #: One of :data:`METHODS`.
-    method: str
-    #: Folder of the target.
-    target: str
-    #: Folder to write; must not exist.
-    output: str
-    #: Files and folders with text; none: the standard library, which the bundled target was trained on.
-    data: tuple[str, ...] = ()
-    #: Text that is only measured on; none: a part of the data.
-    held_out: tuple[str, ...] = ()
-    #: A drafter of the same method to train on.
-    start_from: str | None = None
+    method: str = field(metadata=about("what is trained", choices=tuple(METHODS)))
+    target: str = field(metadata=about("folder of the target"))
+    output: str = field(metadata=about("folder to write; it must not exist"))
 
-    hidden_size: int | None = None
-    intermediate_size: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    #: Layers of a small model; residual blocks of a Medusa head.
-    num_layers: int | None = None
-    #: Tokens EAGLE-3 can draft; 32000 at most where not given.
-    draft_vocab_size: int | None = None
-    #: The target's hidden states EAGLE-3 reads, numbered as transformers numbers them.
-    layers: tuple[int, ...] | None = None
-    #: Medusa's heads, or the steps of an MLP speculator.
-    num_predict: int | None = None
-    inner_dim: int | None = None
-    tie_weights: bool = False
+    data: tuple[str, ...] = option((), "files (.txt, .jsonl, .json) and folders; by default Python's standard library")
+    held_out: tuple[str, ...] = option((), "text to measure on; by default a part of the data")
+    start_from: str | None = option(None, "a drafter of the same method to train on")
 
-    #: Rows of text the target writes, and of data it only reads.
-    num_rows: int = 4096
-    row_length: int = 256
-    #: Tokens of data that a row begins with.
-    prompt_length: int = 64
-    #: Share of the rows that is data alone.
-    data_share: float = 0.25
-    #: Of the half of the written rows that is not greedy.
-    temperature: float = 1.0
-    num_held_out_rows: int = 64
+    hidden_size: int | None = option(None, "hidden size", gt=0, only=("eagle3", "draft"))
+    intermediate_size: int | None = option(None, "size of the MLP", gt=0, only=_LAYERED)
+    num_heads: int | None = option(None, "attention heads", gt=0, only=_LAYERED)
+    num_kv_heads: int | None = option(None, "key-value heads", gt=0, only=_LAYERED)
+    head_dim: int | None = option(None, "size of an attention head", gt=0, only=_LAYERED)
+    num_layers: int | None = option(
+        None, "layers (2), or residual blocks of a head (1)", gt=0, only=("draft", "medusa")
+    )
+    draft_vocab_size: int | None = option(None, "most frequent tokens that are drafted (32000)", gt=0, only=("eagle3",))
+    layers: tuple[int, ...] | None = option(None, "hidden states it reads; i: the input of layer i", only=("eagle3",))
+    num_predict: int | None = option(None, "heads, or steps of the speculator (4)", gt=0, only=("medusa", "mlp"))
+    inner_dim: int | None = option(None, "size of the state", gt=0, only=("mlp",))
+    tie_weights: bool = option(False, "all steps share their weights", only=("mlp",))
 
-    num_steps: int = 2000
-    batch_tokens: int = 4096
-    #: Steps of EAGLE that are trained, each on the features of the one before.
-    unroll_steps: int | None = None
-    #: What a step's loss weighs, in that of the step before.
-    step_decay: float = 0.8
-    #: Peak learning rate.
-    rate: float = 3e-3
-    #: That of embeddings and output layers; None: a quarter of it in heads, where both start as the target's.
-    table_rate: float | None = None
-    weight_decay: float = 0.1
-    warmup_steps: int = 50
-    #: Share of the steps over which the rate falls to zero.
-    decay_share: float = 0.5
-    greedy_weight: float = 0.3
-    variation_weight: float = 0.5
-    #: Weight of EAGLE-1's smooth L1 distance to the target's next state.
-    regression_weight: float | None = None
-    #: Wall-clock limit of everything together; 0 is none.
-    max_minutes: float = 0.0
-    #: Drafted tokens a round in measurements of acceptance.
-    num_speculative_tokens: int = 4
-    eval_steps: int = 100
-    checkpoint_minutes: float = 2.0
+    num_rows: int = option(4096, "rows of text", gt=0)
+    row_length: int = option(256, "tokens of a row")
+    prompt_length: int = option(64, "tokens of data a row begins with; the target writes the others", gt=0)
+    data_share: float = option(0.25, "share of the rows that is data alone", ge=0, le=1)
+    temperature: float = option(1.0, "of the half of the written rows that is not greedy")
+    num_held_out_rows: int = option(64, "rows of held-out text, for measuring", gt=0)
 
-    seed: int = 1
-    #: "auto", "cpu" or "cuda:N".
-    device: str = "auto"
-    num_threads: int | None = None
-    #: Go on where an interrupted training of the same output stopped.
-    resume: bool = False
-    #: Keep the work folder when all is done.
-    keep_lessons: bool = False
+    num_steps: int = option(2000, "optimisation steps", gt=0)
+    batch_tokens: int = option(4096, "tokens of a step", gt=0)
+    unroll_steps: int | None = option(None, "steps of a chain that are trained (4)", gt=0, only=_EAGLES)
+    step_decay: float = option(0.8, "weight of a step's loss in that of the step before", ge=0, le=1)
+    rate: float = option(3e-3, "peak learning rate", gt=0)
+    table_rate: float | None = option(None, "that of embeddings and output layers; by default a quarter of it in heads")
+    weight_decay: float = option(0.1, "weight decay of matrices")
+    warmup_steps: int = option(50, "steps over which the rate rises")
+    decay_share: float = option(0.5, "share of the steps over which the rate falls to zero", ge=0, le=1)
+    greedy_weight: float = option(0.3, "weight of the cross entropy of the target's choice")
+    variation_weight: float = option(0.5, "weight of the total variation")
+    regression_weight: float | None = option(
+        None, "weight of the smooth L1 distance to the target's next hidden state (10)", gt=0, only=("eagle",)
+    )
+    max_minutes: float = option(0.0, "wall-clock limit of everything; the rate falls sooner then; 0: none")
+    num_speculative_tokens: int = option(4, "drafted tokens a round where acceptance is measured", gt=0)
+    eval_steps: int = option(100, "steps between measurements on held-out text")
+    checkpoint_minutes: float = option(2.0, "minutes between checkpoints")
+    seed: int = option(1, "of initial weights, prompts, sampling and order")
+    device: str = option("auto", "auto, cpu or cuda:N; a GPU computes in bfloat16")
+    num_threads: int | None = option(None, "threads on a CPU; by default all cores")
+    resume: bool = option(False, "continue an interrupted training of the same output")
+    keep_lessons: bool = option(False, "keep OUTPUT.training, which holds lessons and state, when all is done")
 
     def __post_init__(self) -> None:
-        _require(self.method in METHODS, "method", f"method is {self.method!r}; choose one of {', '.join(METHODS)}")
-        for name, methods in METHODS_OF.items():
+        check_options(self)
+        for name, each in options_of(type(self)).items():
             value = getattr(self, name)
-            given = value is not None and value is not False
-            _require(
-                not given or self.method in methods,
+            require(
+                value is None or value is False or not each.only or self.method in each.only,
                 name,
-                f"{name} is no option of {self.method}, but of {', '.join(methods)}",
+                f"{name} is no option of {self.method}, but of {', '.join(each.only)}",
             )
-            if given and not isinstance(value, (bool, tuple)):
-                _require(value > 0, name, f"{name} is {value}; it must be above 0")
-        for name in ("num_rows", "num_held_out_rows", "num_steps", "batch_tokens", "rate", "num_speculative_tokens"):
-            _require(getattr(self, name) > 0, name, f"{name} is {getattr(self, name)}; it must be above 0")
-        for name in ("data_share", "decay_share", "step_decay"):
-            value = getattr(self, name)
-            _require(0.0 <= value <= 1.0, name, f"{name} is {value}, outside [0, 1]")
-        _require(self.prompt_length > 0, "prompt_length", f"prompt_length is {self.prompt_length}; it must be above 0")
         least = self.prompt_length + self.num_speculative_tokens + 2
-        _require(
+        require(
             self.row_length >= least,
             "row_length",
             f"row_length is {self.row_length}; a prompt of {self.prompt_length} and drafts behind it need {least}",
         )
-        _require(
+        require(
             self.batch_tokens >= self.row_length,
             "batch_tokens",
             f"batch_tokens is {self.batch_tokens}, less than one row of {self.row_length} (row_length)",
@@ -139,8 +109,3 @@ class TrainSettings:
     def fixed(self) -> dict[str, Any]:
         """The options a resumed training must share with its beginning."""
         return {name: value for name, value in asdict(self).items() if name not in _FREE}
-
-
-def _require(condition: bool, param: str, message: str) -> None:
-    if not condition:
-        raise InvalidRequest(message, param=param)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from specdec.flags import Parser
+from specdec.flags import Parser, flags_of
 from specdec.rules import Rule
 from tandem.checkpoints import MODELS
 from tandem.cli import main as cli
 from tandem.cli import serve
-from tandem.launcher.deployment import Deployment, deployment_of, flags_of, services_of
+from tandem.launcher.deployment import Deployment, deployment_of, services_of
 
 TARGET, DRAFT = str(MODELS / "python-12m"), str(MODELS / "python-1m")
 PAIR = json.dumps({"model": "python-1m", "num_speculative_tokens": 5})

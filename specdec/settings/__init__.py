@@ -1,0 +1,18 @@
+"""Settings of every service. Each option is one line: name, type, default, help and range."""
+
+from specdec.settings.gateway import GatewaySettings
+from specdec.settings.model import DTYPES, QUANTIZATIONS, ModelSettings, SchedulerSettings
+from specdec.settings.services import DraftSettings, ServerSettings, TargetSettings
+from specdec.settings.speculative import SpeculativeSettings
+
+__all__ = [
+    "DTYPES",
+    "QUANTIZATIONS",
+    "DraftSettings",
+    "GatewaySettings",
+    "ModelSettings",
+    "SchedulerSettings",
+    "ServerSettings",
+    "SpeculativeSettings",
+    "TargetSettings",
+]

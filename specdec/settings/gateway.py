@@ -1,0 +1,38 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.rules import Rule
+from specdec.settings.option import check_options, option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """The gateway."""
+
+    targets: tuple[str, ...] = option((), "target replicas: host:port, unix:/path or unix-abstract:name")
+    drafts: tuple[str, ...] = option((), "draft replicas; none serves without speculation")
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port of the REST API; 0 takes a free one", ge=0, le=65535)
+    grpc_port: int = option(50051, "port of the gRPC API; 0 takes a free one", ge=0, le=65535)
+    served_model_name: tuple[str, ...] = option((), "names the model answers to; by default the target's own")
+    tokenizer: str | None = option(None, "folder of the tokenizer; without one only token ids are served")
+    chat_template: str | None = option(None, "Jinja text, or a file with it, in place of the tokenizer's chat template")
+    num_speculative_tokens: int = option(4, "drafted tokens a round at most; 0: no speculation", ge=0, le=64)
+    # The next two are for a draft with cores or a device of its own.
+    num_ahead_proposals: int = option(0, "proposals drafted ahead of each verdict", ge=0, le=15)
+    min_offer_likelihood: float = option(0.3, "likelihood from which one of them goes to the target early", ge=0)
+    disable_by_batch_size: int | None = option(None, "no drafting while more sequences than this are open", ge=1)
+    fixed_draft_length: bool = option(False, "draft the maximum in every round, whether or not it pays off")
+    verification: Rule | None = option(None, "rule of requests that name none; default: block, coupled with a seed")
+    request_timeout_s: float | None = option(None, "seconds for a request that names no deadline", gt=0)
+    draft_timeout_s: float = option(1.0, "seconds a draft gets before the round goes on without it", gt=0)
+    max_target_retries: int = option(3, "times a session is reopened on a target before its request fails", ge=0)
+    max_concurrent_requests: int = option(512, "requests in flight; one more gets 429", ge=1)
+    seed: int | None = option(None, "makes the seeds of requests that give none reproducible")
+    drain_s: float = option(20.0, "seconds open requests get to finish after SIGTERM", ge=0)
+
+    def __post_init__(self) -> None:
+        check_options(self)

@@ -1,0 +1,60 @@
+"""Settings of the target service, the draft service and their gRPC server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.rules import DEFAULT_RULE, Rule
+from specdec.settings.model import ModelSettings, SchedulerSettings
+from specdec.settings.option import check_options, option, require
+from specdec.settings.speculative import SpeculativeSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSettings:
+    """A target service."""
+
+    model: ModelSettings
+    scheduler: SchedulerSettings = SchedulerSettings()
+    verification: Rule = option(DEFAULT_RULE, "rule for sessions that name none")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSettings:
+    """A draft service. ``model`` is None for drafters without a model."""
+
+    speculative: SpeculativeSettings
+    model: ModelSettings | None = None
+    target_model: str | None = option(None, "folder of the target's checkpoint; heads use some of its tensors")
+    scheduler: SchedulerSettings = SchedulerSettings()
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        require(
+            self.target_model is not None or not self.speculative.reads_target,
+            "target_model",
+            f"a head ({', '.join(self.speculative.methods)}) uses tensors of the target: give target_model, the folder"
+            " of the target's checkpoint",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Where a gRPC server listens and how it stops."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(0, "port to listen on; 0 takes a free one", ge=0, le=65535)
+    socket: str | None = option(None, "Unix domain socket to listen on as well: unix:/path or unix-abstract:name")
+    drain_s: float = option(20.0, "seconds open streams get to finish after SIGTERM", ge=0)
+    max_concurrent_rpcs: int = option(1024, "streams and calls at once; one more gets RESOURCE_EXHAUSTED", ge=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        require(
+            self.socket is None or self.socket.startswith(("unix:/", "unix-abstract:")),
+            "socket",
+            f"socket is {self.socket!r}; write unix:/path or unix-abstract:name",
+        )

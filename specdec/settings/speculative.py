@@ -1,0 +1,113 @@
+"""Settings of speculation, under the names of vLLM's ``speculative_config``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+from specdec.methods import HEAD_METHODS, LOOKUP_METHODS, METHODS, MODEL_METHODS, refuse_mtp
+from specdec.settings.model import QUANTIZATIONS
+from specdec.settings.option import check_options, option, options_of, require
+from specdec.tree_shape import TreeShape
+
+_SUFFIX: Final = ("suffix",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeSettings:
+    """Speculation, under the names of vLLM's ``speculative_config``."""
+
+    model: str | None = option(None, "folder of the draft model or head")
+    method: str | tuple[str, ...] | None = option(
+        None, "how to draft, or a look-up and what drafts where it finds too little", choices=METHODS
+    )
+    num_speculative_tokens: int = option(4, "drafted tokens a round at most", ge=0, le=64)
+    prompt_lookup_max: int = option(4, "longest n-gram looked up", only=("ngram",))
+    prompt_lookup_min: int = option(1, "shortest n-gram looked up", ge=1, only=("ngram",))
+    suffix_decoding_max_tree_depth: int = option(24, "longest match and its continuation", ge=1, le=512, only=_SUFFIX)
+    suffix_decoding_max_cached_requests: int = option(10000, "past requests looked up in, too", ge=0, only=_SUFFIX)
+    suffix_decoding_max_spec_factor: float = option(1.0, "drafted tokens for each one that matched", ge=0, only=_SUFFIX)
+    suffix_decoding_min_token_prob: float = option(0.1, "least likelihood of the draft", ge=0, le=1, only=_SUFFIX)
+    tree_top_k: int = option(1, "children of each node of a drafted tree; 1: chains", ge=1, le=64)
+    tree_depth: int | None = option(None, "levels of a tree; by default k / 2, from 2 to 6", ge=1, le=64)
+    speculative_token_tree: str | None = option(None, "a static tree instead, such as '[(0,), (1,), (0, 0)]'")
+    draft_tensor_parallel_size: int = option(1, "GPUs of the draft; only 1 so far", flag=False)
+    quantization: str | None = option("auto", "rounds the draft's weights", choices=QUANTIZATIONS, flag=False)
+    disable_by_batch_size: int | None = option(None, "no drafting while more sessions are open", ge=1, flag=False)
+
+    def __post_init__(self) -> None:
+        methods = _read_methods(self.method or ("draft_model" if self.model else "none"))
+        object.__setattr__(self, "method", methods if len(methods) > 1 else methods[0])
+        check_options(self)
+        needing = next((method for method in methods if method in MODEL_METHODS), None)
+        require(
+            needing is None or self.model is not None,
+            "model",
+            f'method "{needing}" needs "model", the folder of the draft checkpoint',
+        )
+        require(
+            1 <= self.prompt_lookup_min <= self.prompt_lookup_max,
+            "prompt_lookup_min",
+            f"prompt_lookup_min ({self.prompt_lookup_min}) and prompt_lookup_max ({self.prompt_lookup_max}) must"
+            " satisfy 1 <= min <= max",
+        )
+        require(
+            self.draft_tensor_parallel_size == 1,
+            "draft_tensor_parallel_size",
+            f"draft_tensor_parallel_size is {self.draft_tensor_parallel_size}: not available yet; use 1",
+        )
+        _ = self.tree
+
+    @property
+    def tree(self) -> TreeShape | None:
+        """The trees to draft; None: chains.
+
+        Raises:
+            InvalidRequest: the settings describe none that can be drafted.
+        """
+        return TreeShape.of(self.tree_top_k, self.tree_depth, self.speculative_token_tree, self.num_speculative_tokens)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What drafts, in order of preference."""
+        assert self.method is not None  # since __post_init__
+        return (self.method,) if isinstance(self.method, str) else self.method
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether a checkpoint is loaded to draft."""
+        return any(method in MODEL_METHODS for method in self.methods)
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether tensors of the target's checkpoint are loaded to draft."""
+        return any(method in HEAD_METHODS for method in self.methods)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Read vLLM's ``speculative_config``; an unknown key is an error naming it."""
+        known = options_of(cls)
+        for key in config:
+            require(key in known, key, f"speculative_config has no option {key!r}; it knows {', '.join(sorted(known))}")
+        settings = cls(**config)
+        if settings.method == "suffix" and "num_speculative_tokens" not in config:  # vLLM's default, too
+            settings = replace(settings, num_speculative_tokens=min(settings.suffix_decoding_max_tree_depth, 64))
+        return settings
+
+
+def _read_methods(given: Any) -> tuple[str, ...]:
+    """One method's name, or a look-up's and another's, as a tuple."""
+    methods = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    if "mtp" in methods:
+        refuse_mtp()
+    for method in methods:
+        require(method in METHODS, "method", f"method is {method!r}; choose one of {', '.join(METHODS)}")
+    first, *rest = methods
+    require(
+        not rest or (len(rest) == 1 and first in LOOKUP_METHODS and rest[0] not in (first, "none")),
+        "method",
+        f"method is {list(methods)}; of two methods the first must be one of {', '.join(LOOKUP_METHODS)}, the second"
+        " another one, and there can be no third",
+    )
+    return (first, *rest)

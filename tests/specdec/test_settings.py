@@ -1,0 +1,102 @@
+"""Options: one line each, checked, and the same as flags and back."""
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from specdec.errors import InvalidRequest
+from specdec.flags import Parser, add_flags, flags_of, settings_from
+from specdec.rules import Rule
+from specdec.settings import (
+    DraftSettings,
+    GatewaySettings,
+    ModelSettings,
+    SchedulerSettings,
+    ServerSettings,
+    SpeculativeSettings,
+    TargetSettings,
+)
+from specdec.settings.option import Option, options_of
+from tandem.training.settings import TrainSettings
+
+CLASSES = (ModelSettings, SchedulerSettings, SpeculativeSettings, ServerSettings, GatewaySettings)
+REQUIRED: dict[type, dict[str, Any]] = {ModelSettings: {"model": "m"}}
+#: Values that must fit together.
+PAIRED = {"prompt_lookup_min": {"prompt_lookup_max": 9}, "speculative_token_tree": {"num_speculative_tokens": 3}}
+
+
+def other_value(option: Option) -> Any:
+    """A value that is not the default."""
+    chosen: dict[str, Any] = {
+        "method": "ngram",
+        "socket": "unix:/s",
+        "speculative_token_tree": "[(0,), (1,), (0, 0)]",
+        "dtype": "bfloat16",
+        "quantization": "int8",
+        "verification": Rule.COUPLED,
+    }
+    if option.name in chosen:
+        return chosen[option.name]
+    by_kind = {bool: True, tuple[str, ...]: ("a", "b"), str: "other", float: 0.5, int: 7}
+    return next(value for kind, value in by_kind.items() if kind in option.kinds)
+
+
+@pytest.mark.parametrize("settings", [*CLASSES, TargetSettings, DraftSettings, TrainSettings])
+def test_every_field_is_an_option_with_a_help_text(settings: type) -> None:
+    options = options_of(settings)
+    nested = {"model", "scheduler", "speculative"} if settings in (TargetSettings, DraftSettings) else set()
+    assert {field.name for field in fields(settings)} - nested == options.keys()
+    assert all(option.help and not option.help.endswith(".") for option in options.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [(settings, name) for settings in CLASSES for name, each in options_of(settings).items() if each.flag],
+)
+def test_a_flag_carries_every_value(settings: type, name: str) -> None:
+    if name == "tensor_parallel_size":
+        pytest.skip("takes one value only")
+    given = {**REQUIRED.get(settings, {}), **PAIRED.get(name, {}), name: other_value(options_of(settings)[name])}
+    made = settings(**given)
+    parser = Parser(prog="service")
+    add_flags(parser, settings)
+    assert settings_from(settings, parser.parse_args(flags_of(made))) == made
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "message"),
+    [
+        (ModelSettings, {"model": ""}, "model is empty; give the folder"),
+        (ModelSettings, {"dtype": "int4"}, "dtype is 'int4'; choose one of auto, float32"),
+        (ModelSettings, {"quantization": "int2"}, "quantization is 'int2'; choose one of int8, auto, or none"),
+        (ModelSettings, {"gpu_memory_utilization": 0.0}, "is 0.0; it must be above 0 and at most 1"),
+        (ModelSettings, {"block_size": 0}, "block_size is 0; it must be above 0"),
+        (ModelSettings, {"num_threads": "two"}, "num_threads is 'two'; it must be a whole number or nothing"),
+        (ModelSettings, {"num_threads": True}, "num_threads is True; it must be a whole number or nothing"),
+        (SchedulerSettings, {"max_wait_s": float("nan")}, "max_wait_s is nan; it must be above 0"),
+        (SpeculativeSettings, {"num_speculative_tokens": 65}, "num_speculative_tokens is 65; it must be in [0, 64]"),
+        (SpeculativeSettings, {"tree_depth": 0}, "tree_depth is 0; it must be in [1, 64]"),
+        (ServerSettings, {"port": 70000}, "port is 70000; it must be in [0, 65535]"),
+        (ServerSettings, {"socket": "/s"}, "socket is '/s'; write unix:/path"),
+        (GatewaySettings, {"verification": "vote"}, "verification is 'vote'; choose one of token, block, coupled"),
+        (GatewaySettings, {"drain_s": -1.0}, "drain_s is -1.0; it must be at least 0"),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_value_limit_and_field(settings: type, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        settings(**{**REQUIRED.get(settings, {}), **given})
+    assert message in str(raised.value)
+    assert raised.value.param == next(iter(given))
+
+
+def test_a_rule_may_be_given_by_name() -> None:
+    assert GatewaySettings(verification="token").verification is Rule.TOKEN
+
+
+def test_underscores_are_hyphens() -> None:
+    parser = Parser(prog="service")
+    add_flags(parser, SchedulerSettings)
+    assert parser.parse_args(["--max_num_seqs=3"]) == parser.parse_args(["--max-num-seqs", "3"])
+    assert isinstance(parser.parse_args([]), argparse.Namespace)
