@@ -31,6 +31,8 @@ FLAGS: Final = (
 #: Tried in this order: x86 and most compilers, older ARM compilers, any.
 MACHINE_FLAGS: Final = (("-march=native",), ("-mcpu=native",), ())
 BUILD_TIMEOUT_S: Final = 300
+#: Holds struct_table.h, which the C++ of every folder includes.
+INCLUDE_FOLDER: Final = Path(__file__).parent
 
 
 class BuildError(Exception):
@@ -81,7 +83,7 @@ def find_compiler() -> list[str]:
 def _key(folder: Path, compiler: list[str], version: str, machine: tuple[str, ...]) -> str:
     """A name for everything that goes into the library."""
     digest = hashlib.sha256()
-    for source in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
+    for source in (*sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]), *sorted(INCLUDE_FOLDER.glob("*.h"))):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     for text in (*compiler, version, *FLAGS, *machine, *_processor()):
         digest.update(text.encode() + b"\0")
@@ -135,7 +137,10 @@ def _compile(source_folder: Path, compiler: list[str], machine: tuple[str, ...],
         objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
         jobs = [
             subprocess.Popen(
-                [*compiler, *flags, "-c", str(source), "-o", made], stderr=subprocess.PIPE, text=True, errors="replace"
+                [*compiler, *flags, f"-I{INCLUDE_FOLDER}", "-c", str(source), "-o", made],
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
             )
             for source, made in zip(sources, objects, strict=True)
         ]

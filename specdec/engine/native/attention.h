@@ -11,6 +11,7 @@
 #pragma once
 
 #include "gemm.h"
+#include "struct_table.h"
 
 namespace tandem {
 
@@ -30,6 +31,8 @@ struct Plan {
   // The entry of a row of a sequence: rows lie behind the cached entries in order, whatever their positions are.
   int64_t entry_of(int64_t sequence, int64_t row) const { return kv_lens[sequence] - (row_starts[sequence + 1] - row); }
 };
+TANDEM_STRUCT(Plan, positions, slots, row_starts, block_tables, kv_lens, ancestors, num_rows, num_sequences, table_width,
+              block_size)
 
 struct AttentionShape {
   int heads, kv_heads, head_dim, value_dim;
@@ -41,6 +44,8 @@ struct AttentionShape {
   // where they lie. Values always lie [block][Dv].
   int64_t keys_in_columns;
 };
+TANDEM_STRUCT(AttentionShape, heads, kv_heads, head_dim, value_dim, k_block_stride, v_block_stride, scale, softcap, window,
+              keys_in_columns)
 
 constexpr int kKeys = 2 * kLanes;  // positions of a tile
 constexpr int kSplit = 512;        // positions of a split, whole tiles

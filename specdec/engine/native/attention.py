@@ -11,7 +11,8 @@ from typing import Final
 
 import torch
 
-from specdec.engine.native.library import DTYPES, CAttentionShape, CPlan, NativeLibrary, load
+from specdec.engine.native.library import DTYPES, NativeLibrary, load
+from specdec.engine.native.structs import CAttentionShape, CPlan
 from specdec.engine.plan import BatchPlan
 
 KNOWS_SINKS: Final = False

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,28 +13,13 @@ from specdec.engine.chain_job import ChainJob, Drawing, StopFlags
 from specdec.engine.native.decoder import NativeModel
 from specdec.engine.native.library import DTYPES
 from specdec.engine.native.sampling import MAX_CANDIDATES, MAX_ROW_BYTES, sampler_of
+from specdec.engine.native.structs import CChain, CDrafted
 from specdec.rules import SparseRow
 from specdec.sampling.drafting import DraftedChain
 
-#: ``Chain`` of drafting.h.
-_CHAIN: Final = struct.Struct("12q")
 #: What a chain takes in first: the addresses of its blocks, of its tokens (those assumed follow) and of its features, 0
 #: where there are none; how many tokens; and how many entries are in the cache.
 Fed: TypeAlias = tuple[int, int, int, int, int]
-
-
-class CDrafted(ctypes.Structure):
-    """``Drafted`` of drafting.h."""
-
-    _fields_ = (
-        ("token_ids", ctypes.c_void_p),
-        ("candidates", ctypes.c_void_p),
-        ("width", ctypes.c_int64),
-        ("q", ctypes.c_void_p),
-        ("q_bytes", ctypes.c_void_p),
-        ("lengths", ctypes.c_void_p),
-        ("depth", ctypes.c_int64),
-    )
 
 
 class _Output:
@@ -51,13 +35,13 @@ class _Output:
         self._memory = memoryview(bytearray(self._q_at + MAX_ROW_BYTES * steps * with_q))
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.struct = CDrafted(
-            start,
-            start + self._candidates_at,
-            width,
-            start + self._q_at,
-            start + self._sizes_at,
-            start + self._lengths_at,
-            depth,
+            token_ids=start,
+            candidates=start + self._candidates_at,
+            width=width,
+            q=start + self._q_at,
+            q_bytes=start + self._sizes_at,
+            lengths=start + self._lengths_at,
+            depth=depth,
         )
 
     def read(self, jobs: Sequence[Drawing]) -> list[DraftedChain]:
@@ -150,34 +134,24 @@ def draw_chains(
     jobs: Sequence[Drawing], fed: Sequence[Fed], stop: StopFlags | None, call: Callable[[int, int | None, int], None]
 ) -> list[DraftedChain]:
     """Let native code draw the jobs' chains: ``call`` gets the addresses of its chains, the flags and its output."""
-    packed = bytearray(_CHAIN.size * len(jobs))
+    structs = (CChain * len(jobs))()
     samplings = [job.rule.sampling_at(job.state.params.temperature) for job in jobs]
-    for c, (job, sampling, first) in enumerate(zip(jobs, samplings, fed, strict=True)):
+    for chain, job, sampling, first in zip(structs, jobs, samplings, fed, strict=True):
         blocks, token_ids, features, count, length = first
         num_assumed = len(job.assumed)
-        _CHAIN.pack_into(
-            packed,
-            c * _CHAIN.size,
-            sampler_of(job.state),
-            blocks,
-            token_ids,
-            token_ids + 8 * count,
-            features,
-            count,
-            num_assumed,
-            length,
-            len(job.state) + num_assumed,
-            job.num_tokens,
-            job.num_candidates,
-            sampling,
-        )
+        chain.sampler, chain.sampling = sampler_of(job.state), sampling
+        chain.blocks, chain.features = blocks, features
+        chain.token_ids, chain.num_token_ids = token_ids, count
+        chain.assumed, chain.num_assumed = token_ids + 8 * count, num_assumed
+        chain.length, chain.base = length, len(job.state) + num_assumed
+        chain.num_tokens, chain.num_candidates = job.num_tokens, job.num_candidates
     with_q = any(sampling.sends_q for sampling in samplings)
     depth, width = max(job.num_tokens for job in jobs), max(job.num_candidates for job in jobs)
     out = _Output(len(jobs), depth, width, with_q=with_q)
     if stop is not None and (stop.dtype != np.int32 or not stop.flags.c_contiguous):
         raise ValueError(f"stop flags are {stop.dtype}; they must be contiguous int32")
     call(
-        ctypes.addressof(ctypes.c_char.from_buffer(packed)),
+        ctypes.addressof(structs),
         None if stop is None else stop.ctypes.data,
         ctypes.addressof(out.struct),
     )

@@ -4,7 +4,7 @@
 
 namespace tandem {
 
-// Mirrors _KEPT of decoder.py. Entry first + rows[i] moves to first + i; rows ascend, so none is overwritten before it
+// What is kept of one sequence. Entry first + rows[i] moves to first + i; rows ascend, so none is overwritten before it
 // has been moved.
 struct Kept {
   const int32_t* blocks;  // of the sequence
@@ -12,6 +12,7 @@ struct Kept {
   int64_t num_rows;
   int64_t first;
 };
+TANDEM_STRUCT(Kept, blocks, rows, num_rows, first)
 
 namespace {
 

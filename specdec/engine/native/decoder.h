@@ -5,7 +5,7 @@
 
 namespace tandem {
 
-// Everything below mirrors the ctypes structures of decoder.py.
+// Python fills in the structs below (structs.py).
 struct Layer {
   const float* input_norm;  // [H]
   const void* qkv;          // packed: query, key and value columns, each in whole panels
@@ -21,6 +21,8 @@ struct Layer {
   const float* down_bias;
   int64_t window;  // 0: none
 };
+TANDEM_STRUCT(Layer, input_norm, qkv, qkv_bias, query_norm, key_norm, output, output_bias, post_norm, gate_up, gate_up_bias,
+              down, down_bias, window)
 
 // How a draft head takes in a token and the state before it, where a model takes the token's embedding.
 enum HeadKind : int32_t {
@@ -39,6 +41,8 @@ struct Head {
   int32_t kind;            // a HeadKind
   int32_t norms_residual;  // the normed state is what the first layer adds to
 };
+TANDEM_STRUCT(Head, fuse, fuse_bias, feature_norm, embedding_norm, state_norm, num_features, feature_parts, kind,
+              norms_residual)
 
 struct Model {
   const Layer* layers;
@@ -52,6 +56,9 @@ struct Model {
   float eps, scale;
   int32_t weight_dtype, embedding_dtype, cache_dtype;  // 0 float32, 1 bfloat16, 2 int8 (weights only)
 };
+TANDEM_STRUCT(Model, layers, embedding, final_norm, lm_head, lm_head_bias, head, target_ids, num_layers, hidden,
+              intermediate, vocab, outputs, heads, kv_heads, head_dim, eps, scale, weight_dtype, embedding_dtype,
+              cache_dtype)
 
 struct Batch {
   const int64_t* token_ids;   // [T]
@@ -75,6 +82,8 @@ struct Batch {
   int64_t num_states, num_state_layers;
   bf16* states;  // [S, F, H]
 };
+TANDEM_STRUCT(Batch, token_ids, logit_rows, num_logits, plan, k_caches, v_caches, cosines, sines, logits, features, stream,
+              features_dtype, state_rows, state_layers, num_states, num_state_layers, states)
 
 // Writes the cache, batch.logits and batch.states; `threads` counts the calling thread. Returns 0, -1 without memory, -2
 // for a token id outside the vocabulary (nothing has been written then). It takes the scratch memory of the thread's pool.

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import struct
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,9 +25,10 @@ import torch
 from torch import nn
 
 from specdec.engine.compaction import Kept
-from specdec.engine.native.library import DTYPES, WEIGHT_DTYPES, CPlan, NativeLibrary, load
+from specdec.engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary, load
 from specdec.engine.native.linears import Int8Linear, Matrix, is_plain, matrix_of
 from specdec.engine.native.packing import Packing, layer_groups
+from specdec.engine.native.structs import CBatch, CKept, CModel, CPlan
 from specdec.engine.plan import BatchPlan
 from specdec.errors import InvalidRequest
 
@@ -42,79 +42,6 @@ _MODELS: Final = {f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2",
 #: Rotary embeddings whose frequencies are the same at every length.
 _ROPE_TYPES: Final = {"default", "linear", "llama3", "yarn"}
 _NORMS: Final = {f"{name}RMSNorm" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
-
-#: ``Kept`` of compaction.cpp.
-_KEPT: Final = struct.Struct("4q")
-
-_Pointer = ctypes.c_void_p
-_Int64 = ctypes.c_int64
-
-
-class CHead(ctypes.Structure):
-    """``Head`` of decoder.h."""
-
-    _fields_ = (
-        ("fuse", _Pointer),
-        ("fuse_bias", _Pointer),
-        ("feature_norm", _Pointer),
-        ("embedding_norm", _Pointer),
-        ("state_norm", _Pointer),
-        ("num_features", _Int64),
-        ("feature_parts", _Int64),
-        ("kind", ctypes.c_int32),
-        ("norms_residual", ctypes.c_int32),
-    )
-
-
-class CModel(ctypes.Structure):
-    """``Model`` of decoder.h."""
-
-    _fields_ = (
-        ("layers", _Pointer),
-        ("embedding", _Pointer),
-        ("final_norm", _Pointer),
-        ("lm_head", _Pointer),
-        ("lm_head_bias", _Pointer),
-        ("head", _Pointer),
-        ("target_ids", _Pointer),
-        ("num_layers", _Int64),
-        ("hidden", _Int64),
-        ("intermediate", _Int64),
-        ("vocab", _Int64),
-        ("outputs", _Int64),
-        ("heads", _Int64),
-        ("kv_heads", _Int64),
-        ("head_dim", _Int64),
-        ("eps", ctypes.c_float),
-        ("scale", ctypes.c_float),
-        ("weight_dtype", ctypes.c_int32),
-        ("embedding_dtype", ctypes.c_int32),
-        ("cache_dtype", ctypes.c_int32),
-    )
-
-
-class CBatch(ctypes.Structure):
-    """``Batch`` of decoder.h."""
-
-    _fields_ = (
-        ("token_ids", _Pointer),
-        ("logit_rows", _Pointer),
-        ("num_logits", _Int64),
-        ("plan", CPlan),
-        ("k_caches", _Pointer),
-        ("v_caches", _Pointer),
-        ("cosines", _Pointer),
-        ("sines", _Pointer),
-        ("logits", _Pointer),
-        ("features", _Pointer),
-        ("stream", _Pointer),
-        ("features_dtype", ctypes.c_int32),
-        ("state_rows", _Pointer),
-        ("state_layers", _Pointer),
-        ("num_states", _Int64),
-        ("num_state_layers", _Int64),
-        ("states", _Pointer),
-    )
 
 
 class NativeModel:
@@ -135,8 +62,8 @@ class NativeModel:
         self._tabulate = tables
         half = model.head_dim // 2
         self._tables: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0, half), torch.empty(0, half))
-        self._k_caches = (_Pointer * len(caches))(*(k_cache.data_ptr() for k_cache, _ in caches))
-        self._v_caches = (_Pointer * len(caches))(*(v_cache.data_ptr() for _, v_cache in caches))
+        self._k_caches = (ctypes.c_void_p * len(caches))(*(k_cache.data_ptr() for k_cache, _ in caches))
+        self._v_caches = (ctypes.c_void_p * len(caches))(*(v_cache.data_ptr() for _, v_cache in caches))
 
     @property
     def address(self) -> int:
@@ -270,15 +197,15 @@ class NativeDecoder(NativeModel):
         """:func:`specdec.engine.compaction.keep_rows` on this decoder's layout of the cache."""
         rows = array("q", [row for one in kept for row in one.rows])
         at, _ = rows.buffer_info()
-        packed = bytearray()
+        structs = (CKept * len(kept))()
         blocks = [one.sequence.blocks for one in kept]
-        for one, table in zip(kept, blocks, strict=True):
-            packed += _KEPT.pack(table.__array_interface__["data"][0], at, len(one.rows), one.first)
+        for struct, one, table in zip(structs, kept, blocks, strict=True):
+            struct.blocks = table.__array_interface__["data"][0]
+            struct.rows, struct.num_rows, struct.first = at, len(one.rows), one.first
             at += 8 * len(one.rows)
         caches = self.caches_for(0)
         caches.plan.block_size = block_size
-        structs = ctypes.addressof(ctypes.c_char.from_buffer(packed))
-        self.library.keep_rows(self.address, ctypes.addressof(caches), structs, len(kept))
+        self.library.keep_rows(self.address, ctypes.addressof(caches), ctypes.addressof(structs), len(kept))
 
 
 def _rotary_tables(rotary: nn.Module, length: int) -> tuple[torch.Tensor, torch.Tensor]:

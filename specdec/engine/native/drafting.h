@@ -10,7 +10,7 @@
 
 namespace tandem {
 
-// Mirrors the ctypes structures of chains.py.
+// A chain to draft.
 struct Chain {
   const Sampler* sampler;
   const int32_t* blocks;    // of its sequence; null: block 0 takes all rows
@@ -24,8 +24,10 @@ struct Chain {
   int64_t num_candidates;  // of the target's token, at each
   int64_t sampling;        // a DraftSampling
 };
+TANDEM_STRUCT(Chain, sampler, blocks, token_ids, assumed, features, num_token_ids, num_assumed, length, base, num_tokens,
+              num_candidates, sampling)
 
-// One stretch of `depth` steps for each chain; `depth` is the most any of them drafts.
+// What is drafted: `depth` steps for each chain, the most any of them drafts.
 struct Drafted {
   int64_t* token_ids;    // [chains, depth]
   int64_t* candidates;   // [chains, depth, width]
@@ -35,6 +37,7 @@ struct Drafted {
   int64_t* lengths;      // [chains]: tokens drafted
   int64_t depth;
 };
+TANDEM_STRUCT(Drafted, token_ids, candidates, width, q, q_bytes, lengths, depth)
 
 // The chains that go on, and where each one's logits were in the step before.
 struct Active {

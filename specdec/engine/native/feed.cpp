@@ -7,7 +7,7 @@
 
 namespace tandem {
 
-// Mirrors _FEED of feed.py.
+// Tokens to feed to one sequence.
 struct Feed {
   const int32_t* blocks;     // of its sequence; null: block 0 takes all rows
   const int64_t* token_ids;  // [num_tokens]; those of the next feed follow
@@ -17,6 +17,7 @@ struct Feed {
   int64_t num_states;      // likewise
   const int64_t* parents;  // [num_tokens], or null where the tokens form a chain
 };
+TANDEM_STRUCT(Feed, blocks, token_ids, num_tokens, length, num_logits, num_states, parents)
 
 }  // namespace tandem
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from array import array
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 
 from specdec.engine.batch import Segment, check_segment
 from specdec.engine.hidden_states import STATE_DTYPE, StateRows
 from specdec.engine.native.decoder import NativeDecoder
+from specdec.engine.native.structs import CFeed
 from specdec.errors import InvalidRequest
-
-#: ``Feed`` of feed.cpp.
-_FEED: Final = struct.Struct("7q")
 
 
 def takes(segments: Sequence[Segment]) -> bool:
@@ -56,20 +52,14 @@ def feed(
         raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {vocab_size} tokens", param="token_ids")
 
     (at, _), (parents_at, _) = tokens.buffer_info(), parents.buffer_info()
-    packed = bytearray(_FEED.size * len(segments))
+    feeds = (CFeed * len(segments))()
     blocks = [segment.sequence.blocks for segment in segments]  # held: the event loop may replace a sequence's own
-    for s, (segment, (start, parent_start)) in enumerate(zip(segments, starts, strict=True)):
-        _FEED.pack_into(
-            packed,
-            s * _FEED.size,
-            0 if segment.sequence.released else blocks[s].__array_interface__["data"][0],
-            at + 8 * start,
-            len(segment.token_ids),
-            segment.sequence.length,
-            segment.num_logits,
-            segment.num_states,
-            parents_at + 8 * parent_start if segment.parents else 0,
-        )
+    for fed, segment, table, (start, parent_start) in zip(feeds, segments, blocks, starts, strict=True):
+        fed.blocks = None if segment.sequence.released else table.__array_interface__["data"][0]
+        fed.token_ids, fed.num_tokens = at + 8 * start, len(segment.token_ids)
+        fed.length = segment.sequence.length
+        fed.num_logits, fed.num_states = segment.num_logits, segment.num_states
+        fed.parents = parents_at + 8 * parent_start if segment.parents else None
     logits = torch.empty(num_logits, decoder.vocab_size)
     caches = decoder.caches_for(longest)
     kept = None
@@ -83,7 +73,7 @@ def feed(
         decoder.library.feed(
             decoder.address,
             ctypes.addressof(caches),
-            ctypes.addressof(ctypes.c_char.from_buffer(packed)),
+            ctypes.addressof(feeds),
             len(segments),
             logits.data_ptr(),
             decoder.num_threads,

@@ -16,7 +16,8 @@ from typing import Final
 import torch
 
 from specdec.compiler import BuildError, compile_folder
-from specdec.engine.plan import BatchPlan
+from specdec.engine.native.structs import STRUCTS, CAttentionShape, CPlan
+from specdec.struct_check import check_structs
 
 logger = logging.getLogger(__name__)
 
@@ -29,56 +30,6 @@ WEIGHT_DTYPES: Final = {**DTYPES, torch.int8: 2}
 _Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64
 _Int = ctypes.c_int
-
-
-class CPlan(ctypes.Structure):
-    """``Plan`` of attention.h."""
-
-    _fields_ = (
-        ("positions", _Pointer),
-        ("slots", _Pointer),
-        ("row_starts", _Pointer),
-        ("block_tables", _Pointer),
-        ("kv_lens", _Pointer),
-        ("ancestors", _Pointer),
-        ("num_rows", _Int64),
-        ("num_sequences", _Int64),
-        ("table_width", _Int64),
-        ("block_size", _Int64),
-    )
-
-    @classmethod
-    def of(cls, plan: BatchPlan) -> CPlan:
-        """Pointers into a plan's tensors, which must outlive it."""
-        return cls(
-            plan.positions.data_ptr(),
-            plan.slots.data_ptr(),
-            plan.row_starts.data_ptr(),
-            plan.block_tables.data_ptr(),
-            plan.kv_lens.data_ptr(),
-            None if plan.ancestors is None else plan.ancestors.data_ptr(),
-            plan.positions.shape[0],
-            plan.kv_lens.shape[0],
-            plan.block_tables.shape[1],
-            plan.block_size,
-        )
-
-
-class CAttentionShape(ctypes.Structure):
-    """``AttentionShape`` of attention.h."""
-
-    _fields_ = (
-        ("heads", _Int),
-        ("kv_heads", _Int),
-        ("head_dim", _Int),
-        ("value_dim", _Int),
-        ("k_block_stride", _Int64),
-        ("v_block_stride", _Int64),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("window", _Int64),
-        ("keys_in_columns", _Int64),
-    )
 
 
 class Memory:
@@ -111,8 +62,16 @@ class NativeLibrary:
     """The compiled kernels. Addresses are integers; see the C++ files for what each function does."""
 
     def __init__(self, path: Path) -> None:
+        """Load the library.
+
+        Raises:
+            StructMismatch: a struct is not laid out as in :mod:`specdec.engine.native.structs`.
+            OSError: it cannot be loaded.
+            AttributeError: it lacks a function.
+        """
         self.path = path
         lib = ctypes.CDLL(str(path))
+        check_structs(lib, STRUCTS)
         self.alloc = lib.tandem_alloc
         self.alloc.argtypes, self.alloc.restype = (_Int64,), _Pointer
         self.free = lib.tandem_free

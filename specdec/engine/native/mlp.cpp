@@ -9,7 +9,7 @@
 
 namespace tandem {
 
-// Mirrors the ctypes structures of specdec/heads/native/mlp_speculator.py.
+// The weights of one step.
 struct MlpStep {
   const void* proj;  // packed, as is head
   const void* embedding;  // [V, inner] row-major
@@ -17,6 +17,7 @@ struct MlpStep {
   const float* bias;
   const void* head;
 };
+TANDEM_STRUCT(MlpStep, proj, embedding, weight, bias, head)
 
 struct Mlp {
   const MlpStep* steps;
@@ -26,6 +27,8 @@ struct Mlp {
   int32_t weight_dtype, embedding_dtype;  // 0 float32, 1 bfloat16, 2 int8 (weights only)
   int32_t features_dtype;
 };
+TANDEM_STRUCT(Mlp, steps, num_steps, features, inner, vocab, scale, scales_input, weight_dtype, embedding_dtype,
+              features_dtype)
 
 namespace {
 

@@ -11,30 +11,9 @@ from torch import nn
 
 from specdec.engine.native.library import Memory, NativeLibrary
 from specdec.engine.native.linears import Matrix, NativeLinear, PackedWeight, group_bytes, matrix_of, pack_group
+from specdec.engine.native.structs import CLayer
 
-_Pointer = ctypes.c_void_p
-_Int64 = ctypes.c_int64
 T = TypeVar("T")
-
-
-class CLayer(ctypes.Structure):
-    """``Layer`` of decoder.h."""
-
-    _fields_ = (
-        ("input_norm", _Pointer),
-        ("qkv", _Pointer),
-        ("qkv_bias", _Pointer),
-        ("query_norm", _Pointer),
-        ("key_norm", _Pointer),
-        ("output", _Pointer),
-        ("output_bias", _Pointer),
-        ("post_norm", _Pointer),
-        ("gate_up", _Pointer),
-        ("gate_up_bias", _Pointer),
-        ("down", _Pointer),
-        ("down_bias", _Pointer),
-        ("window", _Int64),
-    )
 
 
 class Packing:

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "memory.h"
+#include "struct_table.h"
 #include "vector.h"
 
 namespace tandem {
@@ -14,8 +15,6 @@ enum Stream { kCoupling, kDraftDraw, kAccept, kResidual, kBonus, kNumStreams };
 
 // How a draft chooses its tokens: DraftSampling of specdec/rules.py.
 enum DraftSampling : int32_t { kArgmax, kSharedNoise, kFromQ };
-
-// Everything below mirrors the ctypes structures of sampling.py.
 
 // What changes the logits of a session before the temperature; what is not in use is null or 0.
 struct Edits {
@@ -33,6 +32,9 @@ struct Edits {
   int64_t missing;  // output tokens before stop tokens are allowed
   float repetition, frequency, presence;
 };
+TANDEM_STRUCT(Edits, forbidden, bad_tokens, bad_heads, bad_ends, stop_tokens, biased_tokens, biases, counts, seen, tail,
+              num_bad_tokens, num_bad_sequences, head_width, num_stop_tokens, num_biased, missing, repetition, frequency,
+              presence)
 
 // What sampling knows of one session.
 struct Sampler {
@@ -45,6 +47,7 @@ struct Sampler {
   uint64_t stream_keys[kNumStreams];
   const Edits* edits;  // null: none
 };
+TANDEM_STRUCT(Sampler, temperature, top_p, min_p, top_k, num_tokens, q_tokens, q_share, stream_keys, edits)
 
 // --- noise (specdec/sampling/noise.py) ---
 
@@ -170,6 +173,7 @@ struct DraftPlace {
   uint8_t* q;           // [kMaxRowBytes]
   int32_t* q_bytes;     // 0 where no q is sent
 };
+TANDEM_STRUCT(DraftPlace, prefix, num_prefix, base, step, num_candidates, candidates, q, q_bytes)
 
 // A place of a tree whose children are looked for.
 struct TreePlace {
@@ -177,6 +181,7 @@ struct TreePlace {
   int64_t num_prefix;
   int64_t position;  // where a child will stand
 };
+TANDEM_STRUCT(TreePlace, prefix, num_prefix, position)
 
 // The `count` tokens likeliest to be the target's at a place, the likeliest first, and the logarithms of how likely, -inf
 // where fewer can be drawn; the logits are edited in place (specdec/sampling/candidates.py).

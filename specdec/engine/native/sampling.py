@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from specdec.engine.native.library import NativeLibrary, load
+from specdec.engine.native.structs import CDraftPlace, CEdits, CSampler, CTreePlace
 from specdec.rules import DraftSampling, Rule, SparseRow
 from specdec.sampling import sparse
 from specdec.sampling.drafting import DraftedChain
@@ -24,63 +25,6 @@ MAX_ROW_BYTES: Final = 1024
 
 _Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64
-
-
-class CEdits(ctypes.Structure):
-    """``Edits`` of sampling.h."""
-
-    _fields_ = (
-        ("forbidden", _Pointer),
-        ("bad_tokens", _Pointer),
-        ("bad_heads", _Pointer),
-        ("bad_ends", _Pointer),
-        ("stop_tokens", _Pointer),
-        ("biased_tokens", _Pointer),
-        ("biases", _Pointer),
-        ("counts", _Pointer),
-        ("seen", _Pointer),
-        ("tail", _Pointer),
-        ("num_bad_tokens", _Int64),
-        ("num_bad_sequences", _Int64),
-        ("head_width", _Int64),
-        ("num_stop_tokens", _Int64),
-        ("num_biased", _Int64),
-        ("missing", _Int64),
-        ("repetition", ctypes.c_float),
-        ("frequency", ctypes.c_float),
-        ("presence", ctypes.c_float),
-    )
-
-
-class CSampler(ctypes.Structure):
-    """``Sampler`` of sampling.h."""
-
-    _fields_ = (
-        ("temperature", ctypes.c_double),
-        ("top_p", ctypes.c_double),
-        ("min_p", ctypes.c_double),
-        ("top_k", _Int64),
-        ("num_tokens", _Int64),
-        ("q_tokens", _Int64),
-        ("q_share", ctypes.c_double),
-        ("stream_keys", ctypes.c_uint64 * len(Stream)),
-        ("edits", _Pointer),
-    )
-
-
-class CDraftPlace(ctypes.Structure):
-    """``DraftPlace`` of sampling.h."""
-
-    _fields_ = (
-        ("prefix", _Pointer),
-        ("num_prefix", _Int64),
-        ("base", _Int64),
-        ("step", _Int64),
-        ("num_candidates", _Int64),
-        ("candidates", _Pointer),
-        ("q", _Pointer),
-        ("q_bytes", _Pointer),
-    )
 
 
 class NativeSampler:
@@ -175,15 +119,20 @@ def likeliest(
     assert logits.dtype is torch.float32
     assert logits.is_contiguous()
     assert count <= MAX_CANDIDATES
-    places = array("q")
-    for r, position in enumerate(rows.positions):
-        places.extend((prefix.data_ptr() + 8 * prefix.shape[1] * r, rows.prefix_lens[r], position))
+    places = (CTreePlace * num_rows)()
+    for r, (place, position) in enumerate(zip(places, rows.positions, strict=True)):
+        place.prefix = prefix.data_ptr() + 8 * prefix.shape[1] * r
+        place.num_prefix, place.position = rows.prefix_lens[r], position
     samplers = array("q", map(sampler_of, rows.states))
     samplings = array("i", _samplings(rows, rules))
     ids, logprobs = array("q", bytes(8 * num_rows * count)), array("d", bytes(8 * num_rows * count))
-    at = [values.buffer_info()[0] for values in (samplers, samplings, places)]
-    found = [values.buffer_info()[0] for values in (ids, logprobs)]
-    status = library.likeliest(logits.data_ptr(), logits.shape[1], num_rows, *at, count, *found)
+    samplers_at, samplings_at, ids_at, logprobs_at = (
+        values.buffer_info()[0] for values in (samplers, samplings, ids, logprobs)
+    )
+    places_at = ctypes.addressof(places)
+    status = library.likeliest(
+        logits.data_ptr(), logits.shape[1], num_rows, samplers_at, samplings_at, places_at, count, ids_at, logprobs_at
+    )
     if status:
         raise MemoryError("working memory for sampling")
     starts = range(0, num_rows * count, count)

@@ -26,7 +26,7 @@ enum Acceptance : int64_t {
   kBlockRatio,  // rules/block.py: the longest prefix that passes
 };
 
-// Mirrors _ROUND of sampling_verify.py. Row start_row of the logits decides the first token (place 0), row
+// A round to verify. Row start_row of the logits decides the first token (place 0), row
 // start_row + i + 1 the one after drafted token i (place i + 1).
 struct Round {
   const Sampler* sampler;
@@ -41,12 +41,14 @@ struct Round {
                            // the bonus draw of each place; null: the session's own noise
   const int64_t* parents;  // [num_tokens] of each token the one it follows, or -1; null: a chain
 };
+TANDEM_STRUCT(Round, sampler, token_ids, num_tokens, start_row, length, acceptance, q, q_bytes, uniforms, parents)
 
 struct Decision {
   int64_t end;    // the place where the walk along the drafted tokens ends; in a chain so many are accepted
   int64_t token;  // the target's own, which stands there
   int64_t valid;  // 0: there was no token to draw
 };
+TANDEM_STRUCT(Decision, end, token, valid)
 
 namespace {
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
@@ -12,11 +11,10 @@ import torch
 
 from specdec.engine.native.library import NativeLibrary
 from specdec.engine.native.sampling import sampler_of
+from specdec.engine.native.structs import CDecision, CRound
 from specdec.rules import Rule, SparseRow
 from specdec.sampling.state import SamplingState
 
-#: ``Round`` of sampling_verify.cpp.
-_ROUND: Final = struct.Struct("10q")
 _MALFORMED: Final = -2
 
 #: ``Acceptance`` of sampling_verify.cpp by rule; at temperature 0 it is the first under every rule. Rules that are not
@@ -106,39 +104,32 @@ def verify_rounds(
     numbers_at, _ = numbers.buffer_info()
     rows_at = ctypes.addressof(ctypes.c_char.from_buffer(rows))
 
-    packed = bytearray(_ROUND.size * len(rounds))
-    for b, (r, (number, row_at)) in enumerate(zip(rounds, starts, strict=True)):
+    structs = (CRound * len(rounds))()
+    for struct, r, (number, row_at) in zip(structs, rounds, starts, strict=True):
         count, num_parents = len(r.draft_token_ids), len(r.parents)
-        _ROUND.pack_into(
-            packed,
-            b * _ROUND.size,
-            sampler_of(r.state),
-            numbers_at + 8 * number,
-            count,
-            r.start_row,
-            len(r.state),
-            _ACCEPTANCE[r.rule] if r.state.params.temperature else _OWN_CHOICE,
-            rows_at + row_at if r.q_rows else 0,
-            numbers_at + 8 * (number + count + num_parents),
-            noise_at if uniforms else 0,
-            numbers_at + 8 * (number + count) if num_parents else 0,
-        )
+        struct.sampler = sampler_of(r.state)
+        struct.token_ids, struct.num_tokens = numbers_at + 8 * number, count
+        struct.start_row, struct.length = r.start_row, len(r.state)
+        struct.acceptance = _ACCEPTANCE[r.rule] if r.state.params.temperature else _OWN_CHOICE
+        struct.q = rows_at + row_at if r.q_rows else None
+        struct.q_bytes = numbers_at + 8 * (number + count + num_parents)
+        struct.uniforms = noise_at if uniforms else None
+        struct.parents = numbers_at + 8 * (number + count) if num_parents else None
         noise_at += 8 * (2 * count + num_parents + 1)
-    out = array("q", bytes(24 * len(rounds)))
+    decisions = (CDecision * len(rounds))()
     status = kernels.verify_rounds(
         logits.data_ptr(),
         logits.shape[1],
-        ctypes.addressof(ctypes.c_char.from_buffer(packed)),
+        ctypes.addressof(structs),
         len(rounds),
-        out.buffer_info()[0],
+        ctypes.addressof(decisions),
         num_threads or torch.get_num_threads(),
     )
     if status == _MALFORMED:
         return None
     if status:
         raise MemoryError("working memory for verification")
-    values = iter(out.tolist())
-    return [(end, token_id, bool(valid)) for end, token_id, valid in zip(values, values, values, strict=True)]
+    return [(decision.end, decision.token, bool(decision.valid)) for decision in decisions]
 
 
 def is_well_formed(

@@ -14,10 +14,11 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from specdec.engine.native.decoder import CBatch, CHead, CModel, NativeModel
-from specdec.engine.native.library import DTYPES, WEIGHT_DTYPES, CPlan, NativeLibrary, load
+from specdec.engine.native.decoder import NativeModel
+from specdec.engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary, load
 from specdec.engine.native.linears import Int8Linear, is_plain, matrix_of
 from specdec.engine.native.packing import Packing, layer_groups
+from specdec.engine.native.structs import CBatch, CHead, CModel, CPlan
 from specdec.engine.plan import BatchPlan
 from specdec.heads.eagle import EagleHead
 from specdec.heads.eagle3 import Eagle3Head

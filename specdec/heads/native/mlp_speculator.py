@@ -18,6 +18,7 @@ from specdec.engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary, 
 from specdec.engine.native.linears import Int8Linear, is_plain, matrix_of
 from specdec.engine.native.packing import Packing
 from specdec.engine.native.sampling import MAX_CANDIDATES
+from specdec.engine.native.structs import CMlp, CMlpStep
 from specdec.errors import InvalidRequest
 from specdec.heads.mlp_speculator import MlpSpeculator
 from specdec.params import SamplingParams
@@ -31,38 +32,6 @@ logger = logging.getLogger(__name__)
 _NUM_CHECKED: Final = 8
 #: Of the logits' spread: how far a drafted token may be below the best one, for rounding.
 _TOLERANCES: Final = {torch.float32: 1e-2, torch.bfloat16: 0.2}
-
-_Pointer = ctypes.c_void_p
-_Int64 = ctypes.c_int64
-
-
-class CMlpStep(ctypes.Structure):
-    """``MlpStep`` of mlp.cpp."""
-
-    _fields_ = (
-        ("proj", _Pointer),
-        ("embedding", _Pointer),
-        ("weight", _Pointer),
-        ("bias", _Pointer),
-        ("head", _Pointer),
-    )
-
-
-class CMlp(ctypes.Structure):
-    """``Mlp`` of mlp.cpp."""
-
-    _fields_ = (
-        ("steps", _Pointer),
-        ("num_steps", _Int64),
-        ("features", _Int64),
-        ("inner", _Int64),
-        ("vocab", _Int64),
-        ("scale", ctypes.c_float),
-        ("scales_input", ctypes.c_int32),
-        ("weight_dtype", ctypes.c_int32),
-        ("embedding_dtype", ctypes.c_int32),
-        ("features_dtype", ctypes.c_int32),
-    )
 
 
 class NativeMlp:

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from specdec.engine.native.linears import NativeLinear, quantise_linears
+from specdec.engine.native.structs import CMlpStep
 from specdec.errors import InvalidRequest
 from specdec.heads.mlp_speculator import MlpSpeculator
-from specdec.heads.native.mlp_speculator import CMlpStep, NativeMlp
+from specdec.heads.native.mlp_speculator import NativeMlp
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.sampling.state import SamplingState

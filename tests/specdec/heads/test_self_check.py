@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specdec.engine.native.linears import NativeLinear, quantise_linears
+from specdec.engine.native.structs import CHead
 from specdec.heads.eagle3 import Eagle3Head
-from specdec.heads.native import eagle as native_module
 from specdec.heads.native.eagle import NativeHead
 from specdec.heads.paged import PagedHead
 from specdec.settings import ModelSettings
@@ -44,12 +44,12 @@ def test_a_cache_of_a_few_blocks_is_enough(num_blocks: int) -> None:
 
 
 def swap_norms(native: NativeHead) -> None:
-    own = native_module.CHead.from_address(native._model.head)
+    own = CHead.from_address(native._model.head)
     own.embedding_norm, own.state_norm = own.state_norm, own.embedding_norm
 
 
 def forget_bias(native: NativeHead) -> None:
-    native_module.CHead.from_address(native._model.head).fuse_bias = None
+    CHead.from_address(native._model.head).fuse_bias = None
 
 
 def forget_final_norm(native: NativeHead) -> None:
