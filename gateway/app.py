@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
-import signal
 import socket
-from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Final
 
 import uvicorn
 
@@ -20,6 +18,7 @@ from gateway.rest.app import make_app
 from gateway.routing import Router
 from gateway.text.tokenizer import TextTokenizer
 from specdec.errors import InvalidRequest
+from specdec.lifecycle import print_ready, run_until_stopped
 from specdec.rpc.server import RpcServer
 from specdec.settings import GatewaySettings, ServerSettings
 from specdec.v1 import generation_service_pb2 as pb
@@ -45,10 +44,23 @@ class Gateway:
         if router is None and not settings.targets:
             raise InvalidRequest("targets is empty; name at least one target service as host:port", param="targets")
         self.settings = settings
-        self._given_router = router
-        self._tokenizer = TextTokenizer.load(settings.tokenizer) if settings.tokenizer else None
+        tokenizer = TextTokenizer.load(settings.tokenizer) if settings.tokenizer else None
         self._fleet: Fleet | None = None
-        self._rest: _Uvicorn | None = None
+        if router is None:
+            self._fleet = Fleet(settings.targets, settings.drafts)
+            router = self._fleet.router
+        self.generation = Generation(router, settings, tokenizer)
+        self._rest = _Uvicorn(
+            uvicorn.Config(
+                make_app(self.generation),
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+                timeout_keep_alive=30,
+            )
+        )
         self._rest_task: asyncio.Task[None] | None = None
         self._health: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
@@ -61,47 +73,30 @@ class Gateway:
                 max_concurrent_rpcs=2 * settings.max_concurrent_requests,
             )
         )
-        self.generation: Generation
+        name = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+        self._rpc.add(add_GenerationServiceServicer_to_server, GenerationServicer(self.generation), name)
         #: The bound ports.
         self.port = 0
         self.grpc_port = 0
 
     async def start(self) -> None:
-        """Listen on both ports; returns at once, whether or not a target is up.
+        """Listen on both ports; returns at once, whether or not a target is up. Call :meth:`stop` in any case.
 
         Raises:
             InvalidRequest: a port is taken.
         """
-        router = self._given_router
-        if router is None:
-            self._fleet = Fleet(self.settings.targets, self.settings.drafts)
-            router = self._fleet.router
-        self.generation = Generation(router, self.settings, self._tokenizer)
         listener = _listen(self.settings.host, self.settings.port)
-        self.port = listener.getsockname()[1]
         try:
-            name = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
-            self._rpc.add(add_GenerationServiceServicer_to_server, GenerationServicer(self.generation), name)
             await self._rpc.start()
-            self.grpc_port = self._rpc.port
-            if self._fleet is not None:
-                await self._fleet.start()
         except BaseException:
             listener.close()
-            await self.stop()
             raise
-        config = uvicorn.Config(
-            make_app(self.generation),
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=max(1, round(self.settings.drain_s)),
-            timeout_keep_alive=30,
-        )
-        self._rest = _Uvicorn(config)
+        self.port, self.grpc_port = listener.getsockname()[1], self._rpc.port
         self._rest_task = asyncio.create_task(self._rest.serve(sockets=[listener]))
+        if self._fleet is not None:
+            await self._fleet.start()
         self._health = asyncio.create_task(self._follow_health())
+        logger.info("listening on %s:%d and gRPC %d", self.settings.host, self.port, self.grpc_port)
 
     async def wait_ready(self) -> None:
         """Return once a target can be used and both ports answer."""
@@ -109,9 +104,9 @@ class Gateway:
 
     async def drain(self) -> None:
         """Refuse new requests and let those in flight finish, for ``drain_s`` seconds at most."""
+        logger.info("draining %d requests", self.generation.num_requests)
         self.generation.draining = True
-        if self._rest is not None:
-            self._rest.should_exit = True
+        self._rest.should_exit = True
         await self._rpc.drain()
         if self._rest_task is not None:
             await asyncio.wait((self._rest_task,), timeout=self.settings.drain_s + 1)
@@ -121,7 +116,7 @@ class Gateway:
         if self._health is not None:
             self._health.cancel()
             await asyncio.wait((self._health,))
-        if self._rest is not None and self._rest_task is not None:
+        if self._rest_task is not None:
             self._rest.should_exit = self._rest.force_exit = True
             await asyncio.wait((self._rest_task,))
         await self._rpc.stop()
@@ -137,7 +132,7 @@ class Gateway:
             if (ready := self.generation.router.ready) is not serving and not self.generation.draining:
                 serving = ready
                 await self._rpc.set_serving(serving)
-            if serving and not self._ready.is_set() and self._rest is not None and self._rest.started:
+            if serving and not self._ready.is_set() and self._rest.started:
                 self.generation.check_tokenizer()
                 self._ready.set()
             await asyncio.sleep(LOOK_S)
@@ -146,18 +141,9 @@ class Gateway:
 class _Uvicorn(uvicorn.Server):
     """Uvicorn without its own signal handlers: the process has one place for signals."""
 
-    def install_signal_handlers(self) -> None:
+    def capture_signals(self) -> nullcontext[None]:  # type: ignore[override]
         """Leave the signals alone."""
-
-    def capture_signals(self) -> _NoSignals:  # type: ignore[override]
-        """Leave the signals alone."""
-        return _NoSignals()
-
-
-class _NoSignals:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exception: object) -> None: ...
+        return nullcontext()
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -177,60 +163,36 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def print_ready(gateway: Gateway) -> None:
-    """Print the one line a launcher waits for: JSON with the bound ports."""
-    line = {
-        "event": "ready",
-        "service": "gateway",
-        "host": gateway.settings.host,
-        "port": gateway.port,
-        "grpc_port": gateway.grpc_port,
-        "pid": os.getpid(),
-    }
-    print(json.dumps(line), flush=True)
+class GatewayProcess:
+    """A gateway as a process of its own."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def start(self) -> None:
+        """Return once a target can be used and both ports answer."""
+        await self._gateway.start()
+        await self._gateway.wait_ready()
+
+    async def drain(self) -> None:
+        """Let the requests in flight finish."""
+        await self._gateway.drain()
+
+    async def close(self) -> None:
+        """Close everything."""
+        await self._gateway.stop()
 
 
 async def serve(
-    gateway: Gateway, *, stop: asyncio.Event | None = None, on_ready: Callable[[Gateway], None] = print_ready
+    gateway: Gateway, *, stop: asyncio.Event | None = None, on_ready: Callable[[], object] | None = None
 ) -> None:
-    """Run a gateway until SIGTERM, SIGINT or ``stop``; a second signal skips the draining.
+    """Run a gateway until SIGTERM, SIGINT or ``stop``; ``on_ready`` replaces the ready line.
 
     Raises:
         InvalidRequest: a port is taken.
     """
-    stop = stop or asyncio.Event()
-    hurry = asyncio.Event()
 
-    def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
+    def ready() -> None:
+        print_ready("gateway", gateway.settings.host, gateway.port, grpc_port=gateway.grpc_port)
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    try:
-        await gateway.start()
-        try:
-            logger.info("listening on %s:%d and gRPC %d", gateway.settings.host, gateway.port, gateway.grpc_port)
-            if await _first(gateway.wait_ready(), stop):
-                on_ready(gateway)
-                await stop.wait()
-            logger.info("draining %d requests", gateway.generation.num_requests)
-            await _first(gateway.drain(), hurry)
-        finally:
-            await gateway.stop()
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-
-async def _first(work: Coroutine[Any, Any, None], event: asyncio.Event) -> bool:
-    """Run ``work`` until it ends or the event comes; whether it ended."""
-    task = asyncio.ensure_future(work)
-    waiter = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait((task, waiter), return_when=asyncio.FIRST_COMPLETED)
-        return task.done()
-    finally:
-        for pending in (task, waiter):
-            pending.cancel()
-        await asyncio.wait((task, waiter))
+    await run_until_stopped(GatewayProcess(gateway), on_ready=on_ready or ready, stop=stop)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import logging
 import sys
 from collections.abc import Sequence
-
-import uvloop
 
 from gateway.app import Gateway, serve
 from specdec.errors import InvalidRequest, TandemError
 from specdec.flags import Parser, add_flags, settings_from
+from specdec.lifecycle import run_main
 from specdec.settings import GatewaySettings
 
 
@@ -51,11 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("gateway", description="Serve text from target and draft services.")
     add_arguments(parser)
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         gateway_settings = settings_of(args)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(gateway_settings))
+        run_main(lambda: _serve(gateway_settings))
     except InvalidRequest as error:
         parser.error(str(error))
     except TandemError as error:

@@ -1,19 +1,15 @@
-"""The life of one service process: startup, serve, shutdown on SIGTERM or SIGINT."""
+"""A model service as a process: its gRPC server, and the order in which both start and stop."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
-import signal
 import sys
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
-
-import uvloop
+from collections.abc import Callable
+from typing import Protocol
 
 from specdec.errors import TandemError
+from specdec.lifecycle import print_ready, run_main, run_until_stopped
 from specdec.rpc.server import RpcServer
 from specdec.settings import ServerSettings
 
@@ -35,7 +31,7 @@ class Service(Protocol):
         ...
 
     async def drain(self) -> None:
-        """Open no new sessions; return at once, open ones go on."""
+        """Open no new sessions; return at once, open ones continue."""
         ...
 
     async def stop(self) -> None:
@@ -43,89 +39,60 @@ class Service(Protocol):
         ...
 
 
+class ServiceProcess:
+    """A service behind its server.
+
+    The port is bound first, so a taken one fails before the weights are read. Shutdown order: refuse new calls,
+    health NOT_SERVING, let open streams end for ``drain_s``, cancel the rest, release.
+    """
+
+    def __init__(self, service: Service, settings: ServerSettings) -> None:
+        self._service = service
+        self._server = RpcServer(settings)
+        service.register(self._server)
+
+    async def start(self) -> None:
+        """Listen, load, and tell health checks."""
+        await self._server.start()
+        await self._service.start()
+        await self._server.set_serving(True)
+
+    def print_ready(self) -> None:
+        """Print the ready line."""
+        print_ready(self._service.name, self._server.settings.host, self._server.port)
+
+    async def drain(self) -> None:
+        """Refuse new sessions and calls, and wait for open ones."""
+        logger.info("%s: draining %d calls", self._service.name, self._server.num_active_calls)
+        await self._service.drain()
+        await self._server.drain()
+
+    async def close(self) -> None:
+        """End what is left and release the service."""
+        await self._server.stop()
+        await self._service.stop()
+
+
 async def serve(
     service: Service,
     settings: ServerSettings,
     *,
     stop: asyncio.Event | None = None,
-    on_ready: Callable[[RpcServer], None] | None = None,
+    on_ready: Callable[[], object] | None = None,
 ) -> None:
-    """Run a service until SIGTERM, SIGINT or ``stop``.
-
-    The port is bound first, so a taken one fails before the weights are read. Shutdown order: refuse new calls,
-    health NOT_SERVING, let open streams end for ``drain_s``, cancel the rest, release. A second signal skips the wait.
+    """Run a service until SIGTERM, SIGINT or ``stop``; ``on_ready`` replaces the ready line.
 
     Raises:
         TandemError: the service cannot start.
     """
-    stop = stop or asyncio.Event()
-    hurry = asyncio.Event()
-
-    def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    server = RpcServer(settings)
-    service.register(server)
-    try:
-        await server.start()
-        if await _until(service.start(), stop):
-            await server.set_serving(True)
-            if on_ready is not None:
-                on_ready(server)
-            await stop.wait()
-            logger.info("%s: draining %d calls", service.name, server.num_active_calls)
-        await service.drain()
-        await _until(server.drain(), hurry)
-    finally:
-        await server.stop()
-        await service.stop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-
-async def _until(work: Coroutine[Any, Any, Any], event: asyncio.Event) -> bool:
-    """Run ``work``, cancelled as soon as ``event`` is set; True when it came to its end."""
-    task = asyncio.ensure_future(work)
-    waiter = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait((task, waiter), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiter.cancel()
-        if not task.done():
-            task.cancel()
-        await asyncio.wait((task,))
-    if task.cancelled():
-        return False
-    task.result()
-    return True
-
-
-def print_ready(service: Service, server: RpcServer) -> None:
-    """Print the one line a launcher waits for: JSON with the bound port."""
-    line = {
-        "event": "ready",
-        "service": service.name,
-        "host": server.settings.host,
-        "port": server.port,
-        "pid": os.getpid(),
-    }
-    print(json.dumps(line), flush=True)
+    process = ServiceProcess(service, settings)
+    await run_until_stopped(process, on_ready=on_ready or process.print_ready, stop=stop)
 
 
 def run(make_service: Callable[[], Service], settings: ServerSettings) -> int:
     """Serve in this process until it is told to stop; returns the exit status (0, or 1 when it could not start)."""
-
-    async def main() -> None:
-        service = make_service()
-        await serve(service, settings, on_ready=lambda server: print_ready(service, server))
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(main())
+        run_main(lambda: serve(make_service(), settings))
     except TandemError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import signal
-from typing import Any
 
-from specdec.errors import InvalidRequest, TandemError
+from specdec.errors import InvalidRequest
 from specdec.flags import add_flags
+from specdec.lifecycle import run_until_stopped
 from specdec.settings import GatewaySettings
 from tandem.cli.flags import add_deployment_flags, add_ignored_flags
 from tandem.launcher import deployment as deployments
@@ -64,34 +62,27 @@ async def serve(deployment: Deployment, *, startup_timeout_s: float) -> int:
     """Run the processes until SIGINT or SIGTERM; a second signal kills them."""
     services = deployments.services_of(deployment)
     supervisor = Supervisor(services, drain_s=deployment.gateway.drain_s, startup_timeout_s=startup_timeout_s)
-    stop, hurry = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    try:
-        if await _first(supervisor.start(), stop.wait()):
-            addresses = {service.name: service.address for service in services if service.name != "gateway"}
-            print(deployment.ready_line(addresses), flush=True)
-            await stop.wait()
-    except TandemError:
-        await supervisor.kill()
-        raise
-    if not await _first(supervisor.stop(), hurry.wait()):
-        await supervisor.kill()
+    addresses = {service.name: service.address for service in services if service.name != "gateway"}
+    await run_until_stopped(
+        SupervisedProcesses(supervisor), on_ready=lambda: print(deployment.ready_line(addresses), flush=True)
+    )
     return 0
 
 
-async def _first(work: Any, other: Any) -> bool:
-    """Await ``work``, cancelled as soon as ``other`` ends; True when it came to its end."""
-    task, waiter = asyncio.ensure_future(work), asyncio.ensure_future(other)
-    await asyncio.wait((task, waiter), return_when=asyncio.FIRST_COMPLETED)
-    waiter.cancel()
-    done: bool = task.done()
-    if not done:
-        task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-    return done
+class SupervisedProcesses:
+    """The services' processes as one."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+    async def start(self) -> None:
+        """Return once all services are ready."""
+        await self._supervisor.start()
+
+    async def drain(self) -> None:
+        """Stop the services in order; the requests in flight finish."""
+        await self._supervisor.stop()
+
+    async def close(self) -> None:
+        """Kill what still runs."""
+        await self._supervisor.kill()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from typing import Self
 
-import uvloop
 from transformers.utils import logging as transformers_logging
 
 from draft_service.core import DraftCore
@@ -15,6 +12,7 @@ from gateway.generation import Generation
 from gateway.routing import Router
 from gateway.text.tokenizer import TextTokenizer
 from specdec.errors import InvalidRequest
+from specdec.lifecycle import run_main
 from tandem.launcher.deployment import Deployment
 from target_service.core import TargetCore
 
@@ -70,9 +68,7 @@ def _load_tokenizer(folder: str | None) -> TextTokenizer | None:
 
 def serve_embedded(deployment: Deployment) -> int:
     """Serve the gateway's REST and gRPC faces over the cores of this process, until SIGINT or SIGTERM."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(deployment))
+    run_main(lambda: _serve(deployment))
     return 0
 
 
@@ -80,6 +76,6 @@ async def _serve(deployment: Deployment) -> None:
     embedded = await Embedded.start(deployment)
     try:
         gateway = Gateway(deployment.gateway, router=embedded.generation.router)
-        await serve(gateway, on_ready=lambda _: print(deployment.ready_line({}), flush=True))
+        await serve(gateway, on_ready=lambda: print(deployment.ready_line({}), flush=True))
     finally:
         await embedded.close()

@@ -127,8 +127,8 @@ async def stand(backends, info, script, tokenizer_folder, request):
 async def serve(backends, info, script, **settings):
     settings = {"port": 0, "grpc_port": 0, "drain_s": 2.0, "fixed_draft_length": True} | settings
     gateway = Gateway(GatewaySettings(**settings), router=router_of(*backends, info))
-    await gateway.start()
     try:
+        await gateway.start()
         await gateway.wait_ready()
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=20) as http:
             yield Stand(gateway, *backends, script, http)

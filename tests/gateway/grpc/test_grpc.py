@@ -315,8 +315,8 @@ async def test_gateway_over_a_fleet_comes_up_with_its_target():
     service = Service(target)
     await service.server.start()
     gateway = Gateway(GatewaySettings(targets=(service.address,), port=0, grpc_port=0))
-    await gateway.start()
     try:
+        await gateway.start()
         async with open_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
             stub = pb_grpc.GenerationServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -340,6 +340,7 @@ async def test_taken_ports_are_told():
             gateway = Gateway(GatewaySettings(targets=(target.address,), **given))
             with pytest.raises(InvalidRequest, match="cannot listen"):
                 await gateway.start()
+            await gateway.stop()
     finally:
         await target.stop()
 

@@ -9,7 +9,7 @@ import pytest
 
 from specdec import errors
 from specdec.rpc.channel import open_channel
-from specdec.rpc.lifecycle import print_ready, run, serve
+from specdec.rpc.lifecycle import run, serve
 from specdec.rpc.session_stream import SessionStream, call_unary
 from specdec.settings import ServerSettings
 from specdec.v1 import target_service_pb2 as target_pb
@@ -66,7 +66,7 @@ async def until(condition):
 
 async def test_start_serve_stop():
     service, ready = Fake(), asyncio.Event()
-    task = asyncio.create_task(serve(service, ServerSettings(), on_ready=lambda _: ready.set()))
+    task = asyncio.create_task(serve(service, ServerSettings(), on_ready=ready.set))
     await ready.wait()
     async with open_channel(service.server.address) as channel:
         await call_unary(target_grpc.TargetServiceStub(channel).GetModelInfo, pb.GetModelInfoRequest())
@@ -78,7 +78,7 @@ async def test_start_serve_stop():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_while_starting_stops_at_once(number):
     service = Fake(start_s=60)
-    task = asyncio.create_task(serve(service, ServerSettings(), on_ready=lambda _: pytest.fail("not ready")))
+    task = asyncio.create_task(serve(service, ServerSettings(), on_ready=lambda: pytest.fail("not ready")))
     await until(lambda: service.events)
     os.kill(os.getpid(), number)
     async with asyncio.timeout(30):  # far less than the start takes
@@ -95,7 +95,7 @@ async def test_a_start_that_fails_is_cleaned_up():
 
 async def test_open_streams_hold_up_the_stop_until_a_second_signal():
     service, ready = Fake(), asyncio.Event()
-    task = asyncio.create_task(serve(service, ServerSettings(drain_s=60), on_ready=lambda _: ready.set()))
+    task = asyncio.create_task(serve(service, ServerSettings(drain_s=60), on_ready=ready.set))
     await ready.wait()
     async with (
         open_channel(service.server.address) as channel,
@@ -115,7 +115,7 @@ async def test_open_streams_hold_up_the_stop_until_a_second_signal():
 async def test_streams_that_end_let_the_stop_go_on():
     service, ready, stop = Fake(), asyncio.Event(), asyncio.Event()
     settings = ServerSettings(drain_s=60)
-    task = asyncio.create_task(serve(service, settings, stop=stop, on_ready=lambda _: ready.set()))
+    task = asyncio.create_task(serve(service, settings, stop=stop, on_ready=ready.set))
     await ready.wait()
     async with open_channel(service.server.address) as channel:
         async with SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
@@ -128,16 +128,11 @@ async def test_streams_that_end_let_the_stop_go_on():
 
 
 async def test_the_ready_line(capsys):
-    service, ready = Fake(), asyncio.Event()
-    stop = asyncio.Event()
-
-    def on_ready(server):
-        print_ready(service, server)
-        ready.set()
-
-    task = asyncio.create_task(serve(service, ServerSettings(), stop=stop, on_ready=on_ready))
-    await ready.wait()
-    line = json.loads(capsys.readouterr().out)
+    service, stop = Fake(), asyncio.Event()
+    out = []
+    task = asyncio.create_task(serve(service, ServerSettings(), stop=stop))
+    await until(lambda: out.append(capsys.readouterr().out) or out[-1])
+    line = json.loads(out[-1])
     assert line == {
         "event": "ready",
         "service": "fake",
