@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from draft_service.core import load_drafter
-from draft_service.drafters.base import Drafter, DraftJob
+from draft_service.drafters.base import DraftJob
+from draft_service.drafters.lookup.base import LookupDrafter
+from draft_service.drafters.registry import load_drafter
 from gateway.text.tokenizer import TextTokenizer
 from specdec.flags import Parser
 from specdec.params import SamplingParams
@@ -99,7 +100,9 @@ def _versions() -> Iterator[tuple[str, str]]:
         yield from versions(text, number)
 
 
-async def play(drafter: Drafter[Any], requests: Sequence[Request], k: int) -> tuple[list[tuple[int, int]], list[int]]:
+async def play(
+    drafter: LookupDrafter[Any], requests: Sequence[Request], k: int
+) -> tuple[list[tuple[int, int]], list[int]]:
     """(drafted, accepted) of every round, and the nanoseconds it took."""
     rounds, times = [], []
     params = SamplingParams(temperature=0.0, seed=0)
@@ -112,10 +115,8 @@ async def play(drafter: Drafter[Any], requests: Sequence[Request], k: int) -> tu
         while done < len(output):
             accepted = 0
             started_ns = time.perf_counter_ns()
-            drafts = drafter.draft_now([DraftJob(state, state.num_pending, min(k, len(output) - done))])
+            drafted = drafter.draft_one(DraftJob(state, state.num_pending, min(k, len(output) - done))).token_ids
             spent_ns = time.perf_counter_ns() - started_ns
-            assert drafts is not None
-            drafted = drafts[0].token_ids
             while accepted < len(drafted) and done + accepted < len(output) - 1:
                 if drafted[accepted] != output[done + accepted]:
                     break
@@ -136,6 +137,7 @@ async def measure(way: str, text: str, requests: Sequence[Request], k: int) -> O
     """Play all requests, one after another, to a drafter that has seen nothing before."""
     settings = SpeculativeSettings(**WAYS[way], num_speculative_tokens=k)
     drafter = await load_drafter(DraftSettings(speculative=settings))
+    assert isinstance(drafter, LookupDrafter)
     rounds, times = await play(drafter, requests, k)
     await drafter.shutdown()
     drafted, accepted = sum(drafted for drafted, _ in rounds), sum(accepted for _, accepted in rounds)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import Sequence
 from typing import Any, Final, Self
 
-from draft_service.ahead.acceptance_stats import AcceptanceStats
 from draft_service.ahead.scheduler import AheadScheduler
-from draft_service.batcher import Batcher
+from draft_service.batcher import DraftBatcher
+from draft_service.draft_ahead import DraftAhead
 from draft_service.drafters.base import Drafter, DraftState
-from draft_service.drafters.combined import CombinedDrafter
-from draft_service.drafters.lookup.base import LookupDrafter
-from draft_service.drafters.lookup.ngram import NgramDrafter
-from draft_service.drafters.lookup.suffix import SuffixDrafter
-from draft_service.drafters.none import NoDrafter
-from draft_service.session import CoreSession
-from specdec.errors import InvalidRequest, Overloaded, Unavailable
-from specdec.methods import LOOKUP_METHODS
-from specdec.rules import DraftSampling
-from specdec.settings import DraftSettings, SchedulerSettings, SpeculativeSettings
+from draft_service.drafters.registry import load_drafter
+from draft_service.session import CoreSession, check_tokens
+from specdec.errors import InvalidRequest, Unavailable
+from specdec.scheduling.admission import Admission
+from specdec.settings import DraftSettings, SchedulerSettings
 from specdec.tree_shape import TreeShape
 from specdec.types import ModelInfo, ServerLoad, SessionSpec
 
@@ -29,69 +21,31 @@ from specdec.types import ModelInfo, ServerLoad, SessionSpec
 ADMISSION_WAIT_S: Final = 0.25
 
 
-async def load_drafter(settings: DraftSettings) -> Drafter[Any]:
-    """The drafter that ``settings.speculative.method`` names. Only one with a model imports torch.
-
-    Raises:
-        ModelNotSupported: the checkpoint cannot be run correctly.
-        InvalidRequest: a setting does not fit the model or the machine.
-    """
-    speculative = settings.speculative
-    first, *rest = speculative.methods
-    if not rest:
-        return await _load(first, settings)
-    lookup = await _load_lookup(first, speculative)
-    return CombinedDrafter(lookup, await _load(rest[0], settings), speculative)
-
-
-async def _load(method: str, settings: DraftSettings) -> Drafter[Any]:
-    if method in LOOKUP_METHODS:
-        return await _load_lookup(method, settings.speculative)
-    if method == "none":
-        return NoDrafter()
-    if method == "draft_model":
-        from draft_service.drafters.draft_model import ModelDrafter  # noqa: PLC0415 (torch)
-
-        return await ModelDrafter.load(settings)
-    return await _load_head_drafter(settings)
-
-
-async def _load_lookup(method: str, speculative: SpeculativeSettings) -> LookupDrafter[Any]:
-    if method == "suffix":
-        return await asyncio.to_thread(SuffixDrafter, speculative)  # the first time it is compiled
-    return NgramDrafter(speculative)
-
-
-async def _load_head_drafter(settings: DraftSettings) -> Drafter[Any]:
-    from draft_service.drafters.heads.eagle import EagleDrafter  # noqa: PLC0415 (torch)
-    from draft_service.drafters.heads.medusa import MedusaDrafter  # noqa: PLC0415
-    from draft_service.drafters.heads.mlp_speculator import MlpDrafter  # noqa: PLC0415
-
-    match settings.speculative.methods[-1]:
-        case "medusa":
-            return await MedusaDrafter.load(settings)
-        case "mlp_speculator":
-            return await MlpDrafter.load(settings)
-        case _:
-            return await EagleDrafter.load(settings)
-
-
 class DraftCore:
     """A :class:`~specdec.backends.DraftBackend` on a drafter. All methods run on one event loop."""
 
-    def __init__(self, drafter: Drafter[Any], scheduler: SchedulerSettings, tree: TreeShape | None = None) -> None:
-        """``tree``: what sessions have drafted; None: chains."""
-        self._drafter = drafter
+    def __init__(
+        self,
+        drafter: Drafter[Any],
+        scheduler: SchedulerSettings,
+        tree: TreeShape | None = None,
+        ahead: DraftAhead | None = None,
+    ) -> None:
+        """``tree``: what sessions have drafted; None: chains. ``ahead`` None: nothing is drafted ahead of verdicts."""
+        self.drafter = drafter
         self.tree = tree
-        self._scheduler = scheduler
-        self.lookahead = AheadScheduler()
-        self.odds = {sampling: AcceptanceStats() for sampling in DraftSampling}
+        self.ahead = ahead or DraftAhead()
+        drafter.use_session_cache(self.ahead.session_cache)
+        self._max_num_seqs = scheduler.max_num_seqs
         self._sessions: set[CoreSession] = set()
-        self._batcher: Batcher[Any] = Batcher(
-            drafter, scheduler.max_num_batched_tokens, self.lookahead, lambda: len(self._sessions)
+        self.batcher: DraftBatcher[Any] = DraftBatcher(drafter, scheduler.max_num_batched_tokens, self.ahead)
+        self._admission: Admission[DraftState] = Admission(
+            max_open=scheduler.max_num_seqs,
+            max_waiting=scheduler.max_waiting,
+            max_wait_s=min(ADMISSION_WAIT_S, scheduler.max_wait_s),
+            undo=drafter.close,
+            describe=self._occupancy,
         )
-        self._num_held = 0
-        self._waiting: deque[asyncio.Event] = deque()
         self._num_stale = 0
         self._draining = False
 
@@ -104,8 +58,9 @@ class DraftCore:
             InvalidRequest: a setting does not fit the model or the machine.
         """
         speculative = settings.speculative
+        drafter = await load_drafter(settings)
         tree = speculative.tree if speculative.needs_model else None
-        return cls(await load_drafter(settings), settings.scheduler, tree)
+        return cls(drafter, settings.scheduler, tree, ahead=AheadScheduler())  # without it: drafting ahead is off
 
     async def open(self, spec: SessionSpec) -> CoreSession:
         """Admit a session and prefill its tokens.
@@ -116,7 +71,7 @@ class DraftCore:
             Unavailable: the service is shutting down.
         """
         self._check(spec)
-        state = await self._admit(spec)
+        state = await self._admission.admit(lambda: self._reserve(spec))
         session = CoreSession(self, spec, state)
         self._sessions.add(session)
         try:
@@ -128,125 +83,68 @@ class DraftCore:
 
     async def info(self) -> ModelInfo:
         """Describe the drafter."""
-        return self._drafter.info
+        return self.drafter.info
 
     async def load(self) -> ServerLoad:
         """Describe the occupancy at this moment."""
-        used, total, parked = self._drafter.occupancy()
-        ahead = self.lookahead.counts
+        used, total, parked = self.drafter.occupancy()
+        ahead = self.ahead.counts
         return ServerLoad(
-            open_sessions=self._num_held,
+            open_sessions=self._admission.num_open,
             parked_sessions=parked,
-            waiting_sessions=len(self._waiting),
+            waiting_sessions=self._admission.num_waiting,
             used_blocks=used,
             total_blocks=total,
             stale_messages=self._num_stale,
-            num_batches=self._batcher.num_batches,
-            busy_ns=self._batcher.busy_ns,
+            num_batches=self.batcher.num_batches,
+            busy_ns=self.batcher.busy_ns,
             ahead_proposals=ahead.num_proposals,
             ahead_hits=ahead.num_hits,
             wasted_draft_tokens=ahead.num_wasted_tokens,
         )
 
     def drain(self) -> None:
-        """Open no new sessions; open ones go on."""
+        """Open no new sessions; open ones continue."""
         self._draining = True
+        self._admission.refuse(_shutting_down())
 
     async def close(self) -> None:
         """End all sessions, then the drafter. Idempotent."""
-        self._draining = True
-        await self._batcher.close()
+        self.drain()
+        await self.batcher.close()
         for session in tuple(self._sessions):
             await session.close()
-        await self._drafter.shutdown()
+        await self.drafter.shutdown()
 
     def count_stale(self) -> None:
         """Count a message that came too late or belongs to another opening."""
         self._num_stale += 1
 
-    # --- for the sessions ---
-
-    @property
-    def batcher(self) -> Batcher[Any]:
-        """Where sessions submit their wishes."""
-        return self._batcher
-
-    @property
-    def drafter(self) -> Drafter[Any]:
-        """What drafts."""
-        return self._drafter
-
-    def release(self, session: CoreSession, state: DraftState, park_as: str | None) -> None:
-        """Free what a session holds and let the next one in."""
+    def release(self, session: CoreSession, park_as: str | None) -> None:
+        """Free what a session holds and admit the next one."""
         self._sessions.discard(session)
-        self._num_held -= 1
-        self._drafter.close(state, park_as)
-        self._wake_next()
-
-    def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Raise :class:`InvalidRequest` unless every token is one of the model's."""
-        vocab_size = self._drafter.info.vocab_size or 2**32
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-            wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
-            raise InvalidRequest(
-                f"token_ids holds {wrong}; the draft's tokens are 0 to {vocab_size - 1}", param="token_ids"
-            )
-
-    # --- admission ---
+        self.drafter.close(session.state, park_as)
+        self._admission.leave()
 
     def _check(self, spec: SessionSpec) -> None:
         if self._draining:
-            raise Unavailable("the draft service is shutting down; use another replica")
+            raise _shutting_down()
         if not 1 <= spec.prompt_len <= len(spec.token_ids):
             raise InvalidRequest(
                 f"prompt_len is {spec.prompt_len}, outside [1, {len(spec.token_ids)}], the number of token_ids",
                 param="prompt_len",
             )
-        self.check_tokens(spec.token_ids)
+        check_tokens(spec.token_ids, self.drafter.info.vocab_size)
 
-    async def _admit(self, spec: SessionSpec) -> DraftState:
-        """A state for the session, first come, first served; those who do not fit now wait for a moment."""
-        if not self._waiting:
-            try:
-                return self._place(spec)
-            except Overloaded as error:
-                refusal = error
-        else:
-            refusal = self._crowded()
-        if len(self._waiting) >= self._scheduler.max_waiting:
-            raise refusal
-        turn = asyncio.Event()
-        self._waiting.append(turn)
-        try:
-            async with asyncio.timeout(min(ADMISSION_WAIT_S, self._scheduler.max_wait_s)):
-                while True:
-                    await turn.wait()
-                    turn.clear()
-                    try:
-                        return self._place(spec)
-                    except Overloaded as error:
-                        refusal = error
-        except TimeoutError:
-            raise refusal from None
-        finally:
-            self._waiting.remove(turn)
-            self._wake_next()
-
-    def _place(self, spec: SessionSpec) -> DraftState:
-        if self._draining:
-            raise Unavailable("the draft service is shutting down; use another replica")
-        if self._num_held >= self._scheduler.max_num_seqs:
-            raise self._crowded()
-        state: DraftState = self._drafter.open(spec)
-        self._num_held += 1
+    def _reserve(self, spec: SessionSpec) -> DraftState:
+        state: DraftState = self.drafter.open(spec)
         return state
 
-    def _crowded(self) -> Overloaded:
-        return Overloaded(
-            f"{self._num_held} of {self._scheduler.max_num_seqs} draft sessions are open and {len(self._waiting)} of"
-            f" {self._scheduler.max_waiting} places to wait are taken: go on without a draft, or retry"
-        )
+    def _occupancy(self) -> str:
+        used, total, _ = self.drafter.occupancy()
+        blocks = f", {used} of {total} KV blocks are in use" if total else ""
+        return f"{self._admission.num_open} of {self._max_num_seqs} draft sessions are open{blocks}"
 
-    def _wake_next(self) -> None:
-        if self._waiting:
-            self._waiting[0].set()
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("the draft service is shutting down; use another replica")

@@ -1,4 +1,4 @@
-"""One draft session: the committed prefix, and the proposals on their way to the gateway."""
+"""One draft session: the committed prefix, and the proposals for it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,49 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from draft_service.ahead.acceptance_stats import NUM_GUESSES, SessionOdds
-from draft_service.ahead.verdict_tree import Hypothesis, VerdictTree
-from draft_service.batcher import DraftRequest, InflightBatch
-from draft_service.drafters.base import Draft, DraftState
-from draft_service.prefixes import common_prefix_len
+from draft_service.batcher import DraftBatcher
+from draft_service.common_prefix import common_prefix_len
+from draft_service.draft_ahead import DraftAhead, SessionDraftAhead
+from draft_service.draft_request import DraftRequest, InflightBatch
+from draft_service.drafters.base import Draft, Drafter, DraftState
 from draft_service.proposal_queue import ProposalQueue
 from specdec.errors import Cancelled, InvalidRequest, StaleSession
+from specdec.tree_shape import TreeShape
 from specdec.types import DraftOpened, HiddenStates, Proposal, SessionSpec
 
-if TYPE_CHECKING:
-    from draft_service.core import DraftCore
+
+class DraftSessionOwner(Protocol):
+    """What a session uses of its service."""
+
+    @property
+    def drafter(self) -> Drafter[Any]:
+        """What drafts."""
+        ...
+
+    @property
+    def batcher(self) -> DraftBatcher[Any]:
+        """Where sessions submit their requests."""
+        ...
+
+    @property
+    def ahead(self) -> DraftAhead:
+        """Drafting ahead of verdicts."""
+        ...
+
+    @property
+    def tree(self) -> TreeShape | None:
+        """The trees to draft; None: chains."""
+        ...
+
+    def count_stale(self) -> None:
+        """Count a message that came too late or belongs to another opening."""
+        ...
+
+    def release(self, session: CoreSession, park_as: str | None) -> None:
+        """Free what a session holds and admit the next one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,53 +67,65 @@ class Advance:
         return self.base_len + len(self.token_ids)
 
 
-class News(Enum):
-    """What a message brought."""
+class CommitResult(Enum):
+    """What a message changed."""
 
     NEW = auto()
-    #: The tokens of a hypothesis that was drafted for: its proposal, sent already, is the answer.
+    #: A proposal for exactly these tokens was drafted ahead and sent: it is the answer.
     ALREADY_DRAFTED = auto()
-    #: Less than is known already.
+    #: Nothing: all tokens were known, and more.
     OLD = auto()
 
 
+def check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise :class:`InvalidRequest` unless every token is in the vocabulary; size 0: any vocabulary."""
+    vocab_size = vocab_size or 2**32
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise InvalidRequest(
+            f"token_ids holds {wrong}; the draft's tokens are 0 to {vocab_size - 1}", param="token_ids"
+        )
+
+
 class CoreSession:
-    """A :class:`~specdec.backends.DraftSession` on the core's drafter.
+    """A :class:`~specdec.backends.DraftSession` on the service's drafter. The one home of a session's state.
 
-    Nothing changes while the session's state is in the drafter's hands: what arrives meanwhile is kept and taken in
-    at once when the batch ends, in order; only the newest message is worked on. Of a batch that drafts ahead, what the
-    messages make impossible ends at the next step; what they make true goes on, and is the answer.
+    It has two parts besides its own fields: ``state`` is what the drafter keeps (the committed tokens and the cache),
+    ``ahead`` is what is drafted ahead of verdicts.
 
-    For a drafter that reads the target's hidden states nothing is drafted ahead: those of the tokens assumed are not
+    Nothing changes while a batch uses the state. Messages that arrive meanwhile are kept and applied in order when the
+    batch has finished; only the newest one is answered. In a speculative batch, drafts that the messages make
+    impossible stop at the next step; those that they confirm continue, and are the answer.
+
+    For a drafter that reads the target's hidden states nothing is drafted ahead: those of the assumed tokens are not
     known before the verdict.
     """
 
-    def __init__(self, core: DraftCore, spec: SessionSpec, state: DraftState) -> None:
-        self._core = core
-        self._state = state
+    def __init__(self, owner: DraftSessionOwner, spec: SessionSpec, state: DraftState) -> None:
+        self._owner = owner
+        self.drafter = owner.drafter
+        self.state = state
         self._park_as = spec.session_id if spec.park else None
         #: Committed length at which the output is complete.
         self._max_len = 2**62 if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
-        #: What was asked for and is not there yet, and what is drafted ahead at this moment.
-        self._wish: DraftRequest[Any] | None = None
-        self._ahead: dict[Hypothesis, DraftRequest[Any]] = {}
-        self._sampling = spec.draft_sampling
-        self._tree = VerdictTree(
-            SessionOdds(core.odds[self._sampling]), frozenset(spec.params.stop_token_ids), self._num_tokens_at
-        )
-        self._reads_states = bool(core.drafter.info.hidden_state_layers)
-        self._may_look_ahead = not self._reads_states and core.tree is None
-        #: Tokens a proposal may have, as the latest message wants it.
-        self._wanted = 0
+        #: The answer that was asked for and is not there yet.
+        self._request: DraftRequest[Any] | None = None
+        self._reads_states = bool(owner.drafter.info.hidden_state_layers)
+        #: A chain drawn from q passes a ratio rule more often than the chosen siblings of a tree do.
+        self._tree = None if spec.draft_sampling.sends_q else owner.tree
+        may_draft_ahead = not self._reads_states and owner.tree is None
+        #: Tokens a proposal may have: what the latest message asks for, at most ``opened.num_speculative_tokens``.
+        self._num_draft_tokens = 0
         self._arrived: list[Advance] = []
-        self._outbox = ProposalQueue()
+        self._proposals = ProposalQueue()
         self._closed = False
         self._released = asyncio.Event()
         self._opened = DraftOpened(
             epoch=spec.epoch,
-            num_speculative_tokens=min(spec.num_speculative_tokens, core.drafter.info.num_speculative_tokens),
+            num_speculative_tokens=min(spec.num_speculative_tokens, owner.drafter.info.num_speculative_tokens),
             num_cached_tokens=state.num_cached_tokens,
         )
+        self._ahead = owner.ahead.open(self, spec) if may_draft_ahead else SessionDraftAhead()
 
     @property
     def opened(self) -> DraftOpened:
@@ -94,21 +135,16 @@ class CoreSession:
     @property
     def committed_len(self) -> int:
         """Committed tokens known here."""
-        return len(self._state.token_ids)
-
-    @property
-    def tree(self) -> VerdictTree:
-        """Guesses at the coming verdicts."""
-        return self._tree
+        return len(self.state.token_ids)
 
     async def prefill(self) -> None:
-        """Take in the tokens of the opening."""
-        if not self._state.num_pending:
+        """Ingest the tokens of the opening."""
+        if not self.state.num_pending:
             return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def finish(outcome: Draft | Exception) -> None:
-            self._wish = None
+            self._request = None
             if done.done():
                 return
             if isinstance(outcome, Exception):
@@ -116,7 +152,7 @@ class CoreSession:
             else:
                 done.set_result(None)
 
-        self._submit(DraftRequest(self._state, 0, finish))
+        self._submit(DraftRequest(self.state, 0, finish))
         await done
 
     async def advance(
@@ -136,7 +172,7 @@ class CoreSession:
 
         :meth:`receive` raises what was wrong with a message: :class:`StaleSession` where there is a gap before it,
         :class:`InvalidRequest` for an unknown token, and for hidden states of positions that are not committed or of
-        another width than the drafter's. The session goes on without that message.
+        another width than the drafter's. The session continues without that message.
 
         Raises:
             StaleSession: the session is closed.
@@ -147,13 +183,13 @@ class CoreSession:
             base_len, token_ids, num_draft_tokens, num_ahead_proposals, hidden_states if self._reads_states else ()
         )
         self._arrived.append(message)
-        flight = self._flight
-        if flight is None:
-            self._take_in()
+        batch = self._batch
+        if batch is None:
+            self._apply_arrived()
             return
         if len(self._arrived) == 1:
-            flight.on_landed.append(self._take_in)
-        self._stop_stale(flight)
+            batch.on_finished.append(self._apply_arrived)
+        self._stop_stale(batch)
 
     async def receive(self) -> Proposal:
         """The next proposal, in the order they were drafted.
@@ -161,76 +197,55 @@ class CoreSession:
         Raises:
             StaleSession: a message did not fit.
             Cancelled: the session is closed.
-            TandemError: drafting failed; the session goes on.
+            TandemError: drafting failed; the session continues.
         """
-        return await self._outbox.take()
+        return await self._proposals.take()
 
     def received_more(self) -> list[Proposal]:
         """The proposals that :meth:`receive` would return without waiting; they count as received."""
-        return self._outbox.drain()
-
-    async def propose(self, base_len: int, token_ids: Sequence[int], num_draft_tokens: int) -> Proposal:
-        """:meth:`advance`, then the first proposal for the tokens committed by it."""
-        await self.advance(base_len, token_ids, num_draft_tokens)
-        if num_draft_tokens <= 0:
-            return Proposal(self._opened.epoch, base_len + len(token_ids), ())
-        while True:
-            proposal = await self.receive()
-            if proposal.committed_len == base_len + len(token_ids):
-                return proposal
+        return self._proposals.drain()
 
     async def close(self) -> None:
-        """Release or park the cache, once it is not in use any more. Idempotent."""
+        """Release or park the cache, as soon as no batch uses it. Idempotent."""
         if not self._closed:
             self._closed = True
             self._arrived.clear()
-            self._outbox.close()
-            self._core.lookahead.discard(self)
-            flight = self._flight
-            for wish in self._wishes:
-                wish.settle(Cancelled("the session was closed"))
-                wish.withdraw()
-            if flight is not None:
-                flight.on_landed.append(self._release)
+            self._proposals.close()
+            batch = self._batch
+            if self._request is not None:
+                self._request.resolve(Cancelled("the session was closed"))
+            self._cancel_request()
+            self._ahead.close()
+            if batch is not None:
+                batch.on_finished.append(self._release)
             else:
                 self._release()
         await self._released.wait()
 
     def _release(self) -> None:
         self._released.set()
-        self._core.release(self, self._state, self._park_as)
+        self._owner.release(self, self._park_as)
 
     # --- verdicts ---
 
     @property
-    def _wishes(self) -> list[DraftRequest[Any]]:
-        """All that is queued or being drafted."""
-        return [*self._ahead.values()] if self._wish is None else [self._wish, *self._ahead.values()]
+    def _batch(self) -> InflightBatch | None:
+        """The batch that uses the state."""
+        if self._request is not None and self._request.batch is not None:
+            return self._request.batch
+        return next((request.batch for request in self._ahead.requests if request.batch is not None), None)
 
-    @property
-    def _flight(self) -> InflightBatch | None:
-        """The batch that has the state in its hands."""
-        return next((wish.flight for wish in self._wishes if wish.flight is not None), None)
-
-    def _stop_stale(self, flight: InflightBatch) -> None:
-        """A message arrived while a batch runs: end early what it has overtaken or made impossible."""
-        if self._wish is not None:
-            self._wish.withdraw()
-        token_ids = self._arrived_tokens()
+    def _stop_stale(self, batch: InflightBatch) -> None:
+        """A message arrived while a batch runs: stop what it has overtaken or made impossible."""
+        if self._request is not None:
+            self._request.cancel()
         is_wanted = self._arrived[-1].num_draft_tokens > 0
-        is_answered = False
-        for hypothesis, wish in self._ahead.items():
-            if is_wanted and token_ids is not None and hypothesis.may_follow(token_ids):
-                wish.likelihood = 1.0
-                is_answered = True
-            else:
-                wish.likelihood = 0.0
-                wish.stop.please()
+        is_answered = self._ahead.confirm(self._arrived_tokens() if is_wanted else None)
         if is_wanted and not is_answered:
-            self._core.batcher.expect(flight)
+            self._owner.batcher.expect_request(batch)
 
     def _arrived_tokens(self) -> list[int] | None:
-        """The tokens that arrived; None where they do not simply continue what is committed."""
+        """The tokens that arrived; None if they do not simply continue the committed ones."""
         token_ids: list[int] = []
         for message in self._arrived:
             if message.base_len != self.committed_len + len(token_ids):
@@ -238,40 +253,39 @@ class CoreSession:
             token_ids += message.token_ids
         return token_ids
 
-    def _take_in(self) -> None:
-        """Apply all that arrived; the newest message decides what is drafted. The state is idle."""
+    def _apply_arrived(self) -> None:
+        """Apply all messages that arrived, and answer the newest. No batch uses the state."""
         arrived, self._arrived = self._arrived, []
         if not arrived:
             return
-        if self._wish is not None:
-            self._wish.withdraw()
-            self._wish = None
+        self._cancel_request()
         message = arrived[-1]
-        self._wanted = message.num_draft_tokens
+        # The edge of the service: k is limited here and nowhere else.
+        self._num_draft_tokens = min(message.num_draft_tokens, self._opened.num_speculative_tokens)
         try:
-            news = [self._commit(message) for message in arrived]
+            results = [self._commit(message) for message in arrived]
             if message.num_draft_tokens <= 0:
-                self._end_ahead()
-            elif news[-1] is News.ALREADY_DRAFTED:
-                self._look_ahead(message.num_ahead_proposals)
+                self._ahead.stop()
+            elif results[-1] is CommitResult.ALREADY_DRAFTED:
+                self._draft_ahead(message.num_ahead_proposals)
             else:
-                self._draft(message, is_old=news[-1] is News.OLD)
+                self._draft(message, is_old=results[-1] is CommitResult.OLD)
         except Exception as error:
-            self._end_ahead()
-            self._outbox.put(error)
+            self._ahead.stop()
+            self._proposals.put(error)
 
-    def _commit(self, message: Advance) -> News:
+    def _commit(self, message: Advance) -> CommitResult:
         """Commit what is new in a message."""
         base_len, token_ids = message.base_len, message.token_ids
-        known = self._state.token_ids
+        known = self.state.token_ids
         length = len(known)
         if base_len > length or base_len < 0:
-            self._core.count_stale()
+            self._owner.count_stale()
             raise StaleSession(
                 f"the message starts at committed length {base_len}, but this draft knows {length} tokens: open the"
                 " session anew"
             )
-        self._core.check_tokens(token_ids)
+        check_tokens(token_ids, self.drafter.info.vocab_size)
         if message.hidden_states and message.hidden_states[-1].end > message.committed_len:
             raise InvalidRequest(
                 f"hidden_states reach position {message.hidden_states[-1].end - 1}, but {message.committed_len} tokens"
@@ -281,129 +295,90 @@ class CoreSession:
         same = common_prefix_len(known[base_len : base_len + len(token_ids)], token_ids)
         if same == len(token_ids):
             if base_len + same < length:
-                self._core.count_stale()
-                return News.OLD
+                self._owner.count_stale()
+                return CommitResult.OLD
             if message.hidden_states:
-                self._core.drafter.advance(self._state, length, (), message.hidden_states)
-            return News.NEW  # the same again, and answered again
+                self.drafter.advance(self.state, length, (), message.hidden_states)
+            return CommitResult.NEW  # the same again, and answered again
         if base_len + same < length:  # tokens are taken back, and with them the proposals for them
-            self._outbox.clear()
-            self._tree.clear()
-        self._core.drafter.advance(self._state, base_len + same, token_ids[same:], message.hidden_states)
-        if not self._tree.advance(token_ids[same:]):
-            return News.NEW
-        counts = self._core.lookahead.counts
-        counts.num_hits += 1
-        counts.num_hit_tokens += self._tree.num_drafted
-        return News.ALREADY_DRAFTED
+            self._proposals.clear()
+            self._ahead.forget()
+        self.drafter.advance(self.state, base_len + same, token_ids[same:], message.hidden_states)
+        return CommitResult.ALREADY_DRAFTED if self._ahead.commit(token_ids[same:]) else CommitResult.NEW
 
     # --- proposals ---
 
     def _draft(self, message: Advance, is_old: bool) -> None:
-        """DraftRequest for the proposal that a message asks for."""
+        """Request the proposal that a message asks for."""
         length = message.committed_len
-        num_tokens = 0 if is_old else self._num_tokens_at(length)
-        tree = self._core.tree
-        if tree is not None and num_tokens > 0:
-            if self._sampling.sends_q:  # a chain drawn from q passes more often than chosen siblings do
-                num_tokens = min(num_tokens, tree.depth)
-                tree = None
-            else:  # what limits a chain's length limits a tree's depth
-                tree = tree.cut(self._depth_at(length))
-                num_tokens = min(self._wanted, self._opened.num_speculative_tokens)
+        num_tokens = 0 if is_old else self.max_tokens_at(length)
         if num_tokens <= 0:
-            self._end_ahead()
-            self._outbox.put(Proposal(self._opened.epoch, length, ()))
+            self._ahead.stop()
+            self._proposals.put(Proposal(self._opened.epoch, length, ()))
             return
-        num_guesses = NUM_GUESSES if message.num_ahead_proposals > 0 and self._may_look_ahead else 0
+        tree = self._tree
+        if tree is not None:  # what limits a chain's length limits a tree's depth
+            tree = tree.cut(self._max_depth_at(length))
+            num_tokens = self._num_draft_tokens
+        elif self._owner.tree is not None:  # a chain in place of a tree is as long as that is deep, at most
+            num_tokens = min(num_tokens, self._owner.tree.depth)
+        num_guesses = self._ahead.num_guesses(message.num_ahead_proposals)
 
         def answer(outcome: Draft | Exception) -> None:
-            self._wish = None
+            self._request = None
             if isinstance(outcome, Exception):
-                self._outbox.put(outcome)
+                self._proposals.put(outcome)
                 return
-            self._send(outcome, wish)
+            self.send(outcome, request)
             if num_guesses and outcome.token_ids:
-                self._tree.plant(length, outcome)
-            self._look_ahead(message.num_ahead_proposals)
+                self._ahead.reset_root(length, outcome)
+            self._draft_ahead(message.num_ahead_proposals)
 
-        self._tree.clear()
-        wish = DraftRequest(self._state, num_tokens, answer, num_guesses=num_guesses, tree=tree)
-        self._submit(wish)
+        self._ahead.forget()
+        request = DraftRequest(self.state, num_tokens, answer, num_guesses=num_guesses, tree=tree)
+        self._submit(request)
 
-    def draft_for(self, hypothesis: Hypothesis) -> DraftRequest[Any]:
-        """Begin to draft for a hypothesis of the tree."""
-        self._tree.start(hypothesis)
-        self._ahead[hypothesis] = wish = DraftRequest(
-            self._state,
-            hypothesis.num_tokens,
-            partial(self._foresee, hypothesis),
-            num_guesses=NUM_GUESSES,
-            assumed=hypothesis.path,
-            assumes_next=hypothesis.assumes_next,
-            likelihood=hypothesis.likelihood,
-        )
-        return wish
-
-    def _foresee(self, hypothesis: Hypothesis, outcome: Draft | Exception) -> None:
-        """A hypothesis was drafted for: send it, unless a message that waits has made it impossible."""
-        wish = self._ahead.pop(hypothesis)
-        counts = self._core.lookahead.counts
-        if isinstance(outcome, Exception):
-            self._may_look_ahead = False
-            self._end_ahead()
-            return
-        counts.num_tokens += len(outcome.token_ids)
-        if not outcome.token_ids or (wish.stop.is_raised and len(outcome.token_ids) < hypothesis.num_tokens):
-            counts.num_stopped += wish.stop.is_raised
-            return
-        self._tree.grow(hypothesis, outcome)
-        if wish.likelihood > 0.0:
-            counts.num_proposals += 1
-            self._send(outcome, wish, hypothesis)
-            self._core.lookahead.add(self)
-
-    def _send(self, draft: Draft, wish: DraftRequest[Any], hypothesis: Hypothesis | None = None) -> None:
-        self._outbox.put(
+    def send(
+        self, draft: Draft, request: DraftRequest[Any], *, assumed: tuple[int, ...] = (), likelihood: float = 0.0
+    ) -> None:
+        """Send a proposal, drafted for the ``assumed`` tokens after the committed ones."""
+        self._proposals.put(
             Proposal(
                 epoch=self._opened.epoch,
                 base_len=self.committed_len,
                 token_ids=draft.token_ids,
                 parents=draft.parents,
                 q_rows=draft.q_rows,
-                assumed_token_ids=() if hypothesis is None else hypothesis.path,
-                draft_ns=wish.draft_ns,
-                queue_ns=wish.queue_ns,
-                likelihood=0.0 if hypothesis is None else hypothesis.likelihood,
+                assumed_token_ids=assumed,
+                draft_ns=request.draft_ns,
+                queue_ns=request.queue_ns,
+                likelihood=likelihood,
             )
         )
 
-    def _look_ahead(self, num_ahead_proposals: int) -> None:
-        """Draft for up to ``num_ahead_proposals`` hypotheses before the next verdict."""
-        if num_ahead_proposals <= 0 or not self._may_look_ahead:
-            self._end_ahead()
-            return
-        self._tree.budget = num_ahead_proposals
-        self._core.lookahead.add(self)
-        self._core.batcher.wake()
+    def _draft_ahead(self, num_ahead_proposals: int) -> None:
+        """Draft ahead of the next verdict: up to ``num_ahead_proposals`` proposals."""
+        if self._ahead.start(num_ahead_proposals):
+            self._owner.batcher.wake()
 
-    def _end_ahead(self) -> None:
-        self._tree.clear()
-        self._core.lookahead.discard(self)
-        self._core.drafter.drop_ahead(self._state)
+    def max_tokens_at(self, length: int) -> int:
+        """Tokens of a proposal for a prefix of this length; 0 and less: none."""
+        return min(self._num_draft_tokens, self._max_depth_at(length))
 
-    def _num_tokens_at(self, length: int) -> int:
-        """Tokens of a proposal for a committed length, of which what is not committed yet is assumed; 0 and less: none.
+    def _max_depth_at(self, length: int) -> int:
+        """Tokens that may be drafted in sequence after a prefix of this length, however many are wanted.
 
-        The target adds a token of its own to what it accepts, so the last one of the request need not be drafted.
+        What is not committed yet of the prefix is assumed. The target adds a token of its own to what it accepts, so
+        the last token of the request need not be drafted.
         """
-        return min(self._wanted, self._opened.num_speculative_tokens, self._depth_at(length))
-
-    def _depth_at(self, length: int) -> int:
-        """Tokens that may be drafted one after the other, however many are wanted."""
-        room = self._core.drafter.room(self._state) - (length - self.committed_len)
+        room = self.drafter.room(self.state) - (length - self.committed_len)
         return min(self._max_len - length - 1, room)
 
-    def _submit(self, wish: DraftRequest[Any]) -> None:
-        self._wish = wish
-        self._core.batcher.submit(wish)
+    def _cancel_request(self) -> None:
+        if self._request is not None:
+            self._request.cancel()
+            self._request = None
+
+    def _submit(self, request: DraftRequest[Any]) -> None:
+        self._request = request
+        self._owner.batcher.submit(request)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from draft_service.drafters.base import Draft, DraftJob
+from draft_service.drafters.base import Draft, Drafter, DraftJob
 from specdec.types import HiddenStates, ModelInfo, SessionSpec
 
 
@@ -30,7 +30,7 @@ class Reading:
         return len(self.token_ids) - 2 in self.rows
 
 
-class StateReader:
+class StateReader(Drafter[Reading]):
     """Drafts ``propose(reading)`` once the states of all committed tokens but the last are known, nothing before."""
 
     def __init__(
@@ -83,23 +83,11 @@ class StateReader:
         await self.gate.wait()
         return [self._draft(job) for job in batch]
 
-    def draft_now(self, batch: Sequence[DraftJob[Reading]]) -> list[Draft] | None:
-        return [self._draft(job) for job in batch] if self.gate.is_set() else None
-
     def _draft(self, job: DraftJob[Reading]) -> Draft:
         assert not job.assumed
         state = job.state
         state.taken |= set(sorted(state.rows.keys() - state.taken)[: job.num_rows])
         return Draft(tuple(self.propose(state))[: job.num_tokens]) if job.num_tokens else Draft()
 
-    def drop_ahead(self, state: Reading) -> None:
-        pass
-
     def close(self, state: Reading, park_as: str | None = None) -> None:
         self.num_closed += 1
-
-    def occupancy(self) -> tuple[int, int, int]:
-        return 0, 0, 0
-
-    async def shutdown(self) -> None:
-        pass

@@ -1,6 +1,6 @@
-"""What verdicts have been like: how often drafts were accepted, and which guess the target's own token was.
+"""Acceptance statistics: how often drafts were accepted, and which guess the target's own token was.
 
-Learned from the committed tokens alone. Nothing here touches what is drafted, only what is drafted ahead, so it cannot
+They follow from the committed tokens alone. They decide what is drafted ahead, never what is drafted, so they cannot
 change a text.
 """
 
@@ -11,7 +11,7 @@ from typing import Final
 
 #: Guesses of the target's token that are looked at, per position.
 NUM_GUESSES: Final = 4
-#: Share of its weight an observation keeps when the next one comes: a session follows its text, the service its load.
+#: Share of its weight an observation keeps when the next one comes: short for a session, long for the service.
 SESSION_MEMORY: Final = 0.97
 SERVICE_MEMORY: Final = 0.999
 #: How many observations the service's rate counts for in a session's, and a first assumption in the service's.
@@ -50,8 +50,8 @@ class AcceptanceStats:
     def __init__(self) -> None:
         #: Acceptance of the first, second, … drafted token, given that those before were accepted.
         self.accepted: list[Rate] = []
-        self.after_rejection = Guessed(FIRST_AFTER_REJECTION)
-        self.after_all = Guessed(FIRST_AFTER_ALL)
+        self.after_rejection = GuessStats(FIRST_AFTER_REJECTION)
+        self.after_all = GuessStats(FIRST_AFTER_ALL)
 
     def acceptance(self, at: int) -> float:
         """Probability that the drafted token ``at`` (from 0) is accepted, given those before it."""
@@ -60,47 +60,47 @@ class AcceptanceStats:
         return FIRST_ACCEPTANCE
 
 
-class Guessed:
+class GuessStats:
     """How often the target's token is the first, second, … guess of it."""
 
     def __init__(self, first: Sequence[float]) -> None:
         self._first = first
         self._rates = [Rate(SERVICE_MEMORY) for _ in first]
         #: Probability of each guess, best guess first.
-        self.chances = list(first)
+        self.probabilities = list(first)
 
     def count(self, token_id: int, guesses: Sequence[int]) -> None:
         """The target's token was this one."""
         for rank, (rate, guess) in enumerate(zip(self._rates, guesses, strict=False)):
             rate.count(guess == token_id)
-            self.chances[rank] = rate.estimate(self._first[rank])
+            self.probabilities[rank] = rate.estimate(self._first[rank])
 
 
-class SessionOdds:
-    """The odds of one session's verdicts: its own acceptance, and the guesses of all of its kind."""
+class SessionStats:
+    """The statistics of one session: its own acceptance rates, and the guesses of all sessions of its kind."""
 
-    def __init__(self, odds: AcceptanceStats) -> None:
-        self._odds = odds
+    def __init__(self, service: AcceptanceStats) -> None:
+        self._service = service
         self._accepted: list[Rate] = []
 
     @property
-    def after_rejection(self) -> Guessed:
+    def after_rejection(self) -> GuessStats:
         """Guesses of the token that takes the place of a rejected one, which is not among them."""
-        return self._odds.after_rejection
+        return self._service.after_rejection
 
     @property
-    def after_all(self) -> Guessed:
+    def after_all(self) -> GuessStats:
         """Guesses of the token after an accepted proposal."""
-        return self._odds.after_all
+        return self._service.after_all
 
     def acceptance(self, at: int) -> float:
         """Probability that the drafted token ``at`` (from 0) is accepted, given those before it."""
-        prior = self._odds.acceptance(at)
+        prior = self._service.acceptance(at)
         return self._accepted[at].estimate(prior) if at < len(self._accepted) else prior
 
     def count(self, num_accepted: int, num_judged: int) -> None:
         """Of the first ``num_judged`` drafted tokens of a proposal, these many were accepted, then none or one not."""
-        for rates, memory in ((self._accepted, SESSION_MEMORY), (self._odds.accepted, SERVICE_MEMORY)):
+        for rates, memory in ((self._accepted, SESSION_MEMORY), (self._service.accepted, SERVICE_MEMORY)):
             while len(rates) < num_judged:
                 rates.append(Rate(memory))
             for at in range(num_judged):

@@ -1,123 +1,92 @@
-"""The lines of one session in the KV cache: what is committed, and guesses at how it goes on.
+"""Cache branches: entries for assumed tokens, beside a session's own sequence.
 
-A line is a cached sequence and the tokens its entries stand for. The main line is the session's own and holds its whole
-reservation; the others are branches that share its entries and own a few blocks. Every step follows one rule: **keep
-the entries that agree with the tokens, feed the tokens that have no entry.** A guess that continues all of a line is
-written at its end, where the room is reserved already; any other gets a branch. When tokens are committed, the line
-that agrees longest becomes the main line.
+A branch shares the entries of the session's own sequence and owns a few blocks. An assumption that continues all of a
+branch is written at its end, where the memory is reserved already; any other gets a new branch. When tokens are
+committed, the branch that agrees with most of them becomes the session's own sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from draft_service.prefixes import common_prefix_len
+from draft_service.common_prefix import common_prefix_len
+from draft_service.drafters.session_cache import CacheBranch, SessionCache
 from specdec.engine.kv_pool import KVPool, KVSequence
 
 
-@dataclass(slots=True, eq=False)
-class CacheBranch:
-    """A cached sequence and the tokens after the committed ones that it stands for."""
-
-    sequence: KVSequence
-    #: The last ones may have no entry (the last drafted token is never fed).
-    token_ids: tuple[int, ...] = ()
-    #: A running batch writes to it.
-    is_busy: bool = False
-
-    def usable(self, num_committed: int, token_ids: Sequence[int]) -> int:
-        """Entries that agree with the first ``num_committed`` tokens and ``token_ids`` after them."""
-        return min(self.sequence.length, num_committed + common_prefix_len(self.token_ids, token_ids))
-
-    def ends_before(self, assumed: Sequence[int], length: int, end: int) -> bool:
-        """Whether a guess of ``length`` entries and some to feed, ``end`` in all, may be written at its end.
-
-        Nothing that is on it must be lost, and it must have the room.
-        """
-        sequence = self.sequence
-        return (
-            not self.is_busy
-            and sequence.length <= length
-            and end <= sequence.max_tokens
-            and common_prefix_len(self.token_ids, assumed) == len(self.token_ids)
-        )
-
-
-class CacheBranches:
-    """All lines of one session."""
+class CacheBranches(SessionCache):
+    """The session's own sequence and its branches."""
 
     def __init__(self, pool: KVPool, sequence: KVSequence) -> None:
-        self._pool = pool
-        self.main = CacheBranch(sequence)
-        self._branches: list[CacheBranch] = []
-
-    @property
-    def has_branches(self) -> bool:
-        """Whether drafting ahead holds blocks of its own."""
-        return bool(self._branches)
+        super().__init__(pool, sequence)
+        self.branches: list[CacheBranch] = []
 
     def commit(self, num_committed: int, token_ids: Sequence[int]) -> None:
-        """``token_ids`` follow the ``num_committed`` tokens known: keep the lines that agree, drop the others."""
+        """``token_ids`` follow the ``num_committed`` tokens known: keep the branches that agree, drop the others."""
         main, count = self.main, len(token_ids)
-        best = max((main, *self._branches), key=lambda line: line.usable(num_committed, token_ids))
-        kept = [line for line in self._branches if common_prefix_len(line.token_ids, token_ids) == count]
-        for line in self._branches:
-            if line is not best and line not in kept:
-                self._pool.release(line.sequence)
+        best = max((main, *self.branches), key=lambda branch: branch.num_usable(num_committed, token_ids))
+        kept = [branch for branch in self.branches if common_prefix_len(branch.token_ids, token_ids) == count]
+        for branch in self.branches:
+            if branch is not best and branch not in kept:
+                self._pool.release(branch.sequence)
         if best is not main:
             self._pool.adopt(main.sequence, best.sequence)
             main.token_ids = best.token_ids
-        self._branches = [line for line in kept if line is not best]
-        if common_prefix_len(main.token_ids, token_ids) == count:
-            for line in (main, *self._branches):
-                line.token_ids = line.token_ids[count:]
-        else:
-            self.cut(main.usable(num_committed, token_ids))
-
-    def cut(self, length: int) -> None:
-        """Drop everything but the first ``length`` entries of the main line."""
-        self.drop_branches()
-        self.main.token_ids = ()
-        if self.main.sequence.length > length:
-            self._pool.rollback(self.main.sequence, length)
+        self.branches = [branch for branch in kept if branch is not best]
+        for branch in self.branches:
+            branch.token_ids = branch.token_ids[count:]
+        super().commit(num_committed, token_ids)
 
     def drop_branches(self) -> None:
-        """Give their blocks back, but for those a batch is writing to."""
-        for line in self._branches:
-            if not line.is_busy:
-                self._pool.release(line.sequence)
-        self._branches = [line for line in self._branches if line.is_busy]
+        """Free the branches, except those a batch writes to."""
+        for branch in self.branches:
+            if not branch.is_busy:
+                self._pool.release(branch.sequence)
+        self.branches = [branch for branch in self.branches if branch.is_busy]
 
-    def follow(self, num_committed: int, assumed: Sequence[int], num_tokens: int) -> CacheBranch | None:
-        """A line to feed with the assumed tokens and draft ``num_tokens`` after them, marked busy; None without room.
+    def branch_for(self, num_committed: int, assumed: Sequence[int], num_tokens: int) -> CacheBranch | None:
+        """A branch to feed with the assumed tokens and draft ``num_tokens`` after them, marked busy.
 
-        Its entries agree with the assumed tokens and lack at least the last of them.
+        Its entries agree with the assumed tokens, and at least the last of these has none. None: there is no memory.
         """
         length = num_committed + len(assumed) - 1
         end = length + num_tokens  # the last drafted token is never fed
         if end > self.main.sequence.max_tokens:
             return None
 
-        def worth(line: CacheBranch) -> tuple[int, bool]:
-            return min(line.usable(num_committed, assumed), length), line.ends_before(assumed, length, end)
+        def value(branch: CacheBranch) -> tuple[int, bool]:
+            num_usable = min(branch.num_usable(num_committed, assumed), length)
+            return num_usable, _may_extend(branch, assumed, length, end)
 
-        best = max((self.main, *self._branches), key=worth)
-        usable, has_room = worth(best)
-        if not has_room:
-            branch = self._pool.branch(best.sequence, usable, end)
-            if branch is None:
+        best = max((self.main, *self.branches), key=value)
+        num_usable, may_extend = value(best)
+        if not may_extend:
+            sequence = self._pool.branch(best.sequence, num_usable, end)
+            if sequence is None:
                 return None
-            best = CacheBranch(branch)
-            self._branches.append(best)
+            best = CacheBranch(sequence)
+            self.branches.append(best)
         best.is_busy = True
         return best
 
-    def give_up(self, line: CacheBranch, length: int) -> None:
-        """The batch failed: a branch goes, the main line gets its former length back."""
-        line.is_busy = False
-        if line is self.main:
-            self._pool.rollback(line.sequence, min(length, line.sequence.length))
+    def undo(self, branch: CacheBranch, length: int) -> None:
+        """A batch failed: drop the branch; the session's own sequence has its former length again."""
+        if branch is self.main:
+            super().undo(branch, length)
         else:
-            self._branches.remove(line)
-            self._pool.release(line.sequence)
+            self.branches.remove(branch)
+            self._pool.release(branch.sequence)
+
+
+def _may_extend(branch: CacheBranch, assumed: Sequence[int], length: int, end: int) -> bool:
+    """Whether an assumption of ``length`` entries, ``end`` with its draft, may be written at the end of a branch.
+
+    The branch must keep all its entries, and must have the memory.
+    """
+    sequence = branch.sequence
+    return (
+        not branch.is_busy
+        and sequence.length <= length
+        and end <= sequence.max_tokens
+        and common_prefix_len(branch.token_ids, assumed) == len(branch.token_ids)
+    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, Self, TypeVar
 
+from draft_service.drafters.session_cache import SessionCacheFactory
 from specdec.rules import SparseRow
+from specdec.settings import DraftSettings
 from specdec.tree_shape import TreeShape
 from specdec.types import HiddenStates, ModelInfo, SessionSpec
 
@@ -21,8 +24,8 @@ class DraftState(Protocol):
 
     @property
     def num_pending(self) -> int:
-        """Committed tokens the drafter has still to take in before it can draft. One that reads hidden states counts
-        those alone that it can take in: tokens whose states it was given.
+        """Committed tokens the drafter has to ingest before it can draft. One that reads hidden states counts only
+        those it can ingest: tokens whose states it was given.
         """
         ...
 
@@ -44,42 +47,42 @@ class Flags(Protocol):
 
 
 class Stop:
-    """Asks for the end of one job while its batch runs."""
+    """A request to end one job while its batch runs."""
 
-    __slots__ = ("_at", "_flags", "is_raised")
+    __slots__ = ("_at", "_flags", "is_requested")
 
     def __init__(self) -> None:
-        self.is_raised = False
+        self.is_requested = False
         self._flags: Flags | None = None
         self._at = 0
 
     def bind(self, flags: Flags, at: int) -> None:
         """Name the flag that the computation looks at; called by the drafter."""
         self._flags, self._at = flags, at
-        if self.is_raised:
+        if self.is_requested:
             flags[at] = 1
 
-    def please(self) -> None:
+    def request_stop(self) -> None:
         """Let the job end at its next step, with the tokens it has by then."""
-        self.is_raised = True
+        self.is_requested = True
         if self._flags is not None:
             self._flags[self._at] = 1
 
 
-#: Tokens that a batch drafted at once may take in at most.
-MAX_ROWS_NOW: Final = 64
+#: What :meth:`Drafter.room` returns without a limit.
+UNLIMITED: Final = 2**31
 
 
 @dataclass(frozen=True, slots=True)
 class DraftJob(Generic[S]):
-    """One session's part of a batch: take in some pending tokens, then draft if none is left.
+    """One session's part of a batch: ingest some pending tokens, then draft if none is left.
 
-    With ``assumed`` it is drafted ahead of a verdict: every token still pending is taken in, then what is drafted is
-    exactly what would be drafted once the assumed tokens are committed. The state itself stays as it is.
+    With ``assumed`` it is drafted ahead of a verdict: every token still pending is ingested, then exactly that is
+    drafted which would be drafted once the assumed tokens are committed. The state itself does not change.
     """
 
     state: S
-    #: Pending tokens to take in now.
+    #: Pending tokens to ingest now.
     num_rows: int
     #: Tokens to draft; 0 where pending tokens remain or only the prefix moves.
     num_tokens: int
@@ -98,7 +101,7 @@ class DraftJob(Generic[S]):
     def num_steps(self) -> int:
         """Passes that draft it, one after the other: levels of the tree, or tokens, one that is assumed first included.
 
-        The first takes in what is pending.
+        The first ingests what is pending.
         """
         return self.tree.depth if self.tree else self.num_tokens + self.assumes_next
 
@@ -120,21 +123,29 @@ class Draft:
     parents: tuple[int, ...] = ()
 
 
-class Drafter(Protocol[S]):
+class Drafter(ABC, Generic[S]):
     """Proposes tokens for many sessions.
 
-    Every method is called on the event loop, and none of them for a state that stands in a running :meth:`draft`.
-    Rules of the house: losing a draft costs only speed, so at any limit a drafter drafts less instead of failing; and
-    a drafted token never depends on the batch it was drafted in.
+    Every method is called on the event loop, and none of them for a state that a running :meth:`draft` uses. Losing a
+    draft costs speed only, so at any limit a drafter drafts less instead of failing. A drafted token never depends on
+    the batch it was drafted in.
     """
 
-    @property
-    def info(self) -> ModelInfo:
-        """The model behind it; ``method`` is set, ``vocab_size`` 0 where there is no model. A drafter that reads the
-        target's hidden states names them in ``hidden_state_layers``, and never gets jobs that assume something.
-        """
-        ...
+    #: The model behind it; ``method`` is set, ``vocab_size`` 0 without a model. A drafter that reads the target's
+    #: hidden states names them in ``hidden_state_layers``, and never gets jobs that assume something.
+    info: ModelInfo
 
+    @classmethod
+    async def load(cls, settings: DraftSettings) -> Self:
+        """The drafter with these settings, loaded and warmed up.
+
+        Raises:
+            ModelNotSupported: the checkpoint cannot be run correctly.
+            InvalidRequest: a setting does not fit the model or the machine.
+        """
+        return cls()
+
+    @abstractmethod
     def open(self, spec: SessionSpec) -> S:
         """A state for ``spec.token_ids``, with all the memory it will ever need; nothing is computed yet.
 
@@ -142,8 +153,8 @@ class Drafter(Protocol[S]):
             Overloaded: no memory at this moment.
             InvalidRequest: the parameters do not fit the model.
         """
-        ...
 
+    @abstractmethod
     def advance(
         self, state: S, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
     ) -> None:
@@ -155,39 +166,32 @@ class Drafter(Protocol[S]):
         but there may be none yet, or gaps: a session may be opened in the middle of a text. Positions that came before
         may come again. Those known of the first ``keep`` tokens stay valid, those after them do not.
         """
-        ...
+
+    @abstractmethod
+    async def draft(self, batch: Sequence[DraftJob[S]]) -> list[Draft]:
+        """Do every job (at least one); one draft per job, empty if no tokens were asked for.
+
+        A state stands in one job only, or in several that all assume something. Without memory to draft ahead, the
+        draft is empty. A job that is asked to stop ends with the tokens it has by then. Runs to its end once started.
+        If it raises, no state has changed.
+        """
+
+    def use_session_cache(self, make: SessionCacheFactory) -> None:
+        """Keep the KV cache of each session opened from now on in what ``make`` returns."""
 
     def room(self, state: S) -> int:
         """How many tokens could be drafted after the committed ones; 0 and less at the context limit."""
-        ...
-
-    async def draft(self, batch: Sequence[DraftJob[S]]) -> list[Draft]:
-        """Do every job (at least one); one draft per job, empty where none was asked for.
-
-        A state stands in one job only, or in several that all assume something. Where memory is missing to draft ahead,
-        the draft is empty. A job that is asked to stop ends with the tokens it has by then. Runs to its end once begun.
-        If it raises, no state has changed.
-        """
-        ...
-
-    def draft_now(self, batch: Sequence[DraftJob[S]]) -> list[Draft] | None:
-        """What :meth:`draft` does, without giving way to anybody, where it takes less than a millisecond or so; None,
-        and nothing is done, where it may take longer.
-        """
-        ...
+        return UNLIMITED
 
     def drop_ahead(self, state: S) -> None:
         """Free what drafting ahead has left in a state."""
-        ...
 
     def close(self, state: S, park_as: str | None = None) -> None:
         """Free the memory of a state, once; with ``park_as``, keep it, evictable, under that key instead."""
-        ...
 
     def occupancy(self) -> tuple[int, int, int]:
         """Blocks in use (open and parked), blocks in all, parked sessions."""
-        ...
+        return 0, 0, 0
 
     async def shutdown(self) -> None:
         """Free everything; no state is open any more. Idempotent."""
-        ...

@@ -1,8 +1,8 @@
-"""Two drafters as one: a look-up where the text repeats itself, and what drafts where it does not.
+"""Two drafters as one: a lookup where the text repeats itself, another drafter where it does not.
 
-A look-up costs microseconds, is right for long where text is copied, and hardly ever otherwise; so its draft is used
-where a long run of tokens has matched (``LookupDrafter.long_match``), and no time is spent on the other drafter then.
-That one takes in what it has missed when it is needed next, in one pass.
+A lookup costs microseconds. Where text is copied it is right for many tokens, elsewhere hardly ever. So its draft is
+used after a long match (``LookupDrafter.long_match``); no time is spent on the other drafter then. The other drafter
+ingests the tokens it has missed in one pass, when it drafts next.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, Generic, TypeVar
 
-from draft_service.drafters.base import MAX_ROWS_NOW, Draft, Drafter, DraftJob, DraftState
-from draft_service.drafters.lookup.base import LookupDrafter, LookupState, draft_by_lookup
+from draft_service.drafters.base import Draft, Drafter, DraftJob, DraftState
+from draft_service.drafters.lookup.base import LookupDrafter, LookupState
+from draft_service.drafters.session_cache import SessionCacheFactory
 from specdec.settings import SpeculativeSettings
 from specdec.types import HiddenStates, ModelInfo, SessionSpec
 
 L = TypeVar("L", bound=LookupState)
 S = TypeVar("S", bound=DraftState)
 
-#: Tokens that the look-up takes in as they are committed; more wait for the next batch.
+#: Tokens that the lookup ingests as they are committed; more wait for the next batch.
 _MAX_ROWS_AT_ONCE: Final = 64
 
 
@@ -33,7 +34,7 @@ class CombinedState(Generic[L, S]):
         self.drafter = drafter
         self.lookup = lookup
         self.other = other
-        #: Whether the look-up drafts next; None: not known for the committed tokens yet.
+        #: Whether the lookup drafts next; None: not known for the committed tokens yet.
         self._has_long_match: bool | None = None
 
     @property
@@ -48,7 +49,7 @@ class CombinedState(Generic[L, S]):
 
     @property
     def looks_up(self) -> bool:
-        """Whether the look-up drafts next."""
+        """Whether the lookup drafts next."""
         if self.lookup.num_pending:
             return False
         if self._has_long_match is None:
@@ -57,10 +58,10 @@ class CombinedState(Generic[L, S]):
 
     @property
     def num_pending(self) -> int:
-        """Tokens to take in before it can draft: none where the look-up does, whatever the other one has missed."""
+        """Tokens to ingest before it can draft: none if the lookup drafts, whatever the other one has missed."""
         return 0 if self.looks_up else max(self.lookup.num_pending, self.other.num_pending)
 
-    def forget(self) -> None:
+    def reset_match(self) -> None:
         """The committed tokens have changed."""
         self._has_long_match = None
 
@@ -68,7 +69,7 @@ class CombinedState(Generic[L, S]):
 Job = DraftJob[CombinedState[L, S]]
 
 
-class CombinedDrafter(Generic[L, S]):
+class CombinedDrafter(Drafter[CombinedState[L, S]], Generic[L, S]):
     """Drafts by ``lookup`` where that finds a long match, by ``other`` everywhere else.
 
     Why this is lossless under every rule. The greedy and the coupled rule take any proposal. A ratio rule takes a draft
@@ -102,19 +103,23 @@ class CombinedDrafter(Generic[L, S]):
         token_ids: Sequence[int],
         hidden_states: Sequence[HiddenStates] = (),
     ) -> None:
-        """Both know the committed tokens; the look-up takes in a few at once, to tell whether it has a long match."""
+        """Tell both. The lookup ingests a few tokens at once, to find out whether it has a long match."""
         self._other.advance(state.other, keep, token_ids, hidden_states)
         self._lookup.advance(state.lookup, keep, token_ids)
         if state.lookup.num_pending <= _MAX_ROWS_AT_ONCE:
-            state.lookup.take_in(state.lookup.num_pending)
-        state.forget()
+            state.lookup.ingest(state.lookup.num_pending)
+        state.reset_match()
+
+    def use_session_cache(self, make: SessionCacheFactory) -> None:
+        """The other drafter's caches."""
+        self._other.use_session_cache(make)
 
     def room(self, state: CombinedState[L, S]) -> int:
         """That of the one which drafts."""
         return self._lookup.room(state.lookup) if state.looks_up else self._other.room(state.other)
 
     def matches_long(self, state: CombinedState[L, S], assumed: Sequence[int] = ()) -> bool:
-        """Whether the look-up shall draft after the tokens it has taken in and those assumed after them.
+        """Whether the lookup shall draft after the tokens it has ingested and those assumed after them.
 
         It shall after a long match, and after any where the other drafter has no room.
         """
@@ -124,7 +129,7 @@ class CombinedDrafter(Generic[L, S]):
 
     async def draft(self, batch: Sequence[Job[L, S]]) -> list[Draft]:
         """The other drafter's part of the batch in one call, what is looked up right here."""
-        found, jobs = self._share_out(batch)
+        found, jobs = self._split(batch)
         if jobs:
             drafted = await self._other.draft(list(jobs.values()))
         else:
@@ -132,15 +137,7 @@ class CombinedDrafter(Generic[L, S]):
             await asyncio.sleep(0)
         return self._join(batch, found, dict(zip(jobs, drafted, strict=True)))
 
-    def draft_now(self, batch: Sequence[Job[L, S]]) -> list[Draft] | None:
-        """The same where the other drafter's part is short, or there is none."""
-        if sum(job.num_rows for job in batch) > MAX_ROWS_NOW:
-            return None
-        found, jobs = self._share_out(batch)
-        drafted = self._other.draft_now(list(jobs.values())) if jobs else []
-        return None if drafted is None else self._join(batch, found, dict(zip(jobs, drafted, strict=True)))
-
-    def _share_out(self, batch: Sequence[Job[L, S]]) -> tuple[dict[int, Draft], dict[int, DraftJob[S]]]:
+    def _split(self, batch: Sequence[Job[L, S]]) -> tuple[dict[int, Draft], dict[int, DraftJob[S]]]:
         """What is looked up, and the jobs of the other drafter, by their places in the batch."""
         found: dict[int, Draft] = {}
         jobs: dict[int, DraftJob[S]] = {}
@@ -151,9 +148,8 @@ class CombinedDrafter(Generic[L, S]):
                 continue
             other = job.state.other
             num_rows = min(job.num_rows, other.num_pending)
-            num_tokens = min(job.num_tokens, self._other.info.num_speculative_tokens)
-            if num_rows or (num_tokens and self._other.room(other) > 0):
-                jobs[at] = _of_state(job, other, num_rows=num_rows, num_tokens=num_tokens)
+            if num_rows or (job.num_tokens and self._other.room(other) > 0):
+                jobs[at] = _of_state(job, other, num_rows=num_rows)
         return found, jobs
 
     def _look_up(self, job: Job[L, S]) -> Draft | None:
@@ -163,21 +159,21 @@ class CombinedDrafter(Generic[L, S]):
         num_tokens = job.num_tokens if job.tree is None else min(job.num_tokens, job.tree.depth)
         own = _of_state(job, state.lookup, num_tokens=num_tokens)
         if not job.assumed:
-            return draft_by_lookup(self._lookup, own) if state.looks_up else None
+            return self._lookup.draft_one(own) if state.looks_up else None
         if state.lookup.num_pending or not self.matches_long(state, job.assumed):
             return None
-        draft = draft_by_lookup(self._lookup, own)
+        draft = self._lookup.draft_one(own)
         if job.assumes_next and not self.matches_long(state, (*job.assumed, *draft.next_guesses)):
             return None
         return draft
 
     def _join(self, batch: Sequence[Job[L, S]], found: dict[int, Draft], drafted: dict[int, Draft]) -> list[Draft]:
-        """All drafts in the order of the batch; now that nothing failed, the look-up takes prompts in as well."""
+        """All drafts in the order of the batch; nothing failed, so the lookup ingests prompts, too."""
         drafts = []
         for at, job in enumerate(batch):
             lookup = job.state.lookup
             if lookup.num_pending and not job.assumed:
-                lookup.take_in(min(job.num_rows, lookup.num_pending))
+                lookup.ingest(min(job.num_rows, lookup.num_pending))
             draft = found.get(at) or drafted.get(at) or Draft()
             path = (*job.assumed, *draft.next_guesses[:1])
             if at in drafted and draft.next_guesses and not lookup.num_pending and self.matches_long(job.state, path):

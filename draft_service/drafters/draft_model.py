@@ -1,6 +1,6 @@
 """A small causal language model as the draft: k forward passes for all waiting sessions together.
 
-Which entries the cache holds is the whole art (``docs/drafters.md``). With n committed tokens c and drafts x₁…x_k,
+Which entries does the cache hold (``docs/drafters.md``)? With n committed tokens c and drafts x₁…x_k,
 drafting feeds cₙ₋₁, x₁…x₍ₖ₋₁₎: x_k is never fed. So after a verdict that accepts a < k drafts, the cache is cut to
 the common prefix and the target's own token y is fed next; after a = k both x_k and y are. All of this is one rule
 here: **keep the entries that agree with the committed tokens, feed the committed tokens that have no entry.**
@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final, Self
+from typing import Self
 
-from draft_service.ahead.cache_branches import CacheBranch, CacheBranches
-from draft_service.drafters.base import MAX_ROWS_NOW, Draft, DraftJob
+from draft_service.drafters.base import Draft, Drafter, DraftJob
+from draft_service.drafters.session_cache import CacheBranch, SessionCache, SessionCacheFactory
 from draft_service.drafters.trees.mixed_batch import draft_mixed
 from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees
 from specdec.engine.chains import ChainJob, StopFlags, draft_chains
@@ -30,10 +30,6 @@ from specdec.sampling.state import SamplingState
 from specdec.settings import DraftSettings
 from specdec.types import HiddenStates, ModelInfo, SessionSpec
 
-#: A batch is drafted on the event loop if it should take no longer than this: the two hand-overs to another thread and
-#: back take a tenth of a millisecond.
-MAX_NS_NOW: Final = 1_000_000
-
 
 @dataclass(slots=True, eq=False)
 class ModelState:
@@ -41,7 +37,7 @@ class ModelState:
 
     sampling: SamplingState
     #: None where the prompt is longer than the model's context: then nothing is ever drafted.
-    lines: CacheBranches | None
+    cache: SessionCache | None
     rule: Rule
     num_cached_tokens: int = 0
     #: Tokens at most, committed and drafted; the cache may hold more entries, for siblings.
@@ -55,19 +51,19 @@ class ModelState:
     @property
     def num_pending(self) -> int:
         """Committed tokens without an entry in the cache."""
-        return 0 if self.lines is None else max(0, len(self.sampling) - self.lines.main.sequence.length)
+        return 0 if self.cache is None else max(0, len(self.sampling) - self.cache.main.sequence.length)
 
 
 @dataclass(slots=True, eq=False)
 class _Feed:
-    """A job and the line it is done on."""
+    """A job and the cache branch that is fed for it."""
 
     job: DraftJob[ModelState]
-    lines: CacheBranches
-    line: CacheBranch
-    #: Length of the line before.
+    cache: SessionCache
+    branch: CacheBranch
+    #: Length of the branch before.
     length: int
-    #: Fed, then drafted after; ``next_guesses`` is found on the way where the job assumes the next token.
+    #: Fed, then drafted after. ``next_guesses`` is found while drafting if the job assumes the next token.
     token_ids: Sequence[int]
     next_guesses: tuple[int, ...] = ()
 
@@ -84,7 +80,7 @@ class _Feed:
         """A chain after ``token_ids``, which the job assumes or has committed; more than it assumes itself may be."""
         job, state = self.job, self.job.state
         return ChainJob(
-            self.line.sequence,
+            self.branch.sequence,
             token_ids,
             num_tokens,
             state.sampling,
@@ -97,21 +93,21 @@ class _Feed:
         """A tree after the committed tokens."""
         job, state = self.job, self.job.state
         assert job.tree is not None
-        return TreeJob(self.line.sequence, self.token_ids, job.tree, job.num_tokens, state.sampling, state.rule)
+        return TreeJob(self.branch.sequence, self.token_ids, job.tree, job.num_tokens, state.sampling, state.rule)
 
     def finish(self, chain: DraftedChain | DraftedTree) -> Draft:
-        """The line holds what was drafted now; of a tree it holds nothing."""
-        self.line.is_busy = False
+        """The branch holds the entries of a drafted chain; of a tree it holds none."""
+        self.branch.is_busy = False
         if isinstance(chain, DraftedTree):
             return Draft(chain.token_ids, parents=chain.parents)
-        self.line.token_ids = (*self.job.assumed, *self.next_guesses[:1], *chain.token_ids)
+        self.branch.token_ids = (*self.job.assumed, *self.next_guesses[:1], *chain.token_ids)
         return Draft(chain.token_ids, chain.q_rows, chain.candidates, self.next_guesses)
 
 
 Job = DraftJob[ModelState]
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter[ModelState]):
     """Drafts with a small model; its forward passes run on the device thread, its bookkeeping on the event loop."""
 
     def __init__(self, engine: Engine, thread: DeviceThread, settings: DraftSettings) -> None:
@@ -120,8 +116,7 @@ class ModelDrafter:
         self._pool = engine.pool
         self._thread = thread
         self._down = False
-        #: Latest time of one step of a batch in which all sessions draft; 0 before the first.
-        self._step_ns = 0.0
+        self._session_cache: SessionCacheFactory = SessionCache
         self._states: set[ModelState] = set()
         self._park_ttl_s = settings.scheduler.park_ttl_s
         tree = settings.speculative.tree
@@ -174,7 +169,7 @@ class ModelDrafter:
                 self.drop_ahead(other)
         sequence = pool.resume(spec.session_id, spec.token_ids, max_tokens) if spec.park else None
         sequence = sequence or pool.open(max_tokens)
-        state.lines = CacheBranches(pool, sequence)
+        state.cache = self._session_cache(pool, sequence)
         state.num_cached_tokens = sequence.length
         self._states.add(state)
         return state
@@ -183,56 +178,42 @@ class ModelDrafter:
         self, state: ModelState, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
     ) -> None:
         """Keep the entries that agree with the new committed tokens; O(1) besides comparing ``token_ids``."""
-        lines = state.lines
-        if lines is not None and keep == len(state.sampling):
-            lines.commit(keep, token_ids)
-        elif lines is not None:  # committed tokens are taken back
-            lines.cut(keep)
+        cache = state.cache
+        if cache is not None and keep == len(state.sampling):
+            cache.commit(keep, token_ids)
+        elif cache is not None:  # committed tokens are taken back
+            cache.cut(keep)
         state.sampling = state.sampling.committed(keep, token_ids)
+
+    def use_session_cache(self, make: SessionCacheFactory) -> None:
+        """Keep the cache of each session opened from now on in what ``make`` returns."""
+        self._session_cache = make
 
     def room(self, state: ModelState) -> int:
         """Drafting k tokens needs len + k - 1 entries."""
-        return 0 if state.lines is None else state.max_tokens + 1 - len(state.sampling)
+        return 0 if state.cache is None else state.max_tokens + 1 - len(state.sampling)
 
     async def draft(self, batch: Sequence[Job]) -> list[Draft]:
-        """One call on the device thread: a ragged pass that takes in what is pending, then a step per drafted token."""
+        """One call on the device thread: a ragged pass over what is pending, then a step per drafted token."""
         feeds = [self._prepare(job) for job in batch]
         running = [feed for feed in feeds if feed is not None]
         with _undoing(running):
             chains = iter(await self._thread.run(self._compute, running) if running else ())
         return [Draft() if feed is None else feed.finish(next(chains)) for feed in feeds]
 
-    def draft_now(self, batch: Sequence[Job]) -> list[Draft] | None:
-        """On the calling thread, while the device's own is idle: short chains without the two hand-overs.
-
-        Only for native passes, which belong to no thread, and for batches whose like was short before.
-        """
-        num_rows = sum(job.num_rows for job in batch)
-        if not (
-            self._engine.path == "native decoder"
-            and num_rows <= MAX_ROWS_NOW
-            and all(job.num_tokens and not job.assumed for job in batch)
-            and 0 < self._step_ns * max(job.num_steps for job in batch) < MAX_NS_NOW
-        ):
-            return None
-        feeds = [feed for job in batch if (feed := self._prepare(job)) is not None]  # all: nothing is assumed
-        with _undoing(feeds):
-            chains = self._compute(feeds)
-        return [feed.finish(chain) for feed, chain in zip(feeds, chains, strict=True)]
-
     def drop_ahead(self, state: ModelState) -> None:
         """Give back the blocks of branches."""
-        if state.lines is not None:
-            state.lines.drop_branches()
+        if state.cache is not None:
+            state.cache.drop_branches()
 
     def close(self, state: ModelState, park_as: str | None = None) -> None:
         """Release or park the cache."""
-        lines, state.lines = state.lines, None
-        if lines is None:
+        cache, state.cache = state.cache, None
+        if cache is None:
             return
         self._states.remove(state)
-        lines.cut(len(state.token_ids))
-        sequence = lines.main.sequence
+        cache.cut(len(state.token_ids))
+        sequence = cache.main.sequence
         if park_as is None:
             self._pool.release(sequence)
             return
@@ -263,35 +244,31 @@ class ModelDrafter:
             self.close(state)
 
     def _prepare(self, job: Job) -> _Feed | None:
-        """Find the line to feed; None where memory is missing to draft ahead."""
-        committed, lines = job.state.token_ids, job.state.lines
-        assert lines is not None
+        """Find the branch to feed; None without memory to draft ahead."""
+        committed, cache = job.state.token_ids, job.state.cache
+        assert cache is not None
         if not job.assumed:
             # Drafts of an earlier call that no verdict has judged are dropped. Where every committed token has its
             # entry already, the last one is fed again for its logits.
-            lines.cut(len(committed) - (1 if job.num_tokens else 0))
-            start = lines.main.sequence.length
+            cache.cut(len(committed) - (1 if job.num_tokens else 0))
+            start = cache.main.sequence.length
             end = len(committed) if job.num_tokens else start + job.num_rows
-            return _Feed(job, lines, lines.main, start, committed[start:end])
-        line = lines.follow(len(committed), job.assumed, job.num_tokens + job.assumes_next)
-        if line is None:
+            return _Feed(job, cache, cache.main, start, committed[start:end])
+        branch = cache.branch_for(len(committed), job.assumed, job.num_tokens + job.assumes_next)
+        if branch is None:
             return None
-        start = line.sequence.length
+        start = branch.sequence.length
         missing = [*committed[start:], *job.assumed[max(0, start - len(committed)) :]]
-        return _Feed(job, lines, line, start, missing)
+        return _Feed(job, cache, branch, start, missing)
 
     def _compute(self, feeds: Sequence[_Feed]) -> list[DraftedChain | DraftedTree]:
         """Feed and draft: all trees, then all chains."""
-        started_ns = time.perf_counter_ns()
         jobs = [feed.job for feed in feeds]
-        drafted = draft_mixed(
+        return draft_mixed(
             jobs,
             lambda places, stop: draft_trees(self._engine, [feeds[i].tree() for i in places], stop.tolist),
             lambda places, stop: self._compute_chains([feeds[i] for i in places], stop),
         )
-        if all(job.num_tokens for job in jobs):
-            self._step_ns = (time.perf_counter_ns() - started_ns) / max(job.num_steps for job in jobs)
-        return drafted
 
     def _compute_chains(self, feeds: Sequence[_Feed], stop: StopFlags) -> list[DraftedChain]:
         guessing = [feed for feed in feeds if feed.job.assumes_next and not feed.draws_what_it_assumes]
@@ -314,12 +291,12 @@ class ModelDrafter:
 
 @contextmanager
 def _undoing(feeds: Sequence[_Feed]) -> Iterator[None]:
-    """Put the lines back as they were if what is done with them fails."""
+    """Restore the branches if what is done with them fails."""
     try:
         yield
     except Exception:
         for feed in feeds:
-            feed.lines.give_up(feed.line, feed.length)
+            feed.cache.undo(feed.branch, feed.length)
         raise
 
 

@@ -1,11 +1,12 @@
-"""How wishes become batches, with a drafter that only takes notes."""
+"""How requests become batches, with a drafter that only takes notes."""
 
 import asyncio
 from dataclasses import dataclass
 
 import pytest
 
-from draft_service.batcher import Batcher, DraftRequest
+from draft_service.batcher import DraftBatcher
+from draft_service.draft_request import DraftRequest
 from draft_service.drafters.base import Draft
 from specdec.errors import Unavailable
 
@@ -16,7 +17,7 @@ class State:
 
 
 class Notes:
-    """Takes in what it is told, drafts zeros, and remembers the batches; each takes ``turns`` turns of the loop."""
+    """Ingests what it is told, drafts zeros, and remembers the batches; each takes ``turns`` iterations of the loop."""
 
     def __init__(self, turns=3):
         self.batches = []
@@ -35,19 +36,19 @@ class Notes:
 
 
 def submit(batcher, state, num_tokens):
-    """A wish, and a future of what it is answered."""
+    """A request, and a future of what it is answered."""
     done = asyncio.get_running_loop().create_future()
 
     def deliver(outcome):
         (done.set_exception if isinstance(outcome, Exception) else done.set_result)(outcome)
 
-    wish = DraftRequest(state, num_tokens, deliver)
-    batcher.submit(wish)
-    return wish, done
+    request = DraftRequest(state, num_tokens, deliver)
+    batcher.submit(request)
+    return request, done
 
 
 def wait_for(batcher, state, num_tokens):
-    """A future of what the wish is answered."""
+    """A future of what the request is answered."""
     return submit(batcher, state, num_tokens)[1]
 
 
@@ -58,16 +59,16 @@ async def notes():
 
 @pytest.fixture
 async def batcher(notes):
-    batcher = Batcher(notes, max_rows=16)
+    batcher = DraftBatcher(notes, max_rows=16)
     yield batcher
     await batcher.close()
 
 
 async def test_a_lone_session_is_served_at_once(batcher, notes):
-    wish, done = submit(batcher, State(1), 4)
+    request, done = submit(batcher, State(1), 4)
     assert (await done).token_ids == (0, 0, 0, 0)
     assert notes.batches == [[(1, 4)]]
-    assert wish.draft_ns > 0
+    assert request.draft_ns > 0
 
 
 async def test_what_waits_while_a_batch_runs_is_the_next_batch(batcher, notes):
@@ -106,13 +107,13 @@ async def test_more_drafts_than_room_go_in_order(batcher, notes):
     assert notes.batches == [[(4, 1)] * 4, [(4, 1)] * 2]
 
 
-async def test_a_withdrawn_wish_is_never_run(batcher, notes):
+async def test_a_cancelled_request_is_never_run(batcher, notes):
     first = wait_for(batcher, State(1), 2)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     second, second_done = submit(batcher, State(1), 3)
     third = wait_for(batcher, State(1), 4)
-    second.withdraw()
+    second.cancel()
     await asyncio.gather(first, third)
     assert not second_done.done()
     assert notes.batches == [[(1, 2)], [(1, 4)]]
@@ -120,8 +121,8 @@ async def test_a_withdrawn_wish_is_never_run(batcher, notes):
 
 async def test_an_error_fails_its_batch_and_no_other(batcher, notes):
     notes.error = RuntimeError("planted")
-    wishes = [wait_for(batcher, State(1), 2), wait_for(batcher, State(1), 2)]
-    for done in wishes:
+    requests = [wait_for(batcher, State(1), 2), wait_for(batcher, State(1), 2)]
+    for done in requests:
         with pytest.raises(RuntimeError, match="planted"):
             await done
     notes.error = None
@@ -133,13 +134,13 @@ async def test_idle_means_asleep(batcher, notes):
     for _ in range(3):
         await asyncio.sleep(0)
     wakeups = []
-    batcher._take = lambda: wakeups.append(1) or []
+    batcher._next_batch = lambda: wakeups.append(1) or []
     await asyncio.sleep(0.02)
     assert wakeups == []
 
 
 async def test_closing_ends_the_running_batch_and_fails_the_rest(notes):
-    batcher = Batcher(notes, max_rows=16)
+    batcher = DraftBatcher(notes, max_rows=16)
     running = wait_for(batcher, State(1), 2)
     await asyncio.sleep(0)
     await asyncio.sleep(0)

@@ -6,10 +6,10 @@ import random
 import pytest
 
 from draft_service import core as core_module
-from draft_service.drafters.draft_model import MAX_NS_NOW
 from specdec.errors import Cancelled, InvalidRequest, ModelNotSupported, Overloaded, StaleSession, Unavailable
 from specdec.types import ModelInfo
 from specdec.vocabulary import compatible
+from tests.draft_service.proposing import propose
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 
@@ -20,11 +20,11 @@ PROMPT = [3, 14, 15, 9, 26, 5]
 async def test_advance_is_idempotent(start_core, spec, greedy):
     async with start_core() as core:
         session = await core.open(spec(PROMPT, temperature=1.0, rule="block"))
-        first = await session.propose(6, [1, 2, 3], 4)
-        again = await session.propose(6, [1, 2, 3], 4)
+        first = await propose(session, 6, [1, 2, 3], 4)
+        again = await propose(session, 6, [1, 2, 3], 4)
         assert (again.base_len, again.token_ids) == (9, first.token_ids)
         assert again.q_rows == first.q_rows != ()
-        assert (await session.propose(9, [], 4)).token_ids == first.token_ids
+        assert (await propose(session, 9, [], 4)).token_ids == first.token_ids
         assert (await core.load()).stale_messages == 0
         await session.close()
 
@@ -32,12 +32,12 @@ async def test_advance_is_idempotent(start_core, spec, greedy):
 async def test_overlap_is_trimmed_and_disagreement_rolls_back(start_core, spec, greedy):
     async with start_core() as core:
         session = await core.open(spec(PROMPT))
-        await session.propose(6, [1, 2, 3], 4)
-        proposal = await session.propose(7, [2, 3, 4], 4)  # 2 and 3 are known
+        await propose(session, 6, [1, 2, 3], 4)
+        proposal = await propose(session, 7, [2, 3, 4], 4)  # 2 and 3 are known
         assert (proposal.base_len, proposal.token_ids) == (10, greedy([*PROMPT, 1, 2, 3, 4], 4))
-        proposal = await session.propose(6, [1, 9], 4)  # 2, 3, 4 were never committed
+        proposal = await propose(session, 6, [1, 9], 4)  # 2, 3, 4 were never committed
         assert (proposal.base_len, proposal.token_ids) == (8, greedy([*PROMPT, 1, 9], 4))
-        proposal = await session.propose(0, [7, 7], 4)  # even the prompt may be replaced
+        proposal = await propose(session, 0, [7, 7], 4)  # even the prompt may be replaced
         assert (proposal.base_len, proposal.token_ids) == (2, greedy([7, 7], 4))
         await session.close()
 
@@ -46,23 +46,23 @@ async def test_penalties_forget_tokens_taken_back(start_core, spec):
     async with start_core() as core:
         params = {"temperature": 0.0, "presence_penalty": 2.0, "frequency_penalty": 2.0, "prompt_len": 2}
         session = await core.open(spec(PROMPT, **params))
-        await session.propose(6, [30, 31, 32, 30, 30], 4)
-        moved = await session.propose(6, [33, 34], 4)
+        await propose(session, 6, [30, 31, 32, 30, 30], 4)
+        moved = await propose(session, 6, [33, 34], 4)
         await session.close()
         fresh = await core.open(spec([*PROMPT, 33, 34], **params))
-        assert moved.token_ids == (await fresh.propose(8, [], 4)).token_ids
+        assert moved.token_ids == (await propose(fresh, 8, [], 4)).token_ids
         await fresh.close()
 
 
 async def test_an_old_message_changes_nothing(start_core, spec, greedy):
     async with start_core() as core:
         session = await core.open(spec(PROMPT))
-        await session.propose(6, [1, 2, 3], 4)
-        old = await session.propose(6, [1], 4)
+        await propose(session, 6, [1, 2, 3], 4)
+        old = await propose(session, 6, [1], 4)
         assert (old.base_len, old.token_ids) == (7, ())
         assert (await core.load()).stale_messages == 1
         assert session.committed_len == 9
-        assert (await session.propose(9, [4], 4)).token_ids == greedy([*PROMPT, 1, 2, 3, 4], 4)
+        assert (await propose(session, 9, [4], 4)).token_ids == greedy([*PROMPT, 1, 2, 3, 4], 4)
         await session.close()
 
 
@@ -70,12 +70,12 @@ async def test_a_gap_is_stale(start_core, spec):
     async with start_core() as core:
         session = await core.open(spec(PROMPT))
         with pytest.raises(StaleSession, match=r"length 9.*6 tokens"):
-            await session.propose(9, [1], 4)
+            await propose(session, 9, [1], 4)
         assert (await core.load()).stale_messages == 1
-        assert len((await session.propose(6, [1], 4)).token_ids) == 4  # the session itself is well
+        assert len((await propose(session, 6, [1], 4)).token_ids) == 4  # the session itself is well
         await session.close()
         with pytest.raises(StaleSession):
-            await session.propose(7, [1], 4)
+            await propose(session, 7, [1], 4)
 
 
 async def test_moving_only_drafts_nothing(start_core, spec, greedy):
@@ -84,8 +84,8 @@ async def test_moving_only_drafts_nothing(start_core, spec, greedy):
         for i in range(10):
             await session.advance(6 + i, [i], 0)
         assert session.committed_len == 16
-        assert (await session.propose(16, [], 4)).token_ids == greedy([*PROMPT, *range(10)], 4)
-        assert (await session.propose(16, [5], 0)).token_ids == ()
+        assert (await propose(session, 16, [], 4)).token_ids == greedy([*PROMPT, *range(10)], 4)
+        assert (await propose(session, 16, [5], 0)).token_ids == ()
         await session.close()
 
 
@@ -96,7 +96,7 @@ async def test_unknown_tokens_are_refused(start_core, spec, tokens):
             await core.open(spec(tokens))
         session = await core.open(spec(PROMPT))
         with pytest.raises(InvalidRequest, match="0 to 47"):
-            await session.propose(6, tokens, 4)
+            await propose(session, 6, tokens, 4)
         await session.close()
 
 
@@ -112,7 +112,7 @@ async def test_what_opening_says(start_core, spec):
     async with start_core(k=4) as core:
         session = await core.open(spec(PROMPT, epoch=3, num_speculative_tokens=2))
         assert (session.opened.epoch, session.opened.num_speculative_tokens) == (3, 2)
-        proposal = await session.propose(6, [1], 64)
+        proposal = await propose(session, 6, [1], 64)
         assert (proposal.epoch, len(proposal.token_ids)) == (3, 2)
         assert proposal.draft_ns > 0
         assert proposal.queue_ns > 0
@@ -143,11 +143,11 @@ async def test_cancel_at_any_moment(start_core, spec, greedy):
         session = await core.open(spec(PROMPT))
         known = list(PROMPT)
         for attempt in range(60):
-            call = asyncio.create_task(session.propose(len(known), [attempt % 48], 4))
+            call = asyncio.create_task(propose(session, len(known), [attempt % 48], 4))
             await turn(rng, attempt)
             call.cancel()
             await asyncio.wait((call,))
-            proposal = await session.propose(len(known), [attempt % 48], 4)  # sent again
+            proposal = await propose(session, len(known), [attempt % 48], 4)  # sent again
             known.append(attempt % 48)
             assert proposal.token_ids == greedy(known, 4)
         await session.close()
@@ -168,7 +168,7 @@ async def test_close_during_a_proposal_frees_once(start_core, spec):
         core.drafter._pool.release = lambda sequence: released.append(sequence) or original(sequence)
         for attempt in range(40):
             session = await core.open(spec(PROMPT, session_id=str(attempt)))
-            call = asyncio.create_task(session.propose(6, [1, 2], 4))
+            call = asyncio.create_task(propose(session, 6, [1, 2], 4))
             await turn(rng, attempt)
             await asyncio.gather(session.close(), session.close())
             assert (await core.load()).used_blocks == 0
@@ -180,8 +180,7 @@ async def test_close_during_a_proposal_frees_once(start_core, spec):
 async def test_a_cancelled_close_still_frees(start_core, spec, monkeypatch):
     async with start_core() as core:
         session = await core.open(spec(PROMPT))
-        monkeypatch.setattr(core.drafter, "draft_now", lambda _: None)  # by way of the device thread
-        call = asyncio.create_task(session.propose(6, [1, 2], 4))
+        call = asyncio.create_task(propose(session, 6, [1, 2], 4))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         closing = asyncio.create_task(session.close())
@@ -196,7 +195,6 @@ async def test_a_cancelled_close_still_frees(start_core, spec, monkeypatch):
 async def test_a_newer_call_overtakes_a_queued_one(start_core, spec, greedy, monkeypatch):
     async with start_core() as core:
         session = await core.open(spec(PROMPT))
-        monkeypatch.setattr(core.drafter, "draft_now", lambda _: None)
         for i in range(4):  # the first begins at once, the others wait for it to end
             await session.advance(6, list(range(i + 1)), 4)
             await asyncio.sleep(0)
@@ -213,7 +211,7 @@ async def test_a_wrong_message_leaves_the_session_as_it_was(start_core, spec, gr
             await session.advance(base_len, tokens, 4)
             with pytest.raises(error):
                 await session.receive()
-        assert (await session.propose(6, [1], 4)).token_ids == greedy([*PROMPT, 1], 4)
+        assert (await propose(session, 6, [1], 4)).token_ids == greedy([*PROMPT, 1], 4)
         await session.close()
 
 
@@ -226,7 +224,7 @@ async def test_no_block_is_lost_over_200_sessions(start_core, spec):
         )
         try:
             for length in range(session.committed_len, session.committed_len + rng.randrange(4)):
-                call = asyncio.create_task(session.propose(length, [rng.randrange(48)], 4))
+                call = asyncio.create_task(propose(session, length, [rng.randrange(48)], 4))
                 if rng.random() < 0.3:
                     await asyncio.sleep(rng.random() * 0.01)
                     call.cancel()
@@ -261,7 +259,7 @@ async def test_too_many_sessions_are_refused_soon_with_numbers(start_core, spec)
             await core.open(spec(PROMPT))
         with pytest.raises(Overloaded, match="2 of 2"):
             await waiting
-        assert asyncio.get_running_loop().time() - started < core._scheduler.max_wait_s / 2
+        assert asyncio.get_running_loop().time() - started < 10
         for session in sessions:
             await session.close()
         assert (await core.load()).waiting_sessions == 0
@@ -292,7 +290,7 @@ async def test_a_full_cache_is_refused_with_numbers(start_core, spec, monkeypatc
         total = (await core.load()).total_blocks
         per_session = -(-206 // 32)
         held = [await core.open(spec(PROMPT, session_id=str(i), max_tokens=200)) for i in range(total // per_session)]
-        with pytest.raises(Overloaded, match=rf"of {total} are in use"):
+        with pytest.raises(Overloaded, match=rf"of {total} KV blocks are in use"):
             await core.open(spec(PROMPT, max_tokens=200))
         for session in held:
             await session.close()
@@ -304,18 +302,18 @@ async def test_draining_refuses_openings_only(start_core, spec):
         core.drain()
         with pytest.raises(Unavailable):
             await core.open(spec(PROMPT))
-        assert len((await session.propose(6, [1], 4)).token_ids) == 4
+        assert len((await propose(session, 6, [1], 4)).token_ids) == 4
         await session.close()
 
 
 async def test_closing_the_core_ends_everything(start_core, spec):
     async with start_core() as core:
         session = await core.open(spec(PROMPT))
-        call = asyncio.create_task(session.propose(6, [1], 4))
+        call = asyncio.create_task(propose(session, 6, [1], 4))
         await asyncio.sleep(0)
         await core.close()
         with pytest.raises(StaleSession):
-            await session.propose(7, [1], 4)
+            await propose(session, 7, [1], 4)
         await asyncio.wait((call,))
         call.exception()
 
@@ -326,7 +324,7 @@ async def test_closing_the_core_ends_everything(start_core, spec):
 async def test_park_and_resume(start_core, spec, greedy):
     async with start_core(parks=True) as core:
         session = await core.open(spec(PROMPT, session_id="chat", park=True))
-        await session.propose(6, [1, 2, 3], 4)
+        await propose(session, 6, [1, 2, 3], 4)
         await session.close()
         load = await core.load()
         assert (load.open_sessions, load.parked_sessions) == (0, 1)
@@ -335,13 +333,13 @@ async def test_park_and_resume(start_core, spec, greedy):
         turn = [*PROMPT, 1, 2, 3, 8, 8, 8]
         session = await core.open(spec(turn, session_id="chat", park=True))
         assert session.opened.num_cached_tokens == 9  # the drafted tokens' entries are not among them
-        assert (await session.propose(12, [4], 4)).token_ids == greedy([*turn, 4], 4)
+        assert (await propose(session, 12, [4], 4)).token_ids == greedy([*turn, 4], 4)
         await session.close()
 
         other = [*PROMPT[:4], 30, 31]
         session = await core.open(spec(other, session_id="chat", park=True))
         assert session.opened.num_cached_tokens == 4
-        assert (await session.propose(6, [], 4)).token_ids == greedy(other, 4)
+        assert (await propose(session, 6, [], 4)).token_ids == greedy(other, 4)
         await session.close()
 
 
@@ -351,7 +349,7 @@ async def test_parked_sessions_make_room_and_expire(start_core, spec):
     ) as core:
         for i in range(30):  # far more than fit at once
             session = await core.open(spec(PROMPT, session_id=str(i), park=True, max_tokens=200))
-            await session.propose(6, [1], 4)
+            await propose(session, 6, [1], 4)
             await session.close()
         assert (await core.load()).parked_sessions > 0
         core.drafter._park_ttl_s = 0.0
@@ -382,67 +380,23 @@ async def test_the_load_says_how_long_batches_took(start_core, spec):
     async with start_core() as core:
         session = await core.open(spec(PROMPT))
         before = await core.load()
-        proposal = await session.propose(6, [1], 4)
+        proposal = await propose(session, 6, [1], 4)
         after = await core.load()
         assert after.num_batches - before.num_batches == 1
         assert after.busy_ns - before.busy_ns == proposal.draft_ns > 0
         await session.close()
 
 
-async def test_a_lone_session_is_drafted_for_at_once_where_that_is_short(start_core, spec, greedy):
-    async with start_core() as core:
-        session = await core.open(spec(PROMPT))
-        assert core.drafter._step_ns > 0  # known from warming up
-        core.drafter._step_ns = 1_000
-        await session.advance(6, [1], 4)
-        (proposal,) = session.received_more()  # nothing was awaited
-        assert proposal.token_ids == greedy([*PROMPT, 1], 4)
-        assert proposal.draft_ns > 0
-        core.drafter._step_ns = MAX_NS_NOW  # a draft that takes long runs on its thread
-        await session.advance(7, [2], 4)
-        assert not session.received_more()
-        assert (await session.receive()).token_ids == greedy([*PROMPT, 1, 2], 4)
-        await session.close()
-
-
-async def test_a_caller_that_never_has_to_wait_leaves_the_loop_to_others(start_core, spec):
-    async with start_core() as core:
-        session = await core.open(spec(PROMPT))
-        others = asyncio.create_task(asyncio.sleep(0))
-        for length in range(6, 30):
-            core.drafter._step_ns = 1_000
-            await session.propose(length, [1], 4)
-        assert others.done()
-        await session.close()
-
-
-async def test_a_session_among_others_waits_for_them(start_core, spec, greedy):
-    async with start_core() as core:
-        sessions = [await core.open(spec(PROMPT)) for _ in range(2)]
-        batches = core.batcher.num_batches
-        core.drafter._step_ns = 1_000
-        await sessions[0].advance(6, [1], 4)
-        assert not sessions[0].received_more()
-        await sessions[1].advance(6, [2], 4)  # the last one: both are drafted for together
-        for session, token in zip(sessions, (1, 2), strict=True):
-            (proposal,) = session.received_more()
-            assert proposal.token_ids == greedy([*PROMPT, token], 4)
-        assert core.batcher.num_batches == batches + 1
-        for session in sessions:
-            await session.close()
-
-
-async def test_a_draft_that_fails_at_once_tells_and_the_session_goes_on(start_core, spec, greedy, monkeypatch):
+async def test_a_draft_that_fails_is_reported_and_the_session_continues(start_core, spec, greedy, monkeypatch):
     def fail(*_):
         raise RuntimeError("planted")
 
     async with start_core() as core:
         session = await core.open(spec(PROMPT))
-        core.drafter._step_ns = 1_000
         with monkeypatch.context() as patch:
             patch.setattr("draft_service.drafters.draft_model.draft_chains", fail)
             await session.advance(6, [1], 4)
             with pytest.raises(RuntimeError, match="planted"):
                 await session.receive()
-        assert (await session.propose(7, [2], 4)).token_ids == greedy([*PROMPT, 1, 2], 4)
+        assert (await propose(session, 7, [2], 4)).token_ids == greedy([*PROMPT, 1, 2], 4)
         await session.close()

@@ -1,11 +1,10 @@
-"""What all drafters with a head share: loading, the device thread, and the way of a batch through it."""
+"""What all drafters with a head share: loading, and the computation of batches on the device thread."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,8 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from draft_service.drafters.base import MAX_ROWS_NOW, Draft, DraftJob
-from draft_service.drafters.draft_model import MAX_NS_NOW
+from draft_service.drafters.base import Draft, Drafter, DraftJob
 from draft_service.drafters.trees.mixed_batch import draft_mixed
 from draft_service.drafters.trees.tree_passes import DraftedTree
 from specdec import __version__
@@ -48,7 +46,7 @@ class HeadState(Protocol):
 
     @property
     def num_pending(self) -> int:
-        """Committed tokens whose states are known and not taken in yet."""
+        """Committed tokens whose states are known and not ingested yet."""
         ...
 
     @property
@@ -126,7 +124,7 @@ def load_head(settings: DraftSettings) -> LoadedHead:
     return LoadedHead(head, device, model, info)
 
 
-class HeadDrafter(ABC, Generic[S, W]):
+class HeadDrafter(Drafter[S], Generic[S, W]):
     """A drafter whose computation runs on the device thread, its bookkeeping on the event loop."""
 
     def __init__(self, loaded: LoadedHead, thread: DeviceThread) -> None:
@@ -135,29 +133,9 @@ class HeadDrafter(ABC, Generic[S, W]):
         self._device = loaded.device
         self._thread = thread
         self._down = False
-        #: Latest time per drafted token of a batch in which all sessions draft; 0 before the first.
-        self._step_ns = 0.0
         self._state_width = 0
 
-    # --- what a kind of head has to say ---
-
-    @abstractmethod
-    def open(self, spec: SessionSpec) -> S:
-        """See :class:`~draft_service.drafters.base.Drafter`."""
-
-    @abstractmethod
-    def advance(
-        self, state: S, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
-    ) -> None:
-        """See :class:`~draft_service.drafters.base.Drafter`."""
-
-    @abstractmethod
-    def room(self, state: S) -> int:
-        """See :class:`~draft_service.drafters.base.Drafter`."""
-
-    @abstractmethod
-    def close(self, state: S, park_as: str | None = None) -> None:
-        """See :class:`~draft_service.drafters.base.Drafter`."""
+    # --- what a kind of head implements, besides open and advance ---
 
     @abstractmethod
     def _prepare(self, job: DraftJob[S]) -> W | None:
@@ -165,7 +143,7 @@ class HeadDrafter(ABC, Generic[S, W]):
 
     @abstractmethod
     def _compute(self, works: Sequence[W], stop: StopFlags) -> Sequence[DraftedChain]:
-        """Draft chains, or take in what is pending, on the device thread."""
+        """Draft chains, or ingest what is pending, on the device thread."""
 
     @abstractmethod
     def _compute_trees(self, works: Sequence[W], stopped: Callable[[], Sequence[bool]]) -> Sequence[DraftedTree]:
@@ -181,32 +159,11 @@ class HeadDrafter(ABC, Generic[S, W]):
     # --- the rest ---
 
     async def draft(self, batch: Sequence[DraftJob[S]]) -> list[Draft]:
-        """One call on the device thread: a pass that takes in what is pending, then a step per drafted token."""
+        """One call on the device thread: a pass over what is pending, then a step per drafted token."""
         works = self._works(batch)
         with self._undoing(works):
-            drafted = await self._thread.run(self._timed, works) if works else ()
+            drafted = await self._thread.run(self._run, works) if works else ()
         return self._drafts(batch, works, drafted)
-
-    def draft_now(self, batch: Sequence[DraftJob[S]]) -> list[Draft] | None:
-        """On the calling thread, while the device's own is idle: on a CPU, where the like of it was short before."""
-        if not (
-            self._device.type == "cpu"
-            and sum(job.num_rows for job in batch) <= MAX_ROWS_NOW
-            and all(job.num_tokens for job in batch)
-            and 0 < self._step_ns * max(job.num_steps for job in batch) < MAX_NS_NOW
-        ):
-            return None
-        works = self._works(batch)
-        with self._undoing(works):
-            drafted = self._timed(works) if works else ()
-        return self._drafts(batch, works, drafted)
-
-    def drop_ahead(self, state: S) -> None:
-        """Nothing is drafted ahead: that would need states the target has not computed yet."""
-
-    def occupancy(self) -> tuple[int, int, int]:
-        """No blocks."""
-        return 0, 0, 0
 
     async def shutdown(self) -> None:
         """End the thread."""
@@ -263,18 +220,14 @@ class HeadDrafter(ABC, Generic[S, W]):
         works = ((job, self._prepare(job)) for job in batch)
         return {place: (job, work) for place, (job, work) in enumerate(works) if work is not None}
 
-    def _timed(self, works: Works[S, W]) -> Sequence[DraftedChain | DraftedTree]:
+    def _run(self, works: Works[S, W]) -> Sequence[DraftedChain | DraftedTree]:
         jobs, parts = [job for job, _ in works.values()], [work for _, work in works.values()]
 
         def draft_trees(places: Sequence[int], stop: StopFlags) -> Sequence[DraftedTree]:
             with torch.inference_mode():
                 return self._compute_trees([parts[i] for i in places], stop.tolist)
 
-        started_ns = time.perf_counter_ns()
-        drafted = draft_mixed(jobs, draft_trees, lambda places, stop: self._compute([parts[i] for i in places], stop))
-        if all(job.num_tokens for job in jobs):
-            self._step_ns = (time.perf_counter_ns() - started_ns) / max(job.num_steps for job in jobs)
-        return drafted
+        return draft_mixed(jobs, draft_trees, lambda places, stop: self._compute([parts[i] for i in places], stop))
 
     def _drafts(
         self, batch: Sequence[DraftJob[S]], works: Works[S, W], drafted: Sequence[DraftedChain | DraftedTree]

@@ -133,14 +133,10 @@ class LastStateDrafter(HeadDrafter[LastState, _Work]):
         """As many as the context has; without the state none."""
         return self.info.max_model_len + 1 - len(state.sampling) if state.may_draft else 0
 
-    def close(self, state: LastState, park_as: str | None = None) -> None:
-        """Nothing is kept."""
-        state.newest = None
-
     def _prepare(self, job: DraftJob[LastState]) -> _Work | None:
         state = job.state
         shape = job.tree and job.tree.cut(self._max_depth)
-        num_tokens = min(job.num_tokens, self.info.num_speculative_tokens if shape else self._max_depth)
+        num_tokens = job.num_tokens if shape else min(job.num_tokens, self._max_depth)
         if state.newest is None or not state.may_draft or num_tokens <= 0 or job.assumed or job.assumes_next:
             return None
         return _Work(state.newest, state.sampling, state.rule, num_tokens, job.num_guesses, shape)

@@ -1,20 +1,18 @@
 """Prompt lookup: the text so far is its own draft model (Saxena 2023, "Prompt Lookup Decoding").
 
 Find where the last n tokens stood before and propose what followed them there. Longest n first, then the most recent
-place. Where the copy reaches the end of the text it goes on with its own tokens, as LZ77 does, so that a text that
-repeats with a short period fills a whole proposal.
+place. A copy that reaches the end of the text continues with its own tokens, as LZ77 does, so that a text that repeats
+with a short period fills a whole proposal.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from typing import Self
 
-from draft_service.drafters.base import MAX_ROWS_NOW, Draft, DraftJob
-from draft_service.drafters.lookup.base import Match, draft_by_lookup
-from specdec import __version__
-from specdec.settings import SpeculativeSettings
-from specdec.types import HiddenStates, ModelInfo, SessionSpec
+from draft_service.drafters.lookup.base import LookupDrafter, Match
+from specdec.settings import DraftSettings, SpeculativeSettings
+from specdec.types import SessionSpec
 
 
 class NgramIndex:
@@ -40,7 +38,7 @@ class NgramIndex:
         """Tokens not indexed yet."""
         return len(self.token_ids) - self._num_indexed
 
-    def take_in(self, num_tokens: int) -> None:
+    def ingest(self, num_tokens: int) -> None:
         """Index the next ``num_tokens`` pending tokens."""
         tokens = self.token_ids
         start, end = self._num_indexed, self._num_indexed + num_tokens
@@ -57,15 +55,15 @@ class NgramIndex:
     def replace(self, keep: int, token_ids: Sequence[int]) -> None:
         """Keep the first ``keep`` tokens and put others after them; what is new becomes pending."""
         if keep < self._num_indexed:
-            self._forget(keep)
+            self._remove_after(keep)
         self.token_ids[keep:] = token_ids
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Put tokens at the end and index all that is pending."""
         self.token_ids += token_ids
-        self.take_in(self.num_pending)
+        self.ingest(self.num_pending)
 
-    def _forget(self, keep: int) -> None:
+    def _remove_after(self, keep: int) -> None:
         tokens = self.token_ids
         for n in self._sizes:
             last, before = self._last[n], self._before[n]
@@ -92,33 +90,22 @@ class NgramIndex:
         return Match()
 
 
-class NgramDrafter:
+class NgramDrafter(LookupDrafter[NgramIndex]):
     """Drafts by prompt lookup over prompt and output; no model."""
 
     def __init__(self, settings: SpeculativeSettings) -> None:
+        super().__init__("ngram", settings.num_speculative_tokens)
         self._min_n = settings.prompt_lookup_min
         self._max_n = settings.prompt_lookup_max
-        self.info = ModelInfo(
-            name="ngram",
-            architecture="ngram",
-            method="ngram",
-            num_speculative_tokens=settings.num_speculative_tokens,
-            version=__version__,
-        )
+
+    @classmethod
+    async def load(cls, settings: DraftSettings) -> Self:
+        """A drafter with these settings."""
+        return cls(settings.speculative)
 
     def open(self, spec: SessionSpec) -> NgramIndex:
         """An index with everything pending."""
         return NgramIndex(spec.token_ids, self._min_n, self._max_n)
-
-    def advance(
-        self, state: NgramIndex, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
-    ) -> None:
-        """Replace what follows the first ``keep`` tokens."""
-        state.replace(keep, token_ids)
-
-    def room(self, state: NgramIndex) -> int:
-        """There is no context limit; the target's own holds."""
-        return 2**31
 
     @property
     def long_match(self) -> int:
@@ -135,29 +122,3 @@ class NgramDrafter:
             return state.continuation(num_tokens)
         finally:
             state.replace(num_committed, ())
-
-    async def draft(self, batch: Sequence[DraftJob[NgramIndex]]) -> list[Draft]:
-        """Index and look up, right here: a few microseconds a token, in bounded chunks with the loop let in between."""
-        drafts = self._draft_all(batch)
-        await asyncio.sleep(0)
-        return drafts
-
-    def draft_now(self, batch: Sequence[DraftJob[NgramIndex]]) -> list[Draft] | None:
-        """The same for a batch without long prompts."""
-        return self._draft_all(batch) if sum(job.num_rows for job in batch) <= MAX_ROWS_NOW else None
-
-    def _draft_all(self, batch: Sequence[DraftJob[NgramIndex]]) -> list[Draft]:
-        return [draft_by_lookup(self, job) for job in batch]
-
-    def drop_ahead(self, state: NgramIndex) -> None:
-        """Nothing stays behind."""
-
-    def close(self, state: NgramIndex, park_as: str | None = None) -> None:
-        """The index goes with its last reference; it is cheaper to build anew than to keep."""
-
-    def occupancy(self) -> tuple[int, int, int]:
-        """No blocks."""
-        return 0, 0, 0
-
-    async def shutdown(self) -> None:
-        """There is nothing to free."""

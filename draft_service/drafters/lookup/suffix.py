@@ -10,21 +10,19 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Self
 
-from draft_service.drafters.base import Draft, DraftJob
-from draft_service.drafters.lookup.base import Match, draft_by_lookup
+from draft_service.drafters.lookup.base import LookupDrafter, Match
 from draft_service.drafters.lookup.suffix_tree import SuffixCache, SuffixText
-from specdec import __version__
-from specdec.settings import SpeculativeSettings
-from specdec.types import HiddenStates, ModelInfo, SessionSpec
+from specdec.settings import DraftSettings, SpeculativeSettings
+from specdec.types import SessionSpec
 
 #: Tokens of past outputs that are kept at most: 265 MB of tree, where nothing repeats.
 MAX_CACHED_TOKENS: Final = 2_000_000
 #: A match of so many tokens is worth more than a model's draft; see docs/drafters.md for what was measured.
 LONG_MATCH: Final = 8
-#: Tokens taken in, or put into the tree of past outputs, without letting others run: less than a millisecond.
-_MAX_ROWS_NOW: Final = 1024
+#: Tokens put into the tree of past outputs at once: less than a millisecond.
+_MAX_SETTLED_AT_ONCE: Final = 1024
 
 
 class SuffixSession(SuffixText):
@@ -37,7 +35,7 @@ class SuffixSession(SuffixText):
         self.is_draft_invariant = spec.is_draft_invariant
 
 
-class SuffixDrafter:
+class SuffixDrafter(LookupDrafter[SuffixSession]):
     """Drafts by looking up in suffix trees: one over each session's text, one over past outputs."""
 
     def __init__(self, settings: SpeculativeSettings) -> None:
@@ -46,6 +44,7 @@ class SuffixDrafter:
         Raises:
             InvalidRequest: there is no compiler.
         """
+        super().__init__("suffix", settings.num_speculative_tokens)
         self._depth = settings.suffix_decoding_max_tree_depth
         self._max_spec_factor = settings.suffix_decoding_max_spec_factor
         self._min_token_prob = settings.suffix_decoding_min_token_prob
@@ -56,27 +55,15 @@ class SuffixDrafter:
         self._seeds: deque[int | None] = deque()
         self._num_outputs_of: Counter[int | None] = Counter()
         self._is_settling = False
-        self.info = ModelInfo(
-            name="suffix",
-            architecture="suffix",
-            method="suffix",
-            num_speculative_tokens=settings.num_speculative_tokens,
-            version=__version__,
-        )
+
+    @classmethod
+    async def load(cls, settings: DraftSettings) -> Self:
+        """A drafter with these settings. The first one on a machine compiles the trees, in another thread."""
+        return await asyncio.to_thread(cls, settings.speculative)
 
     def open(self, spec: SessionSpec) -> SuffixSession:
         """A text with everything pending."""
         return SuffixSession(spec, self._depth)
-
-    def advance(
-        self, state: SuffixSession, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
-    ) -> None:
-        """Replace what follows the first ``keep`` tokens."""
-        state.replace(keep, token_ids)
-
-    def room(self, state: SuffixSession) -> int:
-        """There is no context limit; the target's own holds."""
-        return 2**31
 
     @property
     def long_match(self) -> int:
@@ -84,7 +71,7 @@ class SuffixDrafter:
         return min(LONG_MATCH, self._depth - 1)
 
     def look_up(self, state: SuffixSession, num_tokens: int, assumed: Sequence[int] = ()) -> Match:
-        """The likeliest continuation of the tokens taken in and those assumed after them.
+        """The likeliest continuation of the ingested tokens and those assumed after them.
 
         Under a ratio rule a draft must not depend on the noise that decides on it. Another request with the same seed
         had the same noise at the same positions: what it wrote there is no draft for this one. (With p = (.6, .4) the
@@ -97,21 +84,6 @@ class SuffixDrafter:
             min_token_prob=self._min_token_prob,
             assumed=assumed,
         )
-
-    async def draft(self, batch: Sequence[DraftJob[SuffixSession]]) -> list[Draft]:
-        """Take in and look up, right here: a few microseconds a proposal."""
-        drafts = [draft_by_lookup(self, job) for job in batch]
-        await asyncio.sleep(0)
-        return drafts
-
-    def draft_now(self, batch: Sequence[DraftJob[SuffixSession]]) -> list[Draft] | None:
-        """The same for a batch without long prompts."""
-        if sum(job.num_rows for job in batch) > _MAX_ROWS_NOW:
-            return None
-        return [draft_by_lookup(self, job) for job in batch]
-
-    def drop_ahead(self, state: SuffixSession) -> None:
-        """Nothing stays behind."""
 
     def close(self, state: SuffixSession, park_as: str | None = None) -> None:
         """The text goes with its last reference, its output to those of the past."""
@@ -133,14 +105,7 @@ class SuffixDrafter:
 
     def _settle(self) -> None:
         """Put outputs into the tree, and take the oldest out, some at a time."""
-        self.past.settle(_MAX_ROWS_NOW)
+        self.past.settle(_MAX_SETTLED_AT_ONCE)
         self._is_settling = not self.past.is_settled
         if self._is_settling:
             asyncio.get_running_loop().call_soon(self._settle)
-
-    def occupancy(self) -> tuple[int, int, int]:
-        """No blocks."""
-        return 0, 0, 0
-
-    async def shutdown(self) -> None:
-        """There is nothing to free."""

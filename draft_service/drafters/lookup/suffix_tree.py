@@ -142,14 +142,14 @@ class SuffixCache:
 
 
 class SuffixText:
-    """Prompt and output of one session, and the tree over what of them was taken in."""
+    """Prompt and output of one session, and the tree over the ingested part of them."""
 
     def __init__(self, token_ids: Sequence[int], depth: int) -> None:
         self.token_ids = list(token_ids)
         self.num_cached_tokens = 0
         self._depth = depth
         self._library = load()
-        self._num_taken = 0
+        self._num_ingested = 0
         self._query = _Query()
         self._query_at = ctypes.addressof(self._query)
         self._drafted = (ctypes.c_uint32 * _MAX_DRAFTED)()
@@ -162,28 +162,28 @@ class SuffixText:
 
     @property
     def num_pending(self) -> int:
-        """Tokens not taken in yet."""
-        return len(self.token_ids) - self._num_taken
+        """Tokens not ingested yet."""
+        return len(self.token_ids) - self._num_ingested
 
-    def take_in(self, num_tokens: int) -> None:
-        """Take in the next ``num_tokens`` pending tokens, each at the cost of one walk down the tree."""
+    def ingest(self, num_tokens: int) -> None:
+        """Ingest the next ``num_tokens`` pending tokens, each at the cost of one walk down the tree."""
         if num_tokens:
-            end = self._num_taken + num_tokens
-            tokens = array("I", self.token_ids[self._num_taken : end])
+            end = self._num_ingested + num_tokens
+            tokens = array("I", self.token_ids[self._num_ingested : end])
             self._library.append(self._handle, tokens.buffer_info()[0], num_tokens)
-            self._num_taken = end
+            self._num_ingested = end
 
     def replace(self, keep: int, token_ids: Sequence[int]) -> None:
         """Keep the first ``keep`` tokens and put others after them; what is new becomes pending.
 
         Where more are dropped than the tree has let wait, it is begun anew and everything is pending.
         """
-        if keep < self._num_taken:
+        if keep < self._num_ingested:
             if self._library.truncate(self._handle, keep):
-                self._num_taken = keep
+                self._num_ingested = keep
             else:
                 self._free()
-                self._num_taken = 0
+                self._num_ingested = 0
                 self._begin()
         self.token_ids[keep:] = token_ids
 
@@ -196,7 +196,7 @@ class SuffixText:
         min_token_prob: float,
         assumed: Sequence[int] = (),
     ) -> Match:
-        """What is likely to follow the tokens taken in and those assumed after them: ``num_tokens`` or 64 at most.
+        """What is likely to follow the ingested tokens and those assumed after them: ``num_tokens`` or 64 at most.
 
         The best path in the text's own tree, or in that of past outputs where it scores higher.
         """

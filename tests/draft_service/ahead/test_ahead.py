@@ -3,7 +3,6 @@
 import asyncio
 import random
 import threading
-from collections import deque
 
 import pytest
 
@@ -11,6 +10,7 @@ from draft_service.drafters import draft_model
 from draft_service.drafters.lookup import suffix
 from specdec.errors import Cancelled
 from specdec.rules import Rule
+from tests.draft_service.proposing import propose
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 
@@ -58,9 +58,7 @@ class Client:
 
     def collect(self):
         """Take what was sent ahead by now."""
-        waiting = self.session._outbox._waiting
-        while waiting:
-            self.kept.append(waiting.popleft())
+        self.kept += self.session.received_more()
 
 
 async def rest(core):
@@ -68,13 +66,13 @@ async def rest(core):
     quiet = 0
     while quiet < 5:
         await asyncio.sleep(0)
-        quiet = 0 if core.batcher._flight is not None or core.batcher._queue else quiet + 1
+        quiet = quiet + 1 if core.batcher.is_idle else 0
 
 
 def look_at_all(monkeypatch):
     """Draft for the unlikely, too, however busy the device is."""
     monkeypatch.setattr("draft_service.ahead.verdict_tree.FLOOR", 0.0)
-    monkeypatch.setattr("draft_service.ahead.scheduler.Load.share", lambda load: 0.0)
+    monkeypatch.setattr("draft_service.ahead.scheduler.BusyShare.share", lambda share: 0.0)
 
 
 def values(proposal):
@@ -94,7 +92,7 @@ async def test_every_proposal_ahead_is_the_fresh_one(start_core, spec, monkeypat
         async def fresh(prefix):
             """What a session that is opened for it drafts after a prefix."""
             session = await core.open(spec(prefix, prompt_len=len(PROMPT), session_id="fresh", **KINDS[kind]))
-            proposal = await session.propose(len(prefix), [], 3)
+            proposal = await propose(session, len(prefix), [], 3)
             await session.close()
             return values(proposal)
 
@@ -123,7 +121,7 @@ async def test_every_proposal_ahead_is_the_fresh_one(start_core, spec, monkeypat
 @pytest.mark.parametrize("kind", ["greedy", "coupled"])
 async def test_the_targets_own_model_is_always_foreseen(start_core, spec, own_target, monkeypatch, kind):
     """Draft = target: every verdict accepts all, and its last token is the best guess."""
-    monkeypatch.setattr("draft_service.ahead.scheduler.Load.share", lambda load: 0.0)
+    monkeypatch.setattr("draft_service.ahead.scheduler.BusyShare.share", lambda share: 0.0)
     opening = spec(PROMPT, max_tokens=1900, **KINDS[kind])
     target = own_target(opening)
     async with start_core(k=4) as core:
@@ -138,7 +136,7 @@ async def test_the_targets_own_model_is_always_foreseen(start_core, spec, own_ta
             await rest(core)
             client.collect()
         assert foreseen == 99
-        counts = core.lookahead.counts
+        counts = core.ahead.counts
         assert (counts.num_hits, counts.num_hit_tokens) == (99, 99 * 4)
         assert counts.num_proposals >= 99
         await client.session.close()
@@ -166,7 +164,7 @@ async def test_a_model_like_the_targets_is_foreseen_often(start_core, spec, kind
             texts.append(target.state.token_ids)
             await client.session.close()
             target.close()
-        assert core.lookahead.counts.num_hits == foreseen
+        assert core.ahead.counts.num_hits == foreseen
     assert texts[0] == texts[1]
     assert foreseen > 0.1 * num_rounds
 
@@ -193,7 +191,7 @@ async def test_what_is_looked_up_goes_on_with_its_copy(start_core, spec, monkeyp
             for ahead in [proposal, *client.kept]:
                 prefix = [*client.known[: ahead.base_len], *ahead.assumed_token_ids]
                 session = await core.open(spec(prefix, session_id="fresh"))
-                assert values(ahead) == values(await session.propose(len(prefix), [], 3))
+                assert values(ahead) == values(await propose(session, len(prefix), [], 3))
                 await session.close()
                 compared += 1
             likely = [p for p in client.kept if p.base_len == len(client.known)]
@@ -229,7 +227,7 @@ async def test_sessions_together_get_what_each_gets_alone(start_core, spec, own_
     numbers = range(2 * len(KINDS))
     async with start_core(k=3) as core:
         together = await asyncio.gather(*(play(core, number, number % 3 * 4) for number in numbers))
-        assert core.lookahead.counts.num_hits > 0
+        assert core.ahead.counts.num_hits > 0
         assert together == [await play(core, number, 0) for number in numbers]
 
 
@@ -299,8 +297,8 @@ async def test_a_verdict_stops_the_impossible_and_what_it_makes_true_is_the_answ
         await rest(core)
         client.collect()
         assert client.kept == []  # neither a second answer nor anything impossible
-        assert core.lookahead.counts.num_hits == 1
-        assert core.lookahead.counts.num_stopped == len(assumed) - 1
+        assert core.ahead.counts.num_hits == 1
+        assert core.ahead.counts.num_stopped == len(assumed) - 1
         await client.session.close()
 
 
@@ -314,7 +312,7 @@ async def test_a_verdict_nobody_foresaw_stops_all_and_is_answered_afresh(start_c
         assert gate.flags.all()
         assert (proposal.base_len, proposal.assumed_token_ids) == (len(client.known), ())
         assert proposal.token_ids == greedy(client.known, 3)
-        assert core.lookahead.counts.num_stopped == len(assumed)
+        assert core.ahead.counts.num_stopped == len(assumed)
         await client.session.close()
 
 
@@ -341,8 +339,8 @@ async def test_one_who_waits_goes_before_the_unlikely(start_core, spec, greedy, 
         other = await core.open(spec(PROMPT, session_id="other"))
         await client.advance([1], 3, 2)
         await gate.shut()
-        assert sum(wish.likelihood for wish in core.batcher._flight.wishes) < 1.0
-        proposal = await other.propose(6, [4], 3)
+        assert sum(request.likelihood for request in core.batcher._in_flight.requests) < 1.0
+        proposal = await propose(other, 6, [4], 3)
         assert gate.flags.all()
         assert proposal.token_ids == greedy([*PROMPT, 4], 3)
         await client.session.close()
@@ -484,10 +482,10 @@ async def test_without_leave_nothing_is_drafted_ahead(start_core, spec, gate):
     async with start_core(k=3) as core:
         session = await core.open(spec(PROMPT))
         for i in range(5):
-            await session.propose(6 + i, [i], 3)
+            await propose(session, 6 + i, [i], 3)
         await rest(core)
-        assert (session._outbox._waiting, gate.held, gate.num_guesses) == (deque(), [], {0})
-        assert core.lookahead.counts.num_proposals == 0
+        assert (session.received_more(), gate.held, gate.num_guesses) == ([], [], {0})
+        assert core.ahead.counts.num_proposals == 0
         await session.close()
 
 
@@ -501,8 +499,7 @@ async def test_tokens_taken_back_take_the_guesses_with_them(start_core, spec, gr
         received = [await session.receive()]
         assert (received[0].base_len, received[0].token_ids) == (7, greedy([*PROMPT, 9], 3))
         await rest(core)
-        while session._outbox._waiting:
-            received.append(await session.receive())
+        received += session.received_more()
         assert len(received) == 7
         assert all(proposal.base_len == 7 for proposal in received)
         await session.close()
@@ -520,7 +517,7 @@ async def test_parked_sessions_keep_committed_entries_only(start_core, spec, gre
         text = [*client.known, *greedy(client.known, 2), 5]
         session = await core.open(spec(text, session_id="chat", park=True))
         assert session.opened.num_cached_tokens == 9
-        assert (await session.propose(len(text), [], 3)).token_ids == greedy(text, 3)
+        assert (await propose(session, len(text), [], 3)).token_ids == greedy(text, 3)
         await session.close()
 
 
@@ -553,7 +550,7 @@ async def test_a_busy_service_drafts_nothing_ahead(start_core, spec, monkeypatch
             await rest(core)
         client.collect()
         assert client.kept == []
-        monkeypatch.setattr("draft_service.ahead.scheduler.Load.share", lambda load: 0.0)
+        monkeypatch.setattr("draft_service.ahead.scheduler.BusyShare.share", lambda share: 0.0)
         await client.advance([1], 3, 8)
         await rest(core)
         client.collect()

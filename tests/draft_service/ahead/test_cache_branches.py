@@ -1,4 +1,4 @@
-"""The lines of a session in the cache, against a shadow of what every line must hold."""
+"""The branches of a session in the cache, against a shadow of what every branch must hold."""
 
 import random
 
@@ -12,13 +12,13 @@ BLOCK = 4
 
 
 class Shadow:
-    """Feeds lines as the engine does, with token ids in place of keys and values."""
+    """Feeds branches as the engine does, with token ids in place of keys and values."""
 
     def __init__(self, total_blocks=64, max_tokens=120, seed=0):
         self.rng = random.Random(seed)
         self.pool = KVPool(total_blocks, BLOCK)
         self.cache = np.zeros((total_blocks + 1, BLOCK), dtype=np.int64)
-        self.lines = CacheBranches(self.pool, self.pool.open(max_tokens))
+        self.cached = CacheBranches(self.pool, self.pool.open(max_tokens))
         self.known = []
         self.reused = 0
 
@@ -34,8 +34,8 @@ class Shadow:
 
     def fresh(self, drafted):
         """Draft after the committed tokens."""
-        self.lines.cut(len(self.known) - 1)
-        main = self.lines.main
+        self.cached.cut(len(self.known) - 1)
+        main = self.cached.main
         self.feed(main.sequence, [*self.known[main.sequence.length :], *drafted[:-1]])
         main.token_ids = tuple(drafted)
 
@@ -43,40 +43,40 @@ class Shadow:
         """Draft for several guesses in one batch; each is the assumed tokens and the drafted ones."""
         running = []
         for assumed, drafted in guesses:
-            line = self.lines.follow(len(self.known), assumed, len(drafted))
-            if line is not None:
+            branch = self.cached.branch_for(len(self.known), assumed, len(drafted))
+            if branch is not None:
                 text = [*self.known, *assumed]
-                self.reused += line.sequence.length - (len(self.known) - 1)
-                running.append((line, text[line.sequence.length :], assumed, drafted))
-        assert len({id(line) for line, *_ in running}) == len(running)
-        for line, fed, assumed, drafted in running:
+                self.reused += branch.sequence.length - (len(self.known) - 1)
+                running.append((branch, text[branch.sequence.length :], assumed, drafted))
+        assert len({id(branch) for branch, *_ in running}) == len(running)
+        for branch, fed, assumed, drafted in running:
             assert len(fed) >= 1
-            self.feed(line.sequence, [*fed, *drafted[:-1]])
-            line.is_busy = False
-            line.token_ids = (*assumed, *drafted)
+            self.feed(branch.sequence, [*fed, *drafted[:-1]])
+            branch.is_busy = False
+            branch.token_ids = (*assumed, *drafted)
         return len(running)
 
     def commit(self, token_ids):
-        self.lines.commit(len(self.known), token_ids)
+        self.cached.commit(len(self.known), token_ids)
         self.known += token_ids
 
     def check(self):
         for source, target in self.pool.take_copies():
             self.cache[target] = self.cache[source]
-        for line in (self.lines.main, *self.lines._branches):
-            length = line.sequence.length
-            assert self.read(line.sequence) == [*self.known, *line.token_ids][:length]
-            assert length <= len(self.known) + len(line.token_ids)
-            assert not line.sequence.released
-        assert len(self.lines.main.sequence.blocks) == 30
-        held = {int(b) for line in (self.lines.main, *self.lines._branches) for b in line.sequence.blocks}
+        for branch in (self.cached.main, *self.cached.branches):
+            length = branch.sequence.length
+            assert self.read(branch.sequence) == [*self.known, *branch.token_ids][:length]
+            assert length <= len(self.known) + len(branch.token_ids)
+            assert not branch.sequence.released
+        assert len(self.cached.main.sequence.blocks) == 30
+        held = {int(b) for branch in (self.cached.main, *self.cached.branches) for b in branch.sequence.blocks}
         assert len(held) == self.pool.used_blocks
 
     def end(self):
-        self.lines.cut(len(self.known))
-        assert self.read(self.lines.main.sequence) == self.known[: self.lines.main.sequence.length]
+        self.cached.cut(len(self.known))
+        assert self.read(self.cached.main.sequence) == self.known[: self.cached.main.sequence.length]
         assert self.pool.used_blocks == 30
-        self.pool.release(self.lines.main.sequence)
+        self.pool.release(self.cached.main.sequence)
         assert self.pool.num_free_blocks == self.pool.total_blocks
 
 
@@ -85,7 +85,7 @@ def tokens(rng, count):
 
 
 def run(seed, total_blocks=64):
-    """A session: proposals, guesses at verdicts on them and on each other, and verdicts, foreseen or not."""
+    """A session: proposals, guesses at verdicts on them and on each other, and verdicts, drafted for or not."""
     shadow = Shadow(total_blocks, seed=seed)
     rng = shadow.rng
     shadow.commit(list(tokens(rng, rng.randint(1, 12))))
@@ -117,7 +117,7 @@ def run(seed, total_blocks=64):
     return served, shadow.reused
 
 
-def test_every_line_holds_the_tokens_it_stands_for():
+def test_every_branch_holds_the_tokens_it_stands_for():
     served = reused = 0
     for seed in range(80):
         more, entries = run(seed)
@@ -126,26 +126,26 @@ def test_every_line_holds_the_tokens_it_stands_for():
     assert reused > 2 * served  # most of what is assumed need not be fed again
 
 
-def test_without_free_blocks_guesses_only_continue_lines():
+def test_without_free_blocks_guesses_only_extend_branches():
     served = sum(run(seed, total_blocks=31)[0] for seed in range(40))
     plenty = sum(run(seed)[0] for seed in range(40))
     assert 0 < served < plenty
 
 
-def test_a_guess_that_continues_a_line_takes_no_block():
+def test_a_guess_that_extends_a_branch_takes_no_block():
     shadow = Shadow()
     shadow.commit([1, 2, 0, 1, 1])
     shadow.fresh((2, 1, 0))
     free = shadow.pool.num_free_blocks
     assert shadow.ahead([((2, 1, 0, 1), (1, 1, 1))]) == 1
-    assert not shadow.lines.has_branches
+    assert not shadow.cached.branches
     assert shadow.ahead([((2, 1, 0, 1, 1, 1, 1, 2), (1, 1, 1))]) == 1
     assert shadow.pool.num_free_blocks == free
-    length = shadow.lines.main.sequence.length
+    length = shadow.cached.main.sequence.length
     shadow.commit([2, 1, 0, 1])
-    assert shadow.lines.main.sequence.length == length  # nothing is lost
+    assert shadow.cached.main.sequence.length == length  # nothing is lost
     shadow.commit([1, 0])
-    assert shadow.lines.main.sequence.length == len(shadow.known) - 1
+    assert shadow.cached.main.sequence.length == len(shadow.known) - 1
     shadow.end()
 
 
@@ -159,24 +159,24 @@ def test_a_branch_costs_few_blocks_and_is_adopted_without_a_copy():
     shadow.check()
     shadow.commit([2, 0])
     assert shadow.pool.take_copies() == []
-    assert shadow.lines.main.token_ids == (1, 1, 1)
-    assert shadow.lines.main.sequence.length == len(shadow.known) + 2
+    assert shadow.cached.main.token_ids == (1, 1, 1)
+    assert shadow.cached.main.sequence.length == len(shadow.known) + 2
     assert shadow.pool.num_free_blocks == free
-    assert not shadow.lines.has_branches
+    assert not shadow.cached.branches
     shadow.end()
 
 
-def test_a_failed_batch_leaves_the_lines_as_they_were():
+def test_a_failed_batch_leaves_the_branches_as_they_were():
     shadow = Shadow()
     shadow.commit([1, 2, 0, 1, 1])
     shadow.fresh((2, 1, 0))
-    length, free = shadow.lines.main.sequence.length, shadow.pool.num_free_blocks
-    lines = [shadow.lines.follow(5, assumed, 3) for assumed in ((2, 1, 0, 1), (1,))]
-    assert lines[0] is shadow.lines.main
-    for line in lines:
-        shadow.feed(line.sequence, [0, 0])
-        shadow.lines.give_up(line, length)
-    assert shadow.lines.main.sequence.length == length
+    length, free = shadow.cached.main.sequence.length, shadow.pool.num_free_blocks
+    branches = [shadow.cached.branch_for(5, assumed, 3) for assumed in ((2, 1, 0, 1), (1,))]
+    assert branches[0] is shadow.cached.main
+    for branch in branches:
+        shadow.feed(branch.sequence, [0, 0])
+        shadow.cached.undo(branch, length)
+    assert shadow.cached.main.sequence.length == length
     assert shadow.pool.num_free_blocks == free
     shadow.check()
     shadow.end()
@@ -186,24 +186,25 @@ def test_no_room_at_the_end_of_the_reservation():
     shadow = Shadow(max_tokens=120)
     shadow.commit(list(tokens(shadow.rng, 113)))
     shadow.fresh((2, 1, 0))
-    assert shadow.lines.follow(113, (2, 1, 0, 1), 5) is None
-    assert shadow.lines.follow(113, (2, 1, 0, 1), 4) is not None
-    assert shadow.lines.follow(113, (2, 0), 7) is None
-    assert shadow.lines.follow(113, (2, 0), 6) is not None
+    assert shadow.cached.branch_for(113, (2, 1, 0, 1), 5) is None
+    assert shadow.cached.branch_for(113, (2, 1, 0, 1), 4) is not None
+    assert shadow.cached.branch_for(113, (2, 0), 7) is None
+    assert shadow.cached.branch_for(113, (2, 0), 6) is not None
 
 
 @pytest.mark.parametrize("bug", ["keeps", "forgets", "unmarked"])
 def test_the_shadow_finds_a_planted_bug(monkeypatch, bug):
     if bug == "keeps":  # entries that disagree are taken for the committed tokens'
         monkeypatch.setattr(
-            "draft_service.ahead.cache_branches.CacheBranch.usable", lambda line, n, token_ids: line.sequence.length
+            "draft_service.ahead.cache_branches.CacheBranch.num_usable",
+            lambda branch, n, token_ids: branch.sequence.length,
         )
     elif bug == "forgets":  # branches that disagree are kept
-        monkeypatch.setattr("draft_service.ahead.cache_branches.CacheBranches.drop_branches", lambda lines: None)
-    else:  # two guesses of a batch are written to one line
+        monkeypatch.setattr("draft_service.ahead.cache_branches.CacheBranches.drop_branches", lambda branches: None)
+    else:  # two guesses of a batch are written to one branch
         monkeypatch.setattr(
             "draft_service.ahead.cache_branches.CacheBranch.is_busy",
-            property(lambda line: False, lambda line, value: None),
+            property(lambda branch: False, lambda branch, value: None),
             raising=False,
         )
     with pytest.raises((AssertionError, ValueError, IndexError)):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from draft_service.ahead.acceptance_stats import FIRST_AFTER_ALL, FIRST_AFTER_REJECTION, AcceptanceStats, SessionOdds
+from draft_service.ahead.acceptance_stats import FIRST_AFTER_ALL, FIRST_AFTER_REJECTION, AcceptanceStats, SessionStats
 from draft_service.ahead.verdict_tree import FLOOR, VerdictTree
 from draft_service.drafters.base import Draft
 
@@ -36,8 +36,8 @@ class Fixed:
 
 
 class Chances:
-    def __init__(self, chances):
-        self.chances = chances
+    def __init__(self, probabilities):
+        self.probabilities = probabilities
         self.counted = []
 
     def count(self, token_id, guesses):
@@ -57,16 +57,16 @@ def drafted(*token_ids, next_guesses=(), width=4):
 
 
 def opened(tree):
-    return {node.path: round(node.likelihood, 6) for node in tree.open if not node.assumes_next}
+    return {node.path: round(node.likelihood, 6) for node in tree.undrafted if not node.assumes_next}
 
 
 def follower(tree):
-    return next(node for node in tree.open if node.assumes_next)
+    return next(node for node in tree.undrafted if node.assumes_next)
 
 
 def test_the_verdicts_on_a_proposal_and_their_probabilities():
     tree = make_tree()
-    tree.plant(50, drafted(1, 2, 3))
+    tree.reset_root(50, drafted(1, 2, 3))
     # a drafts accepted: 0.7^a · 0.3, then the guess; all of them: 0.7^3, then the guess that is still to be made
     assert opened(tree) == {
         (11,): 0.15,
@@ -76,20 +76,20 @@ def test_the_verdicts_on_a_proposal_and_their_probabilities():
     }
     node = follower(tree)
     assert (node.path, node.likelihood) == ((1, 2, 3), pytest.approx(0.343 * 0.6))
-    assert [n.committed_len for n in tree.open] == [54, 51, 52, 53, 51]
-    assert [n.num_tokens for n in tree.open] == [3] * 5
-    assert [n.likelihood for n in tree.open] == sorted((n.likelihood for n in tree.open), reverse=True)
+    assert [n.committed_len for n in tree.undrafted] == [54, 51, 52, 53, 51]
+    assert [n.num_tokens for n in tree.undrafted] == [3] * 5
+    assert [n.likelihood for n in tree.undrafted] == sorted((n.likelihood for n in tree.undrafted), reverse=True)
 
 
 def test_probabilities_of_all_verdicts_add_up_to_one(monkeypatch):
     monkeypatch.setattr("draft_service.ahead.verdict_tree.FLOOR", 0.0)
     tree = make_tree(Fixed(after_rejection=(0.5, 0.3, 0.2), after_all=(0.6, 0.4)))
-    tree.plant(50, drafted(1, 2, 3))
-    tree.start(node := follower(tree))
-    tree.grow(node, drafted(4, 5, 6, next_guesses=(70, 71)))
-    first = sum(n.likelihood for n in tree.open if n.parent is tree._root) + node.likelihood
+    tree.reset_root(50, drafted(1, 2, 3))
+    tree.mark_started(node := follower(tree))
+    tree.add_draft(node, drafted(4, 5, 6, next_guesses=(70, 71)))
+    first = sum(n.likelihood for n in tree.undrafted if n.parent is tree._root) + node.likelihood
     assert first == pytest.approx(1.0)
-    below = [n for n in tree.open if n.parent is node]
+    below = [n for n in tree.undrafted if n.parent is node]
     # its own follower's guess is not made yet: only the best one counts for now
     assert sum(n.likelihood for n in below) == pytest.approx(node.likelihood * (1 - 0.7**3 * 0.4))
 
@@ -101,8 +101,8 @@ def test_fan_out_falls_geometrically_with_what_is_accepted(monkeypatch, acceptan
     steep = 0.7
     odds = Fixed(acceptance, after_rejection=tuple(0.3 * steep**m for m in range(40)))
     tree = make_tree(odds)
-    tree.plant(50, drafted(1, 2, 3, 4, width=41))
-    fan_out = [sum(len(n.token_ids) == at + 1 for n in tree.open if not n.assumes_next) for at in range(4)]
+    tree.reset_root(50, drafted(1, 2, 3, 4, width=41))
+    fan_out = [sum(len(n.token_ids) == at + 1 for n in tree.undrafted if not n.assumes_next) for at in range(4)]
     # guess m at place a is taken while acceptance^a · steep^m is above a limit: m falls by a constant per place
     step = math.log(acceptance) / math.log(steep)
     for more, less in itertools.pairwise(fan_out):
@@ -113,17 +113,17 @@ def test_fan_out_falls_geometrically_with_what_is_accepted(monkeypatch, acceptan
 def test_a_verdict_that_was_drafted_for_is_the_new_root_and_keeps_what_is_below_it():
     odds = Fixed(0.85)
     tree = make_tree(odds)
-    tree.plant(50, drafted(1, 2, 3))
-    tree.start(node := follower(tree))
-    tree.grow(node, drafted(5, 6, 7, next_guesses=(4, 8)))
+    tree.reset_root(50, drafted(1, 2, 3))
+    tree.mark_started(node := follower(tree))
+    tree.add_draft(node, drafted(5, 6, 7, next_guesses=(4, 8)))
     assert node.path == (1, 2, 3, 4)
     assert tree._root.next_guesses == (4, 8)
     assert opened(tree)[(1, 2, 3, 8)] == pytest.approx(0.85**3 * 0.2, abs=1e-6)
     deeper = follower(tree)
     assert deeper.path == (1, 2, 3, 4, 5, 6, 7)
     assert deeper.likelihood == pytest.approx((0.85**3 * 0.6) ** 2)
-    tree.start(deeper)
-    tree.grow(deeper, drafted(9, 9, 9, next_guesses=(8,)))
+    tree.mark_started(deeper)
+    tree.add_draft(deeper, drafted(9, 9, 9, next_guesses=(8,)))
     assert tree.budget == 98
 
     assert tree.advance((1, 2, 3, 4))
@@ -144,11 +144,11 @@ def test_several_verdicts_at_once(monkeypatch):
     monkeypatch.setattr("draft_service.ahead.verdict_tree.FLOOR", 0.01)
     odds = Fixed(0.9)
     tree = make_tree(odds)
-    tree.plant(50, drafted(1, 2, 3))
-    tree.start(node := follower(tree))
-    tree.grow(node, drafted(5, 6, 7, next_guesses=(4,)))
-    tree.start(rejection := next(n for n in tree.open if n.path == (1, 2, 3, 4, 15)))
-    tree.grow(rejection, drafted(1, 1, 1))
+    tree.reset_root(50, drafted(1, 2, 3))
+    tree.mark_started(node := follower(tree))
+    tree.add_draft(node, drafted(5, 6, 7, next_guesses=(4,)))
+    tree.mark_started(rejection := next(n for n in tree.undrafted if n.path == (1, 2, 3, 4, 15)))
+    tree.add_draft(rejection, drafted(1, 1, 1))
     assert tree.advance((1, 2, 3, 4, 15))
     assert odds.counted == [(3, 3), (0, 1)]
     assert odds.after_rejection.counted == [(15, [15, 25, 35])]
@@ -158,58 +158,58 @@ def test_several_verdicts_at_once(monkeypatch):
 @pytest.mark.parametrize("tokens", [(1, 2, 77), (8,), (1, 2, 3, 5), (1, 2, 3), (1,), (1, 2, 3, 4, 4)])
 def test_a_verdict_nobody_drafted_for_empties_the_tree(tokens):
     tree = make_tree()
-    tree.plant(50, drafted(1, 2, 3))
-    tree.start(node := follower(tree))
-    tree.grow(node, drafted(5, 6, 7, next_guesses=(4,)))
+    tree.reset_root(50, drafted(1, 2, 3))
+    tree.mark_started(node := follower(tree))
+    tree.add_draft(node, drafted(5, 6, 7, next_guesses=(4,)))
     assert not tree.advance(tokens)
-    assert (tree.open, tree.num_drafted) == ([], 0)
+    assert (tree.undrafted, tree.num_drafted) == ([], 0)
     assert not tree.advance((1,))
 
 
 def test_what_was_begun_and_came_to_nothing_is_left_alone_until_the_next_verdict():
     tree = make_tree(Fixed(0.9))
-    tree.plant(50, drafted(1, 2, 3))
-    tree.start(node := follower(tree))
-    tree.grow(node, drafted(5, 6, 7, next_guesses=(4,)))
-    tree.start(deeper := follower(tree))  # stopped, or no memory: no grow
-    assert all(n is not deeper for n in tree.open)
+    tree.reset_root(50, drafted(1, 2, 3))
+    tree.mark_started(node := follower(tree))
+    tree.add_draft(node, drafted(5, 6, 7, next_guesses=(4,)))
+    tree.mark_started(deeper := follower(tree))  # stopped, or no memory: no grow
+    assert all(n is not deeper for n in tree.undrafted)
     assert tree.advance((1, 2, 3, 4))
-    assert deeper in tree.open
+    assert deeper in tree.undrafted
 
 
 def test_nothing_is_drafted_for_after_the_last_token():
     tree = make_tree()
-    tree.plant(50, drafted(1, STOP, 3))
+    tree.reset_root(50, drafted(1, STOP, 3))
     assert set(opened(tree)) == {(11,), (21,), (1, STOP + 10)}  # nothing follows an accepted stop token
-    assert not any(n.assumes_next for n in tree.open)
-    tree.plant(50, Draft((1, 2), (), ((1, STOP, 12), (2, 13, STOP))))
+    assert not any(n.assumes_next for n in tree.undrafted)
+    tree.reset_root(50, Draft((1, 2), (), ((1, STOP, 12), (2, 13, STOP))))
     assert set(opened(tree)) == {(12,), (1, 13)}
     tree = make_tree(num_tokens=3, end=54)
-    tree.plant(50, drafted(1, 2, 3))
+    tree.reset_root(50, drafted(1, 2, 3))
     # the verdict (1, 2, x) leaves one token, which the target adds itself
-    assert {n.path: n.num_tokens for n in tree.open} == {(11,): 2, (21,): 2, (1, 12): 1}
+    assert {n.path: n.num_tokens for n in tree.undrafted} == {(11,): 2, (21,): 2, (1, 12): 1}
 
 
 def test_without_guesses_only_acceptance_of_all_is_drafted_for():
     tree = make_tree()
-    tree.plant(50, Draft((1, 2, 3)))
-    assert [n.assumes_next for n in tree.open] == [True]
+    tree.reset_root(50, Draft((1, 2, 3)))
+    assert [n.assumes_next for n in tree.undrafted] == [True]
     assert not tree.advance((9,))
 
 
 def test_which_hypotheses_a_message_makes_impossible(monkeypatch):
     monkeypatch.setattr("draft_service.ahead.verdict_tree.FLOOR", 0.01)
     tree = make_tree(Fixed(0.9))
-    tree.plant(50, drafted(1, 2, 3))
-    tree.start(node := follower(tree))
-    assert all(node.may_follow(tokens) for tokens in ((), (1, 2), (1, 2, 3, 9)))
-    assert not any(node.may_follow(tokens) for tokens in ((1, 2, 9), (1, 2, 3, 9, 9)))
-    tree.grow(node, drafted(5, 6, 7, next_guesses=(4,)))
-    rejection = next(n for n in tree.open if n.path == (1, 2, 3, 4, 15))
-    assert rejection.may_follow((1, 2, 3, 4))
-    assert rejection.may_follow((1, 2, 3, 4, 15))
-    assert not rejection.may_follow((1, 2, 3, 4, 15, 1))
-    assert not rejection.may_follow((1, 2, 3, 5))
+    tree.reset_root(50, drafted(1, 2, 3))
+    tree.mark_started(node := follower(tree))
+    assert all(node.is_possible_after(tokens) for tokens in ((), (1, 2), (1, 2, 3, 9)))
+    assert not any(node.is_possible_after(tokens) for tokens in ((1, 2, 9), (1, 2, 3, 9, 9)))
+    tree.add_draft(node, drafted(5, 6, 7, next_guesses=(4,)))
+    rejection = next(n for n in tree.undrafted if n.path == (1, 2, 3, 4, 15))
+    assert rejection.is_possible_after((1, 2, 3, 4))
+    assert rejection.is_possible_after((1, 2, 3, 4, 15))
+    assert not rejection.is_possible_after((1, 2, 3, 4, 15, 1))
+    assert not rejection.is_possible_after((1, 2, 3, 5))
 
 
 def test_random_growth_keeps_the_books(monkeypatch):
@@ -218,14 +218,14 @@ def test_random_growth_keeps_the_books(monkeypatch):
     rng = random.Random(3)
     for _ in range(30):
         tree = make_tree(Fixed(rng.choice([0.4, 0.8])))
-        tree.plant(50, drafted(*(rng.randrange(9) for _ in range(3))))
+        tree.reset_root(50, drafted(*(rng.randrange(9) for _ in range(3))))
         committed = 50
         for _ in range(12):
-            for node in rng.sample(tree.open[:8], min(3, len(tree.open[:8]))):
-                tree.start(node)
+            for node in rng.sample(tree.undrafted[:8], min(3, len(tree.undrafted[:8]))):
+                tree.mark_started(node)
                 if rng.random() < 0.8:
                     guesses = tuple(rng.sample(range(9), 2)) if node.assumes_next else ()
-                    tree.grow(node, drafted(*(rng.randrange(9) for _ in range(3)), next_guesses=guesses))
+                    tree.add_draft(node, drafted(*(rng.randrange(9) for _ in range(3)), next_guesses=guesses))
             check(tree, committed)
             paths = [n.path for n in tree._root.children.values() if n.draft]
             if paths and rng.random() < 0.7:
@@ -236,10 +236,10 @@ def test_random_growth_keeps_the_books(monkeypatch):
 
 
 def check(tree, committed):
-    open_nodes = set(tree.open)
-    assert len(open_nodes) == len(tree.open)
-    assert [n.likelihood for n in tree.open] == sorted((n.likelihood for n in tree.open), reverse=True)
-    assert all(n.draft is None and n.num_tokens == 3 for n in tree.open)
+    open_nodes = set(tree.undrafted)
+    assert len(open_nodes) == len(tree.undrafted)
+    assert [n.likelihood for n in tree.undrafted] == sorted((n.likelihood for n in tree.undrafted), reverse=True)
+    assert all(n.draft is None and n.num_tokens == 3 for n in tree.undrafted)
     todo = [tree._root]
     assert tree._root.likelihood == pytest.approx(1.0)
     seen = set()
@@ -257,7 +257,7 @@ def check(tree, committed):
 
 def test_odds_follow_the_session_and_begin_with_the_service():
     service = AcceptanceStats()
-    first, second = SessionOdds(service), SessionOdds(service)
+    first, second = SessionStats(service), SessionStats(service)
     assert first.acceptance(0) == second.acceptance(7) == 0.6
     for _ in range(200):
         first.count(4, 4)
@@ -273,12 +273,12 @@ def test_odds_follow_the_session_and_begin_with_the_service():
 
 def test_odds_of_guesses_are_the_services():
     service = AcceptanceStats()
-    first, second = SessionOdds(service), SessionOdds(service)
-    assert tuple(second.after_rejection.chances) == FIRST_AFTER_REJECTION
-    assert tuple(second.after_all.chances) == FIRST_AFTER_ALL
+    first, second = SessionStats(service), SessionStats(service)
+    assert tuple(second.after_rejection.probabilities) == FIRST_AFTER_REJECTION
+    assert tuple(second.after_all.probabilities) == FIRST_AFTER_ALL
     for i in range(300):
         first.after_rejection.count(5, [5, 6, 7] if i % 2 else [6, 5])
-    assert second.after_rejection.chances[0] == pytest.approx(0.5, abs=0.02)
-    assert second.after_rejection.chances[1] == pytest.approx(0.5, abs=0.02)
-    assert second.after_rejection.chances[2] < 0.02
+    assert second.after_rejection.probabilities[0] == pytest.approx(0.5, abs=0.02)
+    assert second.after_rejection.probabilities[1] == pytest.approx(0.5, abs=0.02)
+    assert second.after_rejection.probabilities[2] < 0.02
     assert FLOOR > 0

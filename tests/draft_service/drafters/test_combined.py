@@ -3,6 +3,7 @@
 import pytest
 
 from draft_service.drafters.lookup import suffix
+from tests.draft_service.proposing import propose
 
 #: Eleven tokens, then ten of them again: a long match, continued by 30, 31, …
 COPY = [*range(20, 32), 5, *range(20, 30)]
@@ -43,19 +44,19 @@ async def test_a_long_match_is_looked_up_and_anything_else_is_the_models(start, 
         assert info.vocab_size == 48  # the model's: its vocabulary is checked against the target's
         session = await core.open(spec(COPY))
         fed = count_passes(core, monkeypatch)
-        assert (await session.propose(len(COPY), [], 2)).token_ids == (30, 31)
+        assert (await propose(session, len(COPY), [], 2)).token_ids == (30, 31)
         known = [*COPY, 30, 31]
-        proposal = await session.propose(len(COPY), [30, 31], 2)
+        proposal = await propose(session, len(COPY), [30, 31], 2)
         assert proposal.token_ids == (5, 20)
         assert fed == []  # the model has not been asked yet
         known += [5, 1]
-        assert (await session.propose(len(known) - 2, [5, 1], 4)).token_ids == greedy(known, 4)
+        assert (await propose(session, len(known) - 2, [5, 1], 4)).token_ids == greedy(known, 4)
         assert fed == [4]  # and has taken in all that it had missed, in one pass
         known += [20, 21, 22, 23, 24, 25]
-        assert (await session.propose(len(known) - 6, known[-6:], 3)).token_ids == (26, 27, 28)
+        assert (await propose(session, len(known) - 6, known[-6:], 3)).token_ids == (26, 27, 28)
         assert len(fed) == 1
         known[-2:] = [9]  # taken back
-        assert (await session.propose(len(known) - 1, [9], 4)).token_ids == greedy(known, 4)
+        assert (await propose(session, len(known) - 1, [9], 4)).token_ids == greedy(known, 4)
         await session.close()
 
 
@@ -65,13 +66,13 @@ async def test_a_model_that_has_missed_much_catches_up_by_chunks(start, spec, gr
         fed = count_passes(core, monkeypatch)
         known = list(COPY)
         for _ in range(60):
-            proposal = await session.propose(len(known), [], 4)
+            proposal = await propose(session, len(known), [], 4)
             assert proposal.token_ids
-            await session.propose(len(known), list(proposal.token_ids), 0)
+            await propose(session, len(known), list(proposal.token_ids), 0)
             known += proposal.token_ids
         assert fed == []
         known += [1, 2, 3]
-        assert (await session.propose(len(known) - 3, [1, 2, 3], 4)).token_ids == greedy(known, 4)
+        assert (await propose(session, len(known) - 3, [1, 2, 3], 4)).token_ids == greedy(known, 4)
         assert len(fed) > 3
         assert max(fed) <= 64
         await session.close()
@@ -80,8 +81,8 @@ async def test_a_model_that_has_missed_much_catches_up_by_chunks(start, spec, gr
 async def test_q_rows_come_with_what_the_model_draws_alone(start, spec):
     async with start() as core:
         session = await core.open(spec(COPY, temperature=1.0, rule="block"))
-        assert (await session.propose(len(COPY), [], 2)).q_rows == ()
-        proposal = await session.propose(len(COPY), [1, 2, 3], 2)
+        assert (await propose(session, len(COPY), [], 2)).q_rows == ()
+        proposal = await propose(session, len(COPY), [1, 2, 3], 2)
         assert len(proposal.q_rows) == len(proposal.token_ids) == 2
         await session.close()
 
@@ -90,11 +91,11 @@ async def test_beyond_the_models_context_what_is_found_is_used(start, spec):
     async with start(model={"max_model_len": 30}) as core:
         session = await core.open(spec(COPY, max_tokens=100))
         known = [*COPY, *[1] * 6]
-        assert (await session.propose(len(COPY), [1] * 6, 8)).token_ids  # 29 tokens: room for one or two
+        assert (await propose(session, len(COPY), [1] * 6, 8)).token_ids  # 29 tokens: room for one or two
         known += [7, 8, 9]
-        assert (await session.propose(len(known) - 3, [7, 8, 9], 8)).token_ids == ()
+        assert (await propose(session, len(known) - 3, [7, 8, 9], 8)).token_ids == ()
         known += [22]
-        assert (await session.propose(len(known) - 1, [22], 1)).token_ids == (23,)
+        assert (await propose(session, len(known) - 1, [22], 1)).token_ids == (23,)
         await session.close()
 
 
@@ -104,7 +105,7 @@ async def test_parked_entries_are_found_again(start, spec, greedy):
         await session.close()
         session = await core.open(spec([*COPY, 1, 2, 3], park=True))
         assert session.opened.num_cached_tokens > 0
-        assert (await session.propose(len(COPY) + 3, [], 4)).token_ids == greedy([*COPY, 1, 2, 3], 4)
+        assert (await propose(session, len(COPY) + 3, [], 4)).token_ids == greedy([*COPY, 1, 2, 3], 4)
         await session.close()
 
 
@@ -121,14 +122,14 @@ async def test_a_failing_model_leaves_the_session_as_it_was(start, spec, greedy,
             await session.advance(len(COPY), [1, 2, 3], 4)
             with pytest.raises(RuntimeError, match="planted"):
                 await session.receive()
-        assert (await session.propose(len(COPY), [1, 2, 3], 4)).token_ids == greedy([*COPY, 1, 2, 3], 4)
+        assert (await propose(session, len(COPY), [1, 2, 3], 4)).token_ids == greedy([*COPY, 1, 2, 3], 4)
         await session.close()
 
 
 async def test_a_chain_in_place_of_a_tree_is_no_longer_than_that_is_deep(start, spec):
     async with start(tree_top_k=2, tree_depth=2) as core:
         session = await core.open(spec(COPY))
-        assert (await session.propose(len(COPY), [], 4)).token_ids == (30, 31)
-        proposal = await session.propose(len(COPY), [1, 2, 3], 4)
+        assert (await propose(session, len(COPY), [], 4)).token_ids == (30, 31)
+        proposal = await propose(session, len(COPY), [1, 2, 3], 4)
         assert len(proposal.parents) == len(proposal.token_ids) == 4  # the model's
         await session.close()

@@ -21,6 +21,7 @@ from specdec.sampling.rows import Rows
 from specdec.sampling.sparse import unpack
 from specdec.sampling.state import SamplingState
 from specdec.settings import DraftSettings, ModelSettings, SpeculativeSettings
+from tests.draft_service.proposing import propose
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 
@@ -60,7 +61,7 @@ async def test_continuation_after_every_kind_of_verdict(start_core, spec, greedy
                     new = [*drafted[:2]]
             kinds[kind] += bool(new)
             k = rng.randrange(1, 9)
-            proposal = await session.propose(len(known), new, k)
+            proposal = await propose(session, len(known), new, k)
             known += new
             drafted = proposal.token_ids
             assert proposal.base_len == len(known)
@@ -82,7 +83,7 @@ def accepted_per_round(start_core, spec, make_target, target_engine):
             session = await core.open(opening)
             _, news = target.verify()
             for _ in range(200):
-                proposal = await session.propose(len(target.state) - len(news), news, k)
+                proposal = await propose(session, len(target.state) - len(news), news, k)
                 assert len(proposal.token_ids) == k
                 count, news = target.verify(proposal)
                 accepted.append(count)
@@ -128,11 +129,8 @@ async def test_a_starved_draft_is_noticed(accepted_per_round, monkeypatch):
             drafts = await super().draft(batch)
             for job in batch:
                 if job.num_tokens:
-                    job.state.lines.main.sequence.length += 1
+                    job.state.cache.main.sequence.length += 1
             return drafts
-
-        def draft_now(self, batch):
-            return None
 
     monkeypatch.setattr("draft_service.drafters.draft_model.ModelDrafter", Starved)
     assert sum(await accepted_per_round(4, Rule.COUPLED)) < 0.9 * 4 * 200
@@ -150,7 +148,7 @@ async def test_another_model_is_accepted_sometimes_and_text_is_the_targets(start
         session = await core.open(opening)
         _, news = target.verify()
         while len(target.state) < 300:
-            proposal = await session.propose(len(target.state) - len(news), news, 4)
+            proposal = await propose(session, len(target.state) - len(news), news, 4)
             count, news = target.verify(proposal)
             total += count
         await session.close()
@@ -167,7 +165,7 @@ async def run_session(core, opening, rounds, seed):
     length, drafted, log = len(opening.token_ids), (), []
     for _ in range(rounds):
         new = [*drafted[: rng.randrange(len(drafted) + 1)], *others(rng, rng.choice([1, 1, 1, 30]))]
-        proposal = await session.propose(length, new, rng.randrange(1, 7))
+        proposal = await propose(session, length, new, rng.randrange(1, 7))
         length += len(new)
         drafted = proposal.token_ids
         log.append((proposal.base_len, proposal.token_ids, proposal.q_rows))
@@ -222,7 +220,7 @@ async def draws_and_row(core, spec, num_sessions, position):
     ]
     for start in range(0, num_sessions, 100):
         sessions = await asyncio.gather(*(core.open(opening) for opening in openings[start : start + 100]))
-        proposals = await asyncio.gather(*(session.propose(8, [], position + 1) for session in sessions))
+        proposals = await asyncio.gather(*(propose(session, 8, [], position + 1) for session in sessions))
         for proposal in proposals:
             counts[proposal.token_ids[position]] += 1
             rows.add(proposal.q_rows[position])
@@ -258,7 +256,7 @@ async def test_coupled_draws_share_the_targets_noise(start_core, spec, llama):
         for seed in range(5):
             opening = spec(PROMPT, rule=Rule.COUPLED, temperature=1.0, seed=seed)
             session = await core.open(opening)
-            (token,) = (await session.propose(6, [11, 12], 1)).token_ids
+            (token,) = (await propose(session, 6, [11, 12], 1)).token_ids
             await session.close()
             state = SamplingState(opening.params, [*PROMPT, 11, 12], 6, 48)
             with torch.inference_mode():
@@ -275,7 +273,7 @@ async def test_a_long_prompt_does_not_stall_the_others(start_core, spec):
         opening = asyncio.create_task(core.open(spec([i % 48 for i in range(1500)], session_id="long", max_tokens=8)))
         length = proposals = 3
         while not opening.done():
-            proposal = await session.propose(length, [5], 2)
+            proposal = await propose(session, length, [5], 2)
             length += 1
             proposals += len(proposal.token_ids) == 2
         assert proposals >= 1500 // 64
@@ -289,7 +287,7 @@ async def test_at_the_context_limit_fewer_then_nothing(start_core, spec, greedy)
         session = await core.open(spec(known, max_tokens=500))
         sizes = []
         for _ in range(6):
-            proposal = await session.propose(len(known), [7], 4)
+            proposal = await propose(session, len(known), [7], 4)
             known.append(7)
             sizes.append(len(proposal.token_ids))
             assert proposal.token_ids == greedy(known, sizes[-1])
@@ -297,7 +295,7 @@ async def test_at_the_context_limit_fewer_then_nothing(start_core, spec, greedy)
         assert sizes == [4, 3, 2, 1, 0, 0]
         await session.close()
         longer = await core.open(spec([1] * 70, max_tokens=500))
-        assert (await longer.propose(70, [1], 4)).token_ids == ()
+        assert (await propose(longer, 70, [1], 4)).token_ids == ()
         await longer.close()
 
 
@@ -305,7 +303,7 @@ async def test_a_session_larger_than_the_whole_cache_gets_what_there_is(start_co
     async with start_core(k=4, model={"kv_cache_memory_bytes": 1 << 17, "max_model_len": 128}) as core:
         assert (await core.info()).kv_cache_tokens < 100_000
         session = await core.open(spec([1, 2, 3], max_tokens=100_000))
-        assert len((await session.propose(3, [4], 4)).token_ids) == 4
+        assert len((await propose(session, 3, [4], 4)).token_ids) == 4
         await session.close()
 
 
@@ -313,7 +311,7 @@ async def test_nothing_beyond_the_last_useful_token(start_core, spec):
     """The target adds one token itself: with r tokens left, r - 1 drafts are enough."""
     async with start_core(k=4) as core:
         session = await core.open(spec(PROMPT, max_tokens=5))
-        sizes = [len((await session.propose(6 + i, [1], 4)).token_ids) for i in range(5)]
+        sizes = [len((await propose(session, 6 + i, [1], 4)).token_ids) for i in range(5)]
         assert sizes == [3, 2, 1, 0, 0]
         await session.close()
 
@@ -331,7 +329,7 @@ async def test_padded_vocabulary_is_never_proposed(checkpoint, spec):
     for params in ({}, {"temperature": 1.0, "rule": Rule.BLOCK}, {"temperature": 1.0, "rule": Rule.COUPLED}):
         session = await core.open(spec([1, 2, 0], **params))
         for i in range(10):
-            proposal = await session.propose(3 + i, [1], 4)
+            proposal = await propose(session, 3 + i, [1], 4)
             assert len(proposal.token_ids) == 4
             assert max(proposal.token_ids) < 3
         await session.close()
@@ -354,8 +352,8 @@ async def test_an_error_in_a_forward_pass_leaves_the_sessions_intact(start_core,
 
         monkeypatch.setattr(owner, name, failing)
         with pytest.raises(RuntimeError, match="planted"):
-            await session.propose(6, [1, 2], 4)
-        assert (await session.propose(6, [1, 2], 4)).token_ids == greedy([*PROMPT, 1, 2], 4)
+            await propose(session, 6, [1, 2], 4)
+        assert (await propose(session, 6, [1, 2], 4)).token_ids == greedy([*PROMPT, 1, 2], 4)
         await session.close()
 
 

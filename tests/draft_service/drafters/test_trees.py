@@ -16,6 +16,7 @@ from specdec import trees
 from specdec.rules import Rule
 from specdec.tree_shape import TreeShape
 from tests.draft_service.conftest import VOCAB
+from tests.draft_service.proposing import propose
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 Path = tuple[int, ...]
@@ -141,7 +142,7 @@ async def test_its_trees_are_those_of_the_stock_model_after_every_verdict(
         session = await core.open(spec(PROMPT))
         known, new = list(PROMPT), []
         for turn in range(25):
-            proposal = await session.propose(len(known), new, 9)
+            proposal = await propose(session, len(known), new, 9)
             known += new
             assert (proposal.token_ids, proposal.parents) == stock_tree(known, shape, 9)
             assert proposal.q_rows == ()
@@ -164,7 +165,7 @@ async def test_a_tree_does_not_depend_on_who_is_drafted_for_beside_it(start_core
             session = await core.open(spec(prompts[i], session_id=str(i), **how[i]))
             found = []
             for n in range(5):
-                proposal = await session.propose(len(prompts[i]) + max(0, n - 1), [n] if n else [], 12)
+                proposal = await propose(session, len(prompts[i]) + max(0, n - 1), [n] if n else [], 12)
                 found.append((proposal.token_ids, proposal.parents))
             await session.close()
             return found
@@ -181,7 +182,7 @@ async def test_the_coupled_choice_of_the_same_model_is_the_first_child(start_cor
         session, target = await core.open(opening), own_target(opening)
         known, (_, new) = list(PROMPT), target.verify()
         for _ in range(20):
-            proposal = await session.propose(len(known), new, 6)
+            proposal = await propose(session, len(known), new, 6)
             known += new
             accepted, new = target.verify(proposal)
             assert accepted == 3
@@ -198,7 +199,7 @@ async def test_a_kindred_target_accepts_more_of_a_tree_than_of_a_chain(start_cor
             session, target = await core.open(opening), kindred_target(opening)
             known, (_, new), counts = list(PROMPT), target.verify(), []
             for _ in range(80):
-                proposal = await session.propose(len(known), new, options["k"])
+                proposal = await propose(session, len(known), new, options["k"])
                 known += new
                 accepted, new = target.verify(proposal)
                 counts.append(accepted)
@@ -215,7 +216,7 @@ async def test_under_a_ratio_rule_chains_are_drawn(start_core, spec, kindred_tar
         session, target = await core.open(opening), kindred_target(opening)
         known, (_, new) = list(PROMPT), target.verify()
         for _ in range(10):
-            proposal = await session.propose(len(known), new, 12)
+            proposal = await propose(session, len(known), new, 12)
             known += new
             assert (len(proposal.token_ids), len(proposal.q_rows), proposal.parents) == (4, 4, ())
             _, new = target.verify(proposal)
@@ -227,7 +228,7 @@ async def test_at_its_limits_a_tree_is_low_or_none(start_core, spec, stock_tree)
     async with start_core(k=40, tree_top_k=3, tree_depth=4) as core:
         session = await core.open(spec(PROMPT, max_tokens=6))
         for n in range(6):
-            proposal = await session.propose(len(PROMPT) + max(0, n - 1), [7] if n else [], 40)
+            proposal = await propose(session, len(PROMPT) + max(0, n - 1), [7] if n else [], 40)
             depth = min(4, 6 - n - 1)  # the target adds the last token
             assert proposal.depth == depth
             if depth:
@@ -243,7 +244,7 @@ async def test_at_the_context_limit_of_a_cache_without_room_for_siblings(start_c
         session = await core.open(spec(PROMPT, max_tokens=None))
         depths = []
         for n in range(90):
-            proposal = await session.propose(len(PROMPT) + max(0, n - 1), [n % VOCAB] if n else [], 40)
+            proposal = await propose(session, len(PROMPT) + max(0, n - 1), [n % VOCAB] if n else [], 40)
             depths.append(proposal.depth)
         assert depths[:70] == [4] * 70
         assert depths[-1] <= 1

@@ -51,13 +51,10 @@ class DrawingDrafter(NgramDrafter):
         return Index(spec)
 
     async def draft(self, batch):
-        return self.draft_now(batch)
-
-    def draft_now(self, batch):
         return [self.draw(job) for job in batch]
 
     def draw(self, job):
-        job.state.take_in(job.num_rows)
+        job.state.ingest(job.num_rows)
         last, tokens, rows = job.state.token_ids[-1], [], []
         for _ in range(job.num_tokens):
             rows.append(Q_ROWS[last])

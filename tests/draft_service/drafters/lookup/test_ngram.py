@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from draft_service.drafters.lookup.ngram import NgramIndex
 from specdec.errors import StaleSession
+from tests.draft_service.proposing import propose
 
 
 def brute_force(tokens, k, min_n, max_n):
@@ -107,20 +108,20 @@ async def test_lookups_draft_over_prompt_and_output(start_core, spec, method, k,
         info = await core.info()
         assert (info.method, info.vocab_size, info.num_speculative_tokens) == (method, 0, k)
         session = await core.open(spec([1, 2, 3, 4], temperature=1.0, rule="token"))
-        proposal = await session.propose(4, [1, 2], 2)
+        proposal = await propose(session, 4, [1, 2], 2)
         assert (proposal.base_len, proposal.token_ids, proposal.q_rows) == (6, (3, 4), ())
-        assert (await session.propose(6, [9], 4)).token_ids == ()
-        assert (await session.propose(7, [1, 2, 9, 1], 3)).token_ids == (2, 9, 1)
+        assert (await propose(session, 6, [9], 4)).token_ids == ()
+        assert (await propose(session, 7, [1, 2, 9, 1], 3)).token_ids == (2, 9, 1)
         tokens, drafted = taken_back
-        assert (await session.propose(7, [1, 5, *tokens], 64)).token_ids == drafted
+        assert (await propose(session, 7, [1, 5, *tokens], 64)).token_ids == drafted
         with pytest.raises(StaleSession):
-            await session.propose(99, [1], 2)
+            await propose(session, 99, [1], 2)
         await session.close()
 
 
 async def test_no_drafter_proposes_nothing(start_core, spec):
     async with start_core("none") as core:
         session = await core.open(spec([1, 2, 1, 2]))
-        proposal = await session.propose(4, [1], 4)
+        proposal = await propose(session, 4, [1], 4)
         assert (proposal.base_len, proposal.token_ids) == (5, ())
         await session.close()

@@ -11,6 +11,7 @@ from draft_service.drafters.lookup import suffix_tree
 from draft_service.drafters.lookup.suffix import SuffixDrafter
 from specdec.errors import InvalidRequest
 from specdec.settings import SpeculativeSettings
+from tests.draft_service.proposing import propose
 
 
 async def settled(core):
@@ -23,12 +24,12 @@ async def settled(core):
 async def test_past_outputs_are_shared_and_prompts_are_not(start_core, spec):
     async with start_core("suffix", k=8) as core:
         first = await core.open(spec([50, 51, 52], session_id="a"))
-        await first.propose(3, [10, 11, 12, 13, 14], 0)
+        await propose(first, 3, [10, 11, 12, 13, 14], 0)
         await first.close()
         await settled(core)
         second = await core.open(spec([7, 10, 11], session_id="b"))
-        assert (await second.propose(3, [12], 8)).token_ids == (13, 14)
-        assert (await second.propose(4, [50, 51], 8)).token_ids == ()
+        assert (await propose(second, 3, [12], 8)).token_ids == (13, 14)
+        assert (await propose(second, 4, [50, 51], 8)).token_ids == ()
         await second.close()
 
 
@@ -36,12 +37,12 @@ async def test_the_oldest_outputs_go_first(start_core, spec):
     async with start_core("suffix", k=8, suffix_decoding_max_cached_requests=2) as core:
         for number in range(4):
             session = await core.open(spec([1], session_id=str(number)))
-            await session.propose(1, [100 + number, 200 + number, 300 + number], 0)
+            await propose(session, 1, [100 + number, 200 + number, 300 + number], 0)
             await session.close()
         await settled(core)
         assert core.drafter.past.size.num_requests == 2
         session = await core.open(spec([1, 2], session_id="x"))
-        drafts = [(await session.propose(2, [100 + number, 200 + number], 4)).token_ids for number in range(4)]
+        drafts = [(await propose(session, 2, [100 + number, 200 + number], 4)).token_ids for number in range(4)]
         assert drafts == [(), (), (302,), (303,)]
         await session.close()
 
@@ -49,7 +50,7 @@ async def test_the_oldest_outputs_go_first(start_core, spec):
 async def test_nothing_is_kept_of_requests_where_that_is_off(start_core, spec):
     async with start_core("suffix", k=8, suffix_decoding_max_cached_requests=0) as core:
         session = await core.open(spec([1]))
-        await session.propose(1, [2, 3, 4], 0)
+        await propose(session, 1, [2, 3, 4], 0)
         await session.close()
         assert core.drafter.past.size.num_tokens == 0
 
@@ -57,7 +58,7 @@ async def test_nothing_is_kept_of_requests_where_that_is_off(start_core, spec):
 async def test_long_outputs_go_into_the_tree_by_and_by(start_core, spec):
     async with start_core("suffix", k=8) as core:
         session = await core.open(spec([1], max_tokens=None))
-        await session.propose(1, list(range(2, 40_002)), 0)
+        await propose(session, 1, list(range(2, 40_002)), 0)
         await session.close()
         past = core.drafter.past
         assert not past.is_settled
@@ -92,7 +93,7 @@ def test_without_a_compiler_the_method_is_refused(monkeypatch):
 def test_no_torch():
     """The service with this method never imports torch."""
     code = (
-        "import asyncio, sys; from draft_service.core import load_drafter;"
+        "import asyncio, sys; from draft_service.drafters.registry import load_drafter;"
         "from specdec.settings import *;"
         "asyncio.run(load_drafter(DraftSettings(speculative=SpeculativeSettings(method=('suffix', 'ngram')))));"
         "assert 'torch' not in sys.modules"

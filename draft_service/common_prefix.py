@@ -1,4 +1,4 @@
-"""Comparing runs of tokens."""
+"""The longest common prefix of two token sequences."""
 
 from __future__ import annotations
 
