@@ -40,7 +40,8 @@ class DraftBatcher(Generic[S]):
         self._max_chunk = max(1, max_rows // 4)
         self._ahead = ahead or DraftAhead()
         self._queue: list[DraftRequest[S]] = []
-        self._in_flight: InflightBatch | None = None
+        #: The batch that the drafter runs.
+        self.in_flight: InflightBatch | None = None
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -52,7 +53,7 @@ class DraftBatcher(Generic[S]):
     @property
     def is_idle(self) -> bool:
         """Whether no batch runs and no request waits."""
-        return self._in_flight is None and not self._queue
+        return self.in_flight is None and not self._queue
 
     def submit(self, request: DraftRequest[S]) -> None:
         """Queue a request.
@@ -66,8 +67,8 @@ class DraftBatcher(Generic[S]):
             self._task = asyncio.get_running_loop().create_task(self._run(), name="draft-batcher")
         self._queue.append(request)
         self._wake.set()
-        if self._in_flight is not None:
-            self._in_flight.preempt_speculative(len(self._queue) + self._in_flight.num_waiting)
+        if self.in_flight is not None:
+            self.in_flight.preempt_speculative(len(self._queue) + self.in_flight.num_waiting)
 
     def wake(self) -> None:
         """There may be something to draft ahead."""
@@ -130,7 +131,7 @@ class DraftBatcher(Generic[S]):
 
     async def _draft(self, batch: list[tuple[DraftRequest[S], DraftJob[S]]]) -> None:
         started_ns = time.perf_counter_ns()
-        self._in_flight = in_flight = InflightBatch([request for request, _ in batch])
+        self.in_flight = in_flight = InflightBatch([request for request, _ in batch])
         for request, _ in batch:
             request.batch = in_flight
         outcome: list[Draft] | Exception
@@ -153,7 +154,7 @@ class DraftBatcher(Generic[S]):
         spent_ns = time.perf_counter_ns() - started_ns
         self.num_batches += 1
         self.busy_ns += spent_ns
-        self._in_flight = None
+        self.in_flight = None
         drafts = [] if isinstance(outcome, Exception) else outcome
         num_steps = max((len(draft.token_ids) + bool(draft.next_guesses) for draft in drafts), default=0)
         self._ahead.record(in_flight, num_steps, spent_ns)

@@ -1,32 +1,107 @@
-"""Ways of drafting by their names, and which one a checkpoint is made for. Reads files, loads no weights."""
+"""The methods of drafting: their names, what each one needs, and how its checkpoints are recognised.
+
+Reads files, loads no weights. The classes that draft are in :mod:`draft_service.drafters.registry`.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from specdec.errors import InvalidRequest, ModelNotSupported
 
-#: Small heads on the target's hidden states: each comes as a checkpoint, and reads a few tensors of the target's.
-HEAD_METHODS: Final = ("eagle", "eagle3", "medusa", "mlp_speculator")
-#: Those that need a checkpoint.
-MODEL_METHODS: Final = ("draft_model", *HEAD_METHODS)
-#: Those that look up what stood in some text before.
-LOOKUP_METHODS: Final = ("ngram", "suffix")
-METHODS: Final = (*MODEL_METHODS, *LOOKUP_METHODS, "none")
-#: ``speculators_model_type`` of the speculators library → method.
-_SPECULATORS: Final[Mapping[str, str]] = {"eagle": "eagle", "eagle3": "eagle3", "mlp": "mlp_speculator"}
-#: A tensor that only a head of this kind has: its name, and the method.
-_TENSORS: Final[Mapping[str, str]] = {"hidden_norm.weight": "eagle3", "fc.weight": "eagle"}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One method of drafting."""
+
+    name: str
+    #: It loads a checkpoint.
+    needs_model: bool = False
+    #: It is a small head on the target's hidden states, and reads a few tensors of the target's checkpoint.
+    is_head: bool = False
+    #: It looks up what stood in some text before. Of two methods, the first is one of these.
+    is_lookup: bool = False
+    #: How its checkpoints are recognised: ``speculators_model_type`` of the speculators library; a field of
+    #: ``config.json``; a pattern in ``architectures`` or ``model_type``, lower case; a tensor, in files with the config
+    #: of a Llama of one layer.
+    speculators_type: str | None = None
+    config_field: str | None = None
+    architecture: str | None = None
+    tensor: str | None = None
+    #: Its name in ``tandem train``, and what is trained; None: it cannot be trained.
+    training_name: str | None = None
+    training_summary: str = ""
+
+
+_BUILT_IN: Final = (
+    Method(
+        name="draft_model",
+        needs_model=True,
+        training_name="draft",
+        training_summary="a small causal language model, distilled from the target",
+    ),
+    Method(
+        name="eagle",
+        needs_model=True,
+        is_head=True,
+        speculators_type="eagle",
+        architecture="eagle",
+        tensor="fc.weight",
+        training_name="eagle",
+        training_summary="EAGLE-1 and -2: a head on the target's last hidden state",
+    ),
+    Method(
+        name="eagle3",
+        needs_model=True,
+        is_head=True,
+        speculators_type="eagle3",
+        config_field="eagle_config",
+        architecture="eagle3",
+        tensor="hidden_norm.weight",
+        training_name="eagle3",
+        training_summary="a head on three of the target's hidden states, with a vocabulary of its own",
+    ),
+    Method(
+        name="medusa",
+        needs_model=True,
+        is_head=True,
+        config_field="medusa_num_heads",
+        architecture="medusa",
+        training_name="medusa",
+        training_summary="one head per drafted position, all on the target's last hidden state",
+    ),
+    Method(
+        name="mlp_speculator",
+        needs_model=True,
+        is_head=True,
+        speculators_type="mlp",
+        architecture="^mlp_?speculator",
+        training_name="mlp",
+        training_summary="an MLP speculator: a state that starts as the target's last hidden state and reads each drafted token",
+    ),
+    Method(name="ngram", is_lookup=True),
+    Method(name="suffix", is_lookup=True),
+    Method(name="none"),
+)
+#: All methods by name. The last one that recognises a checkpoint is used: EAGLE-3 is an EAGLE, too.
+METHODS: Final[dict[str, Method]] = {method.name: method for method in _BUILT_IN}
+HEAD_METHODS: Final = tuple(method.name for method in _BUILT_IN if method.is_head)
+MODEL_METHODS: Final = tuple(method.name for method in _BUILT_IN if method.needs_model)
+LOOKUP_METHODS: Final = tuple(method.name for method in _BUILT_IN if method.is_lookup)
+#: Methods by their names in ``tandem train``.
+TRAINABLE: Final = {method.training_name: method for method in _BUILT_IN if method.training_name}
 
 
 def method_of(folder: str) -> str:
     """The method that the checkpoint in ``folder`` is made for; "draft_model" for any other causal language model.
 
-    A folder without a readable ``config.json`` counts as such a model: whoever loads it says what is wrong.
+    A folder without a readable ``config.json`` counts as such a model: loading it reports what is wrong.
 
     Raises:
         ModelNotSupported: the config names a kind of drafter that is not known here.
@@ -39,24 +114,21 @@ def method_of(folder: str) -> str:
 
 
 def method_of_config(config: Mapping[str, Any]) -> str | None:
-    """What a ``config.json`` says by itself; None where it may be any causal language model's."""
+    """The method that a ``config.json`` names; None if it may be any causal language model's."""
     kind = config.get("speculators_model_type")
     if kind is not None:
-        if kind not in _SPECULATORS:
+        known = {method.speculators_type: name for name, method in METHODS.items() if method.speculators_type}
+        if kind not in known:
             raise ModelNotSupported(
-                f"speculators_model_type is {kind!r}; of the speculators format {', '.join(_SPECULATORS)} are known"
+                f"speculators_model_type is {kind!r}; of the speculators format {', '.join(known)} are known"
             )
-        return _SPECULATORS[kind]
-    names = [str(name).lower() for name in (*(config.get("architectures") or ()), config.get("model_type", ""))]
-    if "medusa_num_heads" in config or any("medusa" in name for name in names):
-        return "medusa"
-    if any(name.startswith(("mlp_speculator", "mlpspeculator")) for name in names):
-        return "mlp_speculator"
-    if any("eagle3" in name for name in names) or "eagle_config" in config:
-        return "eagle3"
-    if any("eagle" in name for name in names):
-        return "eagle"
-    if any(name.endswith(("_mtp", "mtpmodel")) for name in names):
+        return known[kind]
+    architectures = [str(name).lower() for name in (*(config.get("architectures") or ()), config.get("model_type", ""))]
+    for method in reversed(METHODS.values()):
+        has_field = method.config_field is not None and method.config_field in config
+        if has_field or (method.architecture and any(re.search(method.architecture, each) for each in architectures)):
+            return method.name
+    if any(name.endswith(("_mtp", "mtpmodel")) for name in architectures):
         refuse_mtp()
     return None
 
@@ -75,11 +147,11 @@ def _method_of_tensors(folder: Path, config: Mapping[str, Any]) -> str | None:
     if config.get("num_hidden_layers") != 1:
         return None
     names = _tensor_names(folder)
-    return next((method for tensor, method in _TENSORS.items() if tensor.encode() in names), None)
+    return next((name for name, method in METHODS.items() if method.tensor and method.tensor.encode() in names), None)
 
 
 def _tensor_names(folder: Path) -> bytes:
-    """Bytes that the names of the checkpoint's tensors stand in: a safetensors header, or the pickle, never run."""
+    """Bytes that contain the names of the checkpoint's tensors: a safetensors header, or the pickle, never run."""
     names = b""
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:

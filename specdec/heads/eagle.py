@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from specdec.heads.head import DraftHead
 from specdec.heads.layer import MLP, Attend, Attention, LayerConfig, RMSNorm, Rotary, frozen_embedding, frozen_linear
 
 
@@ -49,12 +50,11 @@ class EagleLayer(nn.Module):
         return out
 
 
-class EagleHead(nn.Module):
+class EagleHead(DraftHead):
     """Parameters are named as in the published files; H is the hidden size of head and target, V the vocabulary."""
 
     method: ClassVar[str] = "eagle"
-    #: The target's hidden states it reads, numbered as transformers numbers them; -1 is after the final norm.
-    hidden_state_layers: tuple[int, ...] = (-1,)
+    config: EagleConfig
 
     def __init__(self, config: EagleConfig, *, embeddings: Tensor | None, lm_head: Tensor) -> None:
         """``embeddings`` [V, H] and ``lm_head`` [V, H] are the target's; both are shared and not trained.
@@ -73,6 +73,23 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList([EagleLayer(config.layer)])
         self.lm_head = frozen_linear(lm_head)
         self._rotary = Rotary(config.layer.rope, config.layer.head_dim)
+
+    @property
+    def shared_names(self) -> frozenset[str]:
+        """The target's output layer, and its embeddings unless the head owns some."""
+        return frozenset(
+            {"lm_head.weight"} if self.config.owns_embeddings else {"lm_head.weight", "embed_tokens.weight"}
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the head's own weights."""
+        return self.fc.weight.dtype
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Size of one of the target's hidden states."""
+        return self.config.layer.hidden_size
 
     @property
     def attention(self) -> Attention:

@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from specdec.heads.head import DraftHead
 from specdec.heads.layer import MLP, Attend, Attention, LayerConfig, RMSNorm, Rotary, frozen_embedding, frozen_linear
 
 
@@ -72,13 +73,14 @@ class Eagle3Layer(nn.Module):
         return out
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(DraftHead):
     """Parameters and buffers are named as in the published files.
 
     H is the head's hidden size, Ht the target's, V the target's vocabulary, Vd the draft's.
     """
 
     method: ClassVar[str] = "eagle3"
+    config: Eagle3Config
     #: int64 [Vd]: target id - draft id.
     d2t: Tensor
     #: bool [V]: the tokens that can be drafted.
@@ -118,6 +120,22 @@ class Eagle3Head(nn.Module):
     def hidden_state_layers(self) -> tuple[int, ...]:
         """The target's hidden states it reads."""
         return self.config.hidden_state_layers
+
+    @property
+    def shared_names(self) -> frozenset[str]:
+        """Embeddings and output layer, unless the head owns them."""
+        owned = {"embed_tokens.weight": self.config.owns_embeddings, "lm_head.weight": self.config.owns_lm_head}
+        return frozenset(name for name, is_own in owned.items() if not is_own)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the head's own weights."""
+        return self.fc.weight.dtype
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Size of one of the target's hidden states."""
+        return self.config.target_hidden_size
 
     @property
     def attention(self) -> Attention:

@@ -1,4 +1,4 @@
-"""Medusa (Cai et al. 2024, arXiv 2401.10774): one head per position ahead, all on the same state of the target.
+"""Medusa (Cai et al. 2024, arXiv 2401.10774): one head per position, all on the same state of the target.
 
 ::
 
@@ -16,6 +16,8 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from specdec.heads.head import DraftHead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +44,11 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class MedusaHeads(nn.ModuleList):
+class MedusaHeads(DraftHead, nn.ModuleList):
     """Parameters are named as in the published files: ``{i}.{block}.linear.weight`` and ``{i}.{num_layers}.weight``."""
 
     method: ClassVar[str] = "medusa"
-    #: The target's hidden states it reads; -1 is after the final norm.
-    hidden_state_layers: tuple[int, ...] = (-1,)
+    config: MedusaConfig
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(

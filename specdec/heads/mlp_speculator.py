@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specdec.heads.head import DraftHead
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpeculatorConfig:
@@ -61,15 +63,14 @@ class ScaleShiftNorm(nn.Module):
         return normed(x) * self.weight + self.bias
 
 
-class MlpSpeculator(nn.Module):
+class MlpSpeculator(DraftHead):
     """Parameters are named as in the published files, without their prefix ``speculator.``.
 
     With tied weights the modules of the steps are the same objects.
     """
 
     method: ClassVar[str] = "mlp_speculator"
-    #: The target's hidden states it reads; -1 is after the final norm.
-    hidden_state_layers: tuple[int, ...] = (-1,)
+    config: MlpSpeculatorConfig
 
     def __init__(self, config: MlpSpeculatorConfig) -> None:
         super().__init__()

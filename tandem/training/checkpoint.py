@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specdec.heads.files.checkpoint import Head, write_head
+from specdec.heads.files.checkpoint import write_head
+from specdec.heads.head import DraftHead
 from tandem.training.tokenizer import save_tokenizer
 
 #: Files a tokenizer may consist of.
@@ -45,7 +46,7 @@ def save_draft(model: LlamaForCausalLM, target_folder: Path, folder: Path) -> No
                 shutil.copy(file, fresh)
 
 
-def save_head(head: Head, folder: Path) -> None:
+def save_head(head: DraftHead, folder: Path) -> None:
     """Writes a head as published, in bfloat16, in one piece."""
     with _replaced(folder) as fresh:
         write_head(copy.deepcopy(head).bfloat16(), fresh)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specdec.methods import method_of
+from specdec.methods import METHODS, method_of
 from tandem.training.acceptance import Acceptance
 from tandem.training.checkpoint import load_model
 from tandem.training.continuations import continue_rows
@@ -132,7 +132,8 @@ def measure_head(
     target_folder: Path, head_folder: Path, prompts: torch.Tensor, num_tokens: int, k: int = NUM_SPECULATIVE_TOKENS
 ) -> Acceptance:
     """Greedy acceptance of a published head over the target's continuations of prompts int64 [B, P]."""
-    method = {"mlp_speculator": "mlp"}.get(name := method_of(str(head_folder)), name)
+    method = METHODS[method_of(str(head_folder))].training_name
+    assert method is not None  # all heads have one
     length = prompts.shape[1]
     settings = TrainSettings(
         method=method,

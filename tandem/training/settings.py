@@ -3,16 +3,11 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from specdec.methods import TRAINABLE
 from specdec.settings.option import about, check_options, option, options_of, require
 
 #: Method → what is trained.
-METHODS: Final = {
-    "eagle3": "a head on three of the target's hidden states, with a vocabulary of its own",
-    "eagle": "EAGLE-1 and -2: a head on the target's last hidden state",
-    "medusa": "one head per drafted position, all on the target's last hidden state",
-    "mlp": "an MLP speculator: a state that starts as the target's last hidden state and reads each drafted token",
-    "draft": "a small causal language model, distilled from the target",
-}
+METHODS: Final = {name: method.training_summary for name, method in TRAINABLE.items()}
 _LAYERED: Final = ("eagle3", "eagle", "draft")
 _EAGLES: Final = ("eagle3", "eagle")
 #: Title of a group of options → the first of them, in the order of :class:`TrainSettings`.

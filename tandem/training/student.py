@@ -1,8 +1,8 @@
 """The drafter that learns: a fresh one of each method in the target's shape, or one that was published."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,20 +11,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from specdec.errors import InvalidRequest
 from specdec.heads.eagle import EagleConfig, EagleHead
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers
-from specdec.heads.files.checkpoint import Head, read_head
+from specdec.heads.files.checkpoint import read_head
+from specdec.heads.head import DraftHead
 from specdec.heads.layer import LayerConfig, RopeConfig
 from specdec.heads.medusa import MedusaConfig, MedusaHeads
 from specdec.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
-from specdec.methods import method_of
+from specdec.methods import TRAINABLE, method_of
 from tandem.training.draft_vocabulary import draft_ids, most_frequent
 from tandem.training.lesson import Lessons
 from tandem.training.settings import TrainSettings
 from tandem.training.unroll import Guess, unroll_draft, unroll_eagle, unroll_medusa, unroll_mlp
 
-Module: TypeAlias = Head | LlamaForCausalLM
+Module: TypeAlias = DraftHead | LlamaForCausalLM
 
-#: Method names of `tandem train` that a checkpoint calls otherwise.
-_NAMES = {"mlp": "mlp_speculator"}
 #: Share of tokens published EAGLE-3 heads can draft, at most.
 MAX_DRAFT_VOCAB_SIZE = 32_000
 NUM_UNROLL_STEPS = 4
@@ -91,28 +90,39 @@ def make_student(settings: TrainSettings, target: PreTrainedModel, counts: Tenso
     """
     torch.manual_seed(settings.seed)
     start = settings.start_from
-    module = _create(settings, target, counts) if start is None else _load(settings, start)
+    kind = _KINDS[settings.method]
+    module = kind.create(settings, target, counts) if start is None else _load(settings, start)
     nn.Module.to(module, target.device, torch.float32).train()
     for parameter in module.parameters():
         parameter.requires_grad_(True)
-    steps, vocab = settings.unroll_steps or NUM_UNROLL_STEPS, target.config.get_text_config().vocab_size
-    match module:
-        case Eagle3Head():
-            _freeze_shared(module)
-            token_ids = module.t2d.nonzero()[:, 0]
-            whole = len(token_ids) == module.config.vocab_size
-            to_draft = None if whole else draft_ids(token_ids.cpu(), module.config.vocab_size).to(target.device)
-            return Student(module, unroll_eagle, steps, (vocab, len(token_ids)), to_draft=to_draft)
-        case EagleHead():
-            _freeze_shared(module)
-            return Student(module, unroll_eagle, steps, (vocab,))
-        case MedusaHeads():
-            return Student(module, unroll_medusa, len(module), (vocab,), max_steps=len(module))
-        case MlpSpeculator():
-            steps = module.config.n_predict
-            return Student(module, unroll_mlp, steps, (vocab,), max_steps=steps)
-        case _:
-            return Student(module, unroll_draft, 1, (vocab,))
+    return kind.student(module, settings, target.config.get_text_config().vocab_size)
+
+
+def _eagle3_student(head: Eagle3Head, settings: TrainSettings, vocab_size: int) -> Student:
+    _freeze_shared(head)
+    token_ids = head.t2d.nonzero()[:, 0]
+    whole = len(token_ids) == head.config.vocab_size
+    to_draft = None if whole else draft_ids(token_ids.cpu(), head.config.vocab_size).to(head.t2d.device)
+    steps = settings.unroll_steps or NUM_UNROLL_STEPS
+    return Student(head, unroll_eagle, steps, (vocab_size, len(token_ids)), to_draft=to_draft)
+
+
+def _eagle_student(head: EagleHead, settings: TrainSettings, vocab_size: int) -> Student:
+    _freeze_shared(head)
+    return Student(head, unroll_eagle, settings.unroll_steps or NUM_UNROLL_STEPS, (vocab_size,))
+
+
+def _medusa_student(heads: MedusaHeads, settings: TrainSettings, vocab_size: int) -> Student:
+    return Student(heads, unroll_medusa, len(heads), (vocab_size,), max_steps=len(heads))
+
+
+def _mlp_student(head: MlpSpeculator, settings: TrainSettings, vocab_size: int) -> Student:
+    steps = head.config.n_predict
+    return Student(head, unroll_mlp, steps, (vocab_size,), max_steps=steps)
+
+
+def _draft_student(model: LlamaForCausalLM, settings: TrainSettings, vocab_size: int) -> Student:
+    return Student(model, unroll_draft, 1, (vocab_size,))
 
 
 def _freeze_shared(head: EagleHead | Eagle3Head) -> None:
@@ -128,51 +138,57 @@ def _load(settings: TrainSettings, folder: str) -> Module:
     return _load_head(settings, folder)
 
 
-def _load_head(settings: TrainSettings, folder: str) -> Head:
-    method = _NAMES.get(settings.method, settings.method)
+def _load_head(settings: TrainSettings, folder: str) -> DraftHead:
+    method = TRAINABLE[settings.method].name
     if (found := method_of(folder)) != method:
         raise InvalidRequest(f"start_from {folder} holds a {found}, not a {method}", param="start_from")
     return read_head(folder, settings.target, method=method, dtype=torch.float32)
 
 
-def _create(settings: TrainSettings, target: PreTrainedModel, counts: Tensor) -> Module:
+def _create_eagle(settings: TrainSettings, target: PreTrainedModel, counts: Tensor) -> EagleHead:
     config = target.config.get_text_config()
-    size, vocab_size = config.hidden_size, config.vocab_size
-    predict = settings.num_predict or NUM_PREDICT
-    match settings.method:
-        case "eagle3":
-            return _create_eagle3(settings, target, counts)
-        case "eagle":
-            eagle = EagleConfig(layer=_layer(settings, config, size), vocab_size=vocab_size)
-            return EagleHead(eagle, embeddings=_embeddings(target), lm_head=_lm_head(target))
-        case "medusa":
-            shape = MedusaConfig(
-                hidden_size=size, vocab_size=vocab_size, num_heads=predict, num_layers=settings.num_layers or 1
-            )
-            medusa = MedusaHeads(shape)
-            for name, parameter in medusa.named_parameters():
-                # A head starts as the target's own next token: Cai et al. 2024, section 2.1.1.
-                parameter.data.copy_(torch.zeros(()) if "linear" in name else _lm_head(target))
-            return medusa
-        case "mlp":
-            inner = settings.inner_dim or size
-            speculator = MlpSpeculator(
-                MlpSpeculatorConfig(
-                    emb_dim=size,
-                    inner_dim=inner,
-                    vocab_size=vocab_size,
-                    n_predict=predict,
-                    scale_input=True,
-                    tie_weights=settings.tie_weights,
-                )
-            )
-            for name, parameter in speculator.named_parameters():
-                if name.startswith(("emb.", "head.")):
-                    whole = _embeddings(target) if name.startswith("emb.") else _lm_head(target)
-                    parameter.data.copy_(narrowed(whole, inner))
-            return speculator
-        case _:
-            return LlamaForCausalLM(_draft_config(settings, config))
+    shape = EagleConfig(layer=_layer(settings, config, config.hidden_size), vocab_size=config.vocab_size)
+    return EagleHead(shape, embeddings=_embeddings(target), lm_head=_lm_head(target))
+
+
+def _create_medusa(settings: TrainSettings, target: PreTrainedModel, counts: Tensor) -> MedusaHeads:
+    config = target.config.get_text_config()
+    heads = MedusaHeads(
+        MedusaConfig(
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            num_heads=settings.num_predict or NUM_PREDICT,
+            num_layers=settings.num_layers or 1,
+        )
+    )
+    for name, parameter in heads.named_parameters():
+        # A head starts as the target's own next token: Cai et al. 2024, section 2.1.1.
+        parameter.data.copy_(torch.zeros(()) if "linear" in name else _lm_head(target))
+    return heads
+
+
+def _create_mlp(settings: TrainSettings, target: PreTrainedModel, counts: Tensor) -> MlpSpeculator:
+    config = target.config.get_text_config()
+    inner = settings.inner_dim or config.hidden_size
+    speculator = MlpSpeculator(
+        MlpSpeculatorConfig(
+            emb_dim=config.hidden_size,
+            inner_dim=inner,
+            vocab_size=config.vocab_size,
+            n_predict=settings.num_predict or NUM_PREDICT,
+            scale_input=True,
+            tie_weights=settings.tie_weights,
+        )
+    )
+    for name, parameter in speculator.named_parameters():
+        if name.startswith(("emb.", "head.")):
+            whole = _embeddings(target) if name.startswith("emb.") else _lm_head(target)
+            parameter.data.copy_(narrowed(whole, inner))
+    return speculator
+
+
+def _create_draft(settings: TrainSettings, target: PreTrainedModel, counts: Tensor) -> LlamaForCausalLM:
+    return LlamaForCausalLM(_draft_config(settings, target.config.get_text_config()))
 
 
 def _create_eagle3(settings: TrainSettings, target: PreTrainedModel, counts: Tensor) -> Eagle3Head:
@@ -257,3 +273,21 @@ def narrowed(weight: Tensor, size: int) -> Tensor:
         return nn.functional.pad(weight, (0, size - weight.shape[1]))
     axes: Tensor = torch.linalg.eigh(weight.T @ weight).eigenvectors  # of ascending eigenvalues
     return weight @ axes[:, -size:]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a method is trained: a fresh module in the target's shape, and the student on any module of the method."""
+
+    create: Callable[[TrainSettings, PreTrainedModel, Tensor], Module]
+    student: Callable[[Any, TrainSettings, int], Student]
+
+
+#: All methods that can be trained, by their names in `tandem train`.
+_KINDS: Final[Mapping[str, _Kind]] = {
+    "eagle3": _Kind(_create_eagle3, _eagle3_student),
+    "eagle": _Kind(_create_eagle, _eagle_student),
+    "medusa": _Kind(_create_medusa, _medusa_student),
+    "mlp": _Kind(_create_mlp, _mlp_student),
+    "draft": _Kind(_create_draft, _draft_student),
+}

@@ -7,6 +7,7 @@ import pytest
 
 from draft_service import core as core_module
 from specdec.errors import Cancelled, InvalidRequest, ModelNotSupported, Overloaded, StaleSession, Unavailable
+from specdec.rules import Rule
 from specdec.types import ModelInfo
 from specdec.vocabulary import compatible
 from tests.draft_service.proposing import propose
@@ -19,7 +20,7 @@ PROMPT = [3, 14, 15, 9, 26, 5]
 
 async def test_advance_is_idempotent(start_core, spec, greedy):
     async with start_core() as core:
-        session = await core.open(spec(PROMPT, temperature=1.0, rule="block"))
+        session = await core.open(spec(PROMPT, temperature=1.0, rule=Rule.BLOCK))
         first = await propose(session, 6, [1, 2, 3], 4)
         again = await propose(session, 6, [1, 2, 3], 4)
         assert (again.base_len, again.token_ids) == (9, first.token_ids)

@@ -16,6 +16,7 @@ from specdec.errors import InvalidRequest, Overloaded, StaleSession, Unavailable
 from specdec.rpc.channel import open_channel
 from specdec.rpc.server import RpcServer
 from specdec.rpc.session_stream import SessionStream, call_unary
+from specdec.rules import Rule
 from specdec.sampling.sparse import unpack
 from specdec.settings import DraftSettings, SchedulerSettings, ServerSettings, SpeculativeSettings
 from specdec.v1 import draft_service_pb2 as pb
@@ -91,7 +92,7 @@ async def test_a_session(started, spec, greedy):
 async def test_q_rows_travel(started, spec):
     _, stub = started
     async with SessionStream(stub.Draft) as stream:
-        await stream.turn(opening(spec(PROMPT, rule="block", temperature=1.0)))
+        await stream.turn(opening(spec(PROMPT, rule=Rule.BLOCK, temperature=1.0)))
         proposal = codec.decode_proposal((await stream.turn(advance(6, [1], 3))).proposal)
         assert len(proposal.token_ids) == len(proposal.q_rows) == 3
         for token, row in zip(proposal.token_ids, proposal.q_rows, strict=True):
@@ -99,7 +100,7 @@ async def test_q_rows_travel(started, spec):
 
 
 async def test_proposals_ahead_travel_together_and_are_counted(started, spec, greedy, monkeypatch):
-    monkeypatch.setattr("draft_service.ahead.scheduler.Load.share", lambda load: 0.0)
+    monkeypatch.setattr("draft_service.ahead.scheduler.BusyShare.share", lambda share: 0.0)
     _, stub = started
     async with SessionStream(stub.Draft) as stream:
         await stream.turn(opening(spec(PROMPT)))

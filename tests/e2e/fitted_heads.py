@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from specdec.heads.eagle import EagleConfig, EagleHead
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head
-from specdec.heads.files.checkpoint import Head, write_head
+from specdec.heads.files.checkpoint import write_head
+from specdec.heads.head import DraftHead
 from specdec.heads.layer import LayerConfig, RopeConfig
 from specdec.heads.medusa import MedusaConfig, MedusaHeads
 from specdec.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
@@ -79,7 +80,7 @@ def write_heads(folder: Path, target_folder: str, texts: Sequence[Sequence[int]]
             tie_weights=True,
         )
     )
-    heads: dict[str, Head] = {"eagle": eagle, "eagle3": eagle3, "medusa": medusa, "mlp_speculator": mlp}
+    heads: dict[str, DraftHead] = {"eagle": eagle, "eagle3": eagle3, "medusa": medusa, "mlp_speculator": mlp}
     for name, head in heads.items():
         write_head(head, folder / name)
 

@@ -23,8 +23,9 @@ from specdec.engine.device import resolve_device
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.loading import checkpoint, refusals
 from specdec.errors import InvalidRequest
-from specdec.heads.files.checkpoint import Head, read_head, shared_names
+from specdec.heads.files.checkpoint import read_head
 from specdec.heads.files.tensors import text_config
+from specdec.heads.head import DraftHead
 from specdec.params import SamplingParams
 from specdec.rules import DEFAULT_RULE, Rule, one_rule_per_sampling
 from specdec.sampling.drafting import DraftedChain
@@ -66,7 +67,7 @@ Works = dict[int, tuple[DraftJob[S], W]]
 class LoadedHead:
     """A head on its device, and the facts about it and its target."""
 
-    head: Head
+    head: DraftHead
     device: torch.device
     model: ModelSettings
     info: ModelInfo
@@ -103,7 +104,7 @@ def load_head(settings: DraftSettings) -> LoadedHead:
     dtype = None if model.dtype == DTYPES[0] else getattr(torch, model.dtype)
     head = read_head(model.model, target, method=method, dtype=dtype, device=device)
     tokenizer = checkpoint.read_tokenizer(replace(model, model=model.tokenizer or target, tokenizer=None))
-    weight, shared = next(head.parameters()), shared_names(head)
+    shared = head.shared_names
     info = ModelInfo(
         name=os.path.basename(os.path.normpath(model.model)),
         architecture=type(head).__name__,
@@ -111,7 +112,7 @@ def load_head(settings: DraftSettings) -> LoadedHead:
         tokenizer_size=tokenizer.size,
         tokenizer_fingerprint=tokenizer.fingerprint,
         max_model_len=model.max_model_len or _context_of(target),
-        dtype=str(weight.dtype).removeprefix("torch."),
+        dtype=str(head.dtype).removeprefix("torch."),
         device=str(device),
         num_parameters=sum(value.numel() for name, value in head.named_parameters() if name not in shared),
         method=method,

@@ -98,8 +98,7 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
         #: Entries that trees need beyond those of the tokens before them.
         self._num_fed = 0 if tree is None else tree.num_fed
         head = paged.head
-        width = head.config.target_hidden_size if isinstance(head, Eagle3Head) else head.config.layer.hidden_size
-        self._state_width = len(head.hidden_state_layers) * width
+        self._state_width = len(head.hidden_state_layers) * head.target_hidden_size
         self.info = replace(
             loaded.info,
             max_model_len=paged.max_model_len,

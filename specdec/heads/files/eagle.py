@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.heads.eagle import EagleConfig, EagleHead
 from specdec.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers
 from specdec.heads.files.fields import Fields
+from specdec.heads.files.head_format import HeadFormat
 from specdec.heads.files.tensors import TargetTensors, load
 from specdec.heads.layer import DEFAULT_ROPE_THETA, ROPE_TYPES, LayerConfig, RopeConfig
 
@@ -297,3 +298,7 @@ def _layer_fields(layer: LayerConfig) -> dict[str, Any]:
         "mlp_bias": layer.mlp_bias,
         "tie_word_embeddings": False,
     }
+
+
+EAGLE: Final = HeadFormat(head=EagleHead, read=read_eagle, config_of=eagle_config_of)
+EAGLE3: Final = HeadFormat(head=Eagle3Head, read=read_eagle3, config_of=eagle3_config_of)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdec.errors import ModelNotSupported
 from specdec.heads.files.fields import Fields
+from specdec.heads.files.head_format import HeadFormat
 from specdec.heads.files.tensors import TargetTensors, load
 from specdec.heads.medusa import MedusaConfig, MedusaHeads
 
@@ -81,3 +82,8 @@ def _canonical(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         _CONVERTED_OUTPUT.sub(rf"\g<1>.{output}.weight", _CONVERTED_BLOCK.sub(r"\1.\2.linear.\3", bare[name])): tensor
         for name, tensor in tensors.items()
     }
+
+
+MEDUSA: Final = HeadFormat(
+    head=MedusaHeads, read=read_medusa, config_of=medusa_config_of, file="medusa_lm_head.safetensors"
+)

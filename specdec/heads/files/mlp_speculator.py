@@ -9,10 +9,11 @@ from typing import Any, Final
 from torch import Tensor
 
 from specdec.heads.files.fields import Fields
+from specdec.heads.files.head_format import HeadFormat
 from specdec.heads.files.tensors import TargetTensors, load
 from specdec.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
 
-PREFIX: Final = "speculator."
+_PREFIX: Final = "speculator."
 #: How the original library builds its trees; nothing of the network.
 _SEARCH: Final = ("n_candidates", "top_k_tokens_per_head", "num_lookahead_tokens")
 
@@ -42,7 +43,7 @@ def read_mlp_speculator(
         raise fields.refusal("emb_dim", f"the target's hidden_size is {target.hidden_size}")
     if speculator.vocab_size != target.vocab_size:
         raise fields.refusal("vocab_size", f"the target's is {target.vocab_size}")
-    named = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    named = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     if speculator.tie_weights:
         _share(named, speculator.n_predict)
     return load(lambda: MlpSpeculator(speculator), named, folder)
@@ -63,7 +64,13 @@ def mlp_config_of(head: MlpSpeculator) -> dict[str, Any]:
     }
 
 
-def repeated(config: MlpSpeculatorConfig) -> set[str]:
+def mlp_tensors_of(head: MlpSpeculator) -> dict[str, Tensor]:
+    """The tensors to write: of tied weights each one once."""
+    repeated = _repeated(head.config)
+    return {_PREFIX + name: tensor for name, tensor in head.state_dict().items() if name not in repeated}
+
+
+def _repeated(config: MlpSpeculatorConfig) -> set[str]:
     """Names under which tied weights stand once more."""
     if not config.tie_weights:
         return set()
@@ -78,3 +85,8 @@ def _share(named: dict[str, Tensor], n_predict: int) -> None:
         if (tensor := named.get(part.format(first))) is not None:
             for step in range(first, n_predict):
                 named.setdefault(part.format(step), tensor)
+
+
+MLP_SPECULATOR: Final = HeadFormat(
+    head=MlpSpeculator, read=read_mlp_speculator, config_of=mlp_config_of, tensors_of=mlp_tensors_of
+)

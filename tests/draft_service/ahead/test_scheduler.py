@@ -121,7 +121,7 @@ def test_batches_that_are_always_stopped_become_smaller():
 def test_requests_count_as_load_and_a_batch_that_failed_as_nothing():
     scheduler = AheadScheduler()
     scheduler.record(InflightBatch([DraftRequest(None, 4, lambda _: None)]), 4, 10 * WINDOW_NS)
-    assert scheduler._share.share() > 0.9
+    assert scheduler._busy.share() > 0.9
     assert scheduler.counts.busy_ns == 0
     scheduler.record(InflightBatch([DraftRequest(None, 4, lambda _: None, assumed=(1,))]), 0, 5)
     assert scheduler._step_time.max_rows() == MAX_ROWS

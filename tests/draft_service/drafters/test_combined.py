@@ -3,6 +3,7 @@
 import pytest
 
 from draft_service.drafters.lookup import suffix
+from specdec.rules import Rule
 from tests.draft_service.proposing import propose
 
 #: Eleven tokens, then ten of them again: a long match, continued by 30, 31, …
@@ -80,7 +81,7 @@ async def test_a_model_that_has_missed_much_catches_up_by_chunks(start, spec, gr
 
 async def test_q_rows_come_with_what_the_model_draws_alone(start, spec):
     async with start() as core:
-        session = await core.open(spec(COPY, temperature=1.0, rule="block"))
+        session = await core.open(spec(COPY, temperature=1.0, rule=Rule.BLOCK))
         assert (await propose(session, len(COPY), [], 2)).q_rows == ()
         proposal = await propose(session, len(COPY), [1, 2, 3], 2)
         assert len(proposal.q_rows) == len(proposal.token_ids) == 2

@@ -124,7 +124,7 @@ async def test_what_is_known_before_a_gap_stays_of_use(start, spec, formula, see
         tokens, features = [talk.tokens[i + 1] for i in known], [model.fuse(states[i]) for i in known]
         x = model.outputs(tokens, features, range(len(known)))[-1]
         torch.testing.assert_close(seen[0][0], model.logits(x).float(), rtol=0, atol=1e-4)
-        assert talk.session._state.features.num_gapless == len(PROMPT)
+        assert talk.session.state.features.num_gapless == len(PROMPT)
         await talk.session.close()
 
 
@@ -281,7 +281,7 @@ async def test_info(start, folder):
 @pytest.mark.parametrize("method", KINDS)
 async def test_a_batch_that_fails_changes_nothing(start, spec, formula, monkeypatch, method):
     async with start(method) as core:
-        talk, drafter = Talk(core, formula.target, method), core._drafter
+        talk, drafter = Talk(core, formula.target, method), core.drafter
         await talk.open(spec(PROMPT))
         await talk.propose([7], K, start=0)
         compute = type(drafter)._compute
@@ -304,7 +304,7 @@ async def test_a_batch_that_fails_changes_nothing(start, spec, formula, monkeypa
 @pytest.mark.parametrize("in_torch", [False, True])
 async def test_a_chain_that_is_stopped_ends_with_what_it_has(start, spec, target, method, in_torch):
     async with start(method, enforce_eager=in_torch) as core:
-        drafter = core._drafter
+        drafter = core.drafter
         state = drafter.open(spec(PROMPT))
         talk = Talk(core, target, method)
         talk.tokens = [*PROMPT, 7]

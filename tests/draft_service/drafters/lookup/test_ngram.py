@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from draft_service.drafters.lookup.ngram import NgramIndex
 from specdec.errors import StaleSession
+from specdec.rules import Rule
 from tests.draft_service.proposing import propose
 
 
@@ -28,7 +29,7 @@ def brute_force(tokens, k, min_n, max_n):
 
 
 def look_up(index, k):
-    index.take_in(index.num_pending)
+    index.ingest(index.num_pending)
     return index.continuation(k).token_ids
 
 
@@ -47,7 +48,7 @@ def test_equals_brute_force_after_any_history(prompt, moves, min_n, more):
         keep = max(0, len(tokens) - drop)
         tokens[keep:] = new
         index.replace(keep, new)
-        index.take_in(min(chunk, index.num_pending))  # prompts come in chunks, and may be taken back half-way
+        index.ingest(min(chunk, index.num_pending))  # prompts come in chunks, and may be taken back half-way
         assert look_up(index, 5) == brute_force(tokens, 5, min_n, max_n)
 
 
@@ -65,7 +66,7 @@ def test_the_brute_force_would_notice_an_index_of_the_text_itself():
     """Twin of the tests above: an index that finds the end of the text differs from brute force."""
     tokens = [1, 2, 3, 1, 2]
     index = NgramIndex(tokens, 1, 2)
-    index.take_in(index.num_pending)
+    index.ingest(index.num_pending)
     index._last[2][(1, 2)] = len(tokens)  # planted: the n-gram at the very end
     with pytest.raises((AssertionError, ZeroDivisionError)):
         assert index.continuation(2).token_ids == brute_force(tokens, 2, 1, 2)
@@ -86,13 +87,13 @@ def test_cost_does_not_grow_with_the_text():
     def seconds(length):
         rng = random.Random(0)
         index = NgramIndex([rng.randrange(1000) for _ in range(length)], 1, 4)
-        index.take_in(length)
+        index.ingest(length)
         best = float("inf")
         for _ in range(20):
             start = time.perf_counter()
             for _ in range(50):
                 index.replace(len(index.token_ids), [rng.randrange(1000)])
-                index.take_in(1)
+                index.ingest(1)
                 index.continuation(4)
             best = min(best, time.perf_counter() - start)
         return best
@@ -107,7 +108,7 @@ async def test_lookups_draft_over_prompt_and_output(start_core, spec, method, k,
     async with start_core(method, k=k) as core:
         info = await core.info()
         assert (info.method, info.vocab_size, info.num_speculative_tokens) == (method, 0, k)
-        session = await core.open(spec([1, 2, 3, 4], temperature=1.0, rule="token"))
+        session = await core.open(spec([1, 2, 3, 4], temperature=1.0, rule=Rule.TOKEN))
         proposal = await propose(session, 4, [1, 2], 2)
         assert (proposal.base_len, proposal.token_ids, proposal.q_rows) == (6, (3, 4), ())
         assert (await propose(session, 6, [9], 4)).token_ids == ()

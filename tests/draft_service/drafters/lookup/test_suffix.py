@@ -76,7 +76,7 @@ def test_options_of_vllm_reach_the_trees(spec):
     )
     drafter = SuffixDrafter(settings)
     state = drafter.open(spec([1, 2, 3, 4, 1]))
-    state.take_in(5)
+    state.ingest(5)
     assert drafter.look_up(state, 8).token_ids == ()  # once of two times, below 0.6
     drafter.past.add([1, 2, 3, 4, 5])
     drafter.past.settle(100)

@@ -67,7 +67,7 @@ def expected(text, outputs, depth, *, k, factor=1.0, min_prob=0.1):
 
 
 def look_up(text, cache, k, *, factor=1.0, min_prob=0.1, assumed=()):
-    text.take_in(text.num_pending)
+    text.ingest(text.num_pending)
     match = text.look_up(k, cache, max_spec_factor=factor, min_token_prob=min_prob, assumed=assumed)
     return match.token_ids, match.length
 
@@ -97,7 +97,7 @@ def test_a_text_equals_brute_force_after_any_history(prompt, moves, depth, facto
         keep = max(0, len(tokens) - drop)
         tokens[keep:] = new
         text.replace(keep, new)
-        text.take_in(text.num_pending // 2)
+        text.ingest(text.num_pending // 2)
         for end in ([*tokens, *assumed], tokens):
             draft = look_up(text, None, 5, factor=factor, min_prob=min_prob, assumed=end[len(tokens) :])
             assert draft == expected(end, [], depth, k=5, factor=factor, min_prob=min_prob)
@@ -203,7 +203,7 @@ def test_cost_does_not_grow_with_text_and_past():
         cache.add(tokens)
         cache.settle(10**9)
         text = SuffixText(tokens, 24)
-        text.take_in(length)
+        text.ingest(length)
         best = float("inf")
         for _ in range(20):
             start = time.perf_counter()
