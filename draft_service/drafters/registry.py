@@ -8,10 +8,11 @@ from typing import Any, Final
 from draft_service.drafters.base import Drafter
 from draft_service.drafters.combined import CombinedDrafter
 from draft_service.drafters.lookup.base import LookupDrafter
+from specdec.methods import METHODS, Method
 from specdec.settings import DraftSettings
 
-#: Method to the class that drafts by it, as "module:class". Only classes that need torch import it.
-DRAFTERS: Final[dict[str, str]] = {
+#: Method to the class that drafts by it, or "module:class" of one that is imported when it is needed: some need torch.
+DRAFTERS: Final[dict[str, str | type[Drafter[Any]]]] = {
     "draft_model": "draft_service.drafters.draft_model:ModelDrafter",
     "eagle": "draft_service.drafters.heads.eagle:EagleDrafter",
     "eagle3": "draft_service.drafters.heads.eagle:EagleDrafter",
@@ -25,9 +26,18 @@ DRAFTERS: Final[dict[str, str]] = {
 
 def drafter_class(method: str) -> type[Drafter[Any]]:
     """The class that drafts by this method."""
-    module, _, name = DRAFTERS[method].partition(":")
-    found: type[Drafter[Any]] = getattr(import_module(module), name)
-    return found
+    drafter = DRAFTERS[method]
+    if isinstance(drafter, str):
+        module, _, name = drafter.partition(":")
+        drafter = getattr(import_module(module), name)
+    assert isinstance(drafter, type)
+    return drafter
+
+
+def register(method: Method, drafter: type[Drafter[Any]]) -> None:
+    """Add a method and the class that drafts by it: settings, command line and service know it from now on."""
+    METHODS[method.name] = method
+    DRAFTERS[method.name] = drafter
 
 
 async def load_drafter(settings: DraftSettings) -> Drafter[Any]:

@@ -11,21 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
+
+import torch
+from torch import Tensor
 
 from draft_service.drafters.base import DraftJob
 from draft_service.drafters.heads.base import HeadDrafter, LoadedHead, load_head, tensor_of
 from draft_service.drafters.heads.state_positions import Features
-from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees
+from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees, new_rows, rows_of_parents
+from specdec.engine.batch import Segment
 from specdec.engine.chains import ChainJob, StopFlags
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.kv_pool import KVSequence
 from specdec.heads.eagle import EagleHead
 from specdec.heads.eagle3 import Eagle3Head
 from specdec.heads.paged import PagedHead
-from specdec.heads.tree_passes import PagedTreePasses
 from specdec.rules import DEFAULT_RULE, Rule
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.state import SamplingState
@@ -215,6 +218,30 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
         state = work.state
         state.features.put_back(work.taken)
         self._pool.rollback(work.job.sequence, min(state.features.num_entries, work.job.sequence.length))
+
+
+class PagedTreePasses:
+    """On an EAGLE head. Nodes are fed anew at every level: attention sees all rows of a tree in one pass."""
+
+    def __init__(self, paged: PagedHead, features: Mapping[KVSequence, Tensor]) -> None:
+        """``features``: the target's states of the committed tokens that are fed first."""
+        self._paged = paged
+        self._features = features
+        #: What the last committed token and the nodes came to, [1 + nodes, H].
+        self._states: dict[KVSequence, Tensor] = {}
+
+    def forward(self, segments: Sequence[Segment]) -> Tensor:
+        """Logits over the target's vocabulary, float32 [new rows, V]."""
+        known = self._states
+        is_first = not known
+        if is_first:
+            states = torch.cat([self._features[segment.sequence] for segment in segments])
+        else:
+            states = torch.cat([rows_of_parents(known[segment.sequence], segment.parents) for segment in segments])
+        x, logits = self._paged.step(segments, states, are_features=is_first)
+        for segment, rows in zip(segments, new_rows(x, segments), strict=True):
+            known[segment.sequence] = rows if is_first else torch.cat((known[segment.sequence], rows))
+        return logits
 
 
 def _load(settings: DraftSettings) -> tuple[LoadedHead, PagedHead]:

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from draft_service.drafters.heads.base import LoadedHead
 from draft_service.drafters.heads.last_state import LastStateDrafter
 from draft_service.drafters.trees.tree_passes import Passes
+from specdec.engine.batch import Segment
 from specdec.engine.chains import Feed
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.kv_pool import KVSequence
 from specdec.engine.native.linears import pack_linears
 from specdec.heads.medusa import MedusaHeads
-from specdec.heads.tree_passes import MedusaTreePasses
 from specdec.sampling.transfer import send
 from specdec.settings import DraftSettings
 
@@ -53,3 +54,18 @@ class MedusaDrafter(LastStateDrafter):
 
     def _tree_passes(self, states: Mapping[KVSequence, Tensor], depth: int) -> Passes:
         return MedusaTreePasses(self._heads, states, depth)
+
+
+class MedusaTreePasses:
+    """On Medusa heads: all nodes of a level have the same logits."""
+
+    def __init__(self, heads: MedusaHeads, states: Mapping[KVSequence, Tensor], num_levels: int) -> None:
+        """``states``: the target's, [1, H] each."""
+        self._logits = {sequence: heads(state[0], num_levels).float() for sequence, state in states.items()}
+        self._level = 0
+
+    def forward(self, segments: Sequence[Segment]) -> Tensor:
+        """Logits over the target's vocabulary, float32 [new rows, V]."""
+        level, self._level = self._level, self._level + 1
+        rows = [self._logits[segment.sequence][level].expand(segment.num_logits, -1) for segment in segments]
+        return torch.cat(rows)

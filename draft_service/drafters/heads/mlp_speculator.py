@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from draft_service.drafters.heads.base import LoadedHead
 from draft_service.drafters.heads.last_state import LastStateDrafter
-from draft_service.drafters.trees.tree_passes import Passes
+from draft_service.drafters.trees.tree_passes import Passes, new_rows, rows_of_parents
+from specdec.engine.batch import Segment
 from specdec.engine.chains import Drawing, Feed, StopFlags
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.kv_pool import KVSequence
 from specdec.heads.mlp_speculator import MlpSpeculator
 from specdec.heads.native.mlp_speculator import NativeMlp
-from specdec.heads.tree_passes import MlpTreePasses
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.transfer import send
 from specdec.settings import DraftSettings
@@ -63,3 +64,28 @@ class MlpDrafter(LastStateDrafter):
 
     def _tree_passes(self, states: Mapping[KVSequence, Tensor], depth: int) -> Passes:
         return MlpTreePasses(self._head, states)
+
+
+class MlpTreePasses:
+    """On an MLP speculator: the states of a level follow from those of the level before."""
+
+    def __init__(self, head: MlpSpeculator, states: Mapping[KVSequence, Tensor]) -> None:
+        """``states``: the target's, [1, H] each."""
+        self._head = head
+        self._states = {sequence: head.start(state) for sequence, state in states.items()}
+        self._step = 0
+
+    def forward(self, segments: Sequence[Segment]) -> Tensor:
+        """Logits over the target's vocabulary, float32 [new rows, V]."""
+        head, known = self._head, self._states
+        states = []
+        for segment in segments:
+            parents = list(segment.parents)[-segment.num_logits :] or [-1]
+            states.append(rows_of_parents(known[segment.sequence], parents))
+        ids = [token for segment in segments for token in list(segment.token_ids)[-segment.num_logits :]]
+        x = head(send(ids, states[0].device), torch.cat(states), self._step)
+        for segment, rows in zip(segments, new_rows(x, segments), strict=True):
+            known[segment.sequence] = torch.cat((known[segment.sequence], rows)) if self._step else rows
+        logits = head.logits(x, self._step).float()
+        self._step += 1
+        return logits

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, float32
 
 from draft_service.drafters.trees.token_tree import TokenTree
@@ -22,6 +23,7 @@ from specdec.rules import Rule
 from specdec.sampling.candidates import candidates
 from specdec.sampling.rows import Rows
 from specdec.sampling.state import SamplingState
+from specdec.sampling.transfer import send
 from specdec.tree_shape import TreeShape
 
 
@@ -121,3 +123,13 @@ def _rows_of(
         end += len(ids) + 1
         wanted += range(end - len(tree.frontier), end)
     return rows.select(wanted)
+
+
+def new_rows(rows: Tensor, segments: Sequence[Segment]) -> Sequence[Tensor]:
+    """The new rows of each segment."""
+    return torch.split(rows, [segment.num_logits for segment in segments])
+
+
+def rows_of_parents(states: Tensor, parents: Sequence[int]) -> Tensor:
+    """The rows of the nodes with these indices, -1 for the root: row 0."""
+    return states.index_select(0, send([parent + 1 for parent in parents], states.device))

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from draft_service.drafters.heads.eagle import PagedTreePasses
+from draft_service.drafters.heads.medusa import MedusaTreePasses
+from draft_service.drafters.heads.mlp_speculator import MlpTreePasses
 from draft_service.drafters.trees.tree_passes import TreeJob, draft_trees
 from specdec.engine.chains import ChainJob, draw_chains
 from specdec.engine.kv_pool import KVSequence
 from specdec.heads.medusa import MedusaConfig, MedusaHeads
 from specdec.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
 from specdec.heads.paged import PagedHead
-from specdec.heads.tree_passes import MedusaTreePasses, MlpTreePasses, PagedTreePasses
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.sampling.state import SamplingState
