@@ -16,8 +16,8 @@ from specdec.settings import DraftSettings, SchedulerSettings
 from specdec.tree_shape import TreeShape
 from specdec.types import ModelInfo, ServerLoad, SessionSpec
 
-#: Seconds a session may wait for others to end. Just long enough for streams that are closing at this moment: a
-#: session without a draft is only slower, one that waits for a draft does not even begin to be fast.
+#: Seconds a session may wait for others to end: long enough for streams that close at this moment. A session without a
+#: draft is only slower; one that waits for a draft has not started.
 ADMISSION_WAIT_S: Final = 0.25
 
 

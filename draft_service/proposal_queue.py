@@ -1,4 +1,4 @@
-"""What a session has to say, in order."""
+"""The proposals of a session that wait to be sent."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class ProposalQueue:
         self._closed = False
 
     def put(self, item: Proposal | BaseException) -> None:
-        """Add one; dropped where nobody will read it any more."""
+        """Add one; dropped after :meth:`close`."""
         if not self._closed:
             self._waiting.append(item)
             self._wake()
 
     def clear(self) -> None:
-        """Forget the proposals that wait."""
+        """Drop the proposals that wait; errors stay."""
         self._waiting = deque(item for item in self._waiting if not isinstance(item, Proposal))
 
     def close(self) -> None:

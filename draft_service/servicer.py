@@ -1,4 +1,4 @@
-"""The gRPC skin of the draft service: message in, call, message out."""
+"""The gRPC service: converts a message, calls the core, converts the answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from draft_service.session import CoreSession
 from specdec import codec
 from specdec.errors import Cancelled, InvalidRequest, Unavailable
 from specdec.hidden_state_buffer import StateBuffer
-from specdec.rpc.stream_writer import StreamWriter
 from specdec.types import Proposal
 from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1 import draft_service_pb2_grpc as pb_grpc
@@ -32,7 +31,7 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
     async def Draft(  # type: ignore[override]  # written with context.write, which the stubs do not know
         self, request_iterator: AsyncIterator[pb.DraftRequest], context: Context
     ) -> None:
-        """One session. However the stream ends, what it holds is released on the way out."""
+        """Serve one session. However the stream ends, the session's memory is released."""
         core = self._require_core()
         first = await context.read()
         if first is grpc.aio.EOF:
@@ -41,21 +40,19 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
             raise InvalidRequest("the first message of a stream must be open", param="open")
         session = await core.open(codec.decode_open_draft(first.open))
         closing: asyncio.Future[asyncio.Task[None]] = asyncio.get_running_loop().create_future()
-        outlet: StreamWriter[pb.DraftResponse] = StreamWriter(context.write)
-        outlet.post(pb.DraftResponse(opened=codec.encode_draft_opened(session.opened)))
-        reading = asyncio.create_task(_read(core, session, context, outlet), name="draft-stream")
+        reading = asyncio.create_task(_read(core, session, context), name="draft-stream")
         reading.add_done_callback(lambda _: closing.set_result(asyncio.create_task(session.close())))
         try:
+            await context.write(pb.DraftResponse(opened=codec.encode_draft_opened(session.opened)))
             while True:
-                await outlet.send(_response([await session.receive(), *session.received_more()]))
+                await context.write(_response([await session.receive(), *session.received_more()]))
         except Cancelled:
             if not reading.done():
                 raise
-            await reading  # what ended the session: an error of its own, or just the end of the requests
+            await reading  # raises what ended the session, unless the client closed the stream
         finally:
             reading.cancel()
             await (await closing)
-            await outlet.close()
             with suppress(asyncio.CancelledError, Exception):  # the stream is over, whatever ended it
                 await reading
 
@@ -74,12 +71,8 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         return self.core
 
 
-async def _read(
-    core: DraftCore, session: CoreSession, context: Context, outlet: StreamWriter[pb.DraftResponse]
-) -> None:
-    """Pass a stream's messages on as they come, so that the session sees all that wait. What is drafted at once leaves
-    at once; all else goes out beside.
-    """
+async def _read(core: DraftCore, session: CoreSession, context: Context) -> None:
+    """Pass a stream's messages to the session as they arrive; proposals are written by another task."""
     waiting = StateBuffer()
     while (request := await context.read()) is not grpc.aio.EOF:
         kind = request.WhichOneof("kind")
@@ -96,8 +89,6 @@ async def _read(
             await session.advance(
                 advance.base_len, token_ids, advance.num_draft_tokens, advance.num_ahead_proposals, waiting.take()
             )
-            if proposals := session.received_more():
-                outlet.post(_response(proposals))
             await asyncio.sleep(0)  # drafting comes before the next read
         else:
             waiting.clear()

@@ -1,4 +1,4 @@
-"""MLP speculator (Wertheimer et al. 2024, arXiv 2404.19124): a state that takes in one drafted token after the other.
+"""MLP speculator (Wertheimer et al. 2024, arXiv 2404.19124): a state that reads one drafted token after the other.
 
 ::
 
@@ -95,13 +95,13 @@ class MlpSpeculator(DraftHead):
         return normed(states) / math.sqrt(2.0) if self.config.scale_input else states
 
     def forward(self, token_ids: Tensor, state: Tensor, step: int) -> Tensor:
-        """The state [..., inner_dim] after taking in ``token_ids`` int64 [...] in step ``step`` (from 0)."""
+        """The state [..., inner_dim] after reading ``token_ids`` int64 [...] in step ``step`` (from 0)."""
         weight = self.config.emb_weight / self.config.state_weight
         state = self.proj[step](state) + self.emb[step](token_ids) * weight
         return F.gelu(self.ln[step](state))
 
     def logits(self, state: Tensor, step: int) -> Tensor:
-        """Logits [..., V] of the token that follows the one taken in by ``step``."""
+        """Logits [..., V] of the token that follows the one read in ``step``."""
         out: Tensor = self.head[step](state)
         return out
 

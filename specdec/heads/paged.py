@@ -101,7 +101,7 @@ class PagedHead:
     def forward(self, segments: Sequence[Segment], features: Tensor) -> Tensor:
         """Feed every segment's positions, with their features [T, H] one after another; in inference mode, by torch.
 
-        Returns [sum of num_logits, H]: what the wanted rows came to. Sequences grow by what they were fed.
+        Returns [sum of num_logits, H]: the outputs at the wanted rows. Sequences grow by what they were fed.
 
         Raises:
             InvalidRequest: a token id is outside the vocabulary.
@@ -130,9 +130,9 @@ class PagedHead:
         return self.head.to_target_logits(self.head.logits(x).float())
 
     def step(self, segments: Sequence[Segment], states: Tensor, *, are_features: bool) -> tuple[Tensor, Tensor]:
-        """Feed rows with the target's states [T, features], or with what rows before came to [T, H]; in inference mode.
+        """Feed rows with the target's states [T, features] or with outputs of earlier rows [T, H]; in inference mode.
 
-        Returns what the wanted rows came to, [N, H], and their logits over the target's vocabulary, float32 [N, V].
+        Returns the outputs at the wanted rows, [N, H], and their logits over the target's vocabulary, float32 [N, V].
         Sequences grow by what they were fed. Raises like :meth:`forward`.
         """
         self._copy_blocks()
@@ -150,10 +150,10 @@ class PagedHead:
         return x, self.head.to_target_logits(logits)
 
     def draft_chains(self, jobs: Sequence[ChainJob], stop: StopFlags | None = None) -> list[DraftedChain]:
-        """Take in what the jobs feed, with their features, then draft a chain for those that want one.
+        """Ingest what the jobs feed, with their features, then draft a chain for those that want one.
 
-        Sequences grow by ``token_ids`` alone: entries of drafted tokens are on the head's own features and count for
-        nothing. Raises like :meth:`forward`, after which sequences may have grown: roll them back.
+        Sequences grow by ``token_ids`` alone: entries of drafted tokens are on the head's own features and are
+        ignored. Raises like :meth:`forward`, after which sequences may have grown: roll them back.
         """
         self._copy_blocks()
         if self._native is not None:
@@ -162,7 +162,7 @@ class PagedHead:
             size, limit = self.pool.block_size, self.max_model_len
             return native.draft_chains(self._native, jobs, stop, block_size=size, max_model_len=limit)
         with torch.inference_mode():
-            x = self._take_in(jobs)
+            x = self._ingest(jobs)
             drafting = [i for i, job in enumerate(jobs) if job.num_tokens]
             if not drafting:
                 return [DraftedChain(())] * len(jobs)
@@ -181,8 +181,8 @@ class PagedHead:
                 job.sequence.length = length
             return chains
 
-    def _take_in(self, jobs: Sequence[ChainJob]) -> Tensor:
-        """One pass over all that is fed; to what the last position of each job came to, [jobs, H]."""
+    def _ingest(self, jobs: Sequence[ChainJob]) -> Tensor:
+        """One pass over all that is fed; returns the outputs at each job's last position, [jobs, H]."""
         dtype = self.head.fc.weight.dtype
         features = [job.features for job in jobs if job.features is not None]
         states = send(torch.cat(features), self.device).to(dtype)

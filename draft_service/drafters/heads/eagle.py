@@ -1,10 +1,10 @@
 """EAGLE-1, EAGLE-2 and EAGLE-3 as the draft: a layer that extrapolates the target's features, a token at a time.
 
 With n committed tokens the target's states of the positions 0 … n-2 are known; each predicted the token after it. An
-entry of the head's cache takes in a state and that token, so n-1 entries are on true features. What the last of them
-came to predicts token n; every drafted token but the last makes an entry more, on the head's own features. A verdict
-brings the true states of what it accepted, so after every draft the entries on predicted features are dropped, and the
-accepted positions are taken in anew.
+entry of the head's cache is made of a state and that token, so n-1 entries are on true features. The output at the last
+of them predicts token n. Every drafted token but the last makes one entry more, on the head's own features. A verdict
+brings the true states of what it accepted. So after every draft the entries on predicted features are dropped, and the
+accepted positions are ingested with their true states.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draft_service.drafters.base import DraftJob
 from draft_service.drafters.heads.base import HeadDrafter, LoadedHead, load_head, tensor_of
-from draft_service.drafters.heads.state_positions import Features
+from draft_service.drafters.heads.known_states import KnownStates
 from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees, new_rows, rows_of_parents
 from specdec.engine.batch import Segment
 from specdec.engine.chains import ChainJob, StopFlags
@@ -45,7 +45,7 @@ class EagleState:
     #: None where the prompt is longer than the context: then nothing is ever drafted.
     sequence: KVSequence | None
     rule: Rule
-    features: Features = field(default_factory=Features)
+    known: KnownStates = field(default_factory=KnownStates)
     #: The state of the last entry, of one position: where nothing is pending, it is fed again. None where there is no
     #: entry, or it was taken over from a parked session.
     newest: HiddenStates | None = None
@@ -60,20 +60,20 @@ class EagleState:
 
     @property
     def num_pending(self) -> int:
-        """States that can be taken in and are not."""
-        return 0 if self.sequence is None else self.features.num_waiting(len(self.sampling))
+        """States that can be ingested and are not."""
+        return 0 if self.sequence is None else self.known.num_waiting(len(self.sampling))
 
     @property
     def may_draft(self) -> bool:
         """Whether the state the next token follows from is known."""
-        if self.sequence is None or self.features.end != len(self.sampling) - 1:
+        if self.sequence is None or self.known.end != len(self.sampling) - 1:
             return False
         return self.newest is not None or self.num_pending > 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """A job and what it takes in."""
+    """A job and the states it ingests."""
 
     state: EagleState
     taken: list[HiddenStates]
@@ -137,7 +137,7 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
             sequence = pool.resume(_key(spec.session_id, spec.token_ids), spec.token_ids[1:], max_tokens)
         state.sequence = sequence or pool.open(max_tokens)
         state.num_cached_tokens = state.sequence.length
-        state.features = Features(state.sequence.length)
+        state.known = KnownStates(state.sequence.length)
         return state
 
     def advance(
@@ -146,13 +146,13 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
         """Keep the entries on tokens that stay, and the states that came."""
         self._check_states(hidden_states)
         if keep < len(state.sampling):
-            state.features.cut(keep)
-            if state.sequence is not None and state.features.num_entries < state.sequence.length:
-                self._pool.rollback(state.sequence, state.features.num_entries)
+            state.known.cut(keep)
+            if state.sequence is not None and state.known.num_entries < state.sequence.length:
+                self._pool.rollback(state.sequence, state.known.num_entries)
                 state.newest = None
         state.sampling = state.sampling.committed(keep, token_ids)
         if state.sequence is not None:
-            state.features.add(hidden_states)
+            state.known.add(hidden_states)
 
     def room(self, state: EagleState) -> int:
         """Drafting k tokens needs len + k - 2 entries at most, and the state of the last token but one."""
@@ -168,7 +168,7 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
             self._pool.release(sequence)
             return
         now = time.monotonic()
-        self._pool.rollback(sequence, state.features.num_gapless)
+        self._pool.rollback(sequence, state.known.num_gapless)
         self._pool.park(sequence, _key(park_as, state.token_ids), state.token_ids[1:], now)
         self._pool.expire(now, self._park_ttl_s)
 
@@ -184,16 +184,16 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
         num_tokens = job.num_tokens if state.may_draft and num_rows == state.num_pending else 0
         if state.sequence is None or job.assumed or job.assumes_next or not (num_rows or num_tokens):
             return None
-        features = state.features
+        known = state.known
         if not num_rows:
             assert state.newest is not None
-            features.put_back([state.newest])
-            self._pool.rollback(state.sequence, features.num_entries)
+            known.put_back([state.newest])
+            self._pool.rollback(state.sequence, known.num_entries)
             num_rows = 1
-        first, taken = features.num_entries, features.take(num_rows)
+        first, taken = known.num_entries, known.take(num_rows)
         job_of_head = ChainJob(
             state.sequence,
-            [state.token_ids[position + 1] for position in features.positions(first, num_rows)],
+            [state.token_ids[position + 1] for position in known.positions(first, num_rows)],
             num_tokens,
             state.sampling,
             state.rule,
@@ -216,8 +216,8 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
 
     def _undo(self, work: _Work) -> None:
         state = work.state
-        state.features.put_back(work.taken)
-        self._pool.rollback(work.job.sequence, min(state.features.num_entries, work.job.sequence.length))
+        state.known.put_back(work.taken)
+        self._pool.rollback(work.job.sequence, min(state.known.num_entries, work.job.sequence.length))
 
 
 class PagedTreePasses:

@@ -1,4 +1,4 @@
-"""An MLP speculator as the draft: a state that starts as the target's and takes in the drafted tokens one by one."""
+"""An MLP speculator as the draft: a state that starts as the target's and reads the drafted tokens one by one."""
 
 from __future__ import annotations
 

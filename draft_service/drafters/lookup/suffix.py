@@ -21,8 +21,8 @@ from specdec.types import SessionSpec
 MAX_CACHED_TOKENS: Final = 2_000_000
 #: A match of so many tokens is worth more than a model's draft; see docs/drafters.md for what was measured.
 LONG_MATCH: Final = 8
-#: Tokens put into the tree of past outputs at once: less than a millisecond.
-_MAX_SETTLED_AT_ONCE: Final = 1024
+#: Suffixes put into the tree of past outputs at once: less than a millisecond.
+_MAX_SUFFIXES_AT_ONCE: Final = 1024
 
 
 class SuffixSession(SuffixText):
@@ -54,7 +54,7 @@ class SuffixDrafter(LookupDrafter[SuffixSession]):
         #: Seeds of past outputs for as long as they may be kept, in order, and how many there are of each.
         self._seeds: deque[int | None] = deque()
         self._num_outputs_of: Counter[int | None] = Counter()
-        self._is_settling = False
+        self._is_updating = False
 
     @classmethod
     async def load(cls, settings: DraftSettings) -> Self:
@@ -91,8 +91,8 @@ class SuffixDrafter(LookupDrafter[SuffixSession]):
         if output and self._max_requests:
             self.past.add(output)
             self._remember(state.seed)
-            if not self._is_settling:
-                self._settle()
+            if not self._is_updating:
+                self._update_past()
 
     def _remember(self, seed: int | None) -> None:
         self._seeds.append(seed)
@@ -103,9 +103,9 @@ class SuffixDrafter(LookupDrafter[SuffixSession]):
             if not self._num_outputs_of[oldest]:
                 del self._num_outputs_of[oldest]
 
-    def _settle(self) -> None:
+    def _update_past(self) -> None:
         """Put outputs into the tree, and take the oldest out, some at a time."""
-        self.past.settle(_MAX_SETTLED_AT_ONCE)
-        self._is_settling = not self.past.is_settled
-        if self._is_settling:
-            asyncio.get_running_loop().call_soon(self._settle)
+        self.past.apply_pending(_MAX_SUFFIXES_AT_ONCE)
+        self._is_updating = not self.past.is_up_to_date
+        if self._is_updating:
+            asyncio.get_running_loop().call_soon(self._update_past)

@@ -95,15 +95,15 @@ class CacheSize:
 class SuffixCache:
     """The outputs of past requests, first in, first out.
 
-    What is added, and what is one too many, goes into the tree and out of it by ``settle``: some suffixes at a time, as
-    a long output takes milliseconds.
+    Added outputs enter the tree, and the oldest ones leave it, in ``apply_pending``: some suffixes at a time, because a
+    long output takes milliseconds.
     """
 
     def __init__(self, depth: int, max_requests: int, max_tokens: int) -> None:
         """The oldest outputs go while there are more than ``max_requests``, or more than ``max_tokens`` tokens."""
         self._library = load()
         self._handle: int = self._library.cache(depth, max_requests, max_tokens)
-        self._num_unsettled = 0
+        self._num_pending_suffixes = 0
         weakref.finalize(self, self._library.free_cache, self._handle)
 
     @property
@@ -112,21 +112,21 @@ class SuffixCache:
         return self._handle
 
     @property
-    def is_settled(self) -> bool:
+    def is_up_to_date(self) -> bool:
         """Whether there is nothing left to be done."""
-        return self._num_unsettled == 0
+        return self._num_pending_suffixes == 0
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Queue the output of a request."""
         if token_ids:
             tokens = array("I", token_ids)
             self._library.add(self._handle, tokens.buffer_info()[0], len(tokens))
-            self._num_unsettled = len(tokens)
+            self._num_pending_suffixes = len(tokens)
 
-    def settle(self, budget: int) -> None:
+    def apply_pending(self, budget: int) -> None:
         """Put up to ``budget`` suffixes into the tree or take them out, a third of a microsecond each or so."""
-        if self._num_unsettled:
-            self._num_unsettled = self._library.settle(self._handle, budget)
+        if self._num_pending_suffixes:
+            self._num_pending_suffixes = self._library.settle(self._handle, budget)
 
     def count(self, token_ids: Sequence[int]) -> int:
         """How often these tokens, no more than the tree is deep, stand in the outputs."""

@@ -1,4 +1,4 @@
-"""The tree of one session while it is drafted: level by level, from what the draft thinks of each next token.
+"""The token tree of one session while it is drafted, level by level.
 
 Li, Wei, Zhang, Zhang 2024, "EAGLE-2: Faster inference of language models with dynamic draft trees" (arXiv 2406.16858).
 
@@ -51,7 +51,7 @@ class TokenTree:
         """Whether no more children are wanted."""
         return not self.frontier
 
-    def grow(self, token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> None:
+    def add_level(self, token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> None:
         """Children of each node of the frontier, the likeliest first: ``top_k`` or fewer each, and their log q.
 
         Children of log q -inf are none.

@@ -1,8 +1,8 @@
 """Token trees of a draft model: one forward pass a level, all sessions together.
 
-The tokens of a level follow different ones, so they are fed as a tree, with those before them once more: what a draft
-model is fed besides its weights costs little, and nothing of the tree stays in the cache. After the verdict the
-accepted tokens are fed like any committed ones.
+The tokens of a level follow different tokens, so they are fed as a tree, together with the levels before. That costs
+little beside reading the weights. Nothing of the tree stays in the cache: after the verdict the accepted tokens are
+fed like any committed ones.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def draft_trees(passes: Passes, jobs: Sequence[TreeJob], stopped: Callable[[], S
         first = 0
         for i, count in zip(active, counts, strict=True):
             some, top_k = slice(first, first + count), jobs[i].shape.top_k
-            trees[i].grow([row[:top_k] for row in ids[some]], [row[:top_k] for row in logprobs[some]])
+            trees[i].add_level([row[:top_k] for row in ids[some]], [row[:top_k] for row in logprobs[some]])
             first += count
         stop = stopped()
         fed = {

@@ -1,6 +1,6 @@
-"""A head's ``config.json``, read field by field: what nobody knows how to honour is refused by name.
+"""A head's ``config.json``, read field by field. An unknown field is refused by name.
 
-A field that is unknown here may change the mathematics, and a head run the wrong way drafts nonsense without an error.
+An unknown field may change the mathematics, and a head that is computed wrongly drafts nonsense without an error.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Fields:
         return ModelNotSupported(f"{self.origin}: {name} is {self._values.get(name)!r}; {reason}")
 
     def finish(self) -> None:
-        """Refuse what nobody took: fields that are neither known to be harmless nor empty, false or 0.
+        """Refuse the fields that were not taken: those that are neither known to be harmless nor empty, false or 0.
 
         Raises:
             ModelNotSupported: names them.

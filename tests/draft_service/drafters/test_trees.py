@@ -58,7 +58,7 @@ def build(language: Language, shape: TreeShape, num_tokens: int) -> TokenTree:
         ids, parents = tree.fed
         asked = [()] if tree.frontier == [-1] else paths_of(ids, parents)[-len(tree.frontier) :]
         best = [language.best(path)[: shape.top_k] for path in asked]
-        tree.grow([[token for token, _ in row] for row in best], [[value for _, value in row] for row in best])
+        tree.add_level([[token for token, _ in row] for row in best], [[value for _, value in row] for row in best])
     return tree
 
 
@@ -104,8 +104,8 @@ def test_a_static_tree_takes_the_ranks_it_names() -> None:
 
 def test_tokens_that_cannot_be_drawn_are_no_children() -> None:
     tree = TokenTree(TreeShape(3, 2), 9)
-    tree.grow([[5, 6, 7]], [[-0.1, -math.inf, -math.inf]])
-    tree.grow([[1, 2, 3]], [[-0.1, -2.0, -math.inf]])
+    tree.add_level([[5, 6, 7]], [[-0.1, -math.inf, -math.inf]])
+    tree.add_level([[1, 2, 3]], [[-0.1, -2.0, -math.inf]])
     assert tree.finish() == ((5, 1, 2), (-1, 0, 0))
 
 

@@ -52,7 +52,7 @@ async def test_predicted_features_that_stay_are_noticed(start, spec, formula, ta
     def forgetful(self, work):
         finish(self, work)
         taken = len(work.job.token_ids) and work.job.num_tokens - 1
-        features, width = work.state.features, self._state_width
+        features, width = work.state.known, self._state_width
         features.add([HiddenStates(features.end, width, "float32", bytes(4 * taken * width))])
         features.take(taken)
         work.job.sequence.length += taken
@@ -124,7 +124,7 @@ async def test_what_is_known_before_a_gap_stays_of_use(start, spec, formula, see
         tokens, features = [talk.tokens[i + 1] for i in known], [model.fuse(states[i]) for i in known]
         x = model.outputs(tokens, features, range(len(known)))[-1]
         torch.testing.assert_close(seen[0][0], model.logits(x).float(), rtol=0, atol=1e-4)
-        assert talk.session.state.features.num_gapless == len(PROMPT)
+        assert talk.session.state.known.num_gapless == len(PROMPT)
         await talk.session.close()
 
 

@@ -28,7 +28,7 @@ def expected(step, shape, num_tokens):
             values = step([ids[i] for i in trees.path_to(parents, node)]).log_softmax(-1)
             order = values.argsort(descending=True)[: shape.top_k]
             best.append([(int(token), float(values[token])) for token in order])
-        tree.grow([[token for token, _ in row] for row in best], [[value for _, value in row] for row in best])
+        tree.add_level([[token for token, _ in row] for row in best], [[value for _, value in row] for row in best])
     return tree.finish()
 
 

@@ -18,7 +18,7 @@ async def settled(core):
     """Wait until past outputs are in the tree: 1024 tokens in each turn of the loop."""
     for _ in range(50):
         await asyncio.sleep(0)
-    assert core.drafter.past.is_settled
+    assert core.drafter.past.is_up_to_date
 
 
 async def test_past_outputs_are_shared_and_prompts_are_not(start_core, spec):
@@ -61,7 +61,7 @@ async def test_long_outputs_go_into_the_tree_by_and_by(start_core, spec):
         await propose(session, 1, list(range(2, 40_002)), 0)
         await session.close()
         past = core.drafter.past
-        assert not past.is_settled
+        assert not past.is_up_to_date
         assert past.count([20_000, 20_001]) == 0
         await settled(core)
         assert past.count([20_000, 20_001]) == 1
@@ -79,7 +79,7 @@ def test_options_of_vllm_reach_the_trees(spec):
     state.ingest(5)
     assert drafter.look_up(state, 8).token_ids == ()  # once of two times, below 0.6
     drafter.past.add([1, 2, 3, 4, 5])
-    drafter.past.settle(100)
+    drafter.past.apply_pending(100)
     assert drafter.look_up(state, 8).token_ids == (2, 3, 4)  # of one token three times as many; the tree is 4 deep
 
 

@@ -118,9 +118,9 @@ def test_eviction_leaves_what_was_never_evicted(outputs, prompt, depth, max_requ
     cache = SuffixCache(depth, max_requests, max_tokens)
     for output, budget in outputs:
         cache.add(output)
-        cache.settle(budget)
-    while not cache.is_settled:
-        cache.settle(7)
+        cache.apply_pending(budget)
+    while not cache.is_up_to_date:
+        cache.apply_pending(7)
     kept = [output for output, _ in outputs][-max_requests:]
     while sum(map(len, kept)) > max_tokens:
         del kept[0]
@@ -141,7 +141,7 @@ def test_one_output_too_many_would_be_noticed():
     cache = SuffixCache(4, 3, 100)  # planted: 3 instead of 2
     for output in outputs:
         cache.add(output)
-        cache.settle(100)
+        cache.apply_pending(100)
     with pytest.raises(AssertionError):
         assert cache.count([1, 2]) == BruteForce(outputs[-2:], 4).count[1, 2]
 
@@ -149,12 +149,12 @@ def test_one_output_too_many_would_be_noticed():
 def test_longer_matches_win_ties_and_the_text_itself_wins_over_past_outputs():
     cache = SuffixCache(24, 4, 100)
     cache.add([7, 8, 1, 2, 9])
-    cache.settle(100)
+    cache.apply_pending(100)
     assert look_up(SuffixText([5, 8, 1, 2], 24), cache, 4) == ((9,), 3)
     # Once in the text after (1, 2), and that run stands at its end too: probability 1/2; in the past it is 1.
     assert look_up(SuffixText([1, 2, 3, 0, 1, 2], 24), cache, 1)[0] == (9,)
     cache.add([1, 2, 4])
-    cache.settle(100)  # now 1/2 each
+    cache.apply_pending(100)  # now 1/2 each
     assert look_up(SuffixText([1, 2, 3, 0, 1, 2], 24), cache, 1)[0] == (3,)
 
 
@@ -185,7 +185,7 @@ def test_memory_is_bounded_under_many_requests():
     sizes = []
     for count in range(1, 20_001):
         cache.add([token for _ in range(8) for token in rng.choice(blocks)])
-        cache.settle(10**6)
+        cache.apply_pending(10**6)
         if count % 10_000 == 0:
             sizes.append(cache.size)
     first, second = sizes
@@ -201,7 +201,7 @@ def test_cost_does_not_grow_with_text_and_past():
         tokens = [rng.randrange(300) for _ in range(length)]
         cache = SuffixCache(24, 10**6, 10**9)
         cache.add(tokens)
-        cache.settle(10**9)
+        cache.apply_pending(10**9)
         text = SuffixText(tokens, 24)
         text.ingest(length)
         best = float("inf")

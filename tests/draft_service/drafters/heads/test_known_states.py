@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from draft_service.drafters.heads.state_positions import Features
+from draft_service.drafters.heads.known_states import KnownStates
 from specdec.types import HiddenStates
 
 
@@ -47,7 +47,7 @@ class Lists:
 @pytest.mark.parametrize("seed", range(50))
 def test_any_order_of_what_may_happen(seed):
     rng = random.Random(seed)
-    features, lists, num_tokens = Features(), Lists(), rng.randrange(1, 6)
+    features, lists, num_tokens = KnownStates(), Lists(), rng.randrange(1, 6)
     for _ in range(60):
         match rng.choice(["more", "more", "gap", "again", "take", "take", "fail", "cut"]):
             case "more":
@@ -81,7 +81,7 @@ def test_any_order_of_what_may_happen(seed):
 
 
 def test_entries_of_a_parked_cache():
-    features = Features(5)
+    features = KnownStates(5)
     assert (features.end, features.num_gapless, features.positions(3, 2)) == (5, 5, [3, 4])
     features.add([states(2, 7)])
     assert features.num_waiting(8) == 2

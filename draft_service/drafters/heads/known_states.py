@@ -1,8 +1,8 @@
-"""Which of the target's hidden states a session's draft knows: those that wait, and those taken into its cache.
+"""The target's hidden states that the draft of a session knows: those that wait, and those in its cache.
 
-The state of position t and the token after it, at t + 1, make one entry of an EAGLE head's cache. As a rule the entries
-stand for the positions 0, 1, 2, …; a session opened in the middle of a text begins later, and where states were lost
-there is a gap. Entries before a gap stay of use.
+The state of position t and the token at t + 1 make one entry of an EAGLE head's cache. As a rule the entries stand for
+the positions 0, 1, 2, …; a session opened in the middle of a text starts later, and lost states leave a gap. Entries
+before a gap stay in use.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from specdec.types import HiddenStates
 
 
-class Features:
+class KnownStates:
     """States of one session, in ascending order of position."""
 
     def __init__(self, num_entries: int = 0) -> None:
         """``num_entries`` are in the cache already, for the first positions."""
         self.num_entries = num_entries
         self._waiting: deque[HiddenStates] = deque()
-        #: Where positions go on without a gap: the first entry and its position.
+        #: Runs of positions without a gap: the first entry and its position.
         self._spans: list[tuple[int, int]] = [(0, 0)] if num_entries else []
 
     @property
@@ -39,7 +39,7 @@ class Features:
         return self._spans[1][0] if len(self._spans) > 1 else self.num_entries
 
     def num_waiting(self, num_tokens: int) -> int:
-        """States that wait and can be taken in: of ``num_tokens`` committed tokens, those before the last."""
+        """States that wait and can be ingested: of ``num_tokens`` committed tokens, those before the last."""
         return sum(max(0, min(states.end, num_tokens - 1) - states.start) for states in self._waiting)
 
     def add(self, states: Sequence[HiddenStates]) -> None:
