@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from specdec.errors import InvalidRequest
-from specdec.heads.files.eagle import EAGLE, EAGLE3
+from specdec.heads.files.eagle import EAGLE
+from specdec.heads.files.eagle3 import EAGLE3
 from specdec.heads.files.head_format import HeadFormat
 from specdec.heads.files.medusa import MEDUSA
 from specdec.heads.files.mlp_speculator import MLP_SPECULATOR
