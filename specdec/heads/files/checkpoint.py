@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from specdec.errors import InvalidRequest
-from specdec.heads.files.eagle import EAGLE
-from specdec.heads.files.eagle3 import EAGLE3
 from specdec.heads.files.head_format import HeadFormat
-from specdec.heads.files.medusa import MEDUSA
-from specdec.heads.files.mlp_speculator import MLP_SPECULATOR
 from specdec.heads.files.tensors import TargetTensors, read_config, read_tensors
 from specdec.heads.head import DraftHead
-from specdec.methods import method_of
+from specdec.methods import METHODS, method_of
 
-#: All kinds of heads by their methods.
-FORMATS: Final[dict[str, HeadFormat[Any]]] = {
-    each.head.method: each for each in (EAGLE, EAGLE3, MEDUSA, MLP_SPECULATOR)
-}
+
+def head_format(method: str) -> HeadFormat[Any]:
+    """The files of a kind of head: ``FORMAT`` of the module beside this one that has the method's name."""
+    found: HeadFormat[Any] = import_module(f"specdec.heads.files.{method}").FORMAT
+    return found
 
 
 def read_head(
@@ -43,15 +41,15 @@ def read_head(
     """
     folder, method = Path(folder), method or method_of(str(folder))
     config, target = read_config(folder), TargetTensors(Path(target_folder))
-    if method not in FORMATS:
+    if not METHODS[method].is_head:
         raise InvalidRequest(f"{folder} holds no draft head but a {method}", param="model")
-    head: DraftHead = FORMATS[method].read(folder, config, read_tensors(folder), target)
+    head: DraftHead = head_format(method).read(folder, config, read_tensors(folder), target)
     return head.to(device=device, dtype=dtype or head.dtype).eval().requires_grad_(False)
 
 
 def write_head(head: DraftHead, folder: str | Path) -> None:
     """Write a head as published: ``config.json`` and one safetensors file, without what it shares with its target."""
-    folder, form = Path(folder), FORMATS[head.method]
+    folder, form = Path(folder), head_format(head.method)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in form.tensors_of(head).items()}
     save_file(tensors, folder / form.file)

@@ -69,4 +69,4 @@ def _agreed_bias(fields: Fields, tensors: Mapping[str, Tensor]) -> bool:
     return has_bias
 
 
-EAGLE: Final = HeadFormat(head=EagleHead, read=read_eagle, config_of=eagle_config_of)
+FORMAT: Final = HeadFormat(head=EagleHead, read=read_eagle, config_of=eagle_config_of)

@@ -84,6 +84,6 @@ def _canonical(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-MEDUSA: Final = HeadFormat(
+FORMAT: Final = HeadFormat(
     head=MedusaHeads, read=read_medusa, config_of=medusa_config_of, file="medusa_lm_head.safetensors"
 )

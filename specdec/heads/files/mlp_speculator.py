@@ -87,6 +87,6 @@ def _share(named: dict[str, Tensor], n_predict: int) -> None:
                 named.setdefault(part.format(step), tensor)
 
 
-MLP_SPECULATOR: Final = HeadFormat(
+FORMAT: Final = HeadFormat(
     head=MlpSpeculator, read=read_mlp_speculator, config_of=mlp_config_of, tensors_of=mlp_tensors_of
 )

@@ -7,7 +7,7 @@ from draft_service.drafters.none import CommittedTokens
 from draft_service.drafters.registry import DRAFTERS, drafter_class, load_drafter, register
 from draft_service.main import DraftService, build_parser, settings_of
 from specdec import codec
-from specdec.heads.files.checkpoint import FORMATS
+from specdec.heads.files.checkpoint import head_format
 from specdec.methods import HEAD_METHODS, METHODS, Method
 from specdec.rpc.channel import open_channel
 from specdec.rpc.server import RpcServer
@@ -42,7 +42,8 @@ def repeat():
 
 def test_every_method_has_a_drafter_and_every_head_has_files():
     assert set(DRAFTERS) == set(METHODS)
-    assert set(FORMATS) == set(HEAD_METHODS)
+    for method in HEAD_METHODS:
+        assert head_format(method).head.method == method
     for method in METHODS:
         assert issubclass(drafter_class(method), Drafter)
 
