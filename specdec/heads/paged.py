@@ -27,7 +27,7 @@ from specdec.engine.native.linears import pack_linears
 from specdec.heads.eagle import EagleHead
 from specdec.heads.eagle3 import Eagle3Head
 from specdec.heads.native.eagle import NativeHead
-from specdec.heads.self_check import Reference
+from specdec.heads.self_check import HeadReference
 from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.transfer import send
 from specdec.settings import ModelSettings
@@ -81,7 +81,7 @@ class PagedHead:
     def _build_native(self, num_threads: int) -> NativeHead | None:
         """The head on native kernels, if they agree with its module; else the module gets packed layers alone."""
         limit = self.pool.total_blocks // 2 * self.pool.block_size
-        reference = Reference(self.head, limit) if limit > 0 else None
+        reference = HeadReference(self.head, limit) if limit > 0 else None
         native_head = NativeHead.build(self.head, self._caches[0], num_threads)
         if native_head is None:
             pack_linears(self.head, num_threads)

@@ -24,7 +24,7 @@ _OWN_STEPS: Final = 3
 _INT8_TOLERANCE: Final = (1e-2, 0.25)
 
 
-class Reference:
+class HeadReference:
     """Random tokens and states, and what the module makes of them."""
 
     def __init__(self, head: EagleHead | Eagle3Head, limit: int) -> None:

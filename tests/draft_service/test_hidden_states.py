@@ -132,7 +132,7 @@ async def test_states_of_positions_that_are_not_committed_are_refused(spec):
         await session.close()
 
 
-async def test_drafters_without_a_wish_never_see_states(start_core, spec, greedy):
+async def test_drafters_that_read_no_states_never_see_states(start_core, spec, greedy):
     async with start_core() as core:
         session = await core.open(spec(PROMPT))
         assert (await ask(session, 6, [1], states(0, 6))).token_ids == greedy([*PROMPT, 1], 4)

@@ -72,7 +72,7 @@ class EagleState:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Work:
+class _EagleWork:
     """A job and the states it ingests."""
 
     state: EagleState
@@ -88,7 +88,7 @@ class _Work:
         return TreeJob(job.sequence, job.token_ids, self.shape, job.num_tokens, job.state, job.rule)
 
 
-class EagleDrafter(HeadDrafter[EagleState, _Work]):
+class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
     """Drafts with an EAGLE head; see the module."""
 
     def __init__(self, loaded: LoadedHead, paged: PagedHead, thread: DeviceThread, settings: DraftSettings) -> None:
@@ -178,7 +178,7 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
         pool.expire(time.monotonic(), self._park_ttl_s)
         return pool.used_blocks + pool.parked_blocks, pool.total_blocks, pool.num_parked
 
-    def _prepare(self, job: DraftJob[EagleState]) -> _Work | None:
+    def _prepare(self, job: DraftJob[EagleState]) -> _EagleWork | None:
         state = job.state
         num_rows = min(job.num_rows, state.num_pending)
         num_tokens = job.num_tokens if state.may_draft and num_rows == state.num_pending else 0
@@ -200,21 +200,23 @@ class EagleDrafter(HeadDrafter[EagleState, _Work]):
             features=tensor_of(taken),
             num_candidates=job.num_guesses,
         )
-        return _Work(state, taken, job_of_head, job.tree if num_tokens else None)
+        return _EagleWork(state, taken, job_of_head, job.tree if num_tokens else None)
 
-    def _compute(self, works: Sequence[_Work], stop: StopFlags) -> Sequence[DraftedChain]:
+    def _compute(self, works: Sequence[_EagleWork], stop: StopFlags) -> Sequence[DraftedChain]:
         return self._paged.draft_chains([work.job for work in works], stop)
 
-    def _compute_trees(self, works: Sequence[_Work], stopped: Callable[[], Sequence[bool]]) -> Sequence[DraftedTree]:
+    def _compute_trees(
+        self, works: Sequence[_EagleWork], stopped: Callable[[], Sequence[bool]]
+    ) -> Sequence[DraftedTree]:
         features = {work.job.sequence: work.job.features for work in works if work.job.features is not None}
         return draft_trees(PagedTreePasses(self._paged, features), [work.tree() for work in works], stopped)
 
-    def _finish(self, work: _Work) -> None:
+    def _finish(self, work: _EagleWork) -> None:
         """Keep the state to feed again."""
         last = work.taken[-1]
         work.state.newest = last.rows(last.end - 1, last.end)
 
-    def _undo(self, work: _Work) -> None:
+    def _undo(self, work: _EagleWork) -> None:
         state = work.state
         state.known.put_back(work.taken)
         self._pool.rollback(work.job.sequence, min(state.known.num_entries, work.job.sequence.length))

@@ -50,7 +50,7 @@ class LastState:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _LastStateWork:
     """A chain to draft."""
 
     newest: HiddenStates
@@ -62,7 +62,7 @@ class _Work:
     assumed: tuple[int, ...] = ()
 
 
-class LastStateDrafter(HeadDrafter[LastState, _Work]):
+class LastStateDrafter(HeadDrafter[LastState, _LastStateWork]):
     """Keeps a state per session and no cache; what the head computes of it is the subclass's."""
 
     def __init__(
@@ -133,21 +133,23 @@ class LastStateDrafter(HeadDrafter[LastState, _Work]):
         """As many as the context has; without the state none."""
         return self.info.max_model_len + 1 - len(state.sampling) if state.may_draft else 0
 
-    def _prepare(self, job: DraftJob[LastState]) -> _Work | None:
+    def _prepare(self, job: DraftJob[LastState]) -> _LastStateWork | None:
         state = job.state
         shape = job.tree and job.tree.cut(self._max_depth)
         num_tokens = job.num_tokens if shape else min(job.num_tokens, self._max_depth)
         if state.newest is None or not state.may_draft or num_tokens <= 0 or job.assumed or job.assumes_next:
             return None
-        return _Work(state.newest, state.sampling, state.rule, num_tokens, job.num_guesses, shape)
+        return _LastStateWork(state.newest, state.sampling, state.rule, num_tokens, job.num_guesses, shape)
 
-    def _compute(self, works: Sequence[_Work], stop: StopFlags) -> Sequence[DraftedChain]:
+    def _compute(self, works: Sequence[_LastStateWork], stop: StopFlags) -> Sequence[DraftedChain]:
         with torch.inference_mode():
             states = self._states(works)
             last_tokens = [work.state.token_ids[-1] for work in works]
             return self._draw(works, states, last_tokens, stop)
 
-    def _compute_trees(self, works: Sequence[_Work], stopped: Callable[[], Sequence[bool]]) -> Sequence[DraftedTree]:
+    def _compute_trees(
+        self, works: Sequence[_LastStateWork], stopped: Callable[[], Sequence[bool]]
+    ) -> Sequence[DraftedTree]:
         jobs = []
         for work in works:
             assert work.shape is not None
@@ -159,9 +161,9 @@ class LastStateDrafter(HeadDrafter[LastState, _Work]):
         states = {job.sequence: rows[i : i + 1] for i, job in enumerate(jobs)}
         return draft_trees(self._tree_passes(states, max(job.shape.depth for job in jobs)), jobs, stopped)
 
-    def _states(self, works: Sequence[_Work]) -> Tensor:
+    def _states(self, works: Sequence[_LastStateWork]) -> Tensor:
         """The target's states, [R, H]."""
         return send(tensor_of([work.newest for work in works]), self._device).to(self._dtype)
 
-    def _undo(self, work: _Work) -> None:
+    def _undo(self, work: _LastStateWork) -> None:
         """Nothing changes in a state."""

@@ -119,7 +119,7 @@ async def test_every_proposal_ahead_is_the_fresh_one(start_core, spec, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["greedy", "coupled"])
-async def test_the_targets_own_model_is_always_foreseen(start_core, spec, own_target, monkeypatch, kind):
+async def test_the_targets_own_model_is_always_predicted(start_core, spec, own_target, monkeypatch, kind):
     """Draft = target: every verdict accepts all, and its last token is the best guess."""
     monkeypatch.setattr("draft_service.ahead.scheduler.BusyShare.share", lambda share: 0.0)
     opening = spec(PROMPT, max_tokens=1900, **KINDS[kind])
@@ -127,15 +127,15 @@ async def test_the_targets_own_model_is_always_foreseen(start_core, spec, own_ta
     async with start_core(k=4) as core:
         client = Client(await core.open(opening), PROMPT)
         _, news = target.verify()
-        foreseen = 0
+        num_predicted = 0
         for _ in range(100):
             proposal, was_sent = await client.advance(list(news), 4, 4)
-            foreseen += was_sent
+            num_predicted += was_sent
             count, news = target.verify(proposal)
             assert (count, len(proposal.token_ids)) == (4, 4)
             await rest(core)
             client.collect()
-        assert foreseen == 99
+        assert num_predicted == 99
         counts = core.ahead.counts
         assert (counts.num_hits, counts.num_hit_tokens) == (99, 99 * 4)
         assert counts.num_proposals >= 99
@@ -144,11 +144,11 @@ async def test_the_targets_own_model_is_always_foreseen(start_core, spec, own_ta
 
 
 @pytest.mark.parametrize("kind", ["coupled", "block"])
-async def test_a_model_like_the_targets_is_foreseen_often(start_core, spec, kindred_target, monkeypatch, kind):
+async def test_a_model_like_the_targets_is_often_predicted(start_core, spec, kindred_target, monkeypatch, kind):
     """What the target commits is the same text as without drafting ahead."""
     look_at_all(monkeypatch)
     opening = spec(PROMPT, max_tokens=400, **KINDS[kind])
-    texts, foreseen, num_rounds = [], 0, 0
+    texts, num_predicted, num_rounds = [], 0, 0
     async with start_core(k=3) as core:
         for num_ahead_proposals in (0, 8):
             target = kindred_target(opening)
@@ -156,7 +156,7 @@ async def test_a_model_like_the_targets_is_foreseen_often(start_core, spec, kind
             _, news = target.verify()
             while len(target.state) < 250:
                 proposal, was_sent = await client.advance(list(news), 3, num_ahead_proposals)
-                foreseen += was_sent
+                num_predicted += was_sent
                 num_rounds += num_ahead_proposals > 0
                 _, news = target.verify(proposal)
                 await rest(core)
@@ -164,9 +164,9 @@ async def test_a_model_like_the_targets_is_foreseen_often(start_core, spec, kind
             texts.append(target.state.token_ids)
             await client.session.close()
             target.close()
-        assert core.ahead.counts.num_hits == foreseen
+        assert core.ahead.counts.num_hits == num_predicted
     assert texts[0] == texts[1]
-    assert foreseen > 0.1 * num_rounds
+    assert num_predicted > 0.1 * num_rounds
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ async def test_a_verdict_stops_the_impossible_and_what_it_makes_true_is_the_answ
         await client.session.close()
 
 
-async def test_a_verdict_nobody_foresaw_stops_all_and_is_answered_afresh(start_core, spec, greedy, gate):
+async def test_a_verdict_nobody_predicted_stops_all_and_is_answered_afresh(start_core, spec, greedy, gate):
     async with start_core(k=3) as core:
         client = Client(await core.open(spec(PROMPT)), PROMPT)
         await client.advance([1], 3, 6)
@@ -450,8 +450,8 @@ async def test_branches_make_room_for_a_new_session(start_core, spec, greedy, mo
         other = await core.open(spec(PROMPT, max_tokens=32 * (total - own) - 6, session_id="other"))
         assert (await core.load()).used_blocks == total
         client.collect()
-        foreseen = max(client.kept, key=lambda p: (p.base_len == 7, p.likelihood))
-        proposal, was_sent = await client.advance(list(foreseen.assumed_token_ids), 3, 8)
+        likeliest = max(client.kept, key=lambda p: (p.base_len == 7, p.likelihood))
+        proposal, was_sent = await client.advance(list(likeliest.assumed_token_ids), 3, 8)
         assert was_sent
         assert proposal.token_ids == greedy(client.known, 3)
         await rest(core)

@@ -44,8 +44,8 @@ class Chances:
         self.counted.append((token_id, list(guesses)))
 
 
-def make_tree(odds=None, num_tokens=3, end=10**6):
-    tree = VerdictTree(odds or Fixed(), frozenset({STOP}), lambda length: min(num_tokens, end - length - 1))
+def make_tree(stats=None, num_tokens=3, end=10**6):
+    tree = VerdictTree(stats or Fixed(), frozenset({STOP}), lambda length: min(num_tokens, end - length - 1))
     tree.budget = 100
     return tree
 
@@ -99,8 +99,8 @@ def test_fan_out_falls_geometrically_with_what_is_accepted(monkeypatch, acceptan
     """With many guesses of equal steepness, the number taken per place falls by a constant."""
     monkeypatch.setattr("draft_service.ahead.verdict_tree.FLOOR", 0.002)
     steep = 0.7
-    odds = Fixed(acceptance, after_rejection=tuple(0.3 * steep**m for m in range(40)))
-    tree = make_tree(odds)
+    stats = Fixed(acceptance, after_rejection=tuple(0.3 * steep**m for m in range(40)))
+    tree = make_tree(stats)
     tree.reset_root(50, drafted(1, 2, 3, 4, width=41))
     fan_out = [sum(len(n.token_ids) == at + 1 for n in tree.undrafted if not n.assumes_next) for at in range(4)]
     # guess m at place a is taken while acceptance^a · steep^m is above a limit: m falls by a constant per place
@@ -111,8 +111,8 @@ def test_fan_out_falls_geometrically_with_what_is_accepted(monkeypatch, acceptan
 
 
 def test_a_verdict_that_was_drafted_for_is_the_new_root_and_keeps_what_is_below_it():
-    odds = Fixed(0.85)
-    tree = make_tree(odds)
+    stats = Fixed(0.85)
+    tree = make_tree(stats)
     tree.reset_root(50, drafted(1, 2, 3))
     tree.mark_started(node := follower(tree))
     tree.add_draft(node, drafted(5, 6, 7, next_guesses=(4, 8)))
@@ -127,8 +127,8 @@ def test_a_verdict_that_was_drafted_for_is_the_new_root_and_keeps_what_is_below_
     assert tree.budget == 98
 
     assert tree.advance((1, 2, 3, 4))
-    assert odds.counted == [(3, 3)]
-    assert odds.after_all.counted == [(4, [4, 8])]
+    assert stats.counted == [(3, 3)]
+    assert stats.after_all.counted == [(4, [4, 8])]
     assert tree._root is node
     assert tree.num_drafted == 3
     assert deeper.path == (5, 6, 7, 8)
@@ -142,16 +142,16 @@ def test_a_verdict_that_was_drafted_for_is_the_new_root_and_keeps_what_is_below_
 
 def test_several_verdicts_at_once(monkeypatch):
     monkeypatch.setattr("draft_service.ahead.verdict_tree.FLOOR", 0.01)
-    odds = Fixed(0.9)
-    tree = make_tree(odds)
+    stats = Fixed(0.9)
+    tree = make_tree(stats)
     tree.reset_root(50, drafted(1, 2, 3))
     tree.mark_started(node := follower(tree))
     tree.add_draft(node, drafted(5, 6, 7, next_guesses=(4,)))
     tree.mark_started(rejection := next(n for n in tree.undrafted if n.path == (1, 2, 3, 4, 15)))
     tree.add_draft(rejection, drafted(1, 1, 1))
     assert tree.advance((1, 2, 3, 4, 15))
-    assert odds.counted == [(3, 3), (0, 1)]
-    assert odds.after_rejection.counted == [(15, [15, 25, 35])]
+    assert stats.counted == [(3, 3), (0, 1)]
+    assert stats.after_rejection.counted == [(15, [15, 25, 35])]
     assert tree._root is rejection
 
 
@@ -197,7 +197,7 @@ def test_without_guesses_only_acceptance_of_all_is_drafted_for():
     assert not tree.advance((9,))
 
 
-def test_which_hypotheses_a_message_makes_impossible(monkeypatch):
+def test_which_nodes_a_message_makes_impossible(monkeypatch):
     monkeypatch.setattr("draft_service.ahead.verdict_tree.FLOOR", 0.01)
     tree = make_tree(Fixed(0.9))
     tree.reset_root(50, drafted(1, 2, 3))
