@@ -32,6 +32,11 @@ class DraftService:
         self._settings = settings
         self._servicer = DraftServicer()
 
+    @property
+    def core(self) -> DraftCore | None:
+        """The core; None before :meth:`start`."""
+        return self._servicer.core
+
     def register(self, server: RpcServer) -> None:
         """Add the servicer."""
         name = pb.DESCRIPTOR.services_by_name["DraftService"].full_name

@@ -37,8 +37,8 @@ class AheadScheduler(DraftAhead):
         super().__init__()
         self._stats = {sampling: AcceptanceStats() for sampling in DraftSampling}
         self._sessions: dict[AheadDrafts, None] = {}
-        self._step_time = StepTime()
-        self._busy = BusyShare()
+        self.step_time = StepTime()
+        self.busy = BusyShare()
 
     def session_cache(self, pool: KVPool, sequence: KVSequence) -> CacheBranches:
         """A session's cache with branches."""
@@ -60,17 +60,17 @@ class AheadScheduler(DraftAhead):
         """Requests for the most likely nodes that are worth a draft."""
         if not self._sessions:
             return []
-        best = nlargest(self._step_time.max_rows(), self._worthwhile(self._busy.share()), key=_likelihood)
+        best = nlargest(self.step_time.max_rows(), self._worthwhile(self.busy.share()), key=_likelihood)
         return [session.draft_for(node) for session, node in best]
 
     def record(self, batch: InflightBatch, num_steps: int, spent_ns: int) -> None:
         """Learn from a batch of any kind how busy the device is and how long a step takes."""
         if not batch.is_speculative:
-            self._busy.add(spent_ns)
+            self.busy.add(spent_ns)
             return
         self.counts.busy_ns += spent_ns
         if num_steps:  # also of a batch that was stopped: one that always is would never become smaller otherwise
-            self._step_time.add(len(batch.requests), num_steps, spent_ns)
+            self.step_time.add(len(batch.requests), num_steps, spent_ns)
 
     def _worthwhile(self, floor: float) -> Iterator[tuple[AheadDrafts, VerdictNode]]:
         for session in tuple(self._sessions):

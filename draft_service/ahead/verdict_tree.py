@@ -69,7 +69,7 @@ class VerdictTree:
         self._stats = stats
         self._stop_token_ids = stop_token_ids
         self._max_tokens_at = max_tokens_at
-        self._root: VerdictNode | None = None
+        self.root: VerdictNode | None = None
         #: Nodes to draft for, the most likely first.
         self.undrafted: list[VerdictNode] = []
         #: How many of them may still be drafted for before the next verdict.
@@ -77,18 +77,18 @@ class VerdictTree:
 
     def reset_root(self, committed_len: int, draft: Draft) -> None:
         """Start with the proposal whose verdict is awaited."""
-        self._root = VerdictNode(None, (), False, committed_len, 1.0, draft=draft)
+        self.root = VerdictNode(None, (), False, committed_len, 1.0, draft=draft)
         self.undrafted = []
-        self._expand(self._root)
+        self._expand(self.root)
 
     @property
     def num_drafted(self) -> int:
         """Tokens of the proposal whose verdict is awaited."""
-        return 0 if self._root is None or self._root.draft is None else len(self._root.draft.token_ids)
+        return 0 if self.root is None or self.root.draft is None else len(self.root.draft.token_ids)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._root = None
+        self.root = None
         self.undrafted = []
 
     def mark_started(self, node: VerdictNode) -> None:
@@ -115,7 +115,7 @@ class VerdictTree:
 
         False if no proposal was drafted for exactly these tokens; the tree is empty then.
         """
-        node, left = self._root, tuple(token_ids)
+        node, left = self.root, tuple(token_ids)
         while node is not None and left:
             self._count(node, left)
             node = next(
@@ -125,7 +125,7 @@ class VerdictTree:
         if node is None:
             self.clear()
             return False
-        self._root, node.parent, node.token_ids = node, None, ()
+        self.root, node.parent, node.token_ids = node, None, ()
         self.undrafted = []
         self._rescale(node, 1.0 / node.likelihood)
         return True

@@ -68,11 +68,11 @@ async def serving(checkpoint, model_settings, **scheduler):
 async def started(checkpoint, model_settings):
     async with serving(checkpoint, model_settings) as (service, _, channel):
         await service.start()
-        yield service._servicer.core, DraftServiceStub(channel)
+        yield service.core, DraftServiceStub(channel)
         async with asyncio.timeout(10):
-            while (await service._servicer.core.load()).open_sessions:  # noqa: ASYNC110 (the server's own pace)
+            while (await service.core.load()).open_sessions:  # noqa: ASYNC110 (the server's own pace)
                 await asyncio.sleep(0.001)
-        assert (await service._servicer.core.load()).used_blocks == 0
+        assert (await service.core.load()).used_blocks == 0
 
 
 async def test_a_session(started, spec, greedy):

@@ -56,11 +56,12 @@ def test_the_likeliest_of_all_sessions_come_first(share):
     first, second = Session(0.6, 0.2, 0.1), Session(0.5, 0.4, 0.05)
     for session in (first, second):
         scheduler.add(session)
-    scheduler._step_time.max_rows = lambda: 4
+    scheduler.step_time.max_rows = lambda: 4
     assert taken(scheduler) == [0.6, 0.5, 0.4, 0.2]
     assert taken(scheduler) == [0.1, 0.05]
     assert taken(scheduler) == []
-    assert not scheduler._sessions  # until their next verdicts
+    first.undrafted.append(Node(1.0))
+    assert taken(scheduler) == []  # until its next verdict
 
 
 def test_no_session_gets_more_than_its_budget(share):
@@ -114,15 +115,15 @@ def test_batches_that_are_always_stopped_become_smaller():
         for request in batch.requests:
             request.stop.request_stop()
         scheduler.record(batch, 1, 3_000_000)
-    assert scheduler._step_time.max_rows() < MAX_ROWS
+    assert scheduler.step_time.max_rows() < MAX_ROWS
     assert scheduler.counts.busy_ns == 30_000_000
 
 
 def test_requests_count_as_load_and_a_batch_that_failed_as_nothing():
     scheduler = AheadScheduler()
     scheduler.record(InflightBatch([DraftRequest(None, 4, lambda _: None)]), 4, 10 * WINDOW_NS)
-    assert scheduler._busy.share() > 0.9
+    assert scheduler.busy.share() > 0.9
     assert scheduler.counts.busy_ns == 0
     scheduler.record(InflightBatch([DraftRequest(None, 4, lambda _: None, assumed=(1,))]), 0, 5)
-    assert scheduler._step_time.max_rows() == MAX_ROWS
+    assert scheduler.step_time.max_rows() == MAX_ROWS
     assert scheduler.counts.busy_ns == 5

@@ -87,7 +87,7 @@ def test_probabilities_of_all_verdicts_add_up_to_one(monkeypatch):
     tree.reset_root(50, drafted(1, 2, 3))
     tree.mark_started(node := follower(tree))
     tree.add_draft(node, drafted(4, 5, 6, next_guesses=(70, 71)))
-    first = sum(n.likelihood for n in tree.undrafted if n.parent is tree._root) + node.likelihood
+    first = sum(n.likelihood for n in tree.undrafted if n.parent is tree.root) + node.likelihood
     assert first == pytest.approx(1.0)
     below = [n for n in tree.undrafted if n.parent is node]
     # its own follower's guess is not made yet: only the best one counts for now
@@ -117,7 +117,7 @@ def test_a_verdict_that_was_drafted_for_is_the_new_root_and_keeps_what_is_below_
     tree.mark_started(node := follower(tree))
     tree.add_draft(node, drafted(5, 6, 7, next_guesses=(4, 8)))
     assert node.path == (1, 2, 3, 4)
-    assert tree._root.next_guesses == (4, 8)
+    assert tree.root.next_guesses == (4, 8)
     assert opened(tree)[(1, 2, 3, 8)] == pytest.approx(0.85**3 * 0.2, abs=1e-6)
     deeper = follower(tree)
     assert deeper.path == (1, 2, 3, 4, 5, 6, 7)
@@ -129,7 +129,7 @@ def test_a_verdict_that_was_drafted_for_is_the_new_root_and_keeps_what_is_below_
     assert tree.advance((1, 2, 3, 4))
     assert stats.counted == [(3, 3)]
     assert stats.after_all.counted == [(4, [4, 8])]
-    assert tree._root is node
+    assert tree.root is node
     assert tree.num_drafted == 3
     assert deeper.path == (5, 6, 7, 8)
     assert deeper.likelihood == pytest.approx(0.85**3 * 0.6)
@@ -137,7 +137,7 @@ def test_a_verdict_that_was_drafted_for_is_the_new_root_and_keeps_what_is_below_
     assert likelihoods[(15,)] == pytest.approx(0.15 * 0.5)  # too unlikely before
     assert (1, 2, 3, 8) not in likelihoods
     assert tree.advance((5, 6, 7, 8))
-    assert tree._root is deeper
+    assert tree.root is deeper
 
 
 def test_several_verdicts_at_once(monkeypatch):
@@ -152,7 +152,7 @@ def test_several_verdicts_at_once(monkeypatch):
     assert tree.advance((1, 2, 3, 4, 15))
     assert stats.counted == [(3, 3), (0, 1)]
     assert stats.after_rejection.counted == [(15, [15, 25, 35])]
-    assert tree._root is rejection
+    assert tree.root is rejection
 
 
 @pytest.mark.parametrize("tokens", [(1, 2, 77), (8,), (1, 2, 3, 5), (1, 2, 3), (1,), (1, 2, 3, 4, 4)])
@@ -227,7 +227,7 @@ def test_random_growth_keeps_the_books(monkeypatch):
                     guesses = tuple(rng.sample(range(9), 2)) if node.assumes_next else ()
                     tree.add_draft(node, drafted(*(rng.randrange(9) for _ in range(3)), next_guesses=guesses))
             check(tree, committed)
-            paths = [n.path for n in tree._root.children.values() if n.draft]
+            paths = [n.path for n in tree.root.children.values() if n.draft]
             if paths and rng.random() < 0.7:
                 tokens = rng.choice(paths)
                 assert tree.advance(tokens)
@@ -240,8 +240,8 @@ def check(tree, committed):
     assert len(open_nodes) == len(tree.undrafted)
     assert [n.likelihood for n in tree.undrafted] == sorted((n.likelihood for n in tree.undrafted), reverse=True)
     assert all(n.draft is None and n.num_tokens == 3 for n in tree.undrafted)
-    todo = [tree._root]
-    assert tree._root.likelihood == pytest.approx(1.0)
+    todo = [tree.root]
+    assert tree.root.likelihood == pytest.approx(1.0)
     seen = set()
     while todo:
         node = todo.pop()

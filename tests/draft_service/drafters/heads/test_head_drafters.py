@@ -311,7 +311,7 @@ async def test_a_chain_that_is_stopped_ends_with_what_it_has(start, spec, target
         drafter.advance(state, len(PROMPT), [7], [talk.rows(0, len(PROMPT))])
         assert drafter.room(state) > K
         stop = Stop()
-        stop.please()
+        stop.request_stop()
         stopped, whole = [
             (await drafter.draft([DraftJob(state, state.num_pending, K, stop=each)]))[0] for each in (stop, Stop())
         ]
