@@ -114,7 +114,7 @@ async def test_every_proposal_ahead_is_the_fresh_one(start_core, spec, monkeypat
                 news = [*proposal.token_ids[: rng.randrange(4)], rng.randrange(48)]
         await client.session.close()
     assert hits > 10
-    assert misses > 3
+    assert misses > 1
     assert compared > 150
 
 
