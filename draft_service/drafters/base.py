@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Generic, Protocol, Self, TypeVar
+from typing import Any, Final, Generic, Protocol, Self, TypeVar
 
 from draft_service.drafters.session_cache import SessionCacheFactory
 from specdec.rules import SparseRow
@@ -69,6 +69,8 @@ class Stop:
             self._flags[self._at] = 1
 
 
+#: Tokens that a short batch ingests at most.
+MAX_SHORT_ROWS: Final = 64
 #: What :meth:`Drafter.room` returns without a limit.
 UNLIMITED: Final = 2**31
 
@@ -104,6 +106,19 @@ class DraftJob(Generic[S]):
         The first ingests what is pending.
         """
         return self.tree.depth if self.tree else self.num_tokens + self.assumes_next
+
+
+def num_short_steps(batch: Sequence[DraftJob[Any]], num_open: int) -> int:
+    """Steps of a batch that may be run on the event loop, if they are short; 0: it must not.
+
+    It holds a job of each of the ``num_open`` sessions, so that no other one could join, has few rows, and nothing in
+    it is drafted ahead.
+    """
+    if len(batch) < num_open or sum(job.num_rows for job in batch) > MAX_SHORT_ROWS:
+        return 0
+    if not all(job.num_tokens and not job.assumed for job in batch):
+        return 0
+    return max(job.num_steps for job in batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Self
 
-from draft_service.drafters.base import Draft, Drafter, DraftJob
+from draft_service.drafters.base import Draft, Drafter, DraftJob, num_short_steps
 from draft_service.drafters.session_cache import CacheBranch, SessionCache, SessionCacheFactory
 from draft_service.drafters.trees.mixed_batch import draft_mixed
 from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees
@@ -197,8 +197,10 @@ class ModelDrafter(Drafter[ModelState]):
         """One call on the device thread: a ragged pass over what is pending, then a step per drafted token."""
         feeds = [self._prepare(job) for job in batch]
         running = [feed for feed in feeds if feed is not None]
+        num_steps = num_short_steps(batch, len(self._states)) if self._engine.path == "native decoder" else 0
         with _undoing(running):
-            chains = iter(await self._thread.run(self._compute, running) if running else ())
+            drafted = await self._thread.run_short(self._compute, num_steps, running) if running else []
+        chains = iter(drafted)
         return [Draft() if feed is None else feed.finish(next(chains)) for feed in feeds]
 
     def drop_ahead(self, state: ModelState) -> None:

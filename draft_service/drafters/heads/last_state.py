@@ -71,6 +71,7 @@ class LastStateDrafter(HeadDrafter[LastState, _LastStateWork]):
         """``width``: numbers of a state; ``max_depth``: tokens the head drafts one after the other at most."""
         super().__init__(loaded, thread)
         self._max_depth = max_depth
+        self._num_open = 0
         self._state_width = width
         self._dtype: torch.dtype = getattr(torch, loaded.info.dtype)
         num_tokens = loaded.info.num_speculative_tokens
@@ -113,9 +114,20 @@ class LastStateDrafter(HeadDrafter[LastState, _LastStateWork]):
     def _tree_passes(self, states: Mapping[KVSequence, Tensor], depth: int) -> Passes:
         """What feeds the tokens of trees of ``depth`` levels at most, after the states [1, H] of their sequences."""
 
+    @property
+    def num_open(self) -> int:
+        """Open sessions."""
+        return self._num_open
+
     def open(self, spec: SessionSpec) -> LastState:
-        """A state without memory worth mentioning."""
-        return LastState(self._sampling(spec), spec.rule or DEFAULT_RULE)
+        """A state that takes hardly any memory."""
+        state = LastState(self._sampling(spec), spec.rule or DEFAULT_RULE)
+        self._num_open += 1
+        return state
+
+    def close(self, state: LastState, park_as: str | None = None) -> None:
+        """Nothing is kept."""
+        self._num_open -= 1
 
     def advance(
         self, state: LastState, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()

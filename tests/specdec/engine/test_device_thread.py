@@ -152,3 +152,26 @@ async def test_a_turn_costs_tens_of_microseconds(thread: DeviceThread) -> None:
         await thread.run(int)
         best = min(best, time.perf_counter() - start)
     assert best < 200e-6  # 20-30 us on an idle machine; the best of many tells even on a busy one
+
+
+async def test_short_calls_run_on_the_calling_thread(thread: DeviceThread) -> None:
+    def where(seconds: float) -> str:
+        time.sleep(seconds)
+        return threading.current_thread().name
+
+    here = threading.current_thread().name
+    assert await thread.run_short(where, 4, 0.0) == "test-device"  # nothing is known of it yet
+    assert await thread.run_short(where, 4, 0.004) == here  # the latest call was short
+    assert await thread.run_short(where, 4, 0.0) == "test-device"  # the latest call was long
+    assert await thread.run_short(where, 1, 0.004) == here
+    assert await thread.run_short(where, 1, 0.0) == "test-device"
+
+
+async def test_a_short_call_that_fails_raises(thread: DeviceThread) -> None:
+    def fail() -> None:
+        raise ValueError("planted")
+
+    await thread.run_short(lambda: None, 1)
+    with pytest.raises(ValueError, match="planted"):
+        await thread.run_short(fail, 1)
+    assert await thread.run(lambda: 7) == 7
