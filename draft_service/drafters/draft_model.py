@@ -36,7 +36,7 @@ class ModelState:
     """One session of a draft model."""
 
     sampling: SamplingState
-    #: None where the prompt is longer than the model's context: then nothing is ever drafted.
+    #: None if the prompt is longer than the model's context; nothing is drafted then.
     cache: SessionCache | None
     rule: Rule
     num_cached_tokens: int = 0
@@ -69,7 +69,7 @@ class _Feed:
 
     @property
     def draws_what_it_assumes(self) -> bool:
-        """Whether the best guess of the target's next token is what would be drafted there anyway.
+        """Whether the best guess of the target's next token is the token that would be drafted there.
 
         It is unless it is drawn from q, with noise that depends on where its draft starts.
         """
@@ -77,7 +77,7 @@ class _Feed:
         return not state.rule.sampling_at(state.sampling.params.temperature).sends_q
 
     def chain(self, token_ids: Sequence[int], num_tokens: int, num_guesses: int) -> ChainJob:
-        """A chain after ``token_ids``, which the job assumes or has committed; more than it assumes itself may be."""
+        """A chain after ``token_ids``, which are committed or assumed."""
         job, state = self.job, self.job.state
         return ChainJob(
             self.branch.sequence,
@@ -145,7 +145,7 @@ class ModelDrafter(Drafter[ModelState]):
         return drafter
 
     def open(self, spec: SessionSpec) -> ModelState:
-        """Reserve the cache of the whole session, or take back what is parked under its id."""
+        """Reserve the cache of the whole session, or resume what is parked under its id."""
         info = self.info
         sampling = SamplingState(
             spec.params,
@@ -181,7 +181,7 @@ class ModelDrafter(Drafter[ModelState]):
         cache = state.cache
         if cache is not None and keep == len(state.sampling):
             cache.commit(keep, token_ids)
-        elif cache is not None:  # committed tokens are taken back
+        elif cache is not None:  # committed tokens were replaced
             cache.cut(keep)
         state.sampling = state.sampling.committed(keep, token_ids)
 
@@ -204,7 +204,7 @@ class ModelDrafter(Drafter[ModelState]):
         return [Draft() if feed is None else feed.finish(next(chains)) for feed in feeds]
 
     def drop_ahead(self, state: ModelState) -> None:
-        """Give back the blocks of branches."""
+        """Free the blocks of branches."""
         if state.cache is not None:
             state.cache.drop_branches()
 
@@ -237,7 +237,7 @@ class ModelDrafter(Drafter[ModelState]):
             await asyncio.to_thread(self._thread.close)
 
     async def _warm_up(self) -> None:
-        """Draw once under every rule, so that no session pays for the first time."""
+        """Draft once for every rule, so that no session pays for the first time."""
         num_tokens = min(2, self.info.num_speculative_tokens)
         for temperature, rule in ((0.0, DEFAULT_RULE), *((1.0, rule) for rule in one_rule_per_sampling())):
             params = SamplingParams(temperature=temperature, seed=0, max_tokens=4)
@@ -250,8 +250,8 @@ class ModelDrafter(Drafter[ModelState]):
         committed, cache = job.state.token_ids, job.state.cache
         assert cache is not None
         if not job.assumed:
-            # Drafts of an earlier call that no verdict has judged are dropped. Where every committed token has its
-            # entry already, the last one is fed again for its logits.
+            # Drop the drafts of an earlier call that got no verdict. If every committed token has its entry, the last
+            # one is fed again for its logits.
             cache.cut(len(committed) - (1 if job.num_tokens else 0))
             start = cache.main.sequence.length
             end = len(committed) if job.num_tokens else start + job.num_rows
@@ -293,7 +293,7 @@ class ModelDrafter(Drafter[ModelState]):
 
 @contextmanager
 def _undoing(feeds: Sequence[_Feed]) -> Iterator[None]:
-    """Restore the branches if what is done with them fails."""
+    """Restore the branches if the batch fails."""
     try:
         yield
     except Exception:

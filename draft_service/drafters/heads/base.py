@@ -35,7 +35,7 @@ from specdec.types import ELEMENT_BYTES, HiddenStates, ModelInfo, SessionSpec
 
 
 class HeadState(Protocol):
-    """What every head's state has."""
+    """The state of one session of a head."""
 
     sampling: SamplingState
     rule: Rule
@@ -59,7 +59,7 @@ class HeadState(Protocol):
 S = TypeVar("S", bound=HeadState)
 #: One job's part of a batch, prepared on the event loop.
 W = TypeVar("W")
-#: By its place in the batch each job for which there is something to do, and its part.
+#: Place in the batch -> job and its part; jobs without work are left out.
 Works = dict[int, tuple[DraftJob[S], W]]
 
 
@@ -145,7 +145,7 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
 
     @abstractmethod
     def _prepare(self, job: DraftJob[S]) -> W | None:
-        """What the device needs for a job; None where there is nothing to do."""
+        """The device's part of a job; None if there is nothing to do."""
 
     @abstractmethod
     def _compute(self, works: Sequence[W], stop: StopFlags) -> Sequence[DraftedChain]:
@@ -157,12 +157,12 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
 
     @abstractmethod
     def _undo(self, work: W) -> None:
-        """It failed: the state is as it was before."""
+        """Restore the state after a failed batch."""
 
     def _finish(self, work: W) -> None:
-        """It succeeded."""
+        """Update the state after a successful batch."""
 
-    # --- the rest ---
+    # --- shared by all heads ---
 
     async def draft(self, batch: Sequence[DraftJob[S]]) -> list[Draft]:
         """One call on the device thread: a pass over what is pending, then a step per drafted token."""
@@ -180,7 +180,7 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
             await asyncio.to_thread(self._thread.close)
 
     async def warm_up(self) -> None:
-        """Draw once under every rule, so that no session pays for the first time."""
+        """Draft once for every rule, so that no session pays for the first time."""
         width, num_tokens = self._state_width, min(2, self.info.num_speculative_tokens)
         data = bytes(ELEMENT_BYTES["float32"] * width)
         for temperature, rule in ((0.0, DEFAULT_RULE), *((1.0, rule) for rule in one_rule_per_sampling())):
@@ -218,12 +218,12 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
                 )
 
     def _free(self) -> None:
-        """Drop what holds memory of the device; on its thread."""
+        """Free the device's memory; on its thread."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _works(self, batch: Sequence[DraftJob[S]]) -> Works[S, W]:
-        """The jobs for which there is something to do."""
+        """The jobs that have work."""
         works = ((job, self._prepare(job)) for job in batch)
         return {place: (job, work) for place, (job, work) in enumerate(works) if work is not None}
 
@@ -250,7 +250,7 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
 
     @contextmanager
     def _undoing(self, works: Works[S, W]) -> Iterator[None]:
-        """Put the states back as they were if what is done with them fails."""
+        """Restore the states if the batch fails."""
         try:
             yield
         except BaseException:
@@ -260,7 +260,7 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
 
 
 def tensor_of(states: Sequence[HiddenStates]) -> torch.Tensor:
-    """[positions, features] on the CPU, bfloat16 where they came so, else float32."""
+    """[positions, features] on the CPU, bfloat16 if they arrived as such, else float32."""
     parts = [
         torch.frombuffer(bytearray(each.data), dtype=getattr(torch, each.dtype)).view(-1, each.num_features)
         for each in states

@@ -1,4 +1,4 @@
-"""EAGLE-1, EAGLE-2 and EAGLE-3 as the draft: a layer that extrapolates the target's features, a token at a time.
+"""EAGLE-1, EAGLE-2 and EAGLE-3 drafters: a layer that extrapolates the target's features, a token at a time.
 
 With n committed tokens the target's states of the positions 0 … n-2 are known; each predicted the token after it. An
 entry of the head's cache is made of a state and that token, so n-1 entries are on true features. The output at the last
@@ -42,12 +42,12 @@ class EagleState:
     """One session of an EAGLE head."""
 
     sampling: SamplingState
-    #: None where the prompt is longer than the context: then nothing is ever drafted.
+    #: None if the prompt is longer than the context; nothing is drafted then.
     sequence: KVSequence | None
     rule: Rule
     known: KnownStates = field(default_factory=KnownStates)
-    #: The state of the last entry, of one position: where nothing is pending, it is fed again. None where there is no
-    #: entry, or it was taken over from a parked session.
+    #: The state of the last entry, of one position. It is fed again if nothing is pending. None: there is no entry, or
+    #: it was resumed from a parked session.
     newest: HiddenStates | None = None
     num_cached_tokens: int = 0
     #: Tokens at most, committed and drafted; the cache may hold more entries, for siblings.
@@ -65,7 +65,7 @@ class EagleState:
 
     @property
     def may_draft(self) -> bool:
-        """Whether the state the next token follows from is known."""
+        """Whether the state that predicts the next token is known."""
         if self.sequence is None or self.known.end != len(self.sampling) - 1:
             return False
         return self.newest is not None or self.num_pending > 0
@@ -78,7 +78,7 @@ class _EagleWork:
     state: EagleState
     taken: list[HiddenStates]
     job: ChainJob
-    #: Of the tree to draft in place of the chain.
+    #: Shape of the tree to draft instead of the chain.
     shape: TreeShape | None
 
     def tree(self) -> TreeJob:
@@ -127,7 +127,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         return self._pool.num_open
 
     def open(self, spec: SessionSpec) -> EagleState:
-        """Reserve the cache of the whole session, or take back what is parked under its id."""
+        """Reserve the cache of the whole session, or resume what is parked under its id."""
         state = EagleState(self._sampling(spec), None, spec.rule or DEFAULT_RULE)
         pool = self._pool
         context = min(self.info.max_model_len, pool.total_blocks * pool.block_size)
@@ -234,7 +234,7 @@ class PagedTreePasses:
         """``features``: the target's states of the committed tokens that are fed first."""
         self._paged = paged
         self._features = features
-        #: What the last committed token and the nodes came to, [1 + nodes, H].
+        #: The head's output at the last committed token and at the nodes, [1 + nodes, H].
         self._states: dict[KVSequence, Tensor] = {}
 
     def forward(self, segments: Sequence[Segment]) -> Tensor:
@@ -259,5 +259,5 @@ def _load(settings: DraftSettings) -> tuple[LoadedHead, PagedHead]:
 
 
 def _key(session_id: str, token_ids: Sequence[int]) -> str:
-    """What a cache is parked under: entries stand for the second token on, but depend on the first as well."""
+    """The key to park a cache under: entries stand for tokens from the second on, but depend on the first, too."""
     return f"{session_id}\n{token_ids[0]}"

@@ -1,4 +1,4 @@
-"""Drafters whose head reads one state of the target: that which the last committed token was predicted from."""
+"""Drafters whose head reads one state of the target: the one that predicted the last committed token."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LastState:
 
     @property
     def may_draft(self) -> bool:
-        """Whether the state is that which the last committed token was predicted from."""
+        """Whether the newest state is the one that predicted the last committed token."""
         return self.newest is not None and self.newest.end == len(self.sampling) - 1
 
 
@@ -63,7 +63,7 @@ class _LastStateWork:
 
 
 class LastStateDrafter(HeadDrafter[LastState, _LastStateWork]):
-    """Keeps a state per session and no cache; what the head computes of it is the subclass's."""
+    """Keeps one state of the target per session, and no cache. A subclass runs the head."""
 
     def __init__(
         self, loaded: LoadedHead, thread: DeviceThread, settings: DraftSettings, *, width: int, max_depth: int
@@ -98,7 +98,7 @@ class LastStateDrafter(HeadDrafter[LastState, _LastStateWork]):
 
     @abstractmethod
     def _begin(self, states: Tensor, last_tokens: Sequence[int], num_tokens: int) -> tuple[Tensor, Feed]:
-        """Logits of the first drafted tokens, float32 [R, V], and what gives those of the next.
+        """Logits of the first drafted tokens, float32 [R, V], and a function for those of the next ones.
 
         states [R, H] on the head's device and of its dtype; at most ``num_tokens`` are drafted.
         """
@@ -112,7 +112,7 @@ class LastStateDrafter(HeadDrafter[LastState, _LastStateWork]):
 
     @abstractmethod
     def _tree_passes(self, states: Mapping[KVSequence, Tensor], depth: int) -> Passes:
-        """What feeds the tokens of trees of ``depth`` levels at most, after the states [1, H] of their sequences."""
+        """Passes over trees of ``depth`` levels at most, after the states [1, H] of their sequences."""
 
     @property
     def num_open(self) -> int:
@@ -142,7 +142,7 @@ class LastStateDrafter(HeadDrafter[LastState, _LastStateWork]):
                 state.newest = wanted
 
     def room(self, state: LastState) -> int:
-        """As many as the context has; without the state none."""
+        """The rest of the context; 0 without the state."""
         return self.info.max_model_len + 1 - len(state.sampling) if state.may_draft else 0
 
     def _prepare(self, job: DraftJob[LastState]) -> _LastStateWork | None:
@@ -165,7 +165,7 @@ class LastStateDrafter(HeadDrafter[LastState, _LastStateWork]):
         jobs = []
         for work in works:
             assert work.shape is not None
-            sequence = KVSequence(np.empty(0, dtype=np.int32), max_tokens=2**31)  # of no cache
+            sequence = KVSequence(np.empty(0, dtype=np.int32), max_tokens=2**31)  # without a cache
             jobs.append(
                 TreeJob(sequence, work.state.token_ids[-1:], work.shape, work.num_tokens, work.state, work.rule)
             )

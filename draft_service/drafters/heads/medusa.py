@@ -1,4 +1,4 @@
-"""Medusa as the draft: every head draws its token from the same state of the target.
+"""The Medusa drafter: every head draws its token from the same state of the target.
 
 A head's distribution does not depend on the tokens drafted before it. That costs acceptance but no exactness: under a
 ratio rule the rows of q are what the tokens were drawn from, given the prefix, which is all that the rule asks for.

@@ -1,4 +1,4 @@
-"""An MLP speculator as the draft: a state that starts as the target's and reads the drafted tokens one by one."""
+"""The MLP speculator as a drafter: a state that starts as the target's and reads the drafted tokens one by one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MlpDrafter(LastStateDrafter):
     def _draw(
         self, works: Sequence[Drawing], states: Tensor, last_tokens: Sequence[int], stop: StopFlags
     ) -> list[DraftedChain]:
-        """In one native call where the kernels are."""
+        """In one native call if the kernels can run it."""
         if self._native is not None:
             return self._native.draft_chains(works, last_tokens, states, stop)
         return super()._draw(works, states, last_tokens, stop)

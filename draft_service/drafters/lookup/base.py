@@ -68,7 +68,7 @@ class LookupDrafter(Drafter[L]):
         state.replace(keep, token_ids)
 
     async def draft(self, batch: Sequence[DraftJob[L]]) -> list[Draft]:
-        """Ingest and look up, right here; the loop runs others in between."""
+        """Ingest and look up on the event loop; other tasks run between two batches."""
         drafts = [self.draft_one(job) for job in batch]
         await asyncio.sleep(0)
         return drafts

@@ -76,7 +76,7 @@ class NgramIndex:
         self._num_indexed = keep
 
     def continuation(self, num_tokens: int) -> Match:
-        """The ``num_tokens`` tokens that followed the longest, most recent match; empty where there is none."""
+        """The ``num_tokens`` tokens that followed the longest, most recent match; empty without a match."""
         tokens = self.token_ids
         length = len(tokens)
         for n in self._sizes:

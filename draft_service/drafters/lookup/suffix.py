@@ -17,9 +17,9 @@ from draft_service.drafters.lookup.suffix_tree import SuffixCache, SuffixText
 from specdec.settings import DraftSettings, SpeculativeSettings
 from specdec.types import SessionSpec
 
-#: Tokens of past outputs that are kept at most: 265 MB of tree, where nothing repeats.
+#: Tokens of past outputs that are kept at most: 265 MB of tree if nothing repeats.
 MAX_CACHED_TOKENS: Final = 2_000_000
-#: A match of so many tokens is worth more than a model's draft; see docs/drafters.md for what was measured.
+#: A match of so many tokens is better than a model's draft; docs/drafters.md has the measurement.
 LONG_MATCH: Final = 8
 #: Suffixes put into the tree of past outputs at once: less than a millisecond.
 _MAX_SUFFIXES_AT_ONCE: Final = 1024
@@ -39,7 +39,7 @@ class SuffixDrafter(LookupDrafter[SuffixSession]):
     """Drafts by looking up in suffix trees: one over each session's text, one over past outputs."""
 
     def __init__(self, settings: SpeculativeSettings) -> None:
-        """Compiles the trees where this machine has not done so yet.
+        """Compile the trees if this machine has not done so yet.
 
         Raises:
             InvalidRequest: there is no compiler.
@@ -86,7 +86,7 @@ class SuffixDrafter(LookupDrafter[SuffixSession]):
         )
 
     def close(self, state: SuffixSession, park_as: str | None = None) -> None:
-        """The text goes with its last reference, its output to those of the past."""
+        """Add the output to the past ones."""
         output = state.token_ids[state.prompt_len :]
         if output and self._max_requests:
             self.past.add(output)

@@ -21,7 +21,7 @@ def draft_mixed(
     draft_trees: Callable[[Places, StopFlags], Sequence[DraftedTree]],
     draft_chains: Callable[[Places, StopFlags], Sequence[DraftedChain]],
 ) -> list[DraftedChain | DraftedTree]:
-    """Draft all trees, then all chains (jobs that draft nothing among them); what comes of it is in the jobs' order.
+    """Draft all trees, then all chains (including jobs that draft nothing); the results are in the jobs' order.
 
     Each is told the places of its jobs, in order, and a flag per job, raised where it is asked to stop. Neither is
     called without jobs.

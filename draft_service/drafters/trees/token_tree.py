@@ -75,8 +75,8 @@ class TokenTree:
 
     @property
     def fed(self) -> tuple[list[int], list[int]]:
-        """Tokens and parents of all that was ever in the frontier, which the present one ends: what to feed after the
-        prefix to see the frontier's children.
+        """Tokens and parents of all nodes that were in a frontier; the current frontier is last. Feed them after the
+        prefix to get the children of the frontier.
         """
         return self._without_gaps(self._fed)
 

@@ -50,7 +50,7 @@ class DraftedTree:
 
 
 class Passes(Protocol):
-    """What feeds the tokens of trees: an engine, or a draft head that brings its features to them."""
+    """Forward passes over trees: by an engine, or by a draft head with its features."""
 
     def forward(self, segments: Sequence[Segment]) -> Tensor:
         """As :meth:`Engine.forward <specdec.engine.engine.Engine.forward>`. Of a tree all rows are fed at every level
@@ -103,7 +103,7 @@ def draft_trees(passes: Passes, jobs: Sequence[TreeJob], stopped: Callable[[], S
 def _candidates(
     logits: Tensor, rows: Rows, rules: Sequence[Rule], count: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Children of every row and how likely they are: by the kernels on a CPU, where there are any."""
+    """Children of every row and their log q; by the native kernels on a CPU, if they are available."""
     if logits.device.type == "cpu" and logits.dtype is float32 and logits.is_contiguous():
         kernels = library.load()
         if kernels is not None:
