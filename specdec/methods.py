@@ -83,7 +83,8 @@ _BUILT_IN: Final = (
         speculators_type="mlp",
         architecture="^mlp_?speculator",
         training_name="mlp",
-        training_summary="an MLP speculator: a state that starts as the target's last hidden state and reads each drafted token",
+        training_summary="an MLP speculator: a state that starts as the target's last hidden state and reads each "
+        "drafted token",
     ),
     Method(name="ngram", is_lookup=True),
     Method(name="suffix", is_lookup=True),
