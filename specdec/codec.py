@@ -6,12 +6,16 @@ core can judge (token ids outside the vocabulary, prompts longer than the contex
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Final
+from functools import cache
+from typing import Any, Final
+
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
 
 from specdec.errors import InvalidRequest, Unavailable
-from specdec.params import SamplingParams
+from specdec.params import Parameter, SamplingParams, parameters
 from specdec.rules import Rule, SparseRow
 from specdec.types import (
     ELEMENT_BYTES,
@@ -72,52 +76,55 @@ def decode_finish_reason(value: int) -> FinishReason | None:
     return _FINISH_REASONS[value]
 
 
+def write_parameters(message: type[Message], params: SamplingParams) -> dict[str, Any]:
+    """The parameters that are fields of a message, as arguments of its constructor; None leaves a field unset."""
+    return {row.name: write(getattr(params, row.name)) for row, _, write, _ in _fields_of(message.DESCRIPTOR)}
+
+
+def read_parameters(message: Message) -> dict[str, Any]:
+    """The parameters that are fields of a message, as arguments of :class:`SamplingParams`; unset ones are left out."""
+    return {
+        row.name: read(getattr(message, row.name))
+        for row, has_presence, _, read in _fields_of(message.DESCRIPTOR)
+        if not has_presence or message.HasField(row.name)
+    }
+
+
+@cache
+def _fields_of(message: Descriptor) -> Sequence[tuple[Parameter, bool, Callable[[Any], Any], Callable[[Any], Any]]]:
+    """The parameters that are fields of a message: whether they may be unset, and how they are written and read."""
+    entries = message.fields_by_name
+    return [
+        (row, entries[row.name].has_presence, *_CONVERSIONS.get(row.type, (_same, _same)))
+        for row in parameters()
+        if row.name in entries
+    ]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+#: By the type of a parameter: how it is written and how it is read.
+_CONVERSIONS: Final[Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]]] = {
+    Sequence[int]: (_same, tuple),
+    str | Sequence[str]: (_same, tuple),
+    Mapping[int, float]: (dict, dict),
+    Sequence[Sequence[int]]: (
+        lambda runs: [pb.TokenIds(ids=ids) for ids in runs],
+        lambda runs: tuple(tuple(run.ids) for run in runs),
+    ),
+}
+
+
 def encode_sampling(params: SamplingParams) -> pb.SamplingParams:
     """The part of the parameters that shapes the distribution; limits and logprobs travel beside it."""
-    return pb.SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=dict(params.logit_bias),
-        allowed_token_ids=params.allowed_token_ids,
-        bad_token_ids=[pb.TokenIds(ids=ids) for ids in params.bad_token_ids],
-        min_tokens=params.min_tokens,
-        seed=params.seed or 0,
-        stop_token_ids=params.stop_token_ids,
-    )
+    return pb.SamplingParams(**write_parameters(pb.SamplingParams, params))
 
 
-def decode_sampling(
-    message: pb.SamplingParams,
-    *,
-    max_tokens: int | None,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-) -> SamplingParams:
+def _decode_params(message: target_pb.OpenTargetSession | draft_pb.OpenDraftSession) -> SamplingParams:
     """The parameters of a session. ``ignore_eos`` is set: end-of-sequence tokens are among the stop tokens."""
-    return SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=message.min_tokens,
-        temperature=message.temperature if message.HasField("temperature") else 1.0,
-        top_k=message.top_k,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
-        min_p=message.min_p,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
-        logit_bias=dict(message.logit_bias),
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        bad_token_ids=tuple(tuple(run.ids) for run in message.bad_token_ids),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=True,
-        seed=message.seed,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
+    return SamplingParams(**read_parameters(message.sampling) | read_parameters(message), ignore_eos=True)
 
 
 def encode_open_target(spec: SessionSpec) -> target_pb.OpenTargetSession:
@@ -129,11 +136,9 @@ def encode_open_target(spec: SessionSpec) -> target_pb.OpenTargetSession:
         prompt_len=spec.prompt_len,
         sampling=encode_sampling(spec.params),
         verification=encode_rule(spec.rule),
-        max_tokens=spec.params.max_tokens or 0,
         num_speculative_tokens=spec.num_speculative_tokens,
         park=spec.park,
-        logprobs=spec.params.logprobs,
-        prompt_logprobs=spec.params.prompt_logprobs,
+        **write_parameters(target_pb.OpenTargetSession, spec.params),
         multi_step_tokens=spec.multi_step_tokens,
         hidden_state_layers=spec.hidden_state_layers,
         last_hidden_state_only=spec.last_hidden_state_only,
@@ -142,14 +147,8 @@ def encode_open_target(spec: SessionSpec) -> target_pb.OpenTargetSession:
 
 def decode_open_target(message: target_pb.OpenTargetSession) -> SessionSpec:
     """The spec of a target session."""
-    params = decode_sampling(
-        message.sampling,
-        max_tokens=message.max_tokens,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-    )
     return replace(
-        _decode_spec(message, params),
+        decode_open_draft(message),
         multi_step_tokens=message.multi_step_tokens,
         hidden_state_layers=tuple(message.hidden_state_layers),
         last_hidden_state_only=message.last_hidden_state_only,
@@ -165,20 +164,14 @@ def encode_open_draft(spec: SessionSpec) -> draft_pb.OpenDraftSession:
         prompt_len=spec.prompt_len,
         sampling=encode_sampling(spec.params),
         verification=encode_rule(spec.rule),
-        max_tokens=spec.params.max_tokens or 0,
         num_speculative_tokens=spec.num_speculative_tokens,
         park=spec.park,
+        **write_parameters(draft_pb.OpenDraftSession, spec.params),
     )
 
 
-def decode_open_draft(message: draft_pb.OpenDraftSession) -> SessionSpec:
-    """The spec of a draft session."""
-    return _decode_spec(message, decode_sampling(message.sampling, max_tokens=message.max_tokens))
-
-
-def _decode_spec(
-    message: target_pb.OpenTargetSession | draft_pb.OpenDraftSession, params: SamplingParams
-) -> SessionSpec:
+def decode_open_draft(message: target_pb.OpenTargetSession | draft_pb.OpenDraftSession) -> SessionSpec:
+    """The spec of a draft session, or the same part of a target session's."""
     if not 0 < message.prompt_len <= len(message.token_ids):
         raise InvalidRequest(
             f"prompt_len is {message.prompt_len}, but it must be at least 1 and at most the number of token_ids"
@@ -190,7 +183,7 @@ def _decode_spec(
         epoch=message.epoch,
         token_ids=tuple(message.token_ids),
         prompt_len=message.prompt_len,
-        params=params,
+        params=_decode_params(message),
         rule=decode_rule(message.verification),
         num_speculative_tokens=message.num_speculative_tokens,
         park=message.park,

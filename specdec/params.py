@@ -1,17 +1,111 @@
-"""What a request may ask of sampling. Free of torch: the gateway reads it too."""
+"""What a request may ask of sampling: one table, whose rows are the fields of :class:`SamplingParams`.
+
+Free of torch, for the gateway reads it too. What follows from a row: the check below, the field of the REST bodies
+(``gateway/rest/schemas.py``), the flag of ``tandem generate``, the way over the wire (:mod:`specdec.codec`: fields of
+messages have the same names), which rows of logits are edited or truncated (:mod:`specdec.sampling.state`), and what
+the native sampler must know (:mod:`specdec.engine.native.sampling`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from enum import Enum, auto
+from typing import Any, Final, get_type_hints
 
 from specdec.errors import InvalidRequest
 
 MAX_SEED: Final = 2**64 - 1
 MAX_LOGPROBS: Final = 20
 MAX_LOGIT_BIAS: Final = 100.0
+#: ``max_tokens`` of requests that name none, except in a chat.
+DEFAULT_MAX_TOKENS: Final = 16
+
+
+class Stage(Enum):
+    """Where a parameter acts."""
+
+    #: Edits of the logits before the temperature; they may change which token is the most likely one.
+    LOGITS = auto()
+    #: Dropping unlikely tokens.
+    TRUNCATION = auto()
+    #: The temperature and the noise.
+    DRAW = auto()
+    #: Limits and reports of a session, outside sampling.
+    SESSION = auto()
+    #: The gateway alone: text, and the number of samples.
+    GATEWAY = auto()
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether draft and target must apply the parameter alike when they draw a token."""
+        return self in (Stage.LOGITS, Stage.TRUNCATION, Stage.DRAW)
+
+
+_FREEZE: Final[Mapping[Any, Callable[[Any], Any]]] = {
+    Sequence[int]: tuple,
+    Sequence[str]: tuple,
+    str | Sequence[str]: lambda texts: (texts,) if isinstance(texts, str) else tuple(texts),
+    Sequence[Sequence[int]]: lambda runs: tuple(tuple(ids) for ids in runs),
+    Mapping[int, float]: lambda values: {int(token_id): float(value) for token_id, value in values.items()},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One row of the table."""
+
+    name: str = ""
+    #: The annotation: a number, such a number or None, a bool, a sequence or a mapping.
+    type: Any = None
+    default: Any = None
+    #: The value that changes nothing.
+    neutral: Any = None
+    #: One sentence for ``--help``.
+    help: str = ""
+    #: Plain fields that a subclass adds count as sampling: nothing may ignore them.
+    stage: Stage = Stage.DRAW
+    #: Limits of a number, or of the numbers of a mapping.
+    low: float = -math.inf
+    high: float = math.inf
+    #: Whether ``low`` itself is refused.
+    is_low_open: bool = False
+    #: Whether the bodies of both REST endpoints have it.
+    in_rest: bool = True
+    #: Whether ``tandem generate`` has a flag for it.
+    has_flag: bool = False
+
+    def read(self, value: Any) -> Any:
+        """The value as it is kept: sequences as tuples. Raises :class:`InvalidRequest` where it is out of range."""
+        if (freeze := _FREEZE.get(self.type)) is not None:
+            value = freeze(value)
+        if self.type == Mapping[int, float]:
+            for number in value.values():
+                self._check(number, is_whole=False)
+        elif self.type in (int, float) or (self.type == int | None and value is not None):
+            self._check(value, is_whole=self.type is not float)
+        return value
+
+    def _check(self, value: Any, *, is_whole: bool) -> None:
+        kind = int if is_whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):
+            wanted = "a whole number" if is_whole else "a finite number"
+            raise InvalidRequest(f"{self.name} must be {wanted}, not {value!r}", param=self.name)
+        if value < self.low or value > self.high or (self.is_low_open and value == self.low):
+            left = "(" if self.is_low_open else "["
+            raise InvalidRequest(f"{self.name} is {value}, outside {left}{self.low}, {self.high}]", param=self.name)
+
+
+def parameter(default: Any, text: str, stage: Stage, **rest: Any) -> Any:
+    """A field of :class:`SamplingParams`: ``text`` is its help, ``rest`` are other fields of :class:`Parameter`.
+
+    ``neutral`` is the default where it is not given.
+    """
+    row = Parameter(help=text, stage=stage, default=default, **{"neutral": default} | rest)
+    if isinstance(default, Mapping):
+        return field(default_factory=dict, metadata={"parameter": row})
+    return field(default=default, metadata={"parameter": row})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,76 +115,80 @@ class SamplingParams:
     Raises :class:`InvalidRequest` naming the field when a value is out of range.
     """
 
-    n: int = 1
-    #: Tokens to generate at most; None means up to the model's context.
-    max_tokens: int | None = 16
-    #: Stop tokens are forbidden until this many tokens were generated.
-    min_tokens: int = 0
-    #: 0 is greedy.
-    temperature: float = 1.0
-    #: 0 and -1 keep all tokens.
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    #: Empty means every token.
-    allowed_token_ids: Sequence[int] = ()
-    #: Texts that must not appear.
-    bad_words: Sequence[str] = ()
-    #: The same as token sequences; :mod:`gateway` adds those of ``bad_words``.
-    bad_token_ids: Sequence[Sequence[int]] = ()
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    #: None draws a fresh one; a given one makes the text a function of (seed, prompt, target).
-    seed: int | None = None
-    #: Number of most likely tokens reported per position; 0 reports only the chosen one; None reports nothing.
-    logprobs: int | None = None
-    #: The same for the prompt's own tokens.
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-    detokenize: bool = True
+    n: int = parameter(1, "samples", Stage.GATEWAY, low=1, high=128)
+    max_tokens: int | None = parameter(
+        DEFAULT_MAX_TOKENS, "tokens to generate at most; None: up to the model's context",
+        Stage.SESSION, low=1, neutral=None, has_flag=True,
+    )  # fmt: skip
+    min_tokens: int = parameter(
+        0, "tokens to generate before a stop token is allowed", Stage.LOGITS, low=0, has_flag=True
+    )
+    temperature: float = parameter(1.0, "0 is greedy", Stage.DRAW, low=0.0, has_flag=True)
+    top_k: int = parameter(0, "tokens kept; 0 and -1 keep all", Stage.TRUNCATION, low=0, has_flag=True)
+    top_p: float = parameter(
+        1.0, "share of probability kept", Stage.TRUNCATION, low=0.0, high=1.0, is_low_open=True, has_flag=True
+    )
+    min_p: float = parameter(
+        0.0, "drop tokens below this share of the most likely one's probability",
+        Stage.TRUNCATION, low=0.0, high=1.0, has_flag=True,
+    )  # fmt: skip
+    presence_penalty: float = parameter(
+        0.0, "subtracted once from the logit of a token that was generated",
+        Stage.LOGITS, low=-2.0, high=2.0, has_flag=True,
+    )  # fmt: skip
+    frequency_penalty: float = parameter(
+        0.0, "subtracted from the logit of a token for each time it was generated",
+        Stage.LOGITS, low=-2.0, high=2.0, has_flag=True,
+    )  # fmt: skip
+    repetition_penalty: float = parameter(
+        1.0, "divides the positive and multiplies the negative logits of tokens of prompt and output",
+        Stage.LOGITS, low=0.0, is_low_open=True, has_flag=True,
+    )  # fmt: skip
+    logit_bias: Mapping[int, float] = parameter(
+        {}, "added to logits, by token id", Stage.LOGITS, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS
+    )
+    allowed_token_ids: Sequence[int] = parameter((), "the only tokens that may be drawn; empty: all", Stage.LOGITS)
+    bad_words: Sequence[str] = parameter((), "texts that must not appear", Stage.GATEWAY)
+    #: The gateway adds those of ``bad_words``.
+    bad_token_ids: Sequence[Sequence[int]] = parameter(
+        (), "token sequences that must not appear", Stage.LOGITS, in_rest=False
+    )
+    stop: str | Sequence[str] = parameter(
+        (), "text that ends the answer; may be given again", Stage.GATEWAY, has_flag=True
+    )
+    #: With ``min_tokens`` they are also forbidden.
+    stop_token_ids: Sequence[int] = parameter((), "tokens that end the answer", Stage.SESSION)
+    include_stop_str_in_output: bool = parameter(False, "leave the stop text in the answer", Stage.GATEWAY)
+    ignore_eos: bool = parameter(False, "continue after end-of-sequence tokens", Stage.GATEWAY)
+    seed: int | None = parameter(
+        None, "makes the text a function of seed, prompt and target; None draws a fresh one",
+        Stage.DRAW, low=-(2**63), high=MAX_SEED,
+    )  # fmt: skip
+    logprobs: int | None = parameter(
+        None, "most likely tokens reported per position; 0: the chosen one alone; None: nothing",
+        Stage.SESSION, low=0, high=MAX_LOGPROBS, in_rest=False,
+    )  # fmt: skip
+    prompt_logprobs: int | None = parameter(
+        None, "the same for the prompt's own tokens", Stage.SESSION, low=0, high=MAX_LOGPROBS
+    )
+    skip_special_tokens: bool = parameter(True, "leave special tokens out of the text", Stage.GATEWAY)
+    detokenize: bool = parameter(True, "make text of the tokens", Stage.GATEWAY, in_rest=False)
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "bad_words", tuple(self.bad_words))
-        object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "bad_token_ids", tuple(tuple(ids) for ids in self.bad_token_ids))
-        object.__setattr__(self, "logit_bias", {int(t): float(b) for t, b in self.logit_bias.items()})
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        self._check("n", self.n, low=1, high=128, whole=True)
-        if self.max_tokens is not None:
-            self._check("max_tokens", self.max_tokens, low=1, whole=True)
-        self._check("min_tokens", self.min_tokens, low=0, whole=True)
+        for row in parameters(type(self)):
+            if (value := getattr(self, row.name)) is not row.default:
+                object.__setattr__(self, row.name, row.read(value))
+        if self.seed is not None:
+            object.__setattr__(self, "seed", self.seed & MAX_SEED)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})", param="min_tokens"
             )
-        self._check("temperature", self.temperature, low=0.0)
-        self._check("top_k", self.top_k, low=0, whole=True)
-        self._check("top_p", self.top_p, low=0.0, high=1.0, above=True)
-        self._check("min_p", self.min_p, low=0.0, high=1.0)
-        self._check("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
-        self._check("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        self._check("repetition_penalty", self.repetition_penalty, low=0.0, above=True)
-        for bias in self.logit_bias.values():
-            self._check("logit_bias", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS)
-        if self.seed is not None:
-            self._check("seed", self.seed, low=-(2**63), high=MAX_SEED, whole=True)
-            object.__setattr__(self, "seed", self.seed & MAX_SEED)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(self, name)) is not None:
-                self._check(name, value, low=0, high=MAX_LOGPROBS, whole=True)
-        if any(not text for text in stop):
+        if not all(self.stop):
             raise InvalidRequest("stop contains an empty string; leave it out", param="stop")
-        if any(not ids for ids in self.bad_token_ids):
+        if not all(self.bad_token_ids):
             raise InvalidRequest("bad_token_ids contains an empty sequence; leave it out", param="bad_token_ids")
 
     @property
@@ -102,14 +200,26 @@ class SamplingParams:
         """The same parameters under another seed (unsigned 64-bit)."""
         return replace(self, seed=seed & MAX_SEED)
 
-    @staticmethod
-    def _check(
-        name: str, value: Any, *, low: float, high: float = math.inf, above: bool = False, whole: bool = False
-    ) -> None:
-        kind = int if whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):
-            wanted = "a whole number" if whole else "a finite number"
-            raise InvalidRequest(f"{name} must be {wanted}, not {value!r}", param=name)
-        if value < low or value > high or (above and value == low):
-            left = "(" if above else "["
-            raise InvalidRequest(f"{name} is {value}, outside {left}{low}, {high}]", param=name)
+    def in_use(self) -> list[Parameter]:
+        """The rows whose values are not neutral."""
+        return [row for row in parameters(type(self)) if getattr(self, row.name) != row.neutral]
+
+
+_tables: Final[dict[type[SamplingParams], tuple[Parameter, ...]]] = {}
+
+
+def parameters(cls: type[SamplingParams] = SamplingParams) -> tuple[Parameter, ...]:
+    """The table: a row for each field, in order."""
+    if (table := _tables.get(cls)) is None:
+        types = get_type_hints(cls)
+        rows = (replace(_row(entry), name=entry.name, type=types[entry.name]) for entry in fields(cls))
+        table = _tables[cls] = tuple(rows)
+    return table
+
+
+def _row(entry: Field[Any]) -> Parameter:
+    row: Parameter | None = entry.metadata.get("parameter")
+    if row is not None:
+        return row
+    default = None if entry.default is MISSING else entry.default
+    return Parameter(default=default, neutral=default)

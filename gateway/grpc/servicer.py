@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import grpc.aio
 
@@ -20,9 +19,6 @@ from specdec.v1 import generation_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-#: ``max_tokens`` where a request names none.
-DEFAULT_MAX_TOKENS: Final = 16
 
 
 class GenerationServicer(pb_grpc.GenerationServiceServicer):
@@ -85,19 +81,9 @@ def read_request(message: pb.GenerateRequest, *, timeout_s: float | None) -> Gen
 
 
 def _read_params(message: pb.GenerateRequest) -> SamplingParams:
-    transforms = codec.decode_sampling(
-        message.sampling,
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-    )
-    return replace(
-        transforms,
-        stop=tuple(message.stop),
-        include_stop_str_in_output=message.include_stop_str_in_output,
-        ignore_eos=message.ignore_eos,
-        seed=message.seed if message.HasField("seed") else None,
-        skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
-    )
+    """The request's own fields come after its transforms, whose seed is ignored."""
+    transforms = codec.read_parameters(message.sampling)
+    return SamplingParams(**transforms | {"seed": None} | codec.read_parameters(message))
 
 
 def write_chunk(chunk: GenerationChunk) -> pb.GenerateResponse:

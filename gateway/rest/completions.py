@@ -27,8 +27,7 @@ from gateway.samples import describe_token
 from gateway.text.detokenizer import Detokenizer
 from gateway.types import GenerationChunk, GenerationRequest, PromptReport, Sample
 from specdec.errors import InvalidRequest
-
-DEFAULT_MAX_TOKENS = 16
+from specdec.params import DEFAULT_MAX_TOKENS
 
 
 async def create_completion(generation: Generation, body: CompletionBody, request: Request) -> Response:

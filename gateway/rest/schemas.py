@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
 from gateway.text.tokenizer import encodable
 from gateway.types import GenerationRequest
 from specdec.errors import InvalidRequest
-from specdec.params import SamplingParams
+from specdec.params import SamplingParams, parameters
 from specdec.rules import Rule
 
 TokenId = Annotated[int, Field(ge=0)]
@@ -80,23 +80,40 @@ class Speculation(Body):
     verification: RuleName | None = None
 
 
-class SamplingBody(Body):
-    """What both endpoints share. ``None`` always means the default."""
+#: The sampling parameters of both endpoints, and the form of those that JSON has no equal for.
+_ROWS: Final = tuple(row for row in parameters() if row.in_rest)
+_JSON_TYPES: Final[Mapping[Any, Any]] = {
+    Sequence[int]: list[TokenId],
+    Sequence[str]: list[str],
+    str | Sequence[str]: str | list[str],
+    Mapping[int, float]: dict[str, float],
+}
+
+if TYPE_CHECKING:
+
+    class SamplingFields(Body):
+        """What code reads by name; the others come from the table as well."""
+
+        max_tokens: int | None
+        n: int | None
+        prompt_logprobs: int | None
+        logit_bias: dict[str, float] | None
+else:
+    SamplingFields = create_model(
+        "SamplingFields",
+        __base__=Body,
+        **{row.name: (_JSON_TYPES.get(row.type, row.type) | None, None) for row in _ROWS},
+    )
+
+
+class SamplingBody(SamplingFields):
+    """What both endpoints share: the sampling parameters and more. ``None`` always means the default."""
 
     unused: ClassVar[Mapping[str, tuple[Any, ...]]] = UNUSED
 
     model: str | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
-    n: int | None = None
-    presence_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     # For whom and for what cache: accepted, without effect.
     user: str | None = None
     safety_identifier: str | None = None
@@ -107,19 +124,8 @@ class SamplingBody(Body):
     store: Any = None
     # vLLM's.
     add_special_tokens: bool | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    prompt_logprobs: int | None = None
-    repetition_penalty: float | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
-    skip_special_tokens: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
-    top_k: int | None = None
     # Tandem's.
     session_id: str | None = None
     speculation: Speculation | None = None
@@ -140,15 +146,9 @@ class SamplingBody(Body):
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None, **given: Any) -> SamplingParams:
         """The parameters. Raises :class:`InvalidRequest` naming a value out of range."""
-        names = (
-            "frequency_penalty", "presence_penalty", "n", "seed", "stop", "temperature", "top_p", "allowed_token_ids",
-            "bad_words", "ignore_eos", "include_stop_str_in_output", "min_p", "min_tokens", "prompt_logprobs",
-            "repetition_penalty", "skip_special_tokens", "stop_token_ids", "top_k",
-        )  # fmt: skip
-        values = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return SamplingParams(
-            **(values | given), max_tokens=max_tokens, logprobs=logprobs, logit_bias=self._logit_bias()
-        )
+        values = {row.name: value for row in _ROWS if (value := getattr(self, row.name)) is not None}
+        fixed = {"max_tokens": max_tokens, "logprobs": logprobs, "logit_bias": self._logit_bias()}
+        return SamplingParams(**(values | given | fixed))
 
     def request(self, prompt: str | list[int], params: SamplingParams, **given: Any) -> GenerationRequest:
         """The request for one prompt."""

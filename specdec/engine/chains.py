@@ -14,6 +14,7 @@ from specdec.engine.chain_job import ChainJob, Drawing, StopFlags
 from specdec.engine.engine import Engine, Segment
 from specdec.engine.native import chains as native
 from specdec.engine.native.decoder import NativeDecoder
+from specdec.engine.native.sampling import knows
 from specdec.sampling.drafting import Drafted, DraftedChain, collect, draft
 from specdec.sampling.rows import Rows
 from specdec.sampling.transfer import send
@@ -32,7 +33,8 @@ def draft_chains(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | Non
     the tokens drawn (by ``len(token_ids)`` where none were). Chains whose ``stop`` flag is raised end at the next step
     with the tokens they have.
 
-    On a CPU all of this is one native call where the model's passes are native, too.
+    On a CPU all of this is one native call where the model's passes are native, too, and the kernels know what every
+    job asks of sampling.
 
     Returns one chain per job, in order, empty where none was asked for. Raises like :meth:`Engine.forward`, after
     which sequences may have grown: roll them back.
@@ -40,7 +42,7 @@ def draft_chains(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | Non
     if not jobs:
         return []
     decoder = engine.decoder
-    if isinstance(decoder, NativeDecoder):
+    if isinstance(decoder, NativeDecoder) and all(knows(job.state) for job in jobs):
         engine.copy_blocks()
         size, limit = engine.pool.block_size, engine.info.max_model_len
         return native.draft_chains(decoder, jobs, stop, block_size=size, max_model_len=limit)

@@ -24,6 +24,7 @@ from specdec.engine.loading import acceleration
 from specdec.engine.loading.memory import allocate_caches, count_blocks, fit_max_model_len
 from specdec.engine.native import chains as native
 from specdec.engine.native.linears import pack_linears
+from specdec.engine.native.sampling import knows
 from specdec.heads.eagle import EagleHead
 from specdec.heads.eagle3 import Eagle3Head
 from specdec.heads.native.eagle import NativeHead
@@ -156,7 +157,7 @@ class PagedHead:
         ignored. Raises like :meth:`forward`, after which sequences may have grown: roll them back.
         """
         self._copy_blocks()
-        if self._native is not None:
+        if self._native is not None and all(knows(job.state) for job in jobs):
             if len({job.features.dtype for job in jobs if job.features is not None}) > 1:  # of different targets
                 jobs = [replace(job, features=None if job.features is None else job.features.float()) for job in jobs]
             size, limit = self.pool.block_size, self.max_model_len

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import InvalidRequest
-from specdec.params import SamplingParams
+from specdec.params import SamplingParams, Stage
 from specdec.sampling.noise import Stream, number, position_key, stream_key
 from specdec.sampling.transfer import send
 
@@ -50,7 +50,7 @@ class SamplingState:
         self.stop_token_ids = tuple(sorted({t for t in params.stop_token_ids if 0 <= t < self.num_tokens}))
         self.single_bad_token_ids = tuple(ids[0] for ids in params.bad_token_ids if len(ids) == 1)
         self._stream_keys = {stream: stream_key(params.seed, stream) for stream in Stream}
-        #: What native kernels keep of the session, once they have met it.
+        #: What native kernels keep of the session, once they have met it; False where they do not know its parameters.
         self.kernels: Any = None
         self._check()
 
@@ -109,14 +109,15 @@ class SamplingState:
     @cached_property
     def edits(self) -> bool:
         """Whether anything changes the logits before the temperature, so that the most likely token may change."""
-        p = self.params
-        return bool(self.penalizes or p.logit_bias or p.allowed_token_ids or p.bad_token_ids) or p.min_tokens > 0
+        return any(row.stage is Stage.LOGITS for row in self.params.in_use())
 
     @cached_property
     def truncates(self) -> bool:
         """Whether unlikely tokens are dropped (top-k, top-p, min-p)."""
-        p = self.params
-        return 0 < p.top_k < self.num_tokens or p.top_p < 1 or p.min_p > 0
+        in_use = {row.name for row in self.params.in_use() if row.stage is Stage.TRUNCATION}
+        if self.params.top_k >= self.num_tokens:
+            in_use.discard("top_k")
+        return bool(in_use)
 
     # --- tensors of the features, each made at its first use ---
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from specdec.errors import InvalidRequest
-from specdec.params import SamplingParams
+from specdec.params import Parameter, SamplingParams, parameters
 from tandem.cli.flags import add_deployment_flags
 from tandem.launcher.deployment import deployment_of
 from tandem.launcher.environment import tune_environment
 from tandem.rest_client import Server
 
 Messages = list[dict[str, str]]
+
+#: The sampling parameters that are flags; ``--seed`` is the gateway's.
+_FLAGS: Final = tuple(row for row in parameters() if row.has_flag)
+#: Their defaults where they are not those of :class:`SamplingParams`.
+_DEFAULTS: Final[Mapping[str, Any]] = {"max_tokens": 256, "temperature": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +46,20 @@ def add_answer_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a running server; without it the model runs in this process")
     parser.add_argument("--model", help="folder or hub name of the target, or a name the server answers to")
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=256, help="tokens to generate at most")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    group.add_argument("--top-p", type=float, default=1.0, help="share of probability kept")
-    group.add_argument("--top-k", type=int, default=0, help="tokens kept; 0 keeps all")
-    group.add_argument("--stop", action="append", default=[], help="text that ends the answer; may be given again")
+    for row in _FLAGS:
+        _add_flag(group, row)
     group.add_argument("--quiet", action="store_true", help="print no speed at the end")
     add_deployment_flags(parser)
+
+
+def _add_flag(group: argparse._ArgumentGroup, row: Parameter) -> None:
+    """The flag of a sampling parameter."""
+    flag, default = "--" + row.name.replace("_", "-"), _DEFAULTS.get(row.name, row.default)
+    if isinstance(default, Sequence):
+        group.add_argument(flag, action="append", default=[*default], help=row.help)
+    else:
+        kind = float if row.type is float else int
+        group.add_argument(flag, type=kind, default=default, help=row.help)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,13 +96,8 @@ class Remote:
         self._server = server
         self._body = {
             "model": model,
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
             "stream_options": {"include_usage": True},
-            **({"top_k": params.top_k} if params.top_k else {}),
-            **({"stop": list(params.stop)} if params.stop else {}),
-            **({} if params.seed is None else {"seed": params.seed}),
+            **{row.name: getattr(params, row.name) for row in params.in_use()},
         }
 
     def complete(self, prompt: str) -> Iterator[Piece]:
@@ -151,12 +158,8 @@ class Local:
 def open_model(args: argparse.Namespace) -> Iterator[Remote | Local]:
     """The model the flags ask for: behind ``--url``, or loaded here."""
     params = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        stop=args.stop,
         seed=args.seed,
+        **{row.name: getattr(args, row.name) for row in _FLAGS},
     )
     if args.url:
         if args.speculative_config or args.speculative_model:

@@ -15,6 +15,7 @@ from specdec.engine.batch import Segment
 from specdec.engine.chains import Drawing, Feed, StopFlags
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.kv_pool import KVSequence
+from specdec.engine.native.sampling import knows
 from specdec.heads.mlp_speculator import MlpSpeculator
 from specdec.heads.native.mlp_speculator import NativeMlp
 from specdec.sampling.drafting import DraftedChain
@@ -42,7 +43,7 @@ class MlpDrafter(LastStateDrafter):
         self, works: Sequence[Drawing], states: Tensor, last_tokens: Sequence[int], stop: StopFlags
     ) -> list[DraftedChain]:
         """In one native call if the kernels can run it."""
-        if self._native is not None:
+        if self._native is not None and all(knows(work.state) for work in works):
             return self._native.draft_chains(works, last_tokens, states, stop)
         return super()._draw(works, states, last_tokens, stop)
 

@@ -18,7 +18,7 @@ from draft_service.drafters.trees.token_tree import TokenTree
 from specdec.engine.batch import Segment
 from specdec.engine.kv_pool import KVSequence
 from specdec.engine.native import library
-from specdec.engine.native.sampling import likeliest
+from specdec.engine.native.sampling import knows, likeliest
 from specdec.rules import Rule
 from specdec.sampling.candidates import candidates
 from specdec.sampling.rows import Rows
@@ -106,7 +106,7 @@ def _candidates(
     """Children of every row and their log q; by the native kernels on a CPU, if they are available."""
     if logits.device.type == "cpu" and logits.dtype is float32 and logits.is_contiguous():
         kernels = library.load()
-        if kernels is not None:
+        if kernels is not None and all(map(knows, rows.states)):
             return likeliest(kernels, logits, rows, rules, min(count, logits.shape[1]))
     token_ids, logprobs = candidates(logits, rows, rules, count)
     return token_ids.tolist(), logprobs.tolist()

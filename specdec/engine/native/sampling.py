@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from specdec.engine.native.library import NativeLibrary, load
 from specdec.engine.native.structs import CDraftPlace, CEdits, CSampler, CTreePlace
+from specdec.params import MAX_SEED, SamplingParams
 from specdec.rules import DraftSampling, Rule, SparseRow
 from specdec.sampling import sparse
 from specdec.sampling.drafting import DraftedChain
@@ -18,10 +21,29 @@ from specdec.sampling.noise import Stream
 from specdec.sampling.rows import Rows
 from specdec.sampling.state import SamplingState
 
+logger = logging.getLogger(__name__)
+
 #: Candidates a kernel finds at most.
 MAX_CANDIDATES: Final = 64
 #: Bytes a kernel may write for one q row.
 MAX_ROW_BYTES: Final = 1024
+
+#: The sampling parameters that the kernels compute, and the numbers they know of each; None: all of them. Where
+#: another one is in use, or another number, tokens are drawn by tensors.
+KNOWN: Final[Mapping[str, tuple[float, float] | None]] = {
+    "temperature": (0.0, math.inf),
+    "seed": (0, MAX_SEED),
+    "top_k": (0, math.inf),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "min_tokens": (0, math.inf),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, math.inf),
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_token_ids": None,
+}
 
 _Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64
@@ -91,11 +113,38 @@ class NativeSampler:
         return values.data_ptr()
 
 
+def unknown_parameters(params: SamplingParams) -> list[str]:
+    """The names of the parameters in use that the kernels do not know, or not with these values."""
+    return [row.name for row in params.in_use() if row.stage.is_sampling and not _is_known(row.name, params)]
+
+
+def _is_known(name: str, params: SamplingParams) -> bool:
+    if name not in KNOWN:
+        return False
+    limits = KNOWN[name]
+    return limits is None or limits[0] <= getattr(params, name) <= limits[1]
+
+
+def knows(state: SamplingState) -> bool:
+    """Whether the kernels compute all that a session asks of sampling; if not, tensors must."""
+    if state.kernels is None:
+        unknown = unknown_parameters(state.params)
+        if unknown:
+            logger.warning("the native sampler does not know %s; tensors sample this session", ", ".join(unknown))
+        state.kernels = False if unknown else NativeSampler(state)
+    return state.kernels is not False
+
+
 def sampler_of(state: SamplingState) -> int:
-    """The address of a session's ``Sampler``, up to date; valid as long as the state lives and commits nothing."""
+    """The address of a session's ``Sampler``, up to date; valid as long as the state lives and commits nothing.
+
+    Raises :class:`ValueError` for a session that the kernels do not know; ask :func:`knows` first.
+    """
     sampler = state.kernels
-    if sampler is None:
-        sampler = state.kernels = NativeSampler(state)
+    if not sampler:
+        if not knows(state):
+            raise ValueError(f"the native sampler does not know {', '.join(unknown_parameters(state.params))}")
+        sampler = state.kernels
     if state.edits:
         sampler.refresh(state)
     address: int = sampler.address

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 import torch
 
 from specdec.engine.native.library import NativeLibrary
-from specdec.engine.native.sampling import sampler_of
+from specdec.engine.native.sampling import knows, sampler_of
 from specdec.engine.native.structs import CDecision, CRound
 from specdec.rules import Rule, SparseRow
 from specdec.sampling.state import SamplingState
@@ -59,7 +59,7 @@ class VerifyRound(Protocol):
 
 def decides(r: VerifyRound) -> bool:
     """Whether :func:`verify_rounds` knows the round's rule and the session's parameters."""
-    return r.rule in _ACCEPTANCE or not r.state.params.temperature
+    return (r.rule in _ACCEPTANCE or not r.state.params.temperature) and knows(r.state)
 
 
 def verify_rounds(
