@@ -7,7 +7,7 @@ core can judge (token ids outside the vocabulary, prompts longer than the contex
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
@@ -48,8 +48,6 @@ _FINISH_VALUES: Final[dict[FinishReason | None, pb.FinishReason.ValueType]] = {
     **{reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason},
 }
 _FINISH_REASONS: Final[dict[int, FinishReason | None]] = {value: reason for reason, value in _FINISH_VALUES.items()}
-
-_TIMINGS: Final = tuple(field.name for field in fields(RoundTimings))
 
 
 def encode_rule(rule: Rule | None) -> pb.VerificationRule.ValueType:
@@ -130,15 +128,7 @@ def _decode_params(message: target_pb.OpenTargetSession | draft_pb.OpenDraftSess
 def encode_open_target(spec: SessionSpec) -> target_pb.OpenTargetSession:
     """A spec as the first message of a target stream."""
     return target_pb.OpenTargetSession(
-        session_id=spec.session_id,
-        epoch=spec.epoch,
-        token_ids=spec.token_ids,
-        prompt_len=spec.prompt_len,
-        sampling=encode_sampling(spec.params),
-        verification=encode_rule(spec.rule),
-        num_speculative_tokens=spec.num_speculative_tokens,
-        park=spec.park,
-        **write_parameters(target_pb.OpenTargetSession, spec.params),
+        **_opening(target_pb.OpenTargetSession, spec),
         multi_step_tokens=spec.multi_step_tokens,
         hidden_state_layers=spec.hidden_state_layers,
         last_hidden_state_only=spec.last_hidden_state_only,
@@ -157,17 +147,22 @@ def decode_open_target(message: target_pb.OpenTargetSession) -> SessionSpec:
 
 def encode_open_draft(spec: SessionSpec) -> draft_pb.OpenDraftSession:
     """A spec as the first message of a draft stream."""
-    return draft_pb.OpenDraftSession(
-        session_id=spec.session_id,
-        epoch=spec.epoch,
-        token_ids=spec.token_ids,
-        prompt_len=spec.prompt_len,
-        sampling=encode_sampling(spec.params),
-        verification=encode_rule(spec.rule),
-        num_speculative_tokens=spec.num_speculative_tokens,
-        park=spec.park,
-        **write_parameters(draft_pb.OpenDraftSession, spec.params),
-    )
+    return draft_pb.OpenDraftSession(**_opening(draft_pb.OpenDraftSession, spec))
+
+
+def _opening(message: type[Message], spec: SessionSpec) -> dict[str, Any]:
+    """The fields that both messages have."""
+    return {
+        "session_id": spec.session_id,
+        "epoch": spec.epoch,
+        "token_ids": spec.token_ids,
+        "prompt_len": spec.prompt_len,
+        "sampling": encode_sampling(spec.params),
+        "verification": encode_rule(spec.rule),
+        "num_speculative_tokens": spec.num_speculative_tokens,
+        "park": spec.park,
+        **write_parameters(message, spec.params),
+    }
 
 
 def decode_open_draft(message: target_pb.OpenTargetSession | draft_pb.OpenDraftSession) -> SessionSpec:
@@ -311,7 +306,7 @@ def encode_verdict(verdict: Verdict) -> target_pb.Verdict:
         finish_reason=_FINISH_VALUES[verdict.finish_reason],
         stop_token_id=verdict.stop_token_id,
         logprobs=encode_logprobs(verdict.logprobs),
-        timings=target_pb.RoundTimings(**{name: getattr(verdict.timings, name) for name in _TIMINGS}),
+        timings=target_pb.RoundTimings(**_values(verdict.timings, RoundTimings)),
         hidden_states=map(encode_hidden_states, verdict.hidden_states),
     )
 
@@ -327,7 +322,7 @@ def decode_verdict(message: target_pb.Verdict) -> Verdict:
         finish_reason=decode_finish_reason(message.finish_reason),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         logprobs=decode_logprobs(message.logprobs),
-        timings=RoundTimings(**{name: getattr(message.timings, name) for name in _TIMINGS}),
+        timings=RoundTimings(**_values(message.timings, RoundTimings)),
         hidden_states=tuple(map(decode_verdict_states, message.hidden_states)),
     )
 
@@ -360,42 +355,39 @@ def decode_target_opened(message: target_pb.TargetSessionOpened) -> TargetOpened
 
 def encode_draft_opened(opened: DraftOpened) -> draft_pb.DraftSessionOpened:
     """What a draft found on opening a session."""
-    return draft_pb.DraftSessionOpened(
-        epoch=opened.epoch,
-        num_cached_tokens=opened.num_cached_tokens,
-        num_speculative_tokens=opened.num_speculative_tokens,
-    )
+    return draft_pb.DraftSessionOpened(**_values(opened, DraftOpened))
 
 
 def decode_draft_opened(message: draft_pb.DraftSessionOpened) -> DraftOpened:
     """What a draft found on opening a session."""
-    return DraftOpened(
-        epoch=message.epoch,
-        num_cached_tokens=message.num_cached_tokens,
-        num_speculative_tokens=message.num_speculative_tokens,
-    )
+    return DraftOpened(**_values(message, DraftOpened))
 
 
 def encode_model_info(info: ModelInfo) -> pb.ModelInfo:
-    """What a server says about its model; the fields have equal names on both sides."""
-    values = {field.name: getattr(info, field.name) for field in fields(info)}
-    return pb.ModelInfo(**(values | {"verification": encode_rule(info.verification)}))
+    """What a server says about its model."""
+    return pb.ModelInfo(**_values(info, ModelInfo) | {"verification": encode_rule(info.verification)})
 
 
 def decode_model_info(message: pb.ModelInfo) -> ModelInfo:
     """What a server says about its model."""
-    values = {field.name: getattr(message, field.name) for field in fields(ModelInfo)}
-    values["eos_token_ids"] = tuple(message.eos_token_ids)
-    values["hidden_state_layers"] = tuple(message.hidden_state_layers)
-    values["verification"] = decode_rule(message.verification)
-    return ModelInfo(**values)
+    own = {
+        "eos_token_ids": tuple(message.eos_token_ids),
+        "hidden_state_layers": tuple(message.hidden_state_layers),
+        "verification": decode_rule(message.verification),
+    }
+    return ModelInfo(**_values(message, ModelInfo) | own)
 
 
 def encode_load(load: ServerLoad) -> pb.ServerLoad:
-    """A server's occupancy; the fields have equal names on both sides."""
-    return pb.ServerLoad(**{field.name: getattr(load, field.name) for field in fields(load)})
+    """A server's occupancy."""
+    return pb.ServerLoad(**_values(load, ServerLoad))
 
 
 def decode_load(message: pb.ServerLoad) -> ServerLoad:
     """A server's occupancy."""
-    return ServerLoad(**{field.name: getattr(message, field.name) for field in fields(ServerLoad)})
+    return ServerLoad(**_values(message, ServerLoad))
+
+
+def _values(source: object, dataclass: type[Any]) -> dict[str, Any]:
+    """The fields of a dataclass, from one or from the message whose fields have the same names."""
+    return {name: getattr(source, name) for name in dataclass.__dataclass_fields__}

@@ -75,22 +75,28 @@ class Parameter:
     in_rest: bool = True
     #: Whether ``tandem generate`` has a flag for it.
     has_flag: bool = False
+    # What follows from the type:
+    #: Makes a sequence or a mapping immutable, or a copy.
+    freeze: Callable[[Any], Any] | None = None
+    #: int or float where the value is such a number; whether it may also be None.
+    number: type[int] | type[float] | None = None
+    is_optional: bool = False
 
     def read(self, value: Any) -> Any:
         """The value as it is kept: sequences as tuples. Raises :class:`InvalidRequest` where it is out of range."""
-        if (freeze := _FREEZE.get(self.type)) is not None:
-            value = freeze(value)
-        if self.type == Mapping[int, float]:
-            for number in value.values():
-                self._check(number, is_whole=False)
-        elif self.type in (int, float) or (self.type == int | None and value is not None):
-            self._check(value, is_whole=self.type is not float)
+        if self.freeze is not None:
+            value = self.freeze(value)
+            if isinstance(value, dict):
+                for number in value.values():
+                    self._check(number)
+        elif self.number is not None and (value is not None or not self.is_optional):
+            self._check(value)
         return value
 
-    def _check(self, value: Any, *, is_whole: bool) -> None:
-        kind = int if is_whole else (int, float)
+    def _check(self, value: Any) -> None:
+        kind = int if self.number is int else (int, float)
         if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):
-            wanted = "a whole number" if is_whole else "a finite number"
+            wanted = "a whole number" if self.number is int else "a finite number"
             raise InvalidRequest(f"{self.name} must be {wanted}, not {value!r}", param=self.name)
         if value < self.low or value > self.high or (self.is_low_open and value == self.low):
             left = "(" if self.is_low_open else "["
@@ -212,14 +218,19 @@ def parameters(cls: type[SamplingParams] = SamplingParams) -> tuple[Parameter, .
     """The table: a row for each field, in order."""
     if (table := _tables.get(cls)) is None:
         types = get_type_hints(cls)
-        rows = (replace(_row(entry), name=entry.name, type=types[entry.name]) for entry in fields(cls))
-        table = _tables[cls] = tuple(rows)
+        table = _tables[cls] = tuple(_row(entry, types[entry.name]) for entry in fields(cls))
     return table
 
 
-def _row(entry: Field[Any]) -> Parameter:
-    row: Parameter | None = entry.metadata.get("parameter")
-    if row is not None:
-        return row
+def _row(entry: Field[Any], annotation: Any) -> Parameter:
     default = None if entry.default is MISSING else entry.default
-    return Parameter(default=default, neutral=default)
+    row: Parameter = entry.metadata.get("parameter", Parameter(default=default, neutral=default))
+    is_optional = annotation == int | None
+    return replace(
+        row,
+        name=entry.name,
+        type=annotation,
+        freeze=_FREEZE.get(annotation),
+        number=int if is_optional else annotation if annotation in (int, float) else None,
+        is_optional=is_optional,
+    )
