@@ -18,6 +18,7 @@ from typing import Final
 from draft_service.drafters.lookup.base import Match
 from specdec.compiler import BuildError, compile_folder
 from specdec.errors import InvalidRequest
+from specdec.struct_check import check_structs
 
 _SOURCES: Final = Path(__file__).with_name("native")
 _Pointer, _Int64, _Int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -40,11 +41,23 @@ class _Query(ctypes.Structure):
     )
 
 
+class _Size(ctypes.Structure):
+    """``Size`` of suffix.cpp."""
+
+    _fields_ = (
+        ("num_requests", _Int64),
+        ("num_tokens", _Int64),
+        ("num_nodes", _Int64),
+        ("num_bytes", _Int64),
+    )
+
+
 class _Library:
     """The compiled trees; see suffix.cpp for what each function does."""
 
     def __init__(self, path: Path) -> None:
         lib = ctypes.CDLL(str(path))
+        check_structs(lib, {"Query": _Query, "Size": _Size})
         self.text = lib.tandem_suffix_text
         self.text.argtypes, self.text.restype = (_Int32,), _Pointer
         self.free_text = lib.tandem_free_suffix_text
@@ -136,9 +149,9 @@ class SuffixCache:
     @property
     def size(self) -> CacheSize:
         """What is held at this moment."""
-        size = (_Int64 * 4)()
+        size = _Size()
         self._library.size(self._handle, ctypes.addressof(size))
-        return CacheSize(*size)
+        return CacheSize(size.num_requests, size.num_tokens, size.num_nodes, size.num_bytes)
 
 
 class SuffixText:

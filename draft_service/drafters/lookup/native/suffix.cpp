@@ -1,12 +1,13 @@
 // Suffix decoding: what followed the last tokens most often, in this text or in past outputs.
 #include <algorithm>
 
+#include "struct_table.h"
 #include "suffix_cache.h"
 #include "suffix_text.h"
 
 namespace tandem {
 
-// Mirrors _Query of suffix_tree.py.
+// _Query of suffix_tree.py.
 struct Query {
   const Token* assumed;  // tokens after those of the text
   int64_t num_assumed;
@@ -18,6 +19,14 @@ struct Query {
   int64_t num_drafted;
   int64_t longest_match;
 };
+TANDEM_STRUCT(Query, assumed, num_assumed, max_tokens, max_spec_factor, min_token_prob, drafted, num_drafted,
+              longest_match)
+
+// _Size of suffix_tree.py: what past outputs take.
+struct Size {
+  int64_t num_requests, num_tokens, num_nodes, num_bytes;
+};
+TANDEM_STRUCT(Size, num_requests, num_tokens, num_nodes, num_bytes)
 
 // A drafted path and how far it can be trusted: the tokens of it that are expected to be right.
 struct Path {
@@ -187,11 +196,11 @@ TANDEM void tandem_suffix_cache_add(SuffixCache* cache, const Token* tokens, int
 TANDEM int64_t tandem_suffix_cache_settle(SuffixCache* cache, int64_t budget) { return cache->settle(budget); }
 
 // Requests, tokens, nodes, bytes.
-TANDEM void tandem_suffix_cache_size(const SuffixCache* cache, int64_t* size) {
-  size[0] = cache->num_requests();
-  size[1] = cache->num_tokens();
-  size[2] = cache->tree.num_nodes();
-  size[3] = cache->num_bytes();
+TANDEM void tandem_suffix_cache_size(const SuffixCache* cache, Size* size) {
+  size->num_requests = cache->num_requests();
+  size->num_tokens = cache->num_tokens();
+  size->num_nodes = cache->tree.num_nodes();
+  size->num_bytes = cache->num_bytes();
 }
 
 // How often the tokens stood in past outputs.
