@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import shlex
 from argparse import ArgumentParser
@@ -13,7 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from gateway.decoding.metrics import SpeculationMetrics
 from gateway.metrics import GatewayMetrics
+from gateway.rest.answers import speculation_object
+from gateway.rest.schemas import ChatBody, CompletionBody
+from specdec.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    status_of,
+)
 from specdec.flags import Parser, hyphenate
 from tandem.cli.main import COMMANDS, SERVICES
 
@@ -165,6 +178,25 @@ def test_a_wrong_flag_in_a_page_is_noticed() -> None:
 def test_command_lines_are_found() -> None:
     assert ["train", "eagle3"] in [words[:2] for words in command_lines("docs/training.md")]
     assert sum(1 for page in PAGES for _ in command_lines(page)) > 30
+
+
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
+def test_the_api_page_lists_the_fields(body: type[CompletionBody] | type[ChatBody]) -> None:
+    page = read("docs/api.md")
+    assert not {name for name in body.model_fields if f"`{name}" not in page}
+
+
+def test_the_api_page_shows_the_speculation_metrics() -> None:
+    (body,) = blocks("docs/api.md", "json")
+    shown = json.loads(body)["metrics"]["speculative_decoding"]
+    assert shown.keys() == speculation_object(SpeculationMetrics()).keys()
+
+
+def test_the_api_page_lists_the_errors() -> None:
+    rows = set(re.findall(r"^\| (\d+) \| `(\w+)` \| `(\w+)`", read("docs/api.md"), re.MULTILINE))
+    shown = (InvalidRequest, NotFound, Overloaded, InternalError, Unavailable, DeadlineExceeded)
+    statuses = [status_of(error("")) for error in shown]
+    assert rows == {(str(status.http), status.grpc, status.openai_type) for status in statuses}
 
 
 def test_the_api_page_lists_the_metrics() -> None:
