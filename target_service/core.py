@@ -20,8 +20,7 @@ from specdec.sampling.state import SamplingState
 from specdec.scheduling.admission import Admission
 from specdec.settings import TargetSettings
 from specdec.types import HiddenStates, ModelInfo, ServerLoad, SessionSpec
-from target_service.scheduler.batcher import Batcher
-from target_service.scheduler.draft_budget import Budget
+from target_service.scheduler.batcher import StepBatcher
 from target_service.session import Session
 from target_service.step import ScheduledSequence, StepResult, StepSession, run_step
 from target_service.stop_criteria import StopCriteria
@@ -43,13 +42,7 @@ class TargetCore:
         self._device = device
         self._settings = settings
         self._verifier = Verifier(num_threads=engine.num_threads)
-        self._budget = Budget()
-        self._batcher = Batcher(
-            self._run_step,
-            scheduler.max_num_batched_tokens,
-            self._budget,
-            run_now=self._run_step_now if engine.path == "native decoder" else None,
-        )
+        self._batcher = StepBatcher(self._run_step, scheduler.max_num_batched_tokens)
         self._admission: Admission[KVSequence] = Admission(
             max_open=scheduler.max_num_seqs,
             max_waiting=scheduler.max_waiting,
@@ -119,7 +112,7 @@ class TargetCore:
             self._first_state(spec),
             spec.last_hidden_state_only,
         )
-        session = Session(spec, subject, self, asked_ns, self._budget.totals, on_states=on_states)
+        session = Session(spec, subject, self, asked_ns, on_states=on_states)
         self._sessions.add(session)
         try:
             await session.start()
@@ -156,10 +149,6 @@ class TargetCore:
     def num_steps(self) -> int:
         """Forward passes since the start."""
         return self._batcher.num_steps
-
-    def run_now(self) -> bool:
-        """Where all open sessions have a round ready, run them on the calling thread, if that is short: was it so?"""
-        return self._batcher.run_now(len(self._sessions))
 
     def drain(self) -> None:
         """Open no new sessions; open ones go on."""
@@ -216,12 +205,6 @@ class TargetCore:
 
     async def _run_step(self, parts: Sequence[ScheduledSequence]) -> StepResult:
         result = await self._device.run(run_step, self._engine, self._verifier, parts)
-        self._busy_ns += result.timings.forward_ns + result.timings.verify_ns
-        return result
-
-    def _run_step_now(self, parts: Sequence[ScheduledSequence]) -> StepResult:
-        """A step on the calling thread, while the device's own is idle: native passes belong to no thread."""
-        result = run_step(self._engine, self._verifier, parts)
         self._busy_ns += result.timings.forward_ns + result.timings.verify_ns
         return result
 

@@ -53,7 +53,7 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             raise
         outlet.post(pb.VerifyResponse(opened=codec.encode_target_opened(session.opened)))
         verdict = session.first
-        reading = asyncio.create_task(_read(core, session, context, outlet), name="target-stream")
+        reading = asyncio.create_task(_read(core, session, context), name="target-stream")
         reading.add_done_callback(lambda _: session.end())
         try:
             while True:
@@ -86,12 +86,10 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
         return self.core
 
 
-async def _read(core: TargetCore, session: Session, context: Context, outlet: StreamWriter[pb.VerifyResponse]) -> None:
-    """Pass on what the client asks for. A verdict that comes at once leaves at once; the others go out beside."""
+async def _read(core: TargetCore, session: Session, context: Context) -> None:
+    """Pass the client's requests on to the session; the caller sends its verdicts."""
     while (request := await context.read()) is not grpc.aio.EOF:
         _ask(core, session, request)
-        if core.run_now() and (verdict := session.received()) is not None:
-            outlet.post(_response(outlet, verdict))
         await asyncio.sleep(0)  # the step begins before the next read
 
 

@@ -13,7 +13,6 @@ from specdec.engine.kv_pool import KVSequence
 from specdec.errors import InvalidRequest, TandemError, Unavailable
 from specdec.hidden_state_buffer import StateBuffer
 from specdec.pending_proposals import MAX_BYTES, MAX_PENDING_PROPOSALS, Path, PendingProposals, path_of
-from specdec.scheduling.acceptance import Acceptance, of_tree
 from specdec.trees import is_chain
 from specdec.types import FinishReason, HiddenStates, PositionLogprobs, Proposal, SessionSpec, TargetOpened, Verdict
 from target_service.rounds import check_draft
@@ -65,12 +64,11 @@ class Session:
         subject: StepSession,
         host: SessionOwner,
         asked_ns: int,
-        totals: Acceptance | None = None,
         *,
         on_states: Callable[[HiddenStates], None] | None = None,
     ) -> None:
-        """``asked_ns``: when the session was asked for (``time.perf_counter_ns``); it is admitted now. ``totals``: what
-        is known of the acceptance in other sessions. ``on_states`` gets the hidden states of the prompt as they are
+        """``asked_ns``: when the session was asked for (``time.perf_counter_ns``); it is admitted now.
+        ``on_states`` gets the hidden states of the prompt as they are
         computed, all but those of the last step; without it the first verdict carries them all.
         """
         self.spec = spec
@@ -79,8 +77,6 @@ class Session:
         self.finish_reason: FinishReason | None = None
         self.in_flight = False
         self.num_cached_tokens = subject.sequence.length
-        #: How likely its drafted tokens are to be accepted, from its past rounds.
-        self.acceptance = Acceptance(totals)
         self._host = host
         self._admitted_ns = self._asked_ns = time.perf_counter_ns()
         self._queue_ns = self._admitted_ns - asked_ns
@@ -162,7 +158,7 @@ class Session:
             return
         self._host.count_superseded(self._offers.clear())
         self._ahead_until = max(self._ahead_until, min(committed_len + num_tokens, self.subject.ending.max_len))
-        if self.num_round_rows and not self.in_flight:
+        if self.num_round_tokens and not self.in_flight:
             self._asked_ns = time.perf_counter_ns()
             self._host.ready(self)
 
@@ -180,10 +176,6 @@ class Session:
                 raise Unavailable("the session was closed")
             await self._wait()
         return self._next_verdict()
-
-    def received(self) -> Verdict | None:
-        """The verdict that :meth:`receive` would return without waiting, if there is one; it counts as received."""
-        return self._next_verdict() if self._verdicts else None
 
     def _next_verdict(self) -> Verdict:
         verdicts = [self._verdicts.popleft()]
@@ -241,28 +233,13 @@ class Session:
         return len(self.spec.token_ids) - self.subject.sequence.length
 
     @property
-    def num_round_rows(self) -> int:
-        """Rows of the round that is ready, 0 where none is."""
+    def num_round_tokens(self) -> int:
+        """Tokens of the round that is ready; 0 without one."""
         if self._opened is None or self._closing or self._failure is not None or self.finish_reason is not None:
             return 0
         if self._asked is not None:
             return len(self._asked.token_ids) + 1
         return 1 if self._ahead_until > self.committed_len else 0
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Drafted tokens of the round that is ready."""
-        return len(self._asked.token_ids) if self._asked is not None else 0
-
-    @property
-    def survival(self) -> list[float]:
-        """How likely each drafted token of the round that is ready is to be accepted, never more than the one before it
-        in the list.
-        """
-        if self._asked is None:
-            return []
-        by_depth = self.acceptance.survival(self._asked.depth)
-        return of_tree(by_depth, self._asked.parents) if self._asked.parents else by_depth
 
     def next_chunk(self, num_rows: int) -> ScheduledSequence:
         """The prompt's next ``num_rows`` tokens or fewer, now in flight."""
@@ -273,15 +250,13 @@ class Session:
         token_ids = self.spec.token_ids[start : start + num_rows]
         return ScheduledSequence(self.subject, token_ids, decides=num_rows >= self.num_prefill, is_prefill=True)
 
-    def next_round(self, max_draft_tokens: int | None = None) -> ScheduledSequence:
-        """The round that is ready, now in flight, without the drafted tokens beyond ``max_draft_tokens``."""
+    def next_round(self) -> ScheduledSequence:
+        """The round that is ready, now in flight."""
         self.in_flight = True
         asked, self._asked = self._asked, None
         last = self.subject.state.token_ids[-1]
         if asked is None:
             return ScheduledSequence(self.subject, (last,), decides=True)
-        if max_draft_tokens is not None:
-            asked = asked.cut(max_draft_tokens)
         return ScheduledSequence(
             self.subject,
             (last, *asked.token_ids),
@@ -291,8 +266,8 @@ class Session:
             parents=() if is_chain(asked.parents) else asked.parents,
         )
 
-    def settle(self, part: ScheduledSequence, result: PartResult, step: StepResult) -> None:
-        """Take in what a step brought: drop the entries of rejected tokens and queue the verdict."""
+    def finish_step(self, part: ScheduledSequence, result: PartResult, step: StepResult) -> None:
+        """Apply the result of a step: drop the cache entries of rejected tokens and queue the verdict."""
         self.in_flight = False
         self._prompt_logprobs += result.prompt_logprobs
         if not part.decides and result.hidden_states is not None:
@@ -306,7 +281,7 @@ class Session:
             return
         if result.error is None and part.decides:
             self._commit(part, result, step)
-        if self.num_prefill or self.num_round_rows:
+        if self.num_prefill or self.num_round_tokens:
             self._host.ready(self)
 
     def crash(self, error: TandemError) -> None:
@@ -355,7 +330,7 @@ class Session:
         self._asked_ns = now_ns  # of the next token when multi-step decode
         dropped = self._offers.commit(token_ids) if self.finish_reason is None else self._offers.clear()
         if (fitting := self._offers.take()) is not None:
-            if self.num_round_rows:  # multi-step decode goes on
+            if self.num_round_tokens:  # multi-step decode goes on
                 dropped += 1
             else:
                 self._start(fitting)
@@ -374,7 +349,7 @@ class Session:
     @property
     def _busy(self) -> bool:
         """Whether a verdict is to come without anything more being asked for."""
-        return self.in_flight or self.num_round_rows > 0 or self._opened is None
+        return self.in_flight or self.num_round_tokens > 0 or self._opened is None
 
     def _start(self, proposal: Proposal) -> None:
         """Ask for the proposal's round, without what it cannot bring: near its limit a sequence has no room for all

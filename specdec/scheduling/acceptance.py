@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
-
-from specdec.trees import depths
 
 #: Acceptance rate taken for granted where nothing was ever seen, and how many rounds that guess is worth.
 FIRST_GUESS: Final = 0.7
@@ -79,20 +76,3 @@ class Acceptance:
             survival *= rate
             result.append(survival)
         return result
-
-
-def of_tree(survival: Sequence[float], parents: Sequence[int]) -> list[float]:
-    """How likely each token of a tree is to be accepted, from the probability that one of its depth is.
-
-    An estimate from the tree's shape alone: of the tokens of a depth each is taken to be half as likely as the one
-    before it. None is more likely than one that stands before it.
-    """
-    levels = depths(parents)
-    counts = [levels.count(depth) for depth in range(max(levels) + 1)]
-    result: list[float] = []
-    met = [0] * len(counts)
-    for depth in levels:
-        share = 0.5 ** met[depth] / (2.0 - 2.0 * 0.5 ** counts[depth])
-        met[depth] += 1
-        result.append(min(survival[depth] * share, result[-1] if result else 1.0))
-    return result

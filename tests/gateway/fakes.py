@@ -221,9 +221,6 @@ class FakeTarget(FakeBackend):
         await self.work("open", self.open_latency_s)
         return FakeTargetSession(self, spec)
 
-    def run_now(self):
-        return False
-
 
 class FakeTargetSession(FakeSession):
     def __init__(self, backend, spec):

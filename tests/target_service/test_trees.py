@@ -1,4 +1,4 @@
-"""Trees through the target's sessions: text as without them, acceptance along the right branch, limits, tails cut."""
+"""Trees through the target's sessions: text as without them, acceptance along the right branch, limits."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import pytest
 
 from specdec.engine.loading import acceleration
 from specdec.rules import Rule
-from specdec.scheduling.acceptance import of_tree
-from specdec.trees import depths, path_to
+from specdec.trees import path_to
 from specdec.types import FinishReason, Proposal
-from target_service.scheduler.draft_budget import Budget
 from tests.target_service.conftest import VOCAB, make_prompt, make_spec, verify
 from tests.target_service.test_hidden_states import LAYERS, Reader, stock
 
@@ -153,31 +151,6 @@ async def test_a_tree_offered_ahead_starts_when_its_assumption_comes_true(start_
         verdict = await session.receive()
         assert (verdict.token_ids, verdict.num_accepted, verdict.num_draft_tokens) == (text[4:7], 2, 4)
         await session.close()
-
-
-async def test_the_budget_cuts_the_last_tokens_of_a_tree(start_core, plain):
-    """What is left is a tree: the first tokens."""
-    prompt = make_prompt(7)
-    text = plain(prompt, 20)
-    async with start_core() as core:
-        session = await core.open(make_spec(prompt, 20))
-        n = session.first.committed_len
-        session.offer(Proposal(1, n, (text[1], 0, text[2], 1, text[3]), (-1, -1, 0, 0, 2)))
-        assert session.survival == sorted(session.survival, reverse=True)
-        core._batcher._allot = lambda rounds: [3] * len(rounds)
-        verdict = await session.receive()
-        assert (verdict.token_ids, verdict.num_accepted, verdict.num_draft_tokens) == (text[1:4], 2, 3)
-        await session.close()
-
-
-def test_how_likely_each_token_of_a_tree_is_accepted() -> None:
-    parents = (-1, -1, 0, 0, 1, 2)
-    survival = of_tree([0.9, 0.6, 0.3], parents)
-    assert survival == sorted(survival, reverse=True)
-    for depth, expected in enumerate([0.9, 0.6, 0.3]):
-        assert sum(s for s, d in zip(survival, depths(parents), strict=True) if d == depth) <= expected + 1e-9
-    assert of_tree([0.9, 0.6], (-1, 0)) == pytest.approx([0.9, 0.6])
-    assert Budget().allot([survival, [0.5]], 10) == [6, 1]
 
 
 async def test_verdicts_on_trees_carry_the_states_of_the_accepted_path(start_core, plain, path, stock):

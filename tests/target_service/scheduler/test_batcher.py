@@ -7,8 +7,7 @@ import time
 import pytest
 
 from specdec.errors import InternalError, TandemError, Unavailable
-from specdec.types import FinishReason, Proposal, RoundTimings
-from target_service.scheduler.batcher import MAX_NS_NOW
+from specdec.types import FinishReason, Proposal
 from target_service.scheduler.composition import MIN_CHUNK, prefill_room, share_prefill, take_rounds
 from target_service.stop_criteria import StopCriteria, Truncation
 from tests.target_service.conftest import decode, make_prompt, make_spec, multi_step_decode, until, until_clean, verify
@@ -65,25 +64,6 @@ async def test_many_sessions_in_ragged_batches_are_the_stock_model(start_core, p
         assert max(sum(rows for rows, _ in batch) for batch in watch.batches) <= budget
 
 
-async def test_drafted_tokens_that_are_not_worth_their_rows_are_cut_off(start_core, plain):
-    """Every row is taught to cost as much as a step: of guesses that are never right nothing is verified any more."""
-    async with start_core() as core:
-        for step in range(200):
-            rows = 1 + step % 16
-            timings = RoundTimings(forward_ns=rows * 10**9, batch_sessions=1, batch_rows=rows, batch_context=20)
-            core._budget.observe(timings, pause_ns=0)
-            core._budget.totals.observe(4, 0)
-        watch = Watch(core)
-        prompts = [make_prompt(seed) for seed in range(4)]
-        sessions = [await core.open(make_spec(prompt, 12)) for prompt in prompts]
-        outputs = await asyncio.gather(*(decode(session, k=4, draft=lambda *_: (1, 2, 3, 4)) for session in sessions))
-        assert list(outputs) == [plain(prompt, 12) for prompt in prompts]
-        for session in sessions:
-            await session.close()
-        assert core._budget.num_cut > 50
-        assert max(rows for batch in watch.batches if len(batch) == 4 for rows, _ in batch) < 5
-
-
 async def test_one_step_is_one_forward_pass(start_core):
     async with start_core() as core:
         sessions = [await core.open(make_spec(make_prompt(seed), 30)) for seed in range(6)]
@@ -96,57 +76,6 @@ async def test_one_step_is_one_forward_pass(start_core):
         assert {(v.timings.batch_sessions, v.timings.batch_rows) for v in verdicts} == {(6, 24)}
         for session in sessions:
             await session.close()
-
-
-async def test_rounds_of_all_sessions_run_at_once_where_that_is_short(start_core, plain):
-    async with start_core() as core:
-        prompts = [make_prompt(seed) for seed in range(2)]
-        sessions = [await core.open(make_spec(prompt, 30)) for prompt in prompts]
-        steps, n = core.num_steps, sessions[0].first.committed_len
-        core._batcher._latest = (4, 1_000)
-        sessions[0].offer(Proposal(1, n, (1, 2, 3)))
-        assert not core.run_now()  # the other one may come before the next turn of the loop
-        sessions[1].offer(Proposal(1, n, (1, 2, 3)))
-        assert core.run_now()
-        for session, prompt in zip(sessions, prompts, strict=True):
-            verdict = session.received()  # nothing was awaited
-            assert (*session.first.token_ids, *verdict.token_ids) == plain(prompt, 1 + len(verdict.token_ids))
-            assert verdict.timings.batch_sessions == 2
-        assert core.num_steps == steps + 1
-        assert not core.run_now()  # nothing is ready
-        for session in sessions:
-            await session.close()
-
-
-@pytest.mark.parametrize("why", ["long", "plain"])
-async def test_other_steps_leave_the_loop_free(start_core, plain, why):
-    async with start_core() as core:
-        prompt = make_prompt(0)
-        session = await core.open(make_spec(prompt, 30))
-        n = session.first.committed_len
-        core._batcher._latest = (1, MAX_NS_NOW if why == "long" else 1_000)
-        session.offer(Proposal(1, n, (1, 2, 3) if why == "long" else ()))
-        assert not core.run_now()
-        assert session.received() is None
-        verdict = await session.receive()
-        assert (*session.first.token_ids, *verdict.token_ids) == plain(prompt, 1 + len(verdict.token_ids))
-        await session.close()
-
-
-async def test_a_step_that_fails_at_once_ends_its_sessions_alone(start_core):
-    async with start_core() as core:
-        watch = Watch(core)
-        session = await core.open(make_spec(make_prompt(0), 30))
-        core._batcher._latest = (4, 1_000)
-        watch.error = RuntimeError("planted")
-        session.offer(Proposal(1, session.first.committed_len, (1, 2, 3)))
-        assert core.run_now()
-        with pytest.raises(InternalError, match="planted"):
-            await session.receive()
-        await session.close()
-        watch.error = None
-        other = await core.open(make_spec(make_prompt(1), 30))
-        await other.close()
 
 
 async def test_a_long_prompt_is_fed_in_chunks_beside_rounds_and_short_prompts(start_core):
@@ -381,7 +310,7 @@ async def test_a_long_prompt_delays_a_session_that_drafts_by_one_full_step(start
         await verify(drafting, n, Proposal(1, n, (1, 2, 3)))
         watch = Watch(core)
         watch.gate.clear()
-        core._batcher._gathering.left(
+        core._batcher._coalescer.left(
             drafting, 4, time.perf_counter_ns() + 10**10
         )  # expected however slow this test is
         opening = asyncio.create_task(core.open(make_spec(make_prompt(1, 90), 2)))
