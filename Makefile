@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive lint protos docs bench install clean
+.PHONY: demo test test-exhaustive lint protos docs bench dist install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -22,8 +22,9 @@ demo: $(STAMP)
 # Two workers, each with its own files; prints the ten slowest tests.
 TEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
 
+# TESTS="tests/gateway tests/specdec" runs a part of them.
 test: $(STAMP)
-	$(TEST)
+	$(TEST) $(TESTS)
 
 # The same, and all combinations and seeds that `make test` leaves out.
 test-exhaustive: $(STAMP)
@@ -49,6 +50,16 @@ docs: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/tandem bench --compare hf
 	$(BIN)/tandem bench --compare hf --pad-target 200M
+
+# sdist and wheel; the wheel is installed into an empty environment outside the checkout and generates there.
+dist: $(STAMP)
+	rm -rf build dist
+	$(BIN)/python -m build
+	set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	  $(PYTHON) -m venv "$$folder/env"; \
+	  export PIP_CONSTRAINT=$(CURDIR)/constraints.txt; unset PYTHONPATH; \
+	  "$$folder/env/bin/python" -m pip install --quiet --disable-pip-version-check dist/*.whl; \
+	  cd "$$folder"; env/bin/tandem --version; env/bin/tandem generate "def main(argv):" --max-tokens 32
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

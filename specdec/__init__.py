@@ -1,3 +1,3 @@
 """Shared by all services: messages, types, options, sampling, the model engine and RPC."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

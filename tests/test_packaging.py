@@ -1,30 +1,70 @@
 """What is installed is all that is here: tests import from the checkout, which would hide what a wheel lacks."""
 
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
+import yaml
+
+import specdec
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("specdec", "draft_service", "target_service", "gateway", "tandem")
+#: What a checkout may hold that is not part of the project.
+NOT_OURS = shutil.ignore_patterns(
+    *(".git", ".venv", "*.egg-info", "build", "dist", "node_modules", "__pycache__", ".*_cache", ".hypothesis", "*.pyc")
+)
+METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_a_wheel_holds_every_file_of_every_package(tmp_path: Path) -> None:
-    sources = tmp_path / "sources"  # where no earlier build has left anything
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, sources / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, sources)
+def files_of(folder: Path, *below: str) -> set[str]:
+    return {
+        path.relative_to(folder).as_posix() for name in below for path in (folder / name).rglob("*") if path.is_file()
+    }
+
+
+def test_sdist_and_wheel_are_complete(tmp_path: Path) -> None:
+    """The wheel, made from the sdist, holds every file of every package; the sdist also what tests them."""
+    checkout = tmp_path / "checkout"  # where no earlier build has left anything
+    shutil.copytree(ROOT, checkout, ignore=NOT_OURS)
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=checkout, check=True, capture_output=True)
+    with tarfile.open(tmp_path / f"tandem_specdec-{specdec.__version__}.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / f"tandem_specdec-{specdec.__version__}"
+    parts = (*PACKAGES, "benchmarks", "docs", "protos", "tests")
+    shutil.rmtree(checkout / "tandem_specdec.egg-info")
+    assert files_of(unpacked, *parts) == files_of(checkout, *parts)
+
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--wheel-dir", str(tmp_path), str(sources)], check=True)
+    subprocess.run([*pip, "--wheel-dir", str(tmp_path), str(unpacked)], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    here = {
-        path.relative_to(ROOT).as_posix()
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert held == here - {"tandem/training/README.md"}
+    assert held == files_of(checkout, *PACKAGES)
+
+
+def test_the_image_holds_what_the_build_needs() -> None:
+    """The Dockerfile copies every package and every file that pyproject.toml names."""
+    copied = re.findall(r"^COPY (.*) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    names = {name for line in copied for name in line.split()}
+    assert {*PACKAGES, "pyproject.toml", METADATA["readme"], *METADATA["license-files"]} <= names
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert names == allowed
+    assert all((ROOT / name).exists() for name in names)
+
+
+def test_ci_runs_the_targets_of_make_on_every_supported_python() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    supported = [line.rpartition(" ")[2] for line in METADATA["classifiers"] if ":: 3." in line]
+    assert jobs["test"]["strategy"]["matrix"]["python"] == supported
+    assert METADATA["requires-python"] == f">={supported[0]}"
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert {command.split()[1] for command in commands} == {"lint", "test", "dist"}
+    for path in re.findall(r"tests/\S+?(?=[\s\"])", " ".join(commands)):
+        assert (ROOT / path).exists(), path
