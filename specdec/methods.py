@@ -148,7 +148,8 @@ def _method_of_tensors(folder: Path, config: Mapping[str, Any]) -> str | None:
     if config.get("num_hidden_layers") != 1:
         return None
     names = _tensor_names(folder)
-    return next((name for name, method in METHODS.items() if method.tensor and method.tensor.encode() in names), None)
+    known = reversed(METHODS.values())
+    return next((method.name for method in known if method.tensor and method.tensor.encode() in names), None)
 
 
 def _tensor_names(folder: Path) -> bytes:
