@@ -76,7 +76,7 @@ class DraftRequest(Generic[S]):
             self.deliver(outcome)
 
     def cancel(self) -> None:
-        """Nobody waits for the draft any more: it does not start, or stops soon, and is not delivered."""
+        """The draft is not needed any more: it does not start, or stops soon, and is not delivered."""
         self.is_resolved = True
         self.likelihood = 0.0
         self.stop.request_stop()

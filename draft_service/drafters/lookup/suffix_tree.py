@@ -72,8 +72,8 @@ class _Library:
         self.free_cache.argtypes, self.free_cache.restype = (_Pointer,), None
         self.add = lib.tandem_suffix_cache_add
         self.add.argtypes, self.add.restype = (_Pointer, _Pointer, _Int64), None
-        self.settle = lib.tandem_suffix_cache_settle
-        self.settle.argtypes, self.settle.restype = (_Pointer, _Int64), _Int64
+        self.apply_pending = lib.tandem_suffix_cache_apply_pending
+        self.apply_pending.argtypes, self.apply_pending.restype = (_Pointer, _Int64), _Int64
         self.size = lib.tandem_suffix_cache_size
         self.size.argtypes, self.size.restype = (_Pointer, _Pointer), None
         self.count = lib.tandem_suffix_cache_count
@@ -139,7 +139,7 @@ class SuffixCache:
     def apply_pending(self, budget: int) -> None:
         """Put up to ``budget`` suffixes into the tree or take them out, a third of a microsecond each or so."""
         if self._num_pending_suffixes:
-            self._num_pending_suffixes = self._library.settle(self._handle, budget)
+            self._num_pending_suffixes = self._library.apply_pending(self._handle, budget)
 
     def count(self, token_ids: Sequence[int]) -> int:
         """How often these tokens, no more than the tree is deep, stand in the outputs."""

@@ -78,7 +78,7 @@ def _read_rope(fields: Fields) -> RopeConfig:
 
 
 def read_vocab_size(fields: Fields, target: TargetTensors) -> int:
-    """The target's vocabulary, which must be the head's: padding may differ by what nobody can draft."""
+    """Size of the target's vocabulary; the head's must be the same."""
     size = fields.number("vocab_size", target.vocab_size)
     if size != target.vocab_size:
         raise fields.refusal("vocab_size", f"the target's is {target.vocab_size}")

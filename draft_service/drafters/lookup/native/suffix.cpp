@@ -28,7 +28,7 @@ struct Size {
 };
 TANDEM_STRUCT(Size, num_requests, num_tokens, num_nodes, num_bytes)
 
-// A drafted path and how far it can be trusted: the tokens of it that are expected to be right.
+// A drafted path and its score: the expected number of right tokens.
 struct Path {
   std::vector<Token> tokens;
   double score = 0;
@@ -55,7 +55,7 @@ class Search {
   // up to m * factor tokens and while all of it together is likely enough. Probability of a path: of all the times its
   // tokens but the last stood there, how often the last one followed, multiplied. The score is the sum of probabilities
   // along it; the best wins, among equals the longest match (Oliaro et al. 2024, "SuffixDecoding"). Where match and path
-  // are as long as the tree is deep, only the last half of that is remembered, and the path goes on after it.
+  // are as long as the tree is deep, only the last half of that is kept, and the path continues after it.
   void improve(Path& best) {
     for (int32_t m = num_places_; m >= 1; m--) follow(m, best);
   }
@@ -171,7 +171,7 @@ class Search {
   std::vector<Occurrence> outside_;
   std::vector<SuffixTree::Place> places_;  // by the number of tokens matched
   int32_t num_places_ = 0;
-  std::vector<int64_t> ends_;  // where the occurrences outside the tree go on
+  std::vector<int64_t> ends_;  // where the occurrences outside the tree continue
   std::vector<Token> tokens_, seen_;
 };
 
@@ -193,7 +193,7 @@ TANDEM void tandem_free_suffix_cache(SuffixCache* cache) { delete cache; }
 TANDEM void tandem_suffix_cache_add(SuffixCache* cache, const Token* tokens, int64_t count) {
   cache->add(tokens, count);
 }
-TANDEM int64_t tandem_suffix_cache_settle(SuffixCache* cache, int64_t budget) { return cache->settle(budget); }
+TANDEM int64_t tandem_suffix_cache_apply_pending(SuffixCache* cache, int64_t budget) { return cache->apply_pending(budget); }
 
 // Requests, tokens, nodes, bytes.
 TANDEM void tandem_suffix_cache_size(const SuffixCache* cache, Size* size) {

@@ -22,7 +22,7 @@ class SuffixCache {
   int64_t num_tokens() const { return num_tokens_; }
   int64_t num_bytes() const { return tree.num_bytes() + tokens_.num_bytes(); }
 
-  // Queue an output; settle() puts it into the tree.
+  // Queue an output; apply_pending() puts it into the tree.
   void add(const Token* tokens, int64_t count) {
     tokens_.append(tokens, count);
     num_tokens_ += count;
@@ -30,7 +30,7 @@ class SuffixCache {
   }
 
   // Put in and take out up to `budget` suffixes; returns how many there are still to do (at least).
-  int64_t settle(int64_t budget) {
+  int64_t apply_pending(int64_t budget) {
     for (; budget > 0; budget--) {
       const bool is_full = num_requests() > max_requests_ || num_tokens_ > max_tokens_;
       if (is_full && inserted_ >= outputs_.front().end) {

@@ -1,7 +1,7 @@
 // The growing text of one session, with a suffix tree over it.
 //
 // A suffix enters the tree when it is as long as the tree is deep: it never changes afterwards. The last few, shorter
-// ones stay outside; whoever looks up adds them. So a token costs one insertion, tokens at the end can be taken back at
+// ones stay outside; a lookup counts them, too. So a token costs one insertion, tokens at the end can be removed at
 // no cost, and tokens that are only assumed never touch the tree.
 #pragma once
 
@@ -28,7 +28,7 @@ class SuffixText {
     while (num_inserted_ + depth <= tokens_.end()) tree.insert(num_inserted_++, depth);
   }
 
-  // Tokens after the end that come and go around a lookup.
+  // Tokens after the end, added and removed around a lookup.
   void assume(const Token* tokens, int64_t count) { tokens_.append(tokens, count); }
 
   // Keep the first `length` tokens; false, and nothing changes, where the tree holds some of the others.

@@ -98,7 +98,7 @@ class SuffixTree {
     join(node, start);
   }
 
-  // One token on from a place; false, and nothing changes, where no suffix goes on so.
+  // The place one token further; false, and nothing changes, if no suffix continues with it.
   bool step(Place& place, Token token) const {
     const Node& node = nodes_[place.node];
     if (place.depth < node.end) {
