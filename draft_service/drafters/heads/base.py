@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from draft_service.drafters.base import Draft, Drafter, DraftJob, num_short_steps
+from draft_service.drafters.base import Draft, Drafter, DraftJob, DraftState, num_short_steps
 from draft_service.drafters.trees.mixed_batch import draft_mixed
 from draft_service.drafters.trees.tree_passes import DraftedTree
 from specdec import __version__
@@ -34,26 +34,11 @@ from specdec.settings import DTYPES, DraftSettings, ModelSettings
 from specdec.types import ELEMENT_BYTES, HiddenStates, ModelInfo, SessionSpec
 
 
-class HeadState(Protocol):
-    """The state of one session of a head."""
+class HeadState(DraftState, Protocol):
+    """The state of one session of a head. Its pending tokens are those whose states are known."""
 
     sampling: SamplingState
     rule: Rule
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The committed tokens."""
-        ...
-
-    @property
-    def num_pending(self) -> int:
-        """Committed tokens whose states are known and not ingested yet."""
-        ...
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Entries found in a parked cache at opening."""
-        ...
 
 
 S = TypeVar("S", bound=HeadState)
