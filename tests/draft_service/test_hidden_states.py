@@ -98,7 +98,8 @@ async def test_messages_that_arrive_while_a_batch_runs_are_taken_in_in_order(spe
         (reading,) = drafter.readings
         drafter.gate.clear()
         await session.advance(6, [1], 4, 0, [states(0, 6)])
-        await asyncio.sleep(0.01)
+        while core.batcher.in_flight is None:  # noqa: ASYNC110 (no event tells it)
+            await asyncio.sleep(0)
         for position in range(7, 12):
             await session.advance(position, [position], 4, 0, [states(position - 1, position)])
         assert reading.rows == rows(0, 6)  # the state is in the drafter's hands
@@ -116,7 +117,9 @@ async def test_nothing_is_drafted_ahead(spec):
     async with reading_core() as core:
         session = await core.open(spec(PROMPT))
         assert (await ask(session, 6, [1], states(0, 6), num_ahead_proposals=8)).token_ids == (7,) * 4
-        await asyncio.sleep(0.02)
+        for _ in range(20):
+            await asyncio.sleep(0)
+            assert core.batcher.is_idle
         assert session.received_more() == []
         assert (await core.load()).ahead_proposals == 0
         await session.close()

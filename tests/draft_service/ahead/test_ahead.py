@@ -355,7 +355,8 @@ async def test_several_verdicts_that_come_while_branches_are_drafted(start_core,
         await client.session.advance(7, assumed[0], 3, 6)
         client.known += assumed[0]
         asked = asyncio.create_task(client.advance([5], 3, 0))
-        await asyncio.sleep(0.01)
+        for _ in range(20):
+            await asyncio.sleep(0)
         gate.opened.set()
         proposal, _ = await asked
         assert proposal.committed_len == len(client.known)
