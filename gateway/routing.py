@@ -12,7 +12,7 @@ from typing import Final, Generic, Self, TypeVar
 from specdec.backends import DraftBackend, TargetBackend
 from specdec.errors import ModelNotSupported, Unavailable
 from specdec.types import ModelInfo
-from specdec.vocabulary import compatible
+from specdec.vocabulary import check_compatible
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Router:
         router.target_up(router.targets.replicas[0], await target.info())
         if draft is not None:
             info = await draft.info()
-            compatible(router.model(), info)
+            check_compatible(router.model(), info)
             router.draft_up(router.drafts.replicas[0], info)
         return router
 
@@ -205,7 +205,7 @@ class Router:
         if self._model is None or replica.info is None:
             return
         try:
-            compatible(self._model, replica.info)
+            check_compatible(self._model, replica.info)
         except ModelNotSupported as error:
             replica.refusal = str(error)
             logger.error("%s will not be used: %s", replica.name, error)

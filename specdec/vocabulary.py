@@ -6,7 +6,7 @@ from specdec.errors import ModelNotSupported
 from specdec.types import ModelInfo
 
 
-def compatible(target: ModelInfo, draft: ModelInfo) -> None:
+def check_compatible(target: ModelInfo, draft: ModelInfo) -> None:
     """Check that the draft's token ids are the target's.
 
     Equal tokenizer fingerprints are what counts; padded rows of the embedding may differ. Where neither checkpoint has

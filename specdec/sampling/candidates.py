@@ -33,9 +33,9 @@ def candidates(logits: Tensor, rows: Rows, rules: Sequence[Rule], count: int) ->
     """
     logits = edited(logits, rows)
     count = min(count, logits.shape[1])
-    of_kind: dict[_Kind, list[int]] = {}
+    of_kind: dict[_RowKind, list[int]] = {}
     for i, (state, rule) in enumerate(zip(rows.states, rules, strict=True)):
-        of_kind.setdefault(_Kind.of(state, rule), []).append(i)
+        of_kind.setdefault(_RowKind.of(state, rule), []).append(i)
     if len(of_kind) == 1:
         return _likeliest(next(iter(of_kind)), logits, rows, count)
     token_ids = torch.zeros(len(rows), count, dtype=torch.int64, device=logits.device)
@@ -48,7 +48,7 @@ def candidates(logits: Tensor, rows: Rows, rules: Sequence[Rule], count: int) ->
     return token_ids, logprobs
 
 
-class _Kind(NamedTuple):
+class _RowKind(NamedTuple):
     """Rows that are computed alike; those that truncate and those that do not are kept apart."""
 
     is_greedy: bool
@@ -56,13 +56,13 @@ class _Kind(NamedTuple):
     truncates: bool
 
     @classmethod
-    def of(cls, state: SamplingState, rule: Rule) -> _Kind:
+    def of(cls, state: SamplingState, rule: Rule) -> _RowKind:
         if state.params.greedy:
             return cls(True, False, False)
         return cls(False, rule.sampling.shares_noise, state.truncates)
 
 
-def _likeliest(kind: _Kind, logits: Tensor, rows: Rows, count: int) -> tuple[Tensor, Tensor]:
+def _likeliest(kind: _RowKind, logits: Tensor, rows: Rows, count: int) -> tuple[Tensor, Tensor]:
     if kind.is_greedy:
         best = logits.topk(count, dim=-1)
         return best.indices, (best.values - logits.logsumexp(-1, keepdim=True)).double()

@@ -46,7 +46,7 @@ class DraftedChain:
     candidates: tuple[tuple[int, ...], ...] = ()
 
 
-class _Kind(NamedTuple):
+class _DraftKind(NamedTuple):
     """Rows that are drawn alike."""
 
     sampling: DraftSampling
@@ -54,7 +54,7 @@ class _Kind(NamedTuple):
     truncates: bool
 
     @classmethod
-    def of(cls, state: SamplingState, rule: Rule) -> _Kind:
+    def of(cls, state: SamplingState, rule: Rule) -> _DraftKind:
         sampling = rule.sampling_at(state.params.temperature)
         return cls(sampling, sampling.shares_noise and state.truncates)
 
@@ -70,9 +70,9 @@ def draft(logits: Tensor, rows: Rows, rules: Sequence[Rule], num_candidates: int
     logit, coupled ones by E_v / q_v (the first is the drafted token), those of a ratio rule by q.
     """
     logits = edited(logits, rows)
-    of_kind: dict[_Kind, list[int]] = {}
+    of_kind: dict[_DraftKind, list[int]] = {}
     for i, (state, rule) in enumerate(zip(rows.states, rules, strict=True)):
-        of_kind.setdefault(_Kind.of(state, rule), []).append(i)
+        of_kind.setdefault(_DraftKind.of(state, rule), []).append(i)
     if len(of_kind) == 1:
         return _draft_alike(next(iter(of_kind)).sampling, logits, rows, num_candidates)
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from specdec.sampling.distribution import Distribution
 from specdec.sampling.draws import winners
 from target_service.rules.drafts import Drafts
-from target_service.rules.greedy import follow
+from target_service.rules.greedy import match_choices
 
 
 def verify(target: Distribution, drafts: Drafts, keys: Tensor) -> tuple[Tensor, Tensor]:
     """(end [B], next token [B]); ``keys`` int64 [R] are the keys of the coupling noise of the target's rows."""
-    return follow(target.tokens(winners(target, keys)), target.valid, drafts)
+    return match_choices(target.tokens(winners(target, keys)), target.valid, drafts)

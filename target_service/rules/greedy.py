@@ -12,10 +12,10 @@ def verify(logits: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor]:
     """Edited logits [R, V] to (end [B], next token [B], valid [R]); a row is valid if its maximum is finite."""
     best, choices = logits.max(-1)
     valid = best.abs() < torch.inf
-    return *follow(choices, valid, drafts), valid
+    return *match_choices(choices, valid, drafts), valid
 
 
-def follow(choices: Tensor, valid: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
+def match_choices(choices: Tensor, valid: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
     """Walk along the drafted tokens that are the target's own choice; then emit that choice.
 
     ``choices`` int64 [R] and ``valid`` bool [R] to (the place where each walk ends [B], next token [B]). A choice never

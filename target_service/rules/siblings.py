@@ -30,8 +30,8 @@ from target_service.rules.drafts import Drafts, Siblings, Uniforms
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trials:
-    """What trying all siblings of a place brings, whether or not the walk gets there."""
+class TriedSiblings:
+    """The result of trying all siblings of each place, whether or not the walk reaches the place."""
 
     #: float64 [B, k]: p_j(x_j) / q_j(x_j) of each drafted token, 0 where it could not have been drawn.
     ratio: Tensor
@@ -40,7 +40,7 @@ class Trials:
     scale: Tensor
 
 
-def try_all(p: Tensor, drafts: Drafts, siblings: Siblings) -> Trials:
+def try_all(p: Tensor, drafts: Drafts, siblings: Siblings) -> TriedSiblings:
     """``p`` float64 [R, V], normalised."""
     named = siblings.token_ids
     is_named = named >= 0
@@ -66,29 +66,29 @@ def try_all(p: Tensor, drafts: Drafts, siblings: Siblings) -> Trials:
         scale = torch.where(goes_on, scale / total, scale)
         q = q * ~is_x
         q = q / q.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
-    return Trials(ratio[:, :-1], left, scale)
+    return TriedSiblings(ratio[:, :-1], left, scale)
 
 
-def residual(p: Tensor, drafts: Drafts, siblings: Siblings, trials: Trials, end: Tensor) -> Tensor:
+def residual(p: Tensor, drafts: Drafts, siblings: Siblings, tried: TriedSiblings, end: Tensor) -> Tensor:
     """p_{m+1} at the place where each walk ends (p where nothing was drafted there): int64 [B] to float64 [B, V],
     unnormalised.
     """
     rounds = torch.arange(end.shape[0], device=end.device)
     target = p[drafts.row_at(end)]  # [B, V]
     named = siblings.token_ids[rounds, end]  # [B, K]
-    rest = target * trials.scale[rounds, end, None]
-    change = (trials.left[rounds, end] - rest.gather(1, named.clamp_min(0))) * (named >= 0)
+    rest = target * tried.scale[rounds, end, None]
+    change = (tried.left[rounds, end] - rest.gather(1, named.clamp_min(0))) * (named >= 0)
     rest.scatter_add_(1, named.clamp_min(0), change).clamp_min_(0.0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, target)
 
 
 def verify(p: Tensor, drafts: Drafts, siblings: Siblings, noise: Uniforms) -> tuple[Tensor, Tensor]:
     """``p`` float64 [R, V], normalised, to (the place where each walk ends [B], next token [B])."""
-    trials = try_all(p, drafts, siblings)
+    tried = try_all(p, drafts, siblings)
     members, there = siblings.members.clamp_min(0), siblings.members >= 0
-    passes = (noise.accept < trials.ratio) & drafts.present
-    tried = passes.gather(1, members.flatten(1)).view(members.shape) & there  # [B, k + 1, m]
-    is_first = tried & (tried.long().cumsum(-1) == 1)
+    passes = (noise.accept < tried.ratio) & drafts.present
+    passing = passes.gather(1, members.flatten(1)).view(members.shape) & there  # [B, k + 1, m]
+    is_first = passing & (passing.long().cumsum(-1) == 1)
     chosen = torch.zeros_like(drafts.token_ids)
     chosen.scatter_add_(1, members.flatten(1), is_first.flatten(1).long())
     end = drafts.end(chosen > 0)
@@ -96,4 +96,4 @@ def verify(p: Tensor, drafts: Drafts, siblings: Siblings, noise: Uniforms) -> tu
     is_rejection = siblings.members[rounds, end, 0] >= 0
     last = noise.residual.shape[1] - 1
     u = torch.where(is_rejection, noise.residual[rounds, end.clamp_max(last)], noise.bonus[rounds, end])
-    return end, invert(residual(p, drafts, siblings, trials, end), u)
+    return end, invert(residual(p, drafts, siblings, tried, end), u)

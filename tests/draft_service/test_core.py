@@ -10,7 +10,7 @@ from draft_service import core as core_module
 from specdec.errors import Cancelled, InvalidRequest, ModelNotSupported, Overloaded, StaleSession, Unavailable
 from specdec.rules import Rule
 from specdec.types import ModelInfo
-from specdec.vocabulary import compatible
+from specdec.vocabulary import check_compatible
 from tests.draft_service.proposing import propose
 
 PROMPT = [3, 14, 15, 9, 26, 5]
@@ -369,14 +369,14 @@ def info(name, size, fingerprint, vocab_size=None):
 
 def test_vocabularies():
     target = info("big", 100, "abc", vocab_size=128)
-    compatible(target, info("small", 100, "abc"))
-    compatible(target, ModelInfo(name="ngram", method="ngram"))
-    compatible(ModelInfo(name="a", vocab_size=50), ModelInfo(name="b", vocab_size=50))
+    check_compatible(target, info("small", 100, "abc"))
+    check_compatible(target, ModelInfo(name="ngram", method="ngram"))
+    check_compatible(ModelInfo(name="a", vocab_size=50), ModelInfo(name="b", vocab_size=50))
     for draft in (info("small", 100, "abd"), info("small", 99, "abc"), info("small", 100, "")):
         with pytest.raises(ModelNotSupported, match=r"small.*big"):
-            compatible(target, draft)
+            check_compatible(target, draft)
     with pytest.raises(ModelNotSupported, match=r"b.*a"):
-        compatible(ModelInfo(name="a", vocab_size=50), ModelInfo(name="b", vocab_size=51))
+        check_compatible(ModelInfo(name="a", vocab_size=50), ModelInfo(name="b", vocab_size=51))
 
 
 async def test_the_load_says_how_long_batches_took(start_core, spec):

@@ -7,6 +7,7 @@ import logging
 import math
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -130,9 +131,15 @@ def knows(state: SamplingState) -> bool:
     if state.kernels is None:
         unknown = unknown_parameters(state.params)
         if unknown:
-            logger.warning("the native sampler does not know %s; tensors sample this session", ", ".join(unknown))
+            _warn(", ".join(unknown))
         state.kernels = False if unknown else NativeSampler(state)
     return state.kernels is not False
+
+
+@cache
+def _warn(names: str) -> None:
+    """Said once."""
+    logger.warning("the native sampler does not know %s; tensors sample such sessions", names)
 
 
 def sampler_of(state: SamplingState) -> int:

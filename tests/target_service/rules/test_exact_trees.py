@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec import trees
 from target_service.rules import siblings as rule
 from target_service.rules.drafts import Drafts, Siblings
-from target_service.rules.siblings import Trials
+from target_service.rules.siblings import TriedSiblings
 from tests.target_service.rules.test_exact import F64, KINDS, World, output_joint, target_joint, token_law, world
 
 #: Parents: pairs and triples of siblings, under the root and deeper, uneven branches, a chain beside a leaf, a chain.
@@ -29,8 +29,8 @@ SHAPES: list[Sequence[int]] = [
     (-1, -1, 0, 2),
     (-1, 0, 1),
 ]
-TryAll = Callable[[Tensor, Drafts, Siblings], Trials]
-Rest = Callable[[Tensor, Drafts, Siblings, Trials, Tensor], Tensor]
+TryAll = Callable[[Tensor, Drafts, Siblings], TriedSiblings]
+Rest = Callable[[Tensor, Drafts, Siblings, TriedSiblings, Tensor], Tensor]
 
 
 def drafted(
@@ -86,7 +86,7 @@ def joint_of(  # noqa: PLR0917
     """Joint distributions of k + 1 tokens of verified output, continued by p, one for each tree and weighted, and the
     expected depth of each: [B, V, ..., V] and [B].
     """
-    trials = try_all(w.p, drafts, siblings)
+    tried = try_all(w.p, drafts, siblings)
     size, num_places = drafts.rows.shape
     parents = drafts.parents[0].tolist() if drafts.parents is not None else []
     reach = torch.zeros(size, num_places, dtype=F64)
@@ -95,10 +95,10 @@ def joint_of(  # noqa: PLR0917
     for place in range(num_places):
         left = reach[:, place].clone()
         for node in (node for node in range(num_places - 1) if parents[node] == place - 1):
-            accepts = trials.ratio[:, node].clamp_max(1)
+            accepts = tried.ratio[:, node].clamp_max(1)
             reach[:, node + 1] = left * accepts
             left = left * (1 - accepts)
-        residual = rest(w.p, drafts, siblings, trials, torch.full((size,), place))
+        residual = rest(w.p, drafts, siblings, tried, torch.full((size,), place))
         path = trees.path_to(parents, place - 1)
         mass = (weight * left)[:, None] * residual / residual.sum(-1, keepdim=True)  # [B, V]
         count = len(path)
@@ -172,38 +172,40 @@ def test_a_second_sibling_is_accepted_where_the_first_is_not() -> None:
 # --- planted bugs: the same check must refuse each ---
 
 
-def ratio_inverted(p: Tensor, drafts: Drafts, siblings: Siblings) -> Trials:
-    trials = rule.try_all(p, drafts, siblings)
-    return replace(trials, ratio=1 / trials.ratio)
+def ratio_inverted(p: Tensor, drafts: Drafts, siblings: Siblings) -> TriedSiblings:
+    tried = rule.try_all(p, drafts, siblings)
+    return replace(tried, ratio=1 / tried.ratio)
 
 
-def target_not_replaced_after_a_rejection(p: Tensor, drafts: Drafts, siblings: Siblings) -> Trials:
-    trials = rule.try_all(p, drafts, siblings)
+def target_not_replaced_after_a_rejection(p: Tensor, drafts: Drafts, siblings: Siblings) -> TriedSiblings:
+    tried = rule.try_all(p, drafts, siblings)
     first = replace(siblings, members=siblings.members.roll(-1, -1))  # each sibling as if it were tried first
-    return replace(trials, ratio=torch.maximum(trials.ratio, rule.try_all(p, drafts, first).ratio))
+    return replace(tried, ratio=torch.maximum(tried.ratio, rule.try_all(p, drafts, first).ratio))
 
 
-def q_not_renormalised(p: Tensor, drafts: Drafts, siblings: Siblings) -> Trials:
-    trials = rule.try_all(p, drafts, siblings)
-    ratio = trials.ratio.clone()
+def q_not_renormalised(p: Tensor, drafts: Drafts, siblings: Siblings) -> TriedSiblings:
+    tried = rule.try_all(p, drafts, siblings)
+    ratio = tried.ratio.clone()
     for second in siblings.members[0, :, 1].tolist():
         if second >= 0:
             place = int(drafts.parents[0, second]) + 1  # type: ignore[index]
             first = drafts.token_ids[:, int(siblings.members[0, place, 0])]
             q_first = (siblings.probabilities[:, place] * (siblings.token_ids[:, place] == first[:, None])).sum(-1)
             ratio[:, second] /= 1 - q_first
-    return replace(trials, ratio=ratio)
+    return replace(tried, ratio=ratio)
 
 
-def q_of_another_place(p: Tensor, drafts: Drafts, siblings: Siblings) -> Trials:
+def q_of_another_place(p: Tensor, drafts: Drafts, siblings: Siblings) -> TriedSiblings:
     return rule.try_all(p, drafts, replace(siblings, probabilities=siblings.probabilities.flip(-1)))
 
 
-def p_alone(p: Tensor, drafts: Drafts, siblings: Siblings, trials: Trials, end: Tensor) -> Tensor:
+def p_alone(p: Tensor, drafts: Drafts, siblings: Siblings, tried: TriedSiblings, end: Tensor) -> Tensor:
     return p[drafts.row_at(end)]
 
 
-def residual_after_one_rejection(p: Tensor, drafts: Drafts, siblings: Siblings, trials: Trials, end: Tensor) -> Tensor:
+def residual_after_one_rejection(
+    p: Tensor, drafts: Drafts, siblings: Siblings, tried: TriedSiblings, end: Tensor
+) -> Tensor:
     once = replace(siblings, members=siblings.members[..., :1])
     return rule.residual(p, drafts, once, rule.try_all(p, drafts, once), end)
 

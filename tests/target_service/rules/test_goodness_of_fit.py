@@ -26,7 +26,7 @@ from specdec.sampling.rows import Rows
 from specdec.sampling.state import SamplingState
 from target_service.rules import block, coupled, token
 from target_service.rules.drafts import Drafts, Q, Uniforms
-from target_service.rules.greedy import follow
+from target_service.rules.greedy import match_choices
 
 V, K, LENGTH, CHUNK = 16, 3, 6, 10_000
 
@@ -267,6 +267,6 @@ def test_following_never_emits_the_draft() -> None:
     """The emitted token is the target's choice at every place, whatever was drafted."""
     choices = torch.tensor([4, 5, 6, 7])
     for ids in ([4, 5, 6], [4, 5, 9], [4, 9, 6], [9, 5, 6], []):
-        accepted, token_id = follow(choices, torch.ones(len(choices), dtype=torch.bool), Drafts.chains([ids]))
+        accepted, token_id = match_choices(choices, torch.ones(len(choices), dtype=torch.bool), Drafts.chains([ids]))
         n = int(accepted)
         assert [*ids[:n], int(token_id)] == choices[: n + 1].tolist()

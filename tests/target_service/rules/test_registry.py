@@ -12,7 +12,7 @@ from specdec.sampling.draws import invert
 from specdec.sampling.noise import Stream
 from specdec.sampling.state import SamplingState
 from target_service.rounds import Round
-from target_service.rules.greedy import follow
+from target_service.rules.greedy import match_choices
 from target_service.rules.inputs import RuleInput
 from target_service.rules.registry import VERIFY
 from target_service.verifier import Verifier
@@ -32,7 +32,7 @@ class OwnChoice(str):
 def verify(given: RuleInput) -> tuple[Tensor, Tensor]:
     places = zip(given.rows.states, given.rows.positions, strict=True)
     u = torch.tensor([state.uniforms(Stream.BONUS, position)[0] for state, position in places], dtype=torch.float64)
-    return follow(invert(given.target.probabilities(), u), given.target.valid, given.drafts)
+    return match_choices(invert(given.target.probabilities(), u), given.target.valid, given.drafts)
 
 
 @pytest.fixture
