@@ -1,7 +1,6 @@
-"""What the gateway needs of a target and of a draft: sessions that are opened, asked and closed.
+"""The interfaces of targets and drafts that the gateway uses.
 
-The cores of the services implement these interfaces in one process; the gateway's gRPC clients implement them over the
-wire.
+The cores of the services implement them in one process; the gateway's gRPC clients implement them over the wire.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from specdec.types import (
 
 
 class TargetSession(Protocol):
-    """An open session on a target: what is asked for, and the verdicts that come of it, in order."""
+    """An open session on a target: requests in, verdicts out, both in order."""
 
     @property
     def opened(self) -> TargetOpened:
-        """What admission and prefilling found."""
+        """The result of admission and prefilling."""
         ...
 
     @property
@@ -37,22 +36,22 @@ class TargetSession(Protocol):
     def offer(self, proposal: Proposal) -> None:
         """Ask for a round: verify the proposal (one without tokens is a plain step).
 
-        It starts at once where the proposal continues what is committed. One that assumes more is kept, and starts as
-        soon as those tokens are committed; where others are, it is dropped. So at most one round is under way, and a
-        verdict alone tells whether an offer made before starts the next one. No more may be kept than
-        :class:`~specdec.pending_proposals.PendingProposals` holds.
+        The round starts at once if the proposal continues the committed tokens. A proposal that assumes more tokens is
+        kept: its round starts when those tokens are committed, and it is dropped when other tokens are. So at most one
+        round runs at a time, and a verdict alone tells whether a proposal offered earlier starts the next one. At most
+        as many are kept as :class:`~specdec.pending_proposals.PendingProposals` holds.
         """
         ...
 
     def multi_step_decode(self, committed_len: int, num_tokens: int) -> None:
-        """Ask for up to ``num_tokens`` tokens after ``committed_len`` without proposals; withdraws all offers.
+        """Ask for up to ``num_tokens`` tokens after ``committed_len`` without proposals; drops all proposals kept.
 
-        ``committed_len`` is that of a verdict received, and everything after it came of multi-step decode, too.
+        ``committed_len`` is that of a verdict received, and all verdicts after it came from multi-step decode.
         """
         ...
 
     async def receive(self) -> Verdict:
-        """The next verdict of what was asked for; steps of multi-step decode may be joined into one verdict.
+        """The next verdict; steps of multi-step decode may be joined into one verdict.
 
         Raises a :class:`~specdec.errors.TandemError` when the session is lost: :class:`InvalidRequest` for a proposal
         that cannot be verified.
@@ -65,10 +64,10 @@ class TargetSession(Protocol):
 
 
 class TargetBackend(Protocol):
-    """Where target sessions are opened."""
+    """A target, on which sessions are opened."""
 
     async def open(self, spec: SessionSpec) -> TargetSession:
-        """Admit and prefill; returns once the first token is there. Cancelling leaves nothing behind."""
+        """Admit and prefill; returns when the first token is known. Cancelling frees everything."""
         ...
 
     async def info(self) -> ModelInfo:
@@ -81,18 +80,18 @@ class TargetBackend(Protocol):
 
 
 class DraftSession(Protocol):
-    """An open session on a draft: one side commits tokens, the other receives proposals, each in order.
+    """An open session on a draft: committed tokens in, proposals out, both in order.
 
-    Every :meth:`advance` that asks for tokens is answered by a proposal that continues the tokens committed by it,
-    unless a newer one overtook it. With ``num_ahead_proposals`` the draft also guesses the coming verdict and sends
-    proposals for the likeliest ones before they are asked for. Where one of them was sent for exactly the tokens that
-    an advance commits, it *is* the answer and no other comes. So who asked takes the first proposal that fits the
-    committed tokens, and drops those that cannot fit any more.
+    Every :meth:`advance` that asks for tokens is answered by a proposal that continues the tokens it commits, unless a
+    newer call replaced it. With ``num_ahead_proposals`` the draft also guesses the coming verdict and sends proposals
+    for the likeliest verdicts early. If one of them was sent for exactly the tokens that a call commits, it *is* the
+    answer and no other comes. So the caller takes the first proposal that fits the committed tokens, and drops those
+    that cannot fit any more.
     """
 
     @property
     def opened(self) -> DraftOpened:
-        """What admission found."""
+        """The result of admission."""
         ...
 
     async def advance(
@@ -106,13 +105,13 @@ class DraftSession(Protocol):
         """Commit ``token_ids`` after ``base_len`` and ask for ``num_draft_tokens`` after them.
 
         Up to ``num_ahead_proposals`` may be drafted ahead of the next verdict. With ``num_draft_tokens`` 0 there is no
-        answer and drafting ahead ends. ``hidden_states``: what the target's verdicts carried since the last call, for
-        drafters that read them. Does not wait for the answer.
+        answer and drafting ahead ends. ``hidden_states`` are those of the target's verdicts since the last call, for
+        drafters that read them. The call does not wait for the answer.
         """
         ...
 
     async def receive(self) -> Proposal:
-        """The next proposal: an answer, which may be shorter than asked for, even empty, or one drafted ahead.
+        """The next proposal: an answer, or one drafted ahead. It may have fewer tokens than asked for, even none.
 
         Raises a :class:`~specdec.errors.TandemError` when the session is lost.
         """
@@ -124,10 +123,10 @@ class DraftSession(Protocol):
 
 
 class DraftBackend(Protocol):
-    """Where draft sessions are opened."""
+    """A draft, on which sessions are opened."""
 
     async def open(self, spec: SessionSpec) -> DraftSession:
-        """Admit and prefill. Cancelling leaves nothing behind."""
+        """Admit and prefill. Cancelling frees everything."""
         ...
 
     async def info(self) -> ModelInfo:

@@ -1,7 +1,7 @@
-"""Sessions as messages and back: every dataclass of :mod:`specdec.types` has an ``encode_`` and a ``decode_``.
+"""Conversion of sessions to messages and back: each dataclass of :mod:`specdec.types` has ``encode_`` and ``decode_``.
 
-Decoding a message that contradicts itself raises :class:`InvalidRequest` naming the field. What only the receiving
-core can judge (token ids outside the vocabulary, prompts longer than the context) is left to it.
+Decoding a message that contradicts itself raises :class:`InvalidRequest` naming the field. The receiving core checks
+what depends on the model (token ids outside the vocabulary, prompts longer than the context).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def decode_rule(value: int) -> Rule | None:
 
 
 def encode_finish_reason(reason: FinishReason | None) -> pb.FinishReason.ValueType:
-    """The wire value of a finish reason; None is UNSPECIFIED: the sequence goes on."""
+    """The wire value of a finish reason; None is UNSPECIFIED: the sequence has not ended."""
     return _FINISH_VALUES[reason]
 
 
@@ -201,7 +201,7 @@ def encode_proposal(proposal: Proposal) -> pb.Proposal:
 
 
 def decode_proposal(message: pb.Proposal) -> Proposal:
-    """A proposal whose parts fit each other. Its q rows are passed on as they are: only a target reads them."""
+    """A proposal whose parts fit each other. The q rows stay packed: only a target reads them."""
     num_tokens = len(message.token_ids)
     if message.parents:
         _check_parents(message.parents, num_tokens)
@@ -288,7 +288,7 @@ def decode_hidden_states(message: pb.HiddenStates) -> HiddenStates:
 
 
 def decode_verdict_states(message: pb.HiddenStates) -> HiddenStates:
-    """:func:`decode_hidden_states` of what a server sent: what is wrong with it is not the user's fault."""
+    """:func:`decode_hidden_states` for states sent by a server: an error in them is the server's, not the user's."""
     try:
         return decode_hidden_states(message)
     except InvalidRequest as error:
@@ -340,7 +340,7 @@ def encode_target_opened(opened: TargetOpened) -> target_pb.TargetSessionOpened:
 
 
 def decode_target_opened(message: target_pb.TargetSessionOpened) -> TargetOpened:
-    """What a target found on opening a session. A server that names no rule is of no use: :class:`Unavailable`."""
+    """What a target found on opening a session. Raises :class:`Unavailable` if the target names no rule."""
     if (rule := decode_rule(message.verification)) is None:
         raise Unavailable("the target opened a session without naming its verification rule")
     return TargetOpened(

@@ -60,7 +60,7 @@ class InternalError(TandemError):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How one class of error looks from outside: a gRPC status name, an HTTP status, an OpenAI error type."""
+    """The public form of one class of error: a gRPC status name, an HTTP status, an OpenAI error type."""
 
     grpc: str
     http: int
@@ -84,7 +84,7 @@ INTERNAL_TEXT: Final = "internal error; the server's log has the cause"
 
 
 def status_of(error: BaseException) -> Status:
-    """The outside look of an error; anything that is not a :class:`TandemError` is INTERNAL."""
+    """The public form of an error; anything that is not a :class:`TandemError` is INTERNAL."""
     for cls in type(error).__mro__:
         if (status := _STATUS.get(cls)) is not None:
             return status
@@ -101,7 +101,7 @@ def text_of(error: BaseException) -> str:
 def error_from_status(grpc_name: str, text: str) -> TandemError:
     """The error a peer raised, rebuilt from its gRPC status name and text.
 
-    Codes outside the table (UNKNOWN, ABORTED, …) become :class:`Unavailable`: the peer is of no use.
+    Codes outside the table (UNKNOWN, ABORTED, …) become :class:`Unavailable`.
     """
     for cls, status in _STATUS.items():
         if status.grpc == grpc_name and cls is not ModelNotSupported:

@@ -1,9 +1,9 @@
 """What a request may ask of sampling: one table, whose rows are the fields of :class:`SamplingParams`.
 
-Free of torch, for the gateway reads it too. What follows from a row: the check below, the field of the REST bodies
-(``gateway/rest/schemas.py``), the flag of ``tandem generate``, the way over the wire (:mod:`specdec.codec`: fields of
-messages have the same names), which rows of logits are edited or truncated (:mod:`specdec.sampling.state`), and what
-the native sampler must know (:mod:`specdec.engine.native.sampling`).
+Free of torch: the gateway reads it too. The table drives the check below, the fields of the REST bodies
+(``gateway/rest/schemas.py``), the flags of ``tandem generate``, the conversion to messages (:mod:`specdec.codec`;
+fields of messages have the same names), which rows of logits are edited or truncated
+(:mod:`specdec.sampling.state`), and the refusals of the native sampler (:mod:`specdec.engine.native.sampling`).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Parameter:
     in_rest: bool = True
     #: Whether ``tandem generate`` has a flag for it.
     has_flag: bool = False
-    # What follows from the type:
-    #: Makes a sequence or a mapping immutable, or a copy.
+    # Set from the type:
+    #: Copies a sequence to a tuple, or a mapping.
     freeze: Callable[[Any], Any] | None = None
     #: int or float where the value is such a number; whether it may also be None.
     number: type[int] | type[float] | None = None

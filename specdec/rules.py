@@ -68,7 +68,7 @@ SEEDED_RULE: Final = Rule.COUPLED
 
 
 def one_rule_per_sampling() -> list[Rule]:
-    """A rule for each way in which drafts sample at a temperature above 0; a warm-up needs no others."""
+    """One rule for each :class:`DraftSampling` at a temperature above 0: the cases a warm-up must run."""
     return list({rule.sampling: rule for rule in Rule}.values())
 
 

@@ -1,4 +1,4 @@
-"""Which trees to draft: how broad and how deep, or node by node."""
+"""The shape of drafted trees: width and depth of a dynamic tree, or the nodes of a static one."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Final
 
 from specdec.errors import InvalidRequest
 
-#: Tokens fed to a draft at once at most; all but those of the last level are fed.
+#: The most tokens fed to a draft at once; the tokens of the last level are not fed.
 MAX_FED: Final = 64
 
-#: A node by the ranks of its tokens among their siblings, from the root's child down; 0 is the likeliest.
+#: A node, named by the ranks of the tokens on its path among their siblings; 0 is the likeliest.
 Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """A dynamic tree (``top_k`` and ``depth``), or a static one (``nodes``, and the two that follow from it)."""
+    """A dynamic tree (``top_k`` and ``depth``) or a static one (``nodes``; the other two are computed from them)."""
 
-    #: Children looked at of every token that is drafted on after, and tokens of a level that are.
+    #: Children considered of every expanded node, and expanded nodes of a level.
     top_k: int
-    #: Levels.
+    #: Number of levels.
     depth: int
     #: All nodes of a static tree, parents first; empty for a dynamic one.
     nodes: tuple[Ranks, ...] = ()
 
     @classmethod
     def of(cls, top_k: int, depth: int | None, static: str | None, num_tokens: int) -> TreeShape | None:
-        """The shape that the settings of these names describe; None where they describe chains.
+        """The shape that the settings of these names describe; None if they describe chains.
 
-        ``depth`` None: half of ``num_tokens``, 2 to 6, and no more than can be fed.
+        ``depth`` None means half of ``num_tokens``, from 2 to 6, and no more than can be fed.
 
         Raises:
-            InvalidRequest: they contradict each other, or describe more than can be drafted.
+            InvalidRequest: the settings contradict each other, or the tree is too large.
         """
         if static is not None:
             return cls._read(static, num_tokens)
@@ -51,7 +51,7 @@ class TreeShape:
 
     @classmethod
     def _read(cls, text: str, num_tokens: int) -> TreeShape | None:
-        """vLLM's form: a list of tuples, such as "[(0,), (1,), (0, 0)]"."""
+        """Read vLLM's form: a list of tuples, such as "[(0,), (1,), (0, 0)]"."""
         try:
             nodes = sorted({_ranks(node) for node in ast.literal_eval(text)}, key=lambda node: (len(node), node))
         except (ValueError, SyntaxError, TypeError):
@@ -71,7 +71,7 @@ class TreeShape:
 
     @property
     def num_fed(self) -> int:
-        """Tokens fed to draft it at most, those drafted on after; each takes an entry of a cache meanwhile."""
+        """The most tokens fed to draft the tree: its inner nodes. Each takes a cache entry during drafting."""
         if self.nodes:
             return len({node[:-1] for node in self.nodes if len(node) > 1})
         return self.top_k * (self.depth - 1)

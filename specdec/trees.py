@@ -1,5 +1,8 @@
-"""Token trees as lists of parents: for every token the index of the one it follows, which stands before it, or -1 for
-the prefix. An empty list stands for a chain. The first tokens of a tree are a tree, too."""
+"""Token trees as lists of parents.
+
+The parent of a token is the index of the token before it on its path, or -1 for the prefix. Parents stand before their
+children, so the first tokens of a tree are a tree. An empty list means a chain.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ from collections.abc import Sequence
 
 
 def is_chain(parents: Sequence[int]) -> bool:
-    """Whether each token follows the one before it."""
+    """Whether the parent of each token is the token before it in the list."""
     return all(parent == index for index, parent in enumerate(parents, -1))
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """How many tokens of its tree each one follows.
+    """The depth of each token: 0 for a token whose parent is the prefix.
 
     Raises :class:`ValueError` where a parent does not stand before its child.
     """
@@ -25,13 +28,13 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def groups(parents: Sequence[int]) -> list[int]:
-    """For every token the number of its group of siblings; groups are counted in the order of their first tokens."""
+    """The number of each token's group of siblings. Groups are numbered in the order of their first tokens."""
     numbers: dict[int, int] = {}
     return [numbers.setdefault(parent, len(numbers)) for parent in parents]
 
 
 def path_to(parents: Sequence[int], index: int) -> list[int]:
-    """The tokens from the prefix to one of them, itself included; none for -1."""
+    """The indices of the tokens from the prefix to ``index``, itself included; none for -1."""
     path = []
     while index >= 0:
         path.append(index)
@@ -40,5 +43,5 @@ def path_to(parents: Sequence[int], index: int) -> list[int]:
 
 
 def below(parents: Sequence[int], max_depth: int) -> list[int]:
-    """The tokens that follow fewer than ``max_depth`` others."""
+    """The indices of the tokens whose depth is below ``max_depth``."""
     return [index for index, depth in enumerate(depths(parents)) if depth < max_depth]

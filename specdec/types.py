@@ -1,7 +1,7 @@
-"""Sessions as plain data: what gateway, draft and target say to each other, and the interface both backends keep.
+"""Sessions as plain data: what gateway, draft and target send to each other.
 
-The services' cores implement the two ``…Backend`` protocols directly (in one process), and the gateway's gRPC
-clients implement them over the wire; :mod:`specdec.codec` turns the data below into messages and back.
+:mod:`specdec.codec` converts these classes to messages and back; :mod:`specdec.backends` has the interfaces that use
+them.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Proposal:
 
     @property
     def depth(self) -> int:
-        """Tokens of its longest path."""
+        """Number of tokens of the longest path."""
         return max(trees.depths(self.parents)) + 1 if self.parents else len(self.token_ids)
 
     def cut(self, num_tokens: int, max_depth: int | None = None) -> Proposal:
-        """The first ``num_tokens`` of its tokens that follow fewer than ``max_depth`` others."""
+        """The first ``num_tokens`` tokens whose depth in the tree is below ``max_depth``."""
         count = len(self.token_ids)
         if num_tokens >= count and (max_depth is None or max_depth >= self.depth):
             return self
@@ -72,7 +72,7 @@ class Proposal:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes to keep it, about: 4 bytes a token, and the q rows."""
+        """Approximate size in memory: 4 bytes per token, and the q rows."""
         num_tokens = len(self.token_ids) + len(self.parents) + len(self.assumed_token_ids)
         return 4 * num_tokens + sum(len(row.packed) for row in self.q_rows)
 
@@ -85,10 +85,10 @@ ELEMENT_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 class HiddenStates:
     """Hidden states of the target at successive positions: row i belongs to position ``start + i``.
 
-    It was computed by feeding the token at that position (0 is the first token of the prompt), so the token after it
-    was predicted from it. Layers are numbered as transformers numbers ``hidden_states``: 0 is the output of the
-    embedding, i that of layer i, all before the final norm; -1 is the last layer's output after the final norm, which
-    the output layer reads.
+    The row was computed by feeding the token at that position (0 is the first token of the prompt); the next token was
+    predicted from it. Layers have the numbers of ``hidden_states`` in transformers: 0 is the output of the embedding, i
+    the output of layer i, all before the final norm. -1 is the last layer's output after the final norm, which the
+    output layer reads.
     """
 
     start: int
@@ -106,16 +106,16 @@ class HiddenStates:
 
     @property
     def num_positions(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.data) // self.row_bytes
 
     @property
     def end(self) -> int:
-        """Position after the last row's."""
+        """The position after that of the last row."""
         return self.start + self.num_positions
 
     def rows(self, start: int, end: int) -> HiddenStates:
-        """The rows of the positions from ``start`` up to ``end``, as far as they are here; there may be none."""
+        """The rows of positions ``start`` to ``end`` (exclusive) that are present; there may be none."""
         start, end = max(start, self.start), min(end, self.end)
         if (start, end) == (self.start, self.end):
             return self
@@ -156,7 +156,7 @@ class RoundTimings:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a round committed: the accepted drafts, then the target's own token."""
+    """The result of a round: the accepted drafted tokens, then the target's own token."""
 
     epoch: int
     base_len: int
@@ -167,8 +167,8 @@ class Verdict:
     stop_token_id: int | None = None
     logprobs: tuple[PositionLogprobs, ...] = ()
     timings: RoundTimings = field(default_factory=RoundTimings)
-    #: Where the session asked for them, in ascending order of position: those that each of ``token_ids`` was predicted
-    #: from, so of the positions from ``base_len - 1`` on. The first verdict's begin with the first position computed.
+    #: If the session asked for them: the states from which each of ``token_ids`` was predicted, in ascending order of
+    #: position, so from position ``base_len - 1`` on. Those of the first verdict start at the first position computed.
     hidden_states: tuple[HiddenStates, ...] = ()
 
     @property
@@ -179,26 +179,26 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """Opens a session, on a target or on a draft."""
+    """The request to open a session, on a target or on a draft."""
 
     session_id: str
     epoch: int = 1
-    #: Prompt, then what was already generated (after a move from another replica).
+    #: The prompt, then the tokens already generated (after a move from another replica).
     token_ids: tuple[int, ...]
     prompt_len: int
     #: ``seed`` and ``max_tokens`` are always set; ``stop_token_ids`` already holds the end-of-sequence tokens.
     params: SamplingParams
     #: None means the target's default.
     rule: Rule | None = None
-    #: Most drafted tokens a round will carry.
+    #: The most drafted tokens of a round (k).
     num_speculative_tokens: int = 0
-    #: Keep the cache under session_id at the end and reuse what is kept there.
+    #: Keep the cache under ``session_id`` at the end, and reuse what is kept there.
     park: bool = False
     #: Target only: tokens to decode in multi-step right after the first one.
     multi_step_tokens: int = 0
     #: Target only: the hidden states each verdict carries, by their numbers (see :class:`HiddenStates`); empty: none.
     hidden_state_layers: tuple[int, ...] = ()
-    #: Target only: one position's alone, that from which the verdict's last token was predicted.
+    #: Target only: send the states of one position per verdict, from which its last token was predicted.
     last_hidden_state_only: bool = False
 
     @property
@@ -240,7 +240,7 @@ class DraftOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What a model server says about its model; field by field the message of the same name."""
+    """A description of a server's model; the fields are those of the message of the same name."""
 
     name: str
     architecture: str = ""
@@ -257,9 +257,9 @@ class ModelInfo:
     num_speculative_tokens: int = 0
     verification: Rule | None = None
     version: str = ""
-    #: Drafts: the target's hidden states that the drafter reads, by their numbers (see :class:`HiddenStates`).
+    #: Drafts: the numbers of the target's hidden states that the drafter reads (see :class:`HiddenStates`).
     hidden_state_layers: tuple[int, ...] = ()
-    #: Drafts: of those it reads the newest committed position's only.
+    #: Drafts: the drafter reads the states of the newest committed position only.
     last_hidden_state_only: bool = False
 
 
@@ -273,13 +273,13 @@ class ServerLoad:
     used_blocks: int = 0
     total_blocks: int = 0
     stale_messages: int = 0
-    #: Batches computed since the start, and the nanoseconds they took: forward passes, sampling and verification.
+    #: Batches computed since the start, and the nanoseconds of their forward passes, sampling and verification.
     num_batches: int = 0
     busy_ns: int = 0
-    #: Targets: proposals offered ahead of verdicts that turned out otherwise.
+    #: Targets: proposals drafted ahead of verdicts that differed from their assumptions.
     superseded_proposals: int = 0
-    #: Drafts: proposals drafted ahead of verdicts and sent, verdicts that turned out as one of them had assumed, and
-    #: tokens drafted ahead that no verdict has made use of.
+    #: Drafts: proposals drafted ahead of verdicts and sent, verdicts that equalled the assumption of one of them, and
+    #: tokens drafted ahead that no verdict used.
     ahead_proposals: int = 0
     ahead_hits: int = 0
     wasted_draft_tokens: int = 0

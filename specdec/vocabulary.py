@@ -1,4 +1,4 @@
-"""Whether a draft speaks the target's language: a token id must mean the same text to both."""
+"""Whether draft and target have the same vocabulary: a token id must mean the same text to both."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from specdec.types import ModelInfo
 def check_compatible(target: ModelInfo, draft: ModelInfo) -> None:
     """Check that the draft's token ids are the target's.
 
-    Equal tokenizer fingerprints are what counts; padded rows of the embedding may differ. Where neither checkpoint has
-    a tokenizer the number of tokens is compared instead. A drafter without a model (``vocab_size`` 0: n-gram, none)
-    only repeats tokens it was given and fits any target.
+    The tokenizer fingerprints must be equal; padded rows of the embedding may differ. If neither checkpoint has a
+    tokenizer, the numbers of tokens are compared instead. A drafter without a model (``vocab_size`` 0: n-gram, none)
+    repeats tokens it was given and fits any target.
 
     Raises:
         ModelNotSupported: the ids differ; the text names both models.

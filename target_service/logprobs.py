@@ -12,7 +12,7 @@ from specdec.types import PositionLogprobs, TokenLogprob
 
 
 def score(logits: Tensor, token_ids: Tensor, num_top: int, num_tokens: int) -> Tensor:
-    """What :func:`read` needs of N positions, packed: float64 [N, 2 + 2 num_top], on the device.
+    """Log-probabilities of N positions, packed for :func:`read`: float64 [N, 2 + 2 num_top], on the device.
 
     ``logits`` float32 [N, V] raw; ``token_ids`` int64 [N], the tokens that stand there. Ids from ``num_tokens`` on
     (padding of the vocabulary) count in the normalisation, as the model has them, but are never reported.
@@ -25,7 +25,7 @@ def score(logits: Tensor, token_ids: Tensor, num_top: int, num_tokens: int) -> T
 
 
 def read(packed: Sequence[float], token_id: int, num_top: int) -> PositionLogprobs:
-    """One position of :func:`score`; ``num_top`` may be below what was scored."""
+    """Unpack one position of :func:`score`; ``num_top`` may be below the number scored."""
     width = (len(packed) - 2) // 2
     ids, values = packed[2 : 2 + num_top], packed[2 + width : 2 + width + num_top]
     top = tuple(TokenLogprob(int(v), lp, i) for i, (v, lp) in enumerate(zip(ids, values, strict=True), start=1))

@@ -1,4 +1,4 @@
-"""The rounds of a step, what each one committed, and which proposals a round can hold."""
+"""Rounds of a step, their outcomes, and the check of a proposal before its round."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ class Round:
     rule: Rule
     start_row: int
     draft_token_ids: Sequence[int] = ()
-    #: Empty (the draft is deterministic, or the rule is coupled) or one per group of siblings, in a chain per token.
+    #: Empty (q is one-hot, or the rule uses none), or one per group of siblings, in a chain one per token.
     q_rows: Sequence[SparseRow] = ()
     #: As in SamplingParams: None reports nothing, 0 only the token that stands at each position.
     logprobs: int | None = None
-    #: Of each drafted token the one it follows, -1 for the committed tokens; empty: a chain. Siblings differ.
+    #: Index of each drafted token's parent, -1 for the committed tokens; empty: a chain. Siblings differ.
     parents: Sequence[int] = ()
 
     def path_to(self, place: int) -> Sequence[int]:
-        """The drafted tokens (their indices) before a place; see :class:`~target_service.rules.drafts.Drafts`."""
+        """The indices of the drafted tokens before a place; see :class:`~target_service.rules.drafts.Drafts`."""
         return path_to(self.parents, place - 1) if self.parents else range(place)
 
     def outcome(self, end: int, token_id: int) -> Outcome:
-        """The walk along the drafted tokens ended at place ``end``; the target's own token stands there."""
+        """The outcome of a walk that ended at place ``end``, where the target emits ``token_id``."""
         path = self.path_to(end)
         if not self.parents:
             return Outcome(end, (*self.draft_token_ids[:end], token_id), path=path)
         return Outcome(len(path), (*(self.draft_token_ids[i] for i in path), token_id), path=path)
 
     def failure(self, end: int, logits: Tensor) -> Outcome:
-        """The walk ended at a place without a token to draw: float32 ``logits`` [R, V] of the step tell why."""
+        """The outcome of a walk that ended where no token can be drawn; the step's ``logits`` [R, V] tell why."""
         row, position = logits[self.start_row + end], len(self.state) + len(self.path_to(end))
         if bool(row.isnan().any() | row.isposinf().any()):
             return Outcome(0, (), error=InternalError(f"the model's logits at position {position} are not finite"))
@@ -64,14 +64,14 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a round commits. Stop tokens and limits are not looked at: the batcher cuts where the sequence ends."""
+    """What a round commits. It ignores stop tokens and limits: the step cuts it where the sequence ends."""
 
     num_accepted: int
     #: The accepted drafts, then the target's own token.
     token_ids: tuple[int, ...]
     #: One per token where the round asked for them.
     logprobs: tuple[PositionLogprobs, ...] = ()
-    #: Set, and the rest empty, where there was no token to draw: fail this session alone.
+    #: Set, and the rest empty, if no token could be drawn: this session alone fails.
     error: TandemError | None = None
     #: The drafted tokens that were accepted: their indices in the round. Drafted token i was fed as row i + 1 of the
     #: round's rows, behind the last committed token.
@@ -81,7 +81,7 @@ class Outcome:
 def check_draft(
     token_ids: Sequence[int], q_rows: Sequence[SparseRow], num_tokens: int, parents: Sequence[int] = ()
 ) -> None:
-    """Refuse a proposal no rule can verify, before its tokens reach the model.
+    """Refuse a proposal that no rule can verify, before its tokens reach the model.
 
     Raises :class:`InvalidRequest` on an id outside 0..num_tokens-1, a q row that is malformed or could not have drawn
     its token, or parents that make no tree of tokens that differ from their siblings.

@@ -41,8 +41,8 @@ def verify_with_tensors(logits: Tensor, rounds: Sequence[Round]) -> list[Outcome
 
 
 def _kind(r: Round) -> tuple[Rule | None, bool, bool]:
-    """Rounds of one kind are decided together: greedy ones, or those of one rule that all truncate or all do not; trees
-    apart from chains.
+    """Rounds of one kind are decided together: greedy ones, or those of one rule that all truncate or all do not. Trees
+    are separate from chains.
     """
     is_tree = len(r.parents) > 0
     return (None, False, is_tree) if r.state.params.greedy else (r.rule, r.state.truncates, is_tree)

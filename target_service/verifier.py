@@ -1,4 +1,4 @@
-"""The verifier: logits of a step and the rounds they belong to, in; what each round committed, out."""
+"""The verifier: from the logits and rounds of a step to what each round commits."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from specdec.sampling.rows import Rows
 from specdec.sampling.state import SamplingState
 from specdec.sampling.transfer import send
 
-#: Of a race so many times the tokens wanted are looked at to tell how likely each is, 64 at most: the others together
-#: hardly ever matter.
+#: A race is normalised over so many times the tokens wanted, at most 64: the other tokens together hardly ever matter.
 RACED: Final = 4
 _MOST_RACED: Final = 64
 
@@ -27,9 +26,9 @@ def candidates(logits: Tensor, rows: Rows, rules: Sequence[Rule], count: int) ->
     """Token ids int64 [R, count], the likeliest first, and their log-probabilities float64 [R, count] (-inf where fewer
     tokens can be drawn), on the device; ``logits`` float32 [R, V] raw, ``rules`` those of the rows.
 
-    The probability is that of being the token the target puts there, as the draft sees it. Greedy: softmax of the
-    edited logits. Ratio rules: q, after all transforms. Coupled: the target's token is argmax_v p_v / E_v with noise
-    that is known here, so tokens are ranked by q_v / E_v, normalised over the best few.
+    A token's probability is the draft's estimate that the target emits it there. At temperature 0 it is the softmax of
+    the edited logits; if the rule shares noise, the target's token is argmax_v p_v / E_v with E known here, so tokens
+    are ranked by q_v / E_v, normalised over the best few; otherwise it is q, after all transforms.
     """
     logits = edited(logits, rows)
     count = min(count, logits.shape[1])
@@ -49,7 +48,7 @@ def candidates(logits: Tensor, rows: Rows, rules: Sequence[Rule], count: int) ->
 
 
 class _RowKind(NamedTuple):
-    """Rows that are computed alike; those that truncate and those that do not are kept apart."""
+    """Rows that are computed in one batch; rows that truncate are separate from rows that do not."""
 
     is_greedy: bool
     shares_noise: bool

@@ -1,8 +1,8 @@
 """From edited logits to distributions: temperature, min-p, top-k and top-p, in vLLM's order, in float64.
 
-Two forms carry the same numbers. Where nothing is dropped a row has one weight per token of the vocabulary. Where
-top-k, top-p or min-p is in use it has its surviving tokens only, most likely first: what follows (noise, races)
-then costs as much as there are survivors.
+A row has one of two forms. If no token is dropped, it has one weight per token of the vocabulary. With top-k, top-p or
+min-p it has its surviving tokens only, most likely first: later work (noise, races) then costs as much as there are
+survivors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.sampling.rows import Rows
 from specdec.sampling.transfer import send
 
-#: Tokens looked at first on a CPU where only top-p or min-p bounds the survivors; eight times more at each retry.
+#: On a CPU, if only top-p or min-p bounds the survivors: tokens examined first, eight times more at each retry.
 _FIRST_WIDTH = 256
 
 
@@ -57,7 +57,7 @@ class Distribution:
 def distribution(logits: Tensor, rows: Rows) -> Distribution:
     """Distributions of rows with temperature > 0: edited logits float32 [R, V] in.
 
-    Rows that truncate and rows that do not are best given in separate calls: a call of both looks at all tokens.
+    Give rows that truncate and rows that do not in separate calls: a call with both examines all tokens.
     """
     if not any(state.truncates for state in rows.states):
         top = logits.amax(-1, keepdim=True)  # [R, 1]
@@ -72,7 +72,7 @@ def distribution(logits: Tensor, rows: Rows) -> Distribution:
 
 
 def _shrunk(logits: Tensor, rows: Rows, width: int) -> Distribution:
-    """:func:`head` as wide as it must be to hold every survivor, and no wider."""
+    """:func:`head`, exactly as wide as the row with the most survivors."""
     while True:
         found = head(logits, rows, width)
         num_survivors = max(1, int((found.weights > 0).sum(-1).max()))

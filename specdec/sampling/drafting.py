@@ -1,4 +1,4 @@
-"""The draft's side of sampling: one drafted token per session, under the rule its target will verify it by."""
+"""The draft's side of sampling: one drafted token per session, for the rule that will verify it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Drafted:
 
     #: int64 [R].
     token_ids: Tensor
-    #: int64 [R, K], or None where no row needs q.
+    #: int64 [R, K], or None if no row sends q.
     q_token_ids: Tensor | None = None
-    #: int64 [R, K], cubes up to ``sparse.MAX_WEIGHT``, or 0; all 0 in rows that need no q.
+    #: int64 [R, K], cubes up to ``sparse.MAX_WEIGHT``, or 0; all 0 in rows that send no q.
     q_weights: Tensor | None = None
-    #: int64 [R, n], best first, or None: guesses of the token the *target* will put there.
+    #: int64 [R, n], best first, or None: guesses of the token that the *target* will emit there.
     candidates: Tensor | None = None
 
 
@@ -42,12 +42,12 @@ class DraftedChain:
     token_ids: tuple[int, ...]
     #: Empty, or one per token.
     q_rows: tuple[SparseRow, ...] = ()
-    #: Where asked for, at each drafted position the guesses of the token the target will put there, best first.
+    #: If asked for: at each drafted position the guesses of the target's token, best first.
     candidates: tuple[tuple[int, ...], ...] = ()
 
 
 class _DraftKind(NamedTuple):
-    """Rows that are drawn alike."""
+    """Rows that are drawn in one batch."""
 
     sampling: DraftSampling
     #: False where it makes no difference.
@@ -60,14 +60,14 @@ class _DraftKind(NamedTuple):
 
 
 def draft(logits: Tensor, rows: Rows, rules: Sequence[Rule], num_candidates: int = 0) -> Drafted:
-    """Draw one token per row of ``logits`` (float32 [R, V]); ``rules`` names each row's rule. Nothing syncs on CUDA.
+    """Draw one token per row of ``logits`` (float32 [R, V]); ``rules`` are those of the rows. Nothing syncs on CUDA.
 
-    Greedy: the argmax. Coupled: argmin E_v / q_v with the noise the target will use at that position. Token and
-    block: drawn from the quantised top of q, which comes with the token. A row whose tokens are all masked gives some
-    token that the target will reject. The next step's rows are ``rows.extended(drafted.token_ids)``.
+    How a row is drawn is its rule's :class:`~specdec.rules.DraftSampling`. FROM_Q draws from the quantised top of q,
+    which comes with the token. If all tokens of a row are masked, it gets a token that the target will reject. The rows
+    of the next step are ``rows.extended(drafted.token_ids)``.
 
-    ``num_candidates`` asks for guesses of the target's token, to draft ahead of the verdict: greedy rows rank by
-    logit, coupled ones by E_v / q_v (the first is the drafted token), those of a ratio rule by q.
+    ``num_candidates`` asks for guesses of the target's token, to draft ahead of the verdict. They are ranked by logit,
+    with shared noise by E_v / q_v (the first is the drafted token).
     """
     logits = edited(logits, rows)
     of_kind: dict[_DraftKind, list[int]] = {}
@@ -177,10 +177,10 @@ def _draft_from_q(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
 
 
 def quantized(q: Distribution) -> Tensor:
-    """Integer weights that take the place of q, most likely first as its own are: int64 [R, K].
+    """Integer weights that replace q, most likely first: int64 [R, K].
 
-    Each is a cube, its root rounded, and 0 from where ``sparse.Q_SHARE`` of the mass is held. Any q is lossless if it
-    is what is sent.
+    Each is the cube of a rounded root; tokens after the first that hold ``sparse.Q_SHARE`` of the mass have 0. Any q is
+    lossless if it is the one that is sent.
     """
     weights = q.weights.nan_to_num(0.0)
     before = weights.cumsum(-1) - weights

@@ -10,12 +10,12 @@ from torch import Tensor
 from specdec.sampling.distribution import Distribution
 from specdec.sampling.noise import token_noise
 
-#: Numbers a core works on at a time: half a megabyte.
+#: Numbers per core and piece: half a megabyte.
 _PIECE: Final = 2**16
 
 
 def race(target: Distribution, keys: Tensor) -> Tensor:
-    """p_v / E_v for every token looked at: float64 [R, S]; ``keys`` int64 [R] are those of the rows' noise.
+    """p_v / E_v of every token of the distribution: float64 [R, S]; ``keys`` int64 [R] are those of the rows' noise.
 
     E_v / p_v is an exponential clock of rate p_v; the first to ring is token v with probability p_v, whatever the
     normalisation. So the column of the largest value is a draw from p (the Gumbel-max trick without its logarithm),
@@ -25,7 +25,7 @@ def race(target: Distribution, keys: Tensor) -> Tensor:
 
 
 def winners(target: Distribution, keys: Tensor) -> Tensor:
-    """The winning column of each row's race: int64 [R]. On a CPU in pieces of rows that stay in its cache."""
+    """The winning column of each row's race: int64 [R]. On a CPU it works on pieces that fit the cache."""
     num_rows, width = target.weights.shape
     piece = max(1, _PIECE * torch.get_num_threads() // width)
     if num_rows <= piece or keys.device.type != "cpu":

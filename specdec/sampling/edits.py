@@ -1,4 +1,4 @@
-"""Edits of the logits before the temperature: all that can change which token is the most likely one.
+"""Edits of the logits before the temperature: they may change which token is the most likely one.
 
 Order and formulas are vLLM's (v1 sampler): allowed tokens, bad words, min_tokens, logit_bias, then repetition,
 frequency and presence penalty. Every edit sees the committed tokens and the row's own prefix, so the rows of a round
@@ -22,7 +22,7 @@ _NEVER = float("-inf")
 def edited(logits: Tensor, rows: Rows) -> Tensor:
     """Logits after the edits: float32 [R, V] (V = tokens of the tokenizer). The input is not changed.
 
-    It comes back itself, as a view, where no row asks for an edit.
+    If no row asks for an edit, the result is a view of the input.
     """
     states = rows.states
     if not states:
@@ -60,7 +60,7 @@ def _forbid_bad_tokens(logits: Tensor, rows: Rows) -> None:
 
 
 def _forbid_bad_sequences(logits: Tensor, rows: Rows) -> None:
-    """The last token of a bad sequence is forbidden where the others are the tokens right before."""
+    """Forbid the last token of a bad sequence if the others are the tokens right before."""
     for state, indices in _sessions(rows, lambda s: len(s.params.bad_token_ids) > len(s.single_bad_token_ids)):
         heads, last = state.bad_sequences  # [n, L-1], [n]
         tails = rows.select(indices).tails(heads.shape[1])  # [r, L-1]
@@ -72,7 +72,7 @@ def _forbid_bad_sequences(logits: Tensor, rows: Rows) -> None:
 
 
 def _forbid_stopping(logits: Tensor, rows: Rows) -> None:
-    """Stop tokens are forbidden while fewer than ``min_tokens`` tokens stand before the row."""
+    """Forbid stop tokens while fewer than ``min_tokens`` output tokens precede the row."""
     for state, indices in _sessions(rows, lambda s: s.params.min_tokens > s.num_output_tokens and s.stop_token_ids):
         missing = state.params.min_tokens - state.num_output_tokens
         _mask(logits, [i for i in indices if rows.prefix_lens[i] < missing], state.stop_token_ids)

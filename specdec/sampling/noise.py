@@ -1,17 +1,17 @@
 """Counter-based noise: every random number is a pure function of (seed, stream, position, index).
 
-Nothing here has a state, so neither batching, nor the order of work, nor a replay on another replica can change what
-a session draws. The construction is SplitMix64 (Steele, Lea, Flood 2014; finaliser "Mix13" of Stafford):
+Nothing here has a state. So batching, the order of work and a replay on another replica do not change what a session
+draws. The construction is SplitMix64 (Steele, Lea, Flood 2014; finaliser "Mix13" of Stafford):
 
     key  = mix64(mix64(seed ^ STREAM) + position * GOLDEN)        one per row, on the host
     bits = mix64(key + (index + 1) * GOLDEN)                      output number `index` of SplitMix64 seeded with key
 
-SplitMix64 passes BigCrush, can be jumped to any output at the price of one multiplication, and needs nothing but
-64-bit wrapping arithmetic. Philox would do as well but needs 32x32->64 multiplications in ten rounds, several times
-the tensor operations. Integers are exact, so every device computes the same bits.
+SplitMix64 passes BigCrush, reaches any output by one multiplication, and needs 64-bit wrapping arithmetic only. Philox
+would do as well but needs 32x32->64 multiplications in ten rounds, several times the tensor operations. Integers are
+exact, so every device computes the same bits.
 
-``index`` is the token id where each token of the vocabulary has its own noise, so the noise of a token does not
-depend on which other tokens were looked at; else it is a plain counter.
+``index`` is the token id if each token of the vocabulary has its own noise: so the noise of a token does not depend on
+which other tokens were examined. Otherwise it is a counter.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Stream(IntEnum):
     ACCEPT = 0xA4093822299F31D0
     #: The draw from the residual after a rejection; position and index as for ACCEPT.
     RESIDUAL = 0x082EFA98EC4E6C89
-    #: The draw from p where all drafts were accepted or there were none; position = where the token stands.
+    #: The draw from p after all drafts were accepted, or without drafts; position = where the token stands.
     BONUS = 0x452821E638D01377
 
 

@@ -1,4 +1,4 @@
-"""Rows: the places of a batch at which a token is to be drawn, each a session and the drafted tokens after it."""
+"""Rows: the places of a batch where a token is drawn, each a session and the uncommitted tokens after it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from specdec.trees import path_to
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """R places in a batch; row r of the logits decides the token after ``states[r]`` and its prefix.
+    """R places of a batch; row r of the logits decides the token after ``states[r]`` and its prefix.
 
-    The prefix holds tokens that are not committed: those a draft assumes the target will commit, then drafted ones.
+    The prefix has tokens that are not committed: those assumed to be committed next, then drafted ones.
     """
 
     #: One per row; rows of one session share the object.
@@ -30,7 +30,7 @@ class Rows:
 
     @classmethod
     def after(cls, states: Sequence[SamplingState], assumed: Sequence[Sequence[int]] | None = None) -> Rows:
-        """One row per state, right after its committed tokens and, where given, tokens assumed to follow them."""
+        """One row per state, after its committed tokens and the tokens ``assumed`` after them, if given."""
         assumed = assumed or [()] * len(states)
         lens = [len(ids) for ids in assumed]
         width = max(lens, default=0)
@@ -45,9 +45,9 @@ class Rows:
         token_ids: Sequence[Sequence[int]],
         parents: Sequence[Sequence[int]] | None = None,
     ) -> Rows:
-        """k + 1 rows per state: after its committed tokens, then after each of its drafted tokens and those it follows.
+        """k + 1 rows per state: after its committed tokens, then after the path to each of its drafted tokens.
 
-        ``parents`` of trees of drafted tokens; None, or empty, where each follows the one before it.
+        ``parents`` are those of trees of drafted tokens; None, or an empty entry, means a chain.
         """
         places: list[tuple[SamplingState, Sequence[int], int]] = []  # a path, and how much of it
         for i, (state, ids) in enumerate(zip(states, token_ids, strict=True)):

@@ -22,9 +22,9 @@ import numpy.typing as npt
 from specdec.errors import InvalidRequest
 from specdec.rules import SparseRow
 
-#: Bytes of a row at most; five of them and the rest of a proposal stay under 2 kB whatever the vocabulary is.
+#: The most bytes of a row; a proposal with five of them stays under 2 kB for any vocabulary.
 Q_BYTES: Final = 380
-#: A row holds the fewest tokens that have this share of q's mass, if that many fit.
+#: A row holds the fewest tokens with this share of q's mass, if so many fit.
 Q_SHARE: Final = 0.998
 #: Weights are the cubes of 1 to this: fine steps for the few tokens with most of the mass and a range of 2^18.
 #: On a flat q and on a sharp one this moves 1 % and 0.4 % of the mass; more bits would leave room for fewer tokens.
@@ -41,7 +41,7 @@ Ids = npt.NDArray[np.int64]
 
 @cache
 def max_tokens(num_tokens: int) -> int:
-    """How many tokens of a vocabulary a row may name: as many as fit into ``Q_BYTES``, whichever they are."""
+    """The most tokens of a vocabulary that a row may name: any so many fit into ``Q_BYTES``."""
     fitting = (n for n in range(min(num_tokens, 8 * Q_BYTES), 0, -1) if _num_bytes(n, num_tokens) <= Q_BYTES)
     return next(fitting)
 

@@ -1,4 +1,4 @@
-"""What sampling knows of one session: its parameters and the tokens committed so far."""
+"""The sampling state of one session: its parameters and the tokens committed so far."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from specdec.sampling.transfer import send
 class SamplingState:
     """Parameters and committed tokens of one session, on the draft side or on the target side.
 
-    Drafted tokens never enter the state; they travel beside it in :class:`~specdec.sampling.rows.Rows`, so nothing
-    has to be rolled back. Tensors are made only for features the request uses, at their first use.
+    Drafted tokens never enter the state: :class:`~specdec.sampling.rows.Rows` has them, so nothing is rolled back.
+    Tensors are made only for features that the request uses, at their first use.
 
     Raises :class:`InvalidRequest` when a token id of the parameters is unknown to the tokenizer or when the
     parameters leave no token to draw.
@@ -35,8 +35,8 @@ class SamplingState:
         tokenizer_size: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``token_ids``: prompt, then output already generated. ``vocab_size``: width of the logits;
-        ids from ``tokenizer_size`` on are padding and never drawn (None: there is no padding).
+        """``token_ids`` are the prompt, then output already generated. ``vocab_size`` is the width of the logits; ids
+        from ``tokenizer_size`` on are padding and never drawn (None: no padding).
         """
         if params.seed is None:
             raise InvalidRequest("seed is not set; the gateway draws one where the request has none", param="seed")
@@ -50,7 +50,7 @@ class SamplingState:
         self.stop_token_ids = tuple(sorted({t for t in params.stop_token_ids if 0 <= t < self.num_tokens}))
         self.single_bad_token_ids = tuple(ids[0] for ids in params.bad_token_ids if len(ids) == 1)
         self._stream_keys = {stream: stream_key(params.seed, stream) for stream in Stream}
-        #: What native kernels keep of the session, once they have met it; False where they do not know its parameters.
+        #: The kernels' data of the session, made at their first use; False if they do not know its parameters.
         self.kernels: Any = None
         self._check()
 
@@ -72,7 +72,7 @@ class SamplingState:
                 self.output_counts.index_add_(0, ids, torch.ones(ids.shape, device=self.device))
 
     def committed(self, keep: int, token_ids: Sequence[int]) -> SamplingState:
-        """The state with ``token_ids`` after the first ``keep`` tokens: this one, unless that takes tokens back."""
+        """The state with ``token_ids`` after the first ``keep`` tokens: this object, unless tokens are removed."""
         if keep == len(self):
             self.commit(token_ids)
             return self
@@ -108,7 +108,7 @@ class SamplingState:
 
     @cached_property
     def edits(self) -> bool:
-        """Whether anything changes the logits before the temperature, so that the most likely token may change."""
+        """Whether a parameter edits the logits before the temperature; the most likely token may change."""
         return any(row.stage is Stage.LOGITS for row in self.params.in_use())
 
     @cached_property

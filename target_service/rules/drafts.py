@@ -1,4 +1,4 @@
-"""What a rule is given besides the target's distributions: drafted chains or trees, their q and uniform numbers."""
+"""The inputs of a rule besides the target's distributions: drafted chains or trees, their q and uniform numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Drafts:
     lengths: Tensor
     #: int64 [B, k + 1]: row of the target that decides at each place; entries after the round's length mean nothing.
     rows: Tensor
-    #: int64 [B, k]: of each token the one it follows, -1 for the prefix and where fewer were drafted. None: chains.
+    #: int64 [B, k]: the parent of each token, -1 for the prefix and for padding. None: chains.
     parents: Tensor | None = None
 
     @classmethod
@@ -76,7 +76,7 @@ class Drafts:
         return self.rows.gather(1, place[:, None]).squeeze(1)
 
     def reached(self, passes: Tensor) -> Tensor:
-        """Tokens that pass with all they follow: bool [B, k] to [B, k]."""
+        """Tokens that pass together with all tokens before them on their path: bool [B, k] to [B, k]."""
         if self.parents is None:
             return passes.long().cumprod(1).bool()
         follows, reached = pad(self.parents + 1, (1, 0)), pad(passes, (1, 0), value=True)  # [B, k + 1], by place
@@ -104,7 +104,7 @@ class Q:
 
     @classmethod
     def one_hot(cls, drafts: Drafts) -> Q:
-        """q of a deterministic draft: it could propose nothing but the token it proposed."""
+        """q of a deterministic draft: it could propose only the token it proposed."""
         return cls(drafts.token_ids[..., None], drafts.present[..., None].double())
 
     @classmethod

@@ -16,10 +16,10 @@ def verify(logits: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def match_choices(choices: Tensor, valid: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
-    """Walk along the drafted tokens that are the target's own choice; then emit that choice.
+    """Accept drafted tokens while they equal the target's own choice, then emit the choice.
 
-    ``choices`` int64 [R] and ``valid`` bool [R] to (the place where each walk ends [B], next token [B]). A choice never
-    depends on the draft, so neither does the text; a row that is not valid has none, and there the walk ends.
+    ``choices`` int64 [R] and ``valid`` bool [R] to (the place where each walk ends [B], next token [B]). A choice
+    never depends on the draft, so neither does the text. A row that is not valid has no choice: the walk ends there.
     """
     rows = drafts.deciding
     agree = (choices[rows] == drafts.token_ids) & valid[rows] & drafts.present

@@ -3,10 +3,10 @@
 Yang, Huang, Dai, Chen 2024, "Multi-candidate speculative decoding" (arXiv 2401.06706), Alg. 2; Jeon, Gagrani, Goel,
 Park, Lee, Lott 2024, "Recursive speculative decoding" (arXiv 2402.14160), for siblings drawn without replacement.
 
-    at a place with the target's p and the siblings x_1..x_m, drawn in turn from q without replacement:
+    at a place with the target's p and the siblings x_1..x_m, drawn one by one from q without replacement:
         p_1 = p;  q_1 = q
         for j in 1..m:
-            accept x_j iff u_j < p_j(x_j) / q_j(x_j), and go on at the place after x_j
+            accept x_j iff u_j < p_j(x_j) / q_j(x_j), and continue at the place after x_j
             p_{j+1} = norm(max(p_j - q_j, 0))
             q_{j+1} = norm(q_j without x_j)
         all rejected: next ~ p_{m+1}
