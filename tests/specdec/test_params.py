@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import pytest
 
@@ -112,3 +113,8 @@ def test_the_gateways_message_has_every_parameter_but_these() -> None:
     request = generation_service_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
     missing = set(ROWS) - set(ON_THE_WIRE) - set(request)
     assert missing == {"n", "bad_words", "prompt_logprobs", "detokenize"}
+
+
+def test_the_documentation_of_the_api_names_every_parameter() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    assert [row.name for row in parameters() if row.in_rest and f"`{row.name}`" not in page] == []
