@@ -80,7 +80,7 @@ class Speculation(Body):
     verification: RuleName | None = None
 
 
-#: The sampling parameters of both endpoints, and the form of those that JSON has no equal for.
+#: The sampling parameters of both endpoints, and the JSON types of those whose Python type JSON does not have.
 _ROWS: Final = tuple(row for row in parameters() if row.in_rest)
 _JSON_TYPES: Final[Mapping[Any, Any]] = {
     Sequence[int]: list[TokenId],
@@ -92,7 +92,7 @@ _JSON_TYPES: Final[Mapping[Any, Any]] = {
 if TYPE_CHECKING:
 
     class SamplingFields(Body):
-        """What code reads by name; the others come from the table as well."""
+        """The fields that code reads by name; all of them come from the table."""
 
         max_tokens: int | None
         n: int | None
@@ -107,7 +107,7 @@ else:
 
 
 class SamplingBody(SamplingFields):
-    """What both endpoints share: the sampling parameters and more. ``None`` always means the default."""
+    """The fields of both endpoints: the sampling parameters and more. ``None`` always means the default."""
 
     unused: ClassVar[Mapping[str, tuple[Any, ...]]] = UNUSED
 
@@ -131,7 +131,7 @@ class SamplingBody(SamplingFields):
     speculation: Speculation | None = None
 
     def check_unused(self) -> None:
-        """Refuse what cannot be honoured."""
+        """Refuse fields that have no effect here, unless they ask for nothing."""
         for name, allowed in self.unused.items():
             value = getattr(self, name)
             if value not in allowed:
