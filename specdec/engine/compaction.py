@@ -1,4 +1,4 @@
-"""Entries that move within KV caches: those of a tree's accepted path, and whole blocks that a fork has shared.
+"""Entries that move within KV caches: those of a tree's accepted path, and whole blocks that branches share.
 
 Nothing here waits for the device.
 """

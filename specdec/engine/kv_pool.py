@@ -1,7 +1,7 @@
-"""Which blocks of the KV cache belong to which sequence: pure bookkeeping, without a device.
+"""The block tables of the KV cache: which blocks belong to which sequence. Uses no device.
 
-Called from the event loop only. A sequence gets all the blocks it may ever need when it is opened, so a forward pass
-never allocates and never fails half-way for want of memory.
+Called from the event loop only. A sequence gets all the blocks it may ever need when it is opened. So a forward pass
+never allocates and never runs out of memory.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class KVSequence:
     max_tokens: int
     #: Entries in the cache.
     length: int = 0
-    #: Leading blocks that a fork may share; entries are never written into them.
+    #: Leading blocks that a branch may share; entries are never written into them.
     num_shared_blocks: int = 0
-    #: The blocks belong to somebody else now; rows still fed to this sequence go to block 0.
+    #: The blocks are given back; rows still fed to this sequence go to block 0.
     released: bool = False
-    #: A guess at how another sequence goes on; see :meth:`KVPool.branch`.
+    #: A guessed continuation of another sequence; see :meth:`KVPool.branch`.
     is_branch: bool = False
 
 
@@ -93,20 +93,12 @@ class KVPool:
         """Whether :meth:`open` would succeed now (evicting parked sessions counts as success)."""
         return -(-max_tokens // self.block_size) <= self.total_blocks - self._num_used
 
-    def fork(self, sequence: KVSequence, length: int, max_tokens: int) -> KVSequence:
-        """A sequence that starts with the first ``length`` entries of another; raises like :meth:`open`.
-
-        Full blocks are shared; a partial one is copied by the engine before the next forward pass.
-        """
-        own = self._allocate(self._own_blocks(sequence, length, max_tokens), max_tokens)
-        self._num_open += 1
-        return self._share(sequence, length, own, max_tokens)
-
     def branch(self, sequence: KVSequence, length: int, max_tokens: int) -> KVSequence | None:
-        """A fork for a guess at how a sequence goes on, to be adopted or released soon.
+        """Open a copy of the first ``length`` entries for a guessed continuation, to be adopted or released soon.
 
-        It takes free blocks only, as few as ``max_tokens`` needs, so it never drives out a parked session; None where
-        they do not suffice. It has room to the end of its last block, and does not count as an open sequence.
+        Full blocks are shared; the engine copies a partial one before the next forward pass. A branch takes free blocks
+        only, as few as ``max_tokens`` needs, so it never evicts a parked session; returns None where they do not
+        suffice. It has room to the end of its last block, and does not count as an open sequence.
         """
         num_own = self._own_blocks(sequence, length, max_tokens)
         if num_own > self._num_free:
@@ -117,9 +109,9 @@ class KVPool:
         return branch
 
     def adopt(self, sequence: KVSequence, branch: KVSequence) -> None:
-        """The guess came true: ``sequence`` gets the branch's entries in place of its own, and keeps its reservation.
+        """Replace the sequence's entries by the branch's: the guess was right. The sequence keeps its reservation.
 
-        The branch counts as released. No entry is copied, and no block is needed but where another fork still has
+        The branch counts as released. No entry is copied. Blocks are needed only where another branch still shares
         some of the sequence's later blocks; then it raises as :meth:`rollback` does.
         """
         self._check_open(sequence)
@@ -141,10 +133,10 @@ class KVPool:
         self._drop(replaced)
 
     def rollback(self, sequence: KVSequence, length: int) -> None:
-        """Drop the entries after the first ``length``. O(1), except into blocks shared with a fork.
+        """Drop the entries after the first ``length``. O(1), except into blocks shared with a branch.
 
-        Those are replaced by blocks of the sequence's own (the one that stays in part is copied), so a fork never
-        sees what is written next.
+        Shared blocks are replaced by the sequence's own (the one that is kept in part is copied), so a branch never
+        reads what is written next.
 
         Raises:
             CacheFull: shared blocks would have to be replaced and none are free.
@@ -201,7 +193,7 @@ class KVPool:
             return None
         num_blocks = self._blocks_for(max(max_tokens, length))
         kept = parked.blocks[: self._blocks_for(length)]
-        # The last kept block is written next; where a fork has it too, this sequence needs a copy of its own.
+        # The last kept block is written next; where a branch shares it, this sequence needs its own copy.
         copy_last = length % self.block_size > 0 and int(self._refs[kept[-1]]) > 1
         num_new = num_blocks - len(kept) + copy_last
         needed = num_new + int(np.count_nonzero(self._open_refs[kept] == 0))
@@ -239,11 +231,6 @@ class KVPool:
         while self._copies:
             copies.append(self._copies.popleft())
         return copies
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks free right now, parked ones not counted."""
-        return self._num_free
 
     @property
     def used_blocks(self) -> int:
@@ -302,10 +289,10 @@ class KVPool:
         return blocks
 
     def _own_blocks(self, sequence: KVSequence, length: int, max_tokens: int) -> int:
-        """Blocks that a fork of the first ``length`` entries needs for itself."""
+        """Blocks that a branch of the first ``length`` entries needs for itself."""
         self._check_open(sequence)
         if not 0 <= length <= min(sequence.length, max_tokens):
-            raise ValueError(f"cannot fork {length} of {sequence.length} entries into room for {max_tokens}")
+            raise ValueError(f"cannot branch off {length} of {sequence.length} entries into room for {max_tokens}")
         return self._blocks_for(max_tokens) - length // self.block_size
 
     def _share(self, sequence: KVSequence, length: int, own: BlockIds, max_tokens: int) -> KVSequence:

