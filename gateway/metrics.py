@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from gateway.decoding.metrics import SpeculationMetrics
+from gateway.decoding.metrics import METRICS, Metric, SpeculationMetrics
 from gateway.types import Usage
 from specdec.rules import Rule
 
@@ -29,28 +29,11 @@ class GatewayMetrics:
         self.itl = self._histogram("inter_token_latency_seconds", "Between the verdicts of a sample, per token")
         self.latency = self._histogram("request_latency_seconds", "From the request to its last token")
         self.queue = self._histogram("target_queue_seconds", "Waiting to be admitted by the target")
-        self.spec_steps = self._counter("spec_decode_num_spec_steps", "Rounds that verified drafted tokens")
-        self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted tokens verified")
-        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted")
-        self.accepted_per_round = self._counter(
-            "spec_decode_rounds", "Rounds by the number of drafted tokens accepted", ("accepted",)
-        )
-        self.ahead_hits = self._counter(
-            "spec_decode_num_ahead_hits", "Verdicts that found the next proposal drafted ahead", ("rule",)
-        )
-        self.ahead_misses = self._counter(
-            "spec_decode_num_ahead_misses", "Verdicts that found none, where drafting ahead is on", ("rule",)
-        )
-        self.wasted_tokens = self._counter("spec_decode_num_wasted_tokens", "Drafted tokens never verified")
-        self.draft_wait = self._counter(
-            "spec_decode_draft_wait_seconds", "Time with a verdict but no proposal for the next round yet"
-        )
-        self.wire = self._counter(
-            "spec_decode_wire_seconds", "Time of rounds beyond the target's queue and work: network and hand-overs"
-        )
-        self.draft_failures = self._counter("draft_failures", "Times a draft was lost, slow or refused")
-        self.target_failures = self._counter("target_failures", "Times a session was lost on a target")
-        self.stale = self._counter("stale_messages", "Failures whose cause was a stale message")
+        self._speculation = {
+            name: self._counter(metric.counter, metric.text, (metric.label,) if metric.label else ())
+            for name, metric in METRICS.items()
+            if metric.counter is not None
+        }
 
     def finish(
         self, outcome: str, speculation: SpeculationMetrics, usage: Usage | None, rule: Rule | None = None
@@ -63,21 +46,18 @@ class GatewayMetrics:
             self.prompt_tokens.inc(usage.prompt_tokens)
             self.cached_tokens.inc(usage.cached_tokens)
             self.generation_tokens.inc(usage.completion_tokens)
-        self.spec_steps.inc(speculation.num_spec_steps)
-        self.draft_tokens.inc(speculation.num_draft_tokens)
-        self.accepted_tokens.inc(speculation.num_accepted_draft_tokens)
-        for accepted, rounds in enumerate(speculation.acceptance_histogram):
-            if rounds:
-                self.accepted_per_round.labels(str(accepted)).inc(rounds)
-        if rule is not None:
-            self.ahead_hits.labels(rule).inc(speculation.num_ahead_hits)
-            self.ahead_misses.labels(rule).inc(speculation.num_ahead_misses)
-        self.wasted_tokens.inc(speculation.num_wasted_draft_tokens)
-        self.draft_wait.inc(speculation.draft_wait_ns / 1e9)
-        self.wire.inc(speculation.wire_ns / 1e9)
-        self.draft_failures.inc(speculation.num_draft_failures)
-        self.target_failures.inc(speculation.num_target_failures)
-        self.stale.inc(speculation.num_stale)
+        for name, counter in self._speculation.items():
+            self._add(counter, METRICS[name], getattr(speculation, name), rule)
+
+    def _add(self, counter: Counter, metric: Metric, value: Any, rule: Rule | None) -> None:
+        if isinstance(value, list):
+            for index, each in enumerate(value):
+                if each:
+                    counter.labels(str(index)).inc(each)
+        elif metric.label is None:
+            counter.inc(value * metric.scale)
+        elif rule is not None:
+            counter.labels(rule).inc(value * metric.scale)
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""

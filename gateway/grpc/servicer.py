@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc.aio
 
-from gateway.decoding.metrics import SpeculationMetrics
 from gateway.generation import Generation
 from gateway.types import FinalChunk, GenerationChunk, GenerationRequest, TokenLogprobs, TokenText
 from specdec import codec
@@ -113,28 +112,7 @@ def _write_final(final: FinalChunk, response: pb.GenerateResponse) -> None:
             cached_tokens=usage.cached_tokens,
         )
     )
-    response.speculation.CopyFrom(_write_metrics(final.speculation))
-
-
-def _write_metrics(metrics: SpeculationMetrics) -> pb.SpeculationMetrics:
-    return pb.SpeculationMetrics(
-        num_spec_steps=metrics.num_spec_steps,
-        num_draft_tokens=metrics.num_draft_tokens,
-        num_accepted_draft_tokens=metrics.num_accepted_draft_tokens,
-        draft_acceptance_rate=metrics.draft_acceptance_rate,
-        mean_acceptance_length=metrics.mean_acceptance_length,
-        acceptance_histogram=metrics.acceptance_histogram,
-        num_draft_failures=metrics.num_draft_failures,
-        num_target_failures=metrics.num_target_failures,
-        num_rejections=metrics.num_rejections,
-        num_ahead_hits=metrics.num_ahead_hits,
-        num_ahead_misses=metrics.num_ahead_misses,
-        num_wasted_draft_tokens=metrics.num_wasted_draft_tokens,
-        draft_ns=metrics.draft_ns,
-        draft_wait_ns=metrics.draft_wait_ns,
-        wire_ns=metrics.wire_ns,
-        num_stale=metrics.num_stale,
-    )
+    response.speculation.CopyFrom(pb.SpeculationMetrics(**final.speculation.report()))
 
 
 def _write_position(position: TokenLogprobs) -> types_pb.PositionLogprobs:

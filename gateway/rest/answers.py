@@ -107,29 +107,7 @@ class Totals:
 
     def metrics(self) -> dict[str, Any]:
         """What speculation did."""
-        return {"speculative_decoding": speculation_object(self._speculation)}
-
-
-def speculation_object(metrics: SpeculationMetrics) -> dict[str, Any]:
-    """Speculation metrics under vLLM's names."""
-    return {
-        "mean_acceptance_length": metrics.mean_acceptance_length,
-        "draft_acceptance_rate": metrics.draft_acceptance_rate,
-        "num_spec_steps": metrics.num_spec_steps,
-        "num_draft_tokens": metrics.num_draft_tokens,
-        "num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
-        "num_rejections": metrics.num_rejections,
-        "acceptance_histogram": metrics.acceptance_histogram,
-        "num_draft_failures": metrics.num_draft_failures,
-        "num_target_failures": metrics.num_target_failures,
-        "num_ahead_hits": metrics.num_ahead_hits,
-        "num_ahead_misses": metrics.num_ahead_misses,
-        "num_wasted_draft_tokens": metrics.num_wasted_draft_tokens,
-        "draft_ns": metrics.draft_ns,
-        "draft_wait_ns": metrics.draft_wait_ns,
-        "wire_ns": metrics.wire_ns,
-        "num_stale": metrics.num_stale,
-    }
+        return {"speculative_decoding": self._speculation.report()}
 
 
 def ending(final: FinalChunk | None) -> dict[str, Any]:

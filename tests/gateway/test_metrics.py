@@ -1,0 +1,52 @@
+"""Speculation metrics are stated once: REST, gRPC, Prometheus and the documentation have the same."""
+
+import json
+import re
+from pathlib import Path
+
+from gateway.decoding.metrics import METRICS, SpeculationMetrics
+from gateway.metrics import GatewayMetrics
+from gateway.types import Usage
+from specdec.rules import Rule
+from specdec.types import Verdict
+from specdec.v1 import generation_service_pb2 as pb
+
+API = Path(__file__).parents[2] / "docs" / "api.md"
+
+
+def filled():
+    """Metrics of which no value is 0."""
+    metrics = SpeculationMetrics(num_received_draft_tokens=1000)
+    for name in METRICS:
+        if isinstance(getattr(metrics, name), int) and name != "num_wasted_draft_tokens":
+            setattr(metrics, name, len(name))
+    metrics.record(Verdict(1, 5, (1, 2, 3), num_accepted=2, num_draft_tokens=4), 1)
+    return metrics
+
+
+def test_the_proto_has_the_same_fields():
+    assert set(METRICS) == {field.name for field in pb.SpeculationMetrics.DESCRIPTOR.fields}
+    report = filled().report()
+    message = pb.SpeculationMetrics(**report)
+    assert {name: getattr(message, name) for name in METRICS} == report
+    assert all(report.values())
+
+
+def test_the_documentation_has_the_same_fields():
+    text = API.read_text()
+    (example,) = re.findall(r'"speculative_decoding": (\{[^}]*\})', text)
+    assert set(json.loads(example)) == set(METRICS)
+
+
+def test_prometheus_counts_every_metric_that_names_a_counter():
+    metrics, speculation = GatewayMetrics(), filled()
+    metrics.finish("stop", speculation, Usage(1, 2), Rule.BLOCK)
+    lines = metrics.render().decode().splitlines()
+    for name, metric in METRICS.items():
+        if metric.counter is None:
+            continue
+        value = getattr(speculation, name)
+        expected = sum(value) if isinstance(value, list) else value * metric.scale
+        found = [line for line in lines if line.startswith(f"tandem_{metric.counter}_total")]
+        assert sum(float(line.rpartition(" ")[2]) for line in found) == expected
+        assert f"# HELP tandem_{metric.counter}_total {metric.text}" in lines
