@@ -15,13 +15,14 @@ from specdec import codec
 from specdec.errors import InvalidRequest, Overloaded, StaleSession, Unavailable
 from specdec.rpc.channel import open_channel
 from specdec.rpc.server import RpcServer
-from specdec.rpc.session_stream import SessionStream, call_unary
+from specdec.rpc.session_stream import call_unary
 from specdec.rules import Rule
 from specdec.sampling.sparse import unpack
 from specdec.settings import DraftSettings, SchedulerSettings, ServerSettings, SpeculativeSettings
 from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 from specdec.v1.draft_service_pb2_grpc import DraftServiceStub
+from tests.streams import streaming
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 
@@ -77,12 +78,12 @@ async def started(checkpoint, model_settings):
 
 async def test_a_session(started, spec, greedy):
     _, stub = started
-    async with SessionStream(stub.Draft) as stream:
-        opened = (await stream.turn(opening(spec(PROMPT, epoch=1)))).opened
+    async with streaming(stub.Draft) as stream:
+        opened = (await stream.exchange(opening(spec(PROMPT, epoch=1)))).opened
         assert (opened.epoch, opened.num_speculative_tokens, opened.num_cached_tokens) == (1, 4, 0)
         known = list(PROMPT)
         for token in range(5):
-            proposal = (await stream.turn(advance(len(known), [token, token + 1], 4))).proposal
+            proposal = (await stream.exchange(advance(len(known), [token, token + 1], 4))).proposal
             known += [token, token + 1]
             assert (proposal.epoch, proposal.base_len) == (1, len(known))
             assert tuple(proposal.token_ids) == greedy(known, 4)
@@ -91,9 +92,9 @@ async def test_a_session(started, spec, greedy):
 
 async def test_q_rows_travel(started, spec):
     _, stub = started
-    async with SessionStream(stub.Draft) as stream:
-        await stream.turn(opening(spec(PROMPT, rule=Rule.BLOCK, temperature=1.0)))
-        proposal = codec.decode_proposal((await stream.turn(advance(6, [1], 3))).proposal)
+    async with streaming(stub.Draft) as stream:
+        await stream.exchange(opening(spec(PROMPT, rule=Rule.BLOCK, temperature=1.0)))
+        proposal = codec.decode_proposal((await stream.exchange(advance(6, [1], 3))).proposal)
         assert len(proposal.token_ids) == len(proposal.q_rows) == 3
         for token, row in zip(proposal.token_ids, proposal.q_rows, strict=True):
             assert token in unpack(row)[0]
@@ -102,12 +103,12 @@ async def test_q_rows_travel(started, spec):
 async def test_proposals_ahead_travel_together_and_are_counted(started, spec, greedy, monkeypatch):
     monkeypatch.setattr("draft_service.ahead.scheduler.BusyShare.share", lambda share: 0.0)
     _, stub = started
-    async with SessionStream(stub.Draft) as stream:
-        await stream.turn(opening(spec(PROMPT)))
+    async with streaming(stub.Draft) as stream:
+        await stream.exchange(opening(spec(PROMPT)))
         await stream.send(advance(6, [1], 3, num_ahead_proposals=4))
         messages, ahead = [], []
         while len(ahead) < 4:
-            messages.append(await stream.receive(timeout_s=10))
+            messages.append(await stream.receive())
             proposals = [messages[-1].proposal, *messages[-1].more_proposals]
             ahead += [codec.decode_proposal(proposal) for proposal in proposals if proposal.assumed_token_ids]
         assert len(messages) < 5
@@ -115,7 +116,7 @@ async def test_proposals_ahead_travel_together_and_are_counted(started, spec, gr
             assert proposal.token_ids == greedy([*PROMPT, 1, *proposal.assumed_token_ids], 3)
         await stream.send(advance(7, ahead[0].assumed_token_ids, 0))
         await stream.send(advance(7 + len(ahead[0].assumed_token_ids), [5], 1))
-        await stream.receive(timeout_s=10)
+        await stream.receive()
     load = (await call_unary(stub.GetModelInfo, types_pb.GetModelInfoRequest())).load
     assert (load.ahead_proposals, load.ahead_hits, load.wasted_draft_tokens) == (4, 1, 9)
 
@@ -129,25 +130,25 @@ async def test_model_info(started):
 
 async def test_messages_of_another_epoch_are_dropped_and_counted(started, spec):
     core, stub = started
-    async with SessionStream(stub.Draft) as stream:
-        await stream.turn(opening(spec(PROMPT, epoch=2)))
+    async with streaming(stub.Draft) as stream:
+        await stream.exchange(opening(spec(PROMPT, epoch=2)))
         await stream.send(advance(6, [9, 9], 4, epoch=1))
-        proposal = (await stream.turn(advance(6, [1], 4, epoch=2))).proposal
+        proposal = (await stream.exchange(advance(6, [1], 4, epoch=2))).proposal
         assert (proposal.epoch, proposal.base_len) == (2, 7)
         assert (await core.load()).stale_messages == 1
 
 
 async def test_moving_and_overtaken_messages_are_not_answered(started, spec, greedy):
     _, stub = started
-    async with SessionStream(stub.Draft) as stream:
-        await stream.turn(opening(spec(PROMPT)))
+    async with streaming(stub.Draft) as stream:
+        await stream.exchange(opening(spec(PROMPT)))
         known = list(PROMPT)
         for token in range(20):  # sent faster than they are answered
             await stream.send(advance(len(known), [token], 4 if token % 2 else 0))
             known.append(token)
         lengths = []
         while not lengths or lengths[-1] < len(known):  # the newest one is always worked on
-            proposal = (await stream.receive(timeout_s=10)).proposal
+            proposal = (await stream.receive()).proposal
             lengths.append(proposal.base_len)
             assert tuple(proposal.token_ids) == greedy(known[: proposal.base_len], 4)
         assert lengths == sorted(set(lengths))
@@ -166,13 +167,13 @@ async def test_moving_and_overtaken_messages_are_not_answered(started, spec, gre
 )
 async def test_errors_end_the_stream_and_free_the_cache(started, spec, messages, error):
     _, stub = started
-    async with SessionStream(stub.Draft) as stream:
+    async with streaming(stub.Draft) as stream:
         for message in messages:
             await stream.send(opening(spec(PROMPT)) if message == "open" else message)
         for _ in messages[1:]:
-            assert (await stream.receive(timeout_s=10)).opened.epoch == 1
+            assert (await stream.receive()).opened.epoch == 1
         with pytest.raises(error):
-            await stream.receive(timeout_s=10)
+            await stream.receive()
 
 
 async def test_every_way_a_stream_ends_frees_the_cache(started, spec):
@@ -206,10 +207,10 @@ async def test_many_sessions_at_once(started, spec, greedy):
 
     async def one(number):
         known = [number, number + 1, *PROMPT]
-        async with SessionStream(stub.Draft) as stream:
-            await stream.turn(opening(spec(known, session_id=str(number))))
+        async with streaming(stub.Draft) as stream:
+            await stream.exchange(opening(spec(known, session_id=str(number))))
             for token in range(4):
-                proposal = (await stream.turn(advance(len(known), [token], 3))).proposal
+                proposal = (await stream.exchange(advance(len(known), [token], 3))).proposal
                 known.append(token)
                 assert tuple(proposal.token_ids) == greedy(known, 3)
 
@@ -233,10 +234,10 @@ async def test_overload_says_when_to_come_back(checkpoint, model_settings, spec)
     async with serving(checkpoint, model_settings, max_num_seqs=1, max_waiting=1) as (service, _, channel):
         await service.start()
         stub = DraftServiceStub(channel)
-        async with SessionStream(stub.Draft) as first, SessionStream(stub.Draft) as second:
-            await first.turn(opening(spec(PROMPT)))
+        async with streaming(stub.Draft) as first, streaming(stub.Draft) as second:
+            await first.exchange(opening(spec(PROMPT)))
             with pytest.raises(Overloaded, match="1 of 1") as caught:
-                await second.turn(opening(spec(PROMPT)))
+                await second.exchange(opening(spec(PROMPT)))
             assert caught.value.retry_after_s > 0
 
 

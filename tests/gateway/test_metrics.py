@@ -1,8 +1,4 @@
-"""Speculation metrics are stated once: REST, gRPC, Prometheus and the documentation have the same."""
-
-import json
-import re
-from pathlib import Path
+"""Speculation metrics are stated once: REST, gRPC and Prometheus have the same."""
 
 from gateway.decoding.metrics import METRICS, SpeculationMetrics
 from gateway.metrics import GatewayMetrics
@@ -10,8 +6,6 @@ from gateway.types import Usage
 from specdec.rules import Rule
 from specdec.types import Verdict
 from specdec.v1 import generation_service_pb2 as pb
-
-API = Path(__file__).parents[2] / "docs" / "api.md"
 
 
 def filled():
@@ -30,12 +24,6 @@ def test_the_proto_has_the_same_fields():
     message = pb.SpeculationMetrics(**report)
     assert {name: getattr(message, name) for name in METRICS} == report
     assert all(report.values())
-
-
-def test_the_documentation_has_the_same_fields():
-    text = API.read_text()
-    (example,) = re.findall(r'"speculative_decoding": (\{[^}]*\})', text)
-    assert set(json.loads(example)) == set(METRICS)
 
 
 def test_prometheus_counts_every_metric_that_names_a_counter():

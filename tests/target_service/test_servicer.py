@@ -1,6 +1,7 @@
 """The target over gRPC: a real server, a real stub."""
 
 import asyncio
+from functools import partial
 
 import grpc
 import pytest
@@ -10,6 +11,7 @@ from specdec.rpc.session_stream import SessionStream, call_unary
 from specdec.types import FinishReason, Proposal
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
+from tests.streams import streaming
 from tests.target_service.conftest import VOCAB, make_prompt, make_spec, until, until_clean
 
 
@@ -18,7 +20,7 @@ class Client:
 
     def __init__(self, stub, spec, **options):
         self.spec = spec
-        self.stream = SessionStream(stub.Verify, **options)
+        self.stream = SessionStream(partial(stub.Verify, **options))
 
     async def __aenter__(self):
         await self.stream.send(pb.VerifyRequest(open=codec.encode_open_target(self.spec)))
@@ -32,8 +34,8 @@ class Client:
         self.first = await self.verdict()
         return self.first
 
-    async def verdict(self, timeout_s=None):
-        return codec.decode_verdict((await self.stream.receive(timeout_s)).verdict)
+    async def verdict(self):
+        return codec.decode_verdict((await self.stream.receive()).verdict)
 
     async def tokens(self, count):
         """The next ``count`` tokens, however they are cut into verdicts."""
@@ -116,8 +118,8 @@ async def test_stale_messages_are_dropped_and_counted(start_core, serve, plain):
             await client.send_round(n, (), epoch=4)
             verdict = await client.verdict()
             assert (verdict.epoch, verdict.base_len, verdict.token_ids) == (4, n, plain(prompt, 2)[1:])
-            with pytest.raises(errors.DeadlineExceeded):
-                await client.verdict(0.05)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.verdict(), 0.05)
         info = await call_unary(stub.GetModelInfo, types_pb.GetModelInfoRequest())
         assert codec.decode_load(info.load).stale_messages == 4
         assert codec.decode_model_info(info.model) == await core.info()
@@ -140,9 +142,9 @@ async def test_stale_messages_are_dropped_and_counted(start_core, serve, plain):
     ],
 )
 async def test_first_messages_that_are_refused(start_core, serve, message, text):
-    async with start_core() as core, serve(core) as (stub, _), SessionStream(stub.Verify) as stream:
+    async with start_core() as core, serve(core) as (stub, _), streaming(stub.Verify) as stream:
         with pytest.raises(errors.InvalidRequest, match=text):
-            await stream.turn(message)
+            await stream.exchange(message)
 
 
 async def test_proposals_that_are_refused_end_the_session(start_core, serve):
@@ -223,7 +225,7 @@ async def test_half_close_ends_the_session(start_core, serve):
 
 async def test_a_deadline_in_the_middle(start_core, serve):
     async with start_core() as core, serve(core) as (stub, _):
-        async with Client(stub, make_spec(make_prompt(0)), timeout_s=1.0) as client:
+        async with Client(stub, make_spec(make_prompt(0)), timeout=1.0) as client:
             await client.open()
             with pytest.raises(errors.DeadlineExceeded):
                 await client.verdict()
@@ -237,7 +239,7 @@ async def test_a_deadline_while_waiting_for_a_place(start_core, serve):
         Client(stub, make_spec(make_prompt(0))) as one,
     ):
         await one.open()
-        async with Client(stub, make_spec(make_prompt(1)), timeout_s=0.1) as two:
+        async with Client(stub, make_spec(make_prompt(1)), timeout=0.1) as two:
             with pytest.raises(errors.DeadlineExceeded):
                 await two.open()
         await until(lambda: core._admission.num_waiting == 0)

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from contextlib import asynccontextmanager
+from functools import partial
 
 import grpc
 import pytest
@@ -29,6 +30,7 @@ from specdec.v1 import generation_service_pb2_grpc as gen_grpc
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import target_service_pb2_grpc as target_grpc
 from specdec.v1 import types_pb2 as pb
+from tests.streams import streaming
 
 NAME = "specdec.v1.TargetService"
 
@@ -110,38 +112,28 @@ async def until(condition, timeout_s=10.0):
             await asyncio.sleep(0.005)
 
 
-async def test_turns_on_one_stream():
+async def test_messages_on_one_stream():
     async with serving() as (_, channel):
         stub = target_grpc.TargetServiceStub(channel)
-        async with SessionStream(stub.Verify) as stream:
-            assert (await stream.turn(open_message())).opened.epoch == 1
+        async with streaming(stub.Verify) as stream:
+            assert (await stream.exchange(open_message())).opened.epoch == 1
             for length in range(20):
-                assert (await stream.turn(round_message(length), timeout_s=5)).verdict.base_len == length
-
-
-async def test_a_timeout_of_a_turn_leaves_the_stream_alive():
-    echo = Echo()
-    async with serving(echo) as (_, channel), SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
-        await stream.turn(open_message())
-        with pytest.raises(errors.DeadlineExceeded, match=r"within 0\.05 s"):
-            await stream.turn(round_message(999), timeout_s=0.05)
-        echo.released.set()
-        assert (await stream.receive()).verdict.base_len == 999
-        assert (await stream.turn(round_message(5))).verdict.base_len == 5
+                assert (await stream.exchange(round_message(length))).verdict.base_len == length
 
 
 async def test_leaving_a_stream_while_a_read_is_pending_cancels_the_server():
     echo = Echo()
     async with serving(echo) as (server, channel):
-        async with SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
-            with pytest.raises(errors.DeadlineExceeded):
-                await stream.turn(open_message("hang"), timeout_s=0.05)
+        async with streaming(target_grpc.TargetServiceStub(channel).Verify) as stream:
+            read = asyncio.create_task(stream.exchange(open_message("hang")))
             await until(lambda: server.num_active_calls == 1)
         await until(lambda: echo.ended)
         await until(lambda: server.num_active_calls == 0)
+        with pytest.raises(errors.TandemError):
+            await read
         await stream.close()
         with pytest.raises(errors.TandemError):
-            await stream.turn(open_message())
+            await stream.exchange(open_message())
 
 
 async def test_cancelling_the_caller_stays_a_cancellation():
@@ -149,8 +141,8 @@ async def test_cancelling_the_caller_stays_a_cancellation():
     async with serving(echo) as (server, channel):
 
         async def session():
-            async with SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
-                await stream.turn(open_message("hang"))
+            async with streaming(target_grpc.TargetServiceStub(channel).Verify) as stream:
+                await stream.exchange(open_message("hang"))
 
         task = asyncio.create_task(session())
         await until(lambda: server.num_active_calls)
@@ -161,27 +153,27 @@ async def test_cancelling_the_caller_stays_a_cancellation():
 
 
 async def test_the_end_of_a_stream_is_never_success():
-    async with serving() as (_, channel), SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
+    async with serving() as (_, channel), streaming(target_grpc.TargetServiceStub(channel).Verify) as stream:
         with pytest.raises(errors.Unavailable, match="ended the session"):
-            await stream.turn(open_message("end"))
+            await stream.exchange(open_message("end"))
 
 
 async def test_the_deadline_of_a_stream():
     echo = Echo()
     async with serving(echo) as (_, channel):
-        async with SessionStream(target_grpc.TargetServiceStub(channel).Verify, timeout_s=1.0) as stream:
-            await stream.turn(open_message())
+        async with streaming(partial(target_grpc.TargetServiceStub(channel).Verify, timeout=0.3)) as stream:
+            await stream.exchange(open_message())
             with pytest.raises(errors.DeadlineExceeded):
                 await stream.receive()
         await until(lambda: echo.ended)
 
 
 async def test_a_lost_server_is_unavailable():
-    async with serving() as (server, channel), SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
-        await stream.turn(open_message())
+    async with serving() as (server, channel), streaming(target_grpc.TargetServiceStub(channel).Verify) as stream:
+        await stream.exchange(open_message())
         await server.stop()
         with pytest.raises(errors.Unavailable):
-            await stream.turn(round_message(1))
+            await stream.exchange(round_message(1))
         with pytest.raises(errors.Unavailable):
             await call_unary(target_grpc.TargetServiceStub(channel).GetModelInfo, pb.GetModelInfoRequest())
 
@@ -211,9 +203,9 @@ async def test_domain_errors_cross_the_wire(error, code, seen):
         assert str(rebuilt.value) == str(error)
         assert getattr(rebuilt.value, "param", None) == getattr(error, "param", None)
         assert getattr(rebuilt.value, "retry_after_s", None) == getattr(error, "retry_after_s", None)
-        async with SessionStream(stub.Verify) as stream:
+        async with streaming(stub.Verify) as stream:
             with pytest.raises(seen, match=str(error)):
-                await stream.turn(open_message())
+                await stream.exchange(open_message())
 
 
 @pytest.mark.parametrize("error", [ValueError("secret path"), errors.InternalError("secret"), KeyError("secret")])
@@ -251,9 +243,9 @@ async def test_messages_above_grpcs_default_limit_pass_and_above_ours_do_not():
         stub = target_grpc.TargetServiceStub(channel)
         info = await call_unary(stub.GetModelInfo, pb.GetModelInfoRequest())
         assert len(info.model.name) == 8_000_000
-        async with SessionStream(stub.Verify) as stream:
+        async with streaming(stub.Verify) as stream:
             with pytest.raises(errors.InvalidRequest, match="above the limit of 67108864"):
-                await stream.turn(open_message("s" * (MAX_MESSAGE_BYTES + 1)))
+                await stream.exchange(open_message("s" * (MAX_MESSAGE_BYTES + 1)))
 
 
 async def test_a_taken_port_is_a_clear_error():
@@ -272,9 +264,9 @@ async def test_a_socket_serves_beside_the_port(kind, tmp_path):
     async with serving(socket=socket) as (server, by_port), open_channel(socket) as by_socket:
         assert server.port > 0
         for channel in (by_port, by_socket):
-            async with SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
-                assert (await stream.turn(open_message())).opened.epoch == 1
-                assert (await stream.turn(round_message(7), timeout_s=5)).verdict.base_len == 7
+            async with streaming(target_grpc.TargetServiceStub(channel).Verify) as stream:
+                assert (await stream.exchange(open_message())).opened.epoch == 1
+                assert (await stream.exchange(round_message(7))).verdict.base_len == 7
 
 
 async def test_sockets_that_cannot_be_had_are_clear_errors(tmp_path):
@@ -317,11 +309,11 @@ async def test_health_and_reflection():
 async def test_drain_waits_for_open_streams_and_refuses_new_calls():
     async with serving(drain_s=5) as (server, channel):
         stub = target_grpc.TargetServiceStub(channel)
-        async with SessionStream(stub.Verify) as stream:
-            await stream.turn(open_message())
+        async with streaming(stub.Verify) as stream:
+            await stream.exchange(open_message())
             drain = asyncio.create_task(server.drain())
             await asyncio.sleep(0.05)
-            assert (await stream.turn(round_message(7))).verdict.base_len == 7
+            assert (await stream.exchange(round_message(7))).verdict.base_len == 7
             with pytest.raises(errors.Unavailable, match="shutting down"):
                 await call_unary(stub.GetModelInfo, pb.GetModelInfoRequest())
             assert not drain.done()
@@ -332,7 +324,7 @@ async def test_drain_gives_up_after_its_time(caplog):
     echo = Echo()
     async with serving(echo, drain_s=0.1) as (server, channel):
         stream = SessionStream(target_grpc.TargetServiceStub(channel).Verify)
-        await stream.turn(open_message())
+        await stream.exchange(open_message())
         assert not await server.drain()
         assert "1 calls still open after 0.1 s" in caplog.text
         await server.stop()
@@ -346,12 +338,12 @@ async def test_drain_gives_up_after_its_time(caplog):
 async def test_too_many_calls_are_refused():
     async with serving(max_concurrent_rpcs=2) as (_, channel):
         stub = target_grpc.TargetServiceStub(channel)
-        async with SessionStream(stub.Verify) as one, SessionStream(stub.Verify) as two:
-            await one.turn(open_message())
-            await two.turn(open_message())
-            async with SessionStream(stub.Verify) as three:
+        async with streaming(stub.Verify) as one, streaming(stub.Verify) as two:
+            await one.exchange(open_message())
+            await two.exchange(open_message())
+            async with streaming(stub.Verify) as three:
                 with pytest.raises(errors.Overloaded):
-                    await three.turn(open_message())
+                    await three.exchange(open_message())
 
 
 async def test_an_idle_watch_outlives_its_pings(monkeypatch):

@@ -10,11 +10,12 @@ import pytest
 from specdec import errors
 from specdec.rpc.channel import open_channel
 from specdec.rpc.lifecycle import run, serve
-from specdec.rpc.session_stream import SessionStream, call_unary
+from specdec.rpc.session_stream import call_unary
 from specdec.settings import ServerSettings
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import target_service_pb2_grpc as target_grpc
 from specdec.v1 import types_pb2 as pb
+from tests.streams import streaming
 
 
 class Fake(target_grpc.TargetServiceServicer):
@@ -99,12 +100,12 @@ async def test_open_streams_hold_up_the_stop_until_a_second_signal():
     await ready.wait()
     async with (
         open_channel(service.server.address) as channel,
-        SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream,
+        streaming(target_grpc.TargetServiceStub(channel).Verify) as stream,
     ):
-        await stream.turn(target_pb.VerifyRequest())
+        await stream.exchange(target_pb.VerifyRequest())
         os.kill(os.getpid(), signal.SIGTERM)
         await until(lambda: "drain" in service.events)
-        await stream.turn(target_pb.VerifyRequest())
+        await stream.exchange(target_pb.VerifyRequest())
         assert service.events == ["start", "drain"]
         os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(30):
@@ -118,8 +119,8 @@ async def test_streams_that_end_let_the_stop_go_on():
     task = asyncio.create_task(serve(service, settings, stop=stop, on_ready=ready.set))
     await ready.wait()
     async with open_channel(service.server.address) as channel:
-        async with SessionStream(target_grpc.TargetServiceStub(channel).Verify) as stream:
-            await stream.turn(target_pb.VerifyRequest())
+        async with streaming(target_grpc.TargetServiceStub(channel).Verify) as stream:
+            await stream.exchange(target_pb.VerifyRequest())
             stop.set()
             await until(lambda: "drain" in service.events)
         async with asyncio.timeout(30):
