@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc.aio
 
@@ -19,8 +19,10 @@ from specdec.types import HiddenStates, Proposal, Verdict
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
-from target_service.core import TargetCore
-from target_service.session import Session
+
+if TYPE_CHECKING:  # they load torch
+    from target_service.core import TargetCore
+    from target_service.session import Session
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

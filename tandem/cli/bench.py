@@ -152,9 +152,7 @@ async def _measure_here(args: argparse.Namespace) -> Report:
             rival = await HuggingFace.start(models)
             stack.push_async_callback(rival.close)
         bench = Bench(systems, ways, _params(args), rival)
-        if args.fixed_draft_length:
-            bench.learning_s = 0.0
-        sections = await _run(bench, plans, progress)
+        sections = await _run(args, bench, plans, progress)
         first = systems[next(iter(systems))].router
         assert first is not None
         info = first.model()
@@ -185,12 +183,16 @@ async def _measure_server(args: argparse.Namespace) -> Report:
         else:
             ways = [Way("server", "server", None)]
         with _progress() as progress:
-            sections = await _run(Bench({"server": remote.system}, ways, _params(args)), plans, progress)
+            sections = await _run(args, Bench({"server": remote.system}, ways, _params(args)), plans, progress)
     seen = "" if remote.is_tandem else "; pieces count as one token each where the server sends no token ids"
     return Report(f"{remote.name} at {args.url}", sections, [*_plan_notes(args, plans), f"as its client sees it{seen}"])
 
 
-async def _run(bench: Bench, plans: Sequence[Plan], progress: Callable[[str, int], None]) -> list[Section]:
+async def _run(
+    args: argparse.Namespace, bench: Bench, plans: Sequence[Plan], progress: Callable[[str, int], None]
+) -> list[Section]:
+    if args.fixed_draft_length:  # a gateway that does not choose the length has nothing to learn
+        bench.learning_s = 0.0
     progress("warming up", sum(bench.num_steps(plan) for plan in plans))
     bench.tell = lambda text: progress(text, 0)
     return [await bench.run(plan) for plan in plans]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.servers import Stack
+from tests.e2e.servers import Stack, draft_process, target_process
 
 NODE_CLIENTS = Path(__file__).parent / "node"
 
@@ -27,10 +27,10 @@ def prompts():
     return PROMPTS
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stack():
-    """One target, one draft, one gateway."""
-    running = Stack.start()
+    """The bundled target, the bundled draft and a gateway, for all files; others share its target."""
+    running = Stack.start([target_process()], [draft_process()])
     yield running
     running.close()
 

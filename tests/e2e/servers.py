@@ -1,5 +1,6 @@
-"""Real service processes for the end-to-end tests: started on free ports, killed, paused and started again."""
+"""Service processes for the end-to-end tests: started on free ports, killed, paused and started again; and requests."""
 
+import asyncio
 import json
 import os
 import signal
@@ -13,12 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import grpc.aio
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.v1 import draft_service_pb2_grpc, generation_service_pb2_grpc, target_service_pb2_grpc, types_pb2
+from specdec.v1 import generation_service_pb2 as pb
 
-MODELS = Path(__file__).parents[2] / "tandem" / "models"
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "tandem" / "models"
 TARGET_MODEL = str(MODELS / "python-12m")
 DRAFT_MODEL = str(MODELS / "python-1m")
 START_TIMEOUT_S = 120
@@ -45,7 +49,7 @@ class ServerProcess:
         self._is_ready.clear()
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
-            self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+            self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT
         )
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()
@@ -84,17 +88,22 @@ class ServerProcess:
         self._reader.join(timeout_s)
         return status
 
+    @property
+    def is_running(self):
+        return self._process is not None and self._process.poll() is None
+
     def stop(self):
-        """SIGTERM, and wait; a process that hangs is killed and fails the test."""
-        if self._process is None or self._process.poll() is not None:
+        """SIGTERM, and wait; a process that hangs or does not end with status 0 fails the test."""
+        if not self.is_running:
             return
         self._process.send_signal(signal.SIGCONT)
         self._process.terminate()
         try:
-            self.wait()
+            status = self.wait()
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"{self.module} ignored SIGTERM:\n" + "".join(self.log)) from None
+        assert status == 0, f"{self.module} ended with status {status}:\n" + "".join(self.log)
 
     def restart_on_same_port(self):
         """Start again where it listened before."""
@@ -115,6 +124,16 @@ def draft_process(*arguments, model=DRAFT_MODEL):
     return ServerProcess("draft_service", "--model", model, "--num-threads", "1", *arguments)
 
 
+def fake_target(*arguments):
+    """A process with a toy target: no torch, the real servicer."""
+    return ServerProcess("tests.e2e.fake_service", "target", *arguments)
+
+
+def fake_draft(*arguments):
+    """A process with a toy draft that agrees with the toy target most of the time."""
+    return ServerProcess("tests.e2e.fake_service", "draft", *arguments)
+
+
 @dataclass
 class Stack:
     """A gateway with its targets and drafts."""
@@ -125,27 +144,21 @@ class Stack:
     exits: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
-    def start(cls, *, targets=1, drafts=1, gateway_arguments=(), target_arguments=(), draft_arguments=()):
+    def start(cls, targets, drafts=(), *gateway_arguments):
+        """Start a gateway, and the targets and drafts that do not run yet; ``close`` ends what was started here."""
         exits = ExitStack()
+        started = [process for process in (*targets, *drafts) if not process.is_running]
         try:
-            started_targets = [target_process(*target_arguments) for _ in range(targets)]
-            started_drafts = [draft_process(*draft_arguments) for _ in range(drafts)]
-            for process in (*started_targets, *started_drafts):
+            for process in started:
                 process.launch()
                 exits.callback(process.stop)
-            for process in (*started_targets, *started_drafts):
+            for process in started:
                 process.wait_until_ready()
             gateway = ServerProcess(
                 "gateway",
-                "--targets",
-                ",".join(process.address for process in started_targets),
-                *(["--drafts", ",".join(process.address for process in started_drafts)] if drafts else []),
-                "--tokenizer",
-                TARGET_MODEL,
-                "--port",
-                "0",
-                "--grpc-port",
-                "0",
+                *("--targets", ",".join(process.address for process in targets)),
+                *(["--drafts", ",".join(process.address for process in drafts)] if drafts else []),
+                *("--tokenizer", TARGET_MODEL, "--port", "0", "--grpc-port", "0"),
                 # What a test counts must not depend on how fast this machine is.
                 "--fixed-draft-length",
                 *gateway_arguments,
@@ -154,7 +167,7 @@ class Stack:
         except BaseException:
             exits.close()
             raise
-        return cls(started_targets, started_drafts, gateway, exits)
+        return cls(list(targets), list(drafts), gateway, exits)
 
     def close(self):
         self.exits.close()
@@ -187,6 +200,65 @@ class Stack:
         with grpc.insecure_channel(self.drafts[index].address) as channel:
             stub = draft_service_pb2_grpc.DraftServiceStub(channel)
             return stub.GetModelInfo(types_pb2.GetModelInfoRequest(), timeout=10).load
+
+
+def request_of(prompt, *, max_tokens, temperature=0.0, seed=None, ignore_eos=True, **fields):
+    """A request for a text, or for token ids."""
+    if not isinstance(prompt, str):
+        fields["token_ids"] = types_pb2.TokenIds(ids=prompt)
+    else:
+        fields["text"] = prompt
+    return pb.GenerateRequest(
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+        seed=seed,
+        sampling=types_pb2.SamplingParams(temperature=temperature),
+        **fields,
+    )
+
+
+def collect(stack, request, *, acts=None):
+    """All pieces of one request; each of ``acts`` runs in the middle, once so many tokens have come."""
+    pieces, count, left = [], 0, dict(acts or {})
+    with grpc.insecure_channel(stack.grpc_address) as channel:
+        for piece in stack.generation(channel).Generate(request, timeout=120):
+            pieces.append(piece)
+            count += len(piece.token_ids)
+            for at_token in [at for at in left if count >= at]:
+                left.pop(at_token)()
+    assert not left, "the request ended before the failure was injected"
+    return pieces
+
+
+def collect_together(stack, requests):
+    """The token ids of several requests sent at once."""
+
+    async def run():
+        async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+            stub = generation_service_pb2_grpc.GenerationServiceStub(channel)
+
+            async def one(request):
+                return [token async for piece in stub.Generate(request, timeout=120) for token in piece.token_ids]
+
+            return await asyncio.gather(*map(one, requests))
+
+    return asyncio.run(run())
+
+
+def ids_of(pieces):
+    return [token for piece in pieces for token in piece.token_ids]
+
+
+def speculates(stack, prompt):
+    """Whether drafted tokens are accepted."""
+    pieces = collect(stack, request_of(prompt, max_tokens=40))
+    return pieces[-1].speculation.num_accepted_draft_tokens > 0
+
+
+def is_free(stack):
+    """Whether the targets hold no session and no block."""
+    loads = [stack.load_of_target(i) for i in range(len(stack.targets))]
+    return all(load.used_blocks == 0 and load.open_sessions == 0 for load in loads)
 
 
 def health_of(address, service=""):

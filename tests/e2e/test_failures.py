@@ -1,4 +1,7 @@
-"""What happens when something breaks, with real processes that are really killed."""
+"""What happens when something breaks, with processes that are really killed.
+
+One draft and one target with the real engine are killed; what the gateway does about the rest shows with toy services.
+"""
 
 import asyncio
 import signal
@@ -6,56 +9,39 @@ import time
 from functools import partial
 
 import grpc
-import grpc.aio
 import httpx
 import pytest
 
 from specdec.v1 import generation_service_pb2 as pb
-from specdec.v1 import generation_service_pb2_grpc, types_pb2
-from tests.e2e.servers import Stack, health_of, wait_until
+from tests.e2e.servers import (
+    Stack,
+    collect,
+    collect_together,
+    fake_draft,
+    fake_target,
+    health_of,
+    ids_of,
+    is_free,
+    request_of,
+    speculates,
+    target_process,
+    wait_until,
+)
 
 pytestmark = pytest.mark.e2e
-LONG = 600
 
 
-def request_of(prompt, *, max_tokens=LONG, temperature=0.0, seed=None, ignore_eos=True, **fields):
-    return pb.GenerateRequest(
-        text=prompt,
-        max_tokens=max_tokens,
-        ignore_eos=ignore_eos,
-        seed=seed,
-        sampling=types_pb2.SamplingParams(temperature=temperature),
-        **fields,
-    )
+@pytest.fixture(scope="module")
+def toys():
+    """A gateway over two toy targets and a toy draft."""
+    running = Stack.start([fake_target(), fake_target()], [fake_draft()], "--draft-timeout-s", "0.5")
+    yield running
+    running.close()
 
 
-def collect(stack, request, *, acts=None):
-    """All pieces of one request; each of ``acts`` runs in the middle, once so many tokens have come."""
-    pieces, count, left = [], 0, dict(acts or {})
-    with grpc.insecure_channel(stack.grpc_address) as channel:
-        for piece in stack.generation(channel).Generate(request, timeout=120):
-            pieces.append(piece)
-            count += len(piece.token_ids)
-            for at_token in [at for at in left if count >= at]:
-                left.pop(at_token)()
-    assert not left, "the request ended before the failure was injected"
-    return pieces
-
-
-def ids_of(pieces):
-    return [token for piece in pieces for token in piece.token_ids]
-
-
-def no_block_held(stack):
-    return all(
-        load.used_blocks == 0 and load.open_sessions == 0
-        for load in [stack.load_of_target(i) for i in range(len(stack.targets))]
-    )
-
-
-@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (1.0, 77)])
-def test_killing_the_draft_changes_no_token_and_it_comes_back(stack, prompts, temperature, seed):
-    request = request_of(prompts[0], temperature=temperature, seed=seed)
+def check_a_killed_draft(stack, prompt, *, max_tokens, temperature, seed):
+    """Killing the draft changes no token, and the restarted one is used again."""
+    request = request_of(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
     undisturbed = collect(stack, request)
     killed = collect(stack, request, acts={60: stack.drafts[0].kill})
     assert ids_of(killed) == ids_of(undisturbed)
@@ -67,58 +53,62 @@ def test_killing_the_draft_changes_no_token_and_it_comes_back(stack, prompts, te
     assert without[-1].speculation.num_draft_tokens == 0
 
     stack.drafts[0].restart_on_same_port()
-
-    def speculates():
-        short = collect(stack, request_of(prompts[0], max_tokens=40))
-        return short[-1].speculation.num_accepted_draft_tokens > 0
-
-    wait_until(speculates, 20, "speculation with the restarted draft")
+    wait_until(partial(speculates, stack, prompt), 20, "speculation with the restarted draft")
     assert ids_of(collect(stack, request)) == ids_of(undisturbed)
 
 
-def test_a_draft_that_returns_helps_the_running_request(prompts):
-    stack = Stack.start(gateway_arguments=("--draft-timeout-s", "0.5"))
+def test_killing_the_draft_changes_no_token_and_it_comes_back(stack, prompts):
+    check_a_killed_draft(stack, prompts[0], max_tokens=400, temperature=1.0, seed=77)
+
+
+@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (1.0, 77)])
+def test_killing_a_toy_draft(toys, prompts, temperature, seed):
+    check_a_killed_draft(toys, prompts[0], max_tokens=300, temperature=temperature, seed=seed)
+
+
+def test_a_draft_that_returns_helps_the_running_request(toys, prompts):
+    request = request_of(prompts[1], max_tokens=1500)
+
+    # Past the freeze the request goes on as soon as the draft is left behind, and without it until the thaw.
+    freeze, thaw = (partial(toys.drafts[0].signal, number) for number in (signal.SIGSTOP, signal.SIGCONT))
+    pieces = collect(toys, request, acts={50: freeze, 400: thaw})
+    undisturbed = collect(toys, request)
+    assert ids_of(pieces) == ids_of(undisturbed)
+    frozen = pieces[-1].speculation
+    assert frozen.num_draft_failures >= 1
+    # Before the freeze at most 50 + 5 tokens had come, each round drafting four; the rest is after the thaw.
+    assert 4 * 55 < frozen.num_draft_tokens < undisturbed[-1].speculation.num_draft_tokens
+
+
+def test_killing_a_target_moves_the_session_to_another(stack, prompts):
+    """The real engine: the second target recomputes what the first one knew, and draws the same tokens."""
+    with_two = Stack.start([*stack.targets, target_process()], stack.drafts)
     try:
-        request = request_of(prompts[1], max_tokens=1500)
-
-        # Past the freeze the request goes on as soon as the draft is left behind, and without it until the thaw.
-        freeze, thaw = (partial(stack.drafts[0].signal, number) for number in (signal.SIGSTOP, signal.SIGCONT))
-        pieces = collect(stack, request, acts={50: freeze, 400: thaw})
-        undisturbed = collect(stack, request)
-        assert ids_of(pieces) == ids_of(undisturbed)
-        frozen = pieces[-1].speculation
-        assert frozen.num_draft_failures >= 1
-        # Before the freeze at most 50 + 5 tokens had come, each round drafting four; the rest is after the thaw.
-        assert 4 * 55 < frozen.num_draft_tokens < undisturbed[-1].speculation.num_draft_tokens
-    finally:
-        stack.close()
-
-
-def test_killing_a_target_moves_the_session_to_another(prompts):
-    stack = Stack.start(targets=2)
-    try:
-        request = request_of(prompts[2], temperature=1.0, seed=3)
-        undisturbed = collect(stack, request)
+        request = request_of(prompts[2], max_tokens=300, temperature=1.0, seed=3)
+        undisturbed = collect(with_two, request)
         busy = []
 
         def kill_the_busy_one():
-            busy.extend(i for i in range(2) if stack.load_of_target(i).open_sessions)
-            stack.targets[busy[0]].kill()
+            busy.extend(i for i in range(2) if with_two.load_of_target(i).open_sessions)
+            with_two.targets[busy[0]].kill()
 
-        moved = collect(stack, request, acts={60: kill_the_busy_one})
+        moved = collect(with_two, request, acts={60: kill_the_busy_one})
         assert ids_of(moved) == ids_of(undisturbed)
         assert moved[-1].speculation.num_target_failures == 1
-        assert stack.load_of_target(1 - busy[0]).open_sessions == 0
+        assert with_two.load_of_target(1 - busy[0]).open_sessions == 0
+        if busy == [0]:
+            stack.targets[0].restart_on_same_port()
+            wait_until(lambda: httpx.get(f"{stack.base_url}/health").status_code == 200, 15, "/health to notice")
     finally:
-        stack.close()
+        with_two.close()
 
 
 def test_killing_the_only_target_is_unavailable(prompts):
-    stack = Stack.start(drafts=0)
+    stack = Stack.start([fake_target()])
     try:
         started = time.monotonic()
         with pytest.raises(grpc.RpcError) as caught:
-            collect(stack, request_of(prompts[0]), acts={30: stack.targets[0].kill})
+            collect(stack, request_of(prompts[0], max_tokens=600), acts={30: stack.targets[0].kill})
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert time.monotonic() - started < 60
         wait_until(lambda: httpx.get(f"{stack.base_url}/health").status_code == 503, 15, "/health to notice")
@@ -136,7 +126,7 @@ def test_a_client_that_leaves_frees_the_cache(stack, prompts):
             next(call)
         assert stack.load_of_target().open_sessions == 1
         call.cancel()
-    wait_until(lambda: no_block_held(stack), 15, "the target to free the session")
+    wait_until(partial(is_free, stack), 15, "the target to free the session")
     wait_until(lambda: stack.load_of_draft().open_sessions == 0, 15, "the draft to free the session")
 
 
@@ -147,7 +137,7 @@ def test_an_http_client_that_leaves_frees_the_cache(stack, prompts):
         for _ in range(6):
             next(lines)
         assert stack.load_of_target().open_sessions == 1
-    wait_until(lambda: no_block_held(stack), 15, "the target to free the session")
+    wait_until(partial(is_free, stack), 15, "the target to free the session")
 
 
 def test_a_deadline_ends_a_partial_stream(stack, prompts):
@@ -162,16 +152,16 @@ def test_a_deadline_ends_a_partial_stream(stack, prompts):
             stack.targets[0].signal(signal.SIGCONT)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert first.token_ids
-    wait_until(lambda: no_block_held(stack), 15, "the target to free the session")
+    wait_until(partial(is_free, stack), 15, "the target to free the session")
 
 
 def test_overload_is_refused_with_the_numbers(prompts):
-    stack = Stack.start(drafts=0, target_arguments=("--max-num-seqs", "2", "--max-waiting", "1", "--max-wait-s", "0.5"))
+    stack = Stack.start([fake_target("--max-num-seqs", "2", "--max-waiting", "1", "--max-wait-s", "0.5")])
     try:
 
         async def flood():
             async with httpx.AsyncClient(timeout=120) as client:
-                body = {"prompt": prompts[0], "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+                body = {"prompt": prompts[0], "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
                 return await asyncio.gather(
                     *(client.post(f"{stack.base_url}/v1/completions", json=body) for _ in range(6))
                 )
@@ -183,28 +173,25 @@ def test_overload_is_refused_with_the_numbers(prompts):
         refused = next(answer for answer in answers if answer.status_code == 429)
         assert int(refused.headers["retry-after"]) >= 1
         assert "2" in refused.json()["error"]["message"]
-        wait_until(lambda: no_block_held(stack), 15, "the target to free the sessions")
+        wait_until(partial(is_free, stack), 15, "the target to free the sessions")
     finally:
         stack.close()
 
 
 def test_sigterm_lets_open_streams_finish(prompts):
-    stack = Stack.start()
+    stack = Stack.start([fake_target()], [fake_draft()])
     try:
         request = request_of(prompts[5], max_tokens=300)
         whole = ids_of(collect(stack, request))
         drained = collect(stack, request, acts={20: lambda: stack.gateway.signal(signal.SIGTERM)})
         assert ids_of(drained) == whole
         assert stack.gateway.wait() == 0
-        for server in (*stack.targets, *stack.drafts):
-            server.signal(signal.SIGTERM)
-            assert server.wait() == 0
     finally:
         stack.close()
 
 
 def test_a_draining_target_finishes_its_sessions(prompts):
-    stack = Stack.start(targets=2)
+    stack = Stack.start([fake_target(), fake_target()], [fake_draft()])
     try:
         request = request_of(prompts[6], max_tokens=300)
         whole = ids_of(collect(stack, request))
@@ -239,16 +226,6 @@ def test_sixteen_mixed_requests_at_once(stack, prompts):
 
     requests = list(kinds())
     alone = [ids_of(collect(stack, request)) for request in requests]
-
-    async def together():
-        async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
-            stub = generation_service_pb2_grpc.GenerationServiceStub(channel)
-
-            async def one(request):
-                return [token async for piece in stub.Generate(request, timeout=120) for token in piece.token_ids]
-
-            return await asyncio.gather(*map(one, requests))
-
-    assert asyncio.run(together()) == alone
-    wait_until(lambda: no_block_held(stack), 15, "the target to free the sessions")
+    assert collect_together(stack, requests) == alone
+    wait_until(partial(is_free, stack), 15, "the target to free the sessions")
     assert health_of(stack.targets[0].address) == "SERVING"

@@ -1,19 +1,19 @@
 """Draft heads on the bundled target: the text is the target's, whatever they draft."""
 
-import grpc
 import pytest
 from transformers import AutoTokenizer
 
-from specdec.v1 import generation_service_pb2 as pb
-from specdec.v1 import types_pb2
 from tandem import LLM, SamplingParams
 from tests.e2e.fitted_heads import write_heads
-from tests.e2e.servers import TARGET_MODEL, Stack
+from tests.e2e.servers import TARGET_MODEL, Stack, collect, draft_process, request_of
+from tests.e2e.servers import ids_of as ids_of_pieces
 
 NUM_TOKENS = 48
 METHODS = ("eagle", "eagle3", "medusa", "mlp_speculator")
 #: Heads of which a good part of what they draft is accepted.
 FITTED = ("eagle", "medusa")
+#: Lengths that only the exhaustive run takes.
+REST = [*((method, k) for method in ("eagle3", "mlp_speculator") for k in (1, 64)), ("eagle", 1), ("medusa", 64)]
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,14 @@ def plain(generate):
     return {"greedy": ids_of(generate(None, 0, GREEDY)), "seeded": ids_of(generate(None, 0, SEEDED))}
 
 
-@pytest.mark.parametrize("k", [1, 3, 64])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "k"),
+    [
+        *((method, 3) for method in METHODS),
+        *(("eagle", 64), ("medusa", 1)),
+        *(pytest.param(method, k, marks=pytest.mark.exhaustive) for method, k in REST),
+    ],
+)
 def test_the_text_is_that_of_plain_decoding(generate, plain, method, k):
     """Greedy, and seeded at temperature 1 and around it; eight at once and one alone."""
     greedy = generate(method, k, GREEDY)
@@ -143,43 +149,20 @@ def test_the_calls_of_vllms_documentation(heads, prompts, config):
     assert output.metrics.num_draft_tokens > 0
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (1.0, 77)])
-def test_killing_the_draft_changes_no_token(head_stack, prompts, temperature, seed):
-    request = pb.GenerateRequest(
-        token_ids=types_pb2.TokenIds(ids=prompts[0][:30]),
-        max_tokens=200,
-        ignore_eos=True,
-        seed=seed,
-        sampling=types_pb2.SamplingParams(temperature=temperature),
-    )
-    undisturbed = collect(head_stack, request)
-    killed = collect(head_stack, request, at_token=40, act=head_stack.drafts[0].kill)
-    assert ids_of_pieces(killed) == ids_of_pieces(undisturbed)
-    assert 0 < killed[-1].speculation.num_draft_tokens < undisturbed[-1].speculation.num_draft_tokens
-    assert undisturbed[-1].speculation.num_accepted_draft_tokens > 0
-    head_stack.drafts[0].restart_on_same_port()
-
-
 @pytest.fixture(scope="module")
-def head_stack(heads):
-    arguments = ("--method", "eagle", "--model", str(heads / "eagle"), "--target-model", TARGET_MODEL)
-    running = Stack.start(draft_arguments=arguments)
+def head_stack(stack, heads):
+    draft = draft_process("--method", "eagle", "--target-model", TARGET_MODEL, model=str(heads / "eagle"))
+    running = Stack.start(stack.targets, [draft])
     yield running
     running.close()
 
 
-def collect(stack, request, *, at_token=None, act=None):
-    pieces, count = [], 0
-    with grpc.insecure_channel(stack.grpc_address) as channel:
-        for piece in stack.generation(channel).Generate(request, timeout=120):
-            pieces.append(piece)
-            count += len(piece.token_ids)
-            if act is not None and count >= at_token:
-                act()
-                act = None
-    return pieces
-
-
-def ids_of_pieces(pieces):
-    return [token for piece in pieces for token in piece.token_ids]
+@pytest.mark.e2e
+def test_killing_the_draft_changes_no_token(head_stack, prompts):
+    """And processes start with a head. The states of the running request are lost: the rest of it is not drafted."""
+    request = request_of(prompts[0][:30], max_tokens=200, temperature=1.0, seed=77)
+    undisturbed = collect(head_stack, request)
+    killed = collect(head_stack, request, acts={40: head_stack.drafts[0].kill})
+    assert ids_of_pieces(killed) == ids_of_pieces(undisturbed)
+    assert 0 < killed[-1].speculation.num_draft_tokens < undisturbed[-1].speculation.num_draft_tokens
+    assert undisturbed[-1].speculation.num_accepted_draft_tokens > 0

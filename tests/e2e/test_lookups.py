@@ -1,12 +1,21 @@
 """Suffix decoding and combinations on the bundled pair: the text is the target's, in one process and in several."""
 
-import grpc
+from functools import partial
+
 import pytest
 
-from specdec.v1 import generation_service_pb2 as pb
-from specdec.v1 import types_pb2
 from tandem import LLM, SamplingParams
-from tests.e2e.servers import DRAFT_MODEL, TARGET_MODEL, Stack, wait_until
+from tests.e2e.servers import (
+    DRAFT_MODEL,
+    TARGET_MODEL,
+    Stack,
+    collect,
+    draft_process,
+    ids_of,
+    request_of,
+    speculates,
+    wait_until,
+)
 
 CONFIGS = {
     "suffix": {"method": "suffix"},
@@ -14,6 +23,8 @@ CONFIGS = {
     "ngram+draft_model": {"method": ["ngram", "draft_model"], "model": DRAFT_MODEL},
     "ngram+suffix": {"method": ["ngram", "suffix"]},
 }
+#: Each tries a shortest and a longest proposal in every run.
+ENDS = [("suffix", 32), ("suffix+draft_model", 1), ("ngram+draft_model", 32)]
 #: Greedy and seeded; a seed is verified by the coupled rule.
 PARAMS = [
     SamplingParams(temperature=temperature, max_tokens=60, seed=seed, ignore_eos=True)
@@ -53,8 +64,14 @@ def plain(texts):
         return [output.outputs[0].token_ids for output in generate(llm, texts, PARAMS)]
 
 
-@pytest.mark.parametrize("k", [1, 5, 32])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [
+        pytest.param(name, k, marks=() if k == 5 or (name, k) in ENDS else pytest.mark.exhaustive)
+        for name in CONFIGS
+        for k in (1, 5, 32)
+    ],
+)
 def test_text_is_that_of_plain_decoding(texts, plain, name, k):
     with make_llm({**CONFIGS[name], "num_speculative_tokens": k}) as llm:
         outputs = generate(llm, texts, PARAMS)
@@ -90,45 +107,18 @@ def test_vllms_call_for_suffix_decoding(texts):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("methods", [("suffix",), ("suffix", "draft_model")], ids="+".join)
-def test_processes_and_a_draft_that_is_killed(texts, methods):
-    flags = [flag for method in methods for flag in ("--method", method)]
-    stack = Stack.start(
-        draft_arguments=(*flags, "--num-speculative-tokens", "32"), gateway_arguments=("--num-speculative-tokens", "32")
-    )
+def test_processes_and_a_draft_that_is_killed(stack, texts):
+    methods = ("--method", "suffix", "--method", "draft_model")
+    length = ("--num-speculative-tokens", "32")
+    running = Stack.start(stack.targets, [draft_process(*methods, *length)], *length)
     try:
-        for temperature, seed in ((0.0, None), (1.0, 77)):
-            request = pb.GenerateRequest(
-                text=texts[1],
-                max_tokens=300,
-                ignore_eos=True,
-                seed=seed,
-                sampling=types_pb2.SamplingParams(temperature=temperature),
-            )
-            undisturbed, speculation = generate_remotely(stack, request)
-            assert speculation.num_accepted_draft_tokens > 0
-            killed, speculation = generate_remotely(stack, request, kill_at=60)
-            assert killed == undisturbed
-            assert speculation.num_draft_failures >= 1
-            stack.drafts[0].restart_on_same_port()
-            wait_until(lambda: speculates(stack, texts[1]), 20, "speculation with the restarted draft")
+        request = request_of(texts[1], max_tokens=300, temperature=1.0, seed=77)
+        undisturbed = collect(running, request)
+        assert undisturbed[-1].speculation.num_accepted_draft_tokens > 0
+        killed = collect(running, request, acts={60: running.drafts[0].kill})
+        assert ids_of(killed) == ids_of(undisturbed)
+        assert killed[-1].speculation.num_draft_failures >= 1
+        running.drafts[0].restart_on_same_port()
+        wait_until(partial(speculates, running, texts[1]), 20, "speculation with the restarted draft")
     finally:
-        stack.close()
-
-
-def generate_remotely(stack, request, kill_at=None):
-    """Token ids and what was drafted; the draft is killed once so many tokens have come."""
-    token_ids, last = [], None
-    with grpc.insecure_channel(stack.grpc_address) as channel:
-        for piece in stack.generation(channel).Generate(request, timeout=120):
-            token_ids += piece.token_ids
-            last = piece
-            if kill_at is not None and len(token_ids) >= kill_at:
-                stack.drafts[0].kill()
-                kill_at = None
-    return token_ids, last.speculation
-
-
-def speculates(stack, text):
-    request = pb.GenerateRequest(text=text, max_tokens=40, ignore_eos=True)
-    return generate_remotely(stack, request)[1].num_accepted_draft_tokens > 0
+        running.close()

@@ -1,16 +1,14 @@
 """Drafting ahead of verdicts in real processes: the same text, hits that are counted, nothing stale, nothing left."""
 
-import asyncio
+from functools import partial
 
 import grpc
-import grpc.aio
 import httpx
 import pytest
 
 from specdec.v1 import generation_service_pb2 as pb
-from specdec.v1 import generation_service_pb2_grpc, types_pb2
-from tests.e2e.servers import TARGET_MODEL, ServerProcess, Stack, wait_until
-from tests.e2e.test_failures import collect, ids_of, no_block_held, request_of
+from specdec.v1 import types_pb2
+from tests.e2e.servers import Stack, collect, collect_together, ids_of, is_free, request_of, wait_until
 
 pytestmark = pytest.mark.e2e
 K = 4
@@ -19,23 +17,19 @@ PATIENT = ("--fixed-draft-length", "--draft-timeout-s", "20")
 
 
 @pytest.fixture(scope="module")
-def overlapped():
+def overlapped(stack):
     """A gateway that lets the draft draft ahead."""
-    running = Stack.start(gateway_arguments=("--num-ahead-proposals", "8", *PATIENT))
+    running = Stack.start(stack.targets, stack.drafts, "--num-ahead-proposals", "8", *PATIENT)
     yield running
     running.close()
 
 
 @pytest.fixture(scope="module")
-def serial(overlapped):
+def serial(stack):
     """Another one on the same services that drafts and verifies in turns."""
-    gateway = ServerProcess(
-        "gateway",
-        *("--targets", overlapped.targets[0].address, "--drafts", overlapped.drafts[0].address),
-        *("--tokenizer", TARGET_MODEL, "--port", "0", "--grpc-port", "0", "--num-ahead-proposals", "0", *PATIENT),
-    ).start()
-    yield Stack(overlapped.targets, overlapped.drafts, gateway)
-    gateway.stop()
+    running = Stack.start(stack.targets, stack.drafts, "--num-ahead-proposals", "0", *PATIENT)
+    yield running
+    running.close()
 
 
 def metrics_of(stack):
@@ -58,24 +52,23 @@ def test_requests_with_and_without(overlapped, serial, prompts, temperature, rul
     the same, and what is counted.
     """
     depends_on_rounds = rule in (types_pb2.VERIFICATION_RULE_BLOCK, types_pb2.VERIFICATION_RULE_TOKEN)
-    for number, prompt in enumerate(prompts[:3]):
-        for k in (K, 1):
-            request = request_of(
-                prompt,
-                max_tokens=160,
-                temperature=temperature,
-                seed=40 + number,
-                speculation=pb.SpeculationOptions(num_speculative_tokens=k, verification=rule),
-            )
-            ahead, in_turns = collect(overlapped, request), collect(serial, request)
-            assert len(ids_of(ahead)) == len(ids_of(in_turns)) == 160
-            assert depends_on_rounds or ids_of(ahead) == ids_of(in_turns)
-            speculation = ahead[-1].speculation
-            assert speculation.num_spec_steps > 20
-            failures = speculation.num_stale, speculation.num_draft_failures, speculation.num_target_failures
-            assert failures == (0, 0, 0), "".join(overlapped.gateway.log)
-            assert in_turns[-1].speculation.num_ahead_hits == in_turns[-1].speculation.num_ahead_misses == 0
-            assert in_turns[-1].speculation.num_wasted_draft_tokens <= k
+    for number, (prompt, k) in enumerate(zip(prompts, (K, 1), strict=False)):
+        request = request_of(
+            prompt,
+            max_tokens=160,
+            temperature=temperature,
+            seed=40 + number,
+            speculation=pb.SpeculationOptions(num_speculative_tokens=k, verification=rule),
+        )
+        ahead, in_turns = collect(overlapped, request), collect(serial, request)
+        assert len(ids_of(ahead)) == len(ids_of(in_turns)) == 160
+        assert depends_on_rounds or ids_of(ahead) == ids_of(in_turns)
+        speculation = ahead[-1].speculation
+        assert speculation.num_spec_steps > 20
+        failures = speculation.num_stale, speculation.num_draft_failures, speculation.num_target_failures
+        assert failures == (0, 0, 0), "".join(overlapped.gateway.log)
+        assert in_turns[-1].speculation.num_ahead_hits == in_turns[-1].speculation.num_ahead_misses == 0
+        assert in_turns[-1].speculation.num_wasted_draft_tokens <= k
 
 
 def test_hits_are_counted_by_rule(overlapped, prompts):
@@ -113,24 +106,19 @@ def test_hits_are_counted_by_rule(overlapped, prompts):
     assert overlapped.load_of_target().superseded_proposals > 0
 
 
+def stale_messages(stack):
+    return stack.load_of_target().stale_messages, stack.load_of_draft().stale_messages
+
+
 def test_many_at_once(overlapped, serial, prompts):
     requests = [
         request_of(prompts[i % len(prompts)], max_tokens=40 + 7 * i, temperature=i % 2, seed=i) for i in range(12)
     ]
 
-    async def together(stack):
-        async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
-            stub = generation_service_pb2_grpc.GenerationServiceStub(channel)
-
-            async def one(request):
-                return [token async for piece in stub.Generate(request, timeout=120) for token in piece.token_ids]
-
-            return await asyncio.gather(*map(one, requests))
-
-    assert asyncio.run(together(overlapped)) == asyncio.run(together(serial))
-    wait_until(lambda: no_block_held(overlapped), 15, "the target to free the sessions")
-    assert overlapped.load_of_target().stale_messages == 0
-    assert overlapped.load_of_draft().stale_messages == 0
+    stale = stale_messages(overlapped)
+    assert collect_together(overlapped, requests) == collect_together(serial, requests)
+    wait_until(partial(is_free, overlapped), 15, "the target to free the sessions")
+    assert stale_messages(overlapped) == stale
 
 
 def test_a_deadline_and_a_cancel_leave_nothing_behind(overlapped, prompts):
@@ -143,5 +131,5 @@ def test_a_deadline_and_a_cancel_leave_nothing_behind(overlapped, prompts):
         for _ in range(10):
             next(call)
         call.cancel()
-    wait_until(lambda: no_block_held(overlapped), 15, "the target to free the sessions")
+    wait_until(partial(is_free, overlapped), 15, "the target to free the sessions")
     wait_until(lambda: overlapped.load_of_draft().open_sessions == 0, 15, "the draft to free the sessions")

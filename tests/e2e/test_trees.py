@@ -1,14 +1,22 @@
 """Trees of the bundled draft through real processes: the text is the target's, also when the draft is killed."""
 
-import asyncio
 from functools import partial
 
-import grpc.aio
 import pytest
 
-from specdec.v1 import generation_service_pb2_grpc
-from tests.e2e.servers import Stack, wait_until
-from tests.e2e.test_failures import collect, ids_of, request_of
+from tandem import LLM, SamplingParams
+from tests.e2e.servers import (
+    DRAFT_MODEL,
+    TARGET_MODEL,
+    Stack,
+    collect,
+    collect_together,
+    draft_process,
+    ids_of,
+    request_of,
+    speculates,
+    wait_until,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -16,14 +24,11 @@ KINDS = [(0.0, None), (1.0, 77)]
 
 
 @pytest.fixture(scope="module")
-def trees():
-    """One target with little room, one draft of trees, one gateway."""
+def trees(stack):
+    """A draft of trees and a gateway for it."""
     length = ("--num-speculative-tokens", "12")
-    running = Stack.start(
-        target_arguments=("--max-model-len", "400"),
-        draft_arguments=(*length, "--tree-top-k", "4", "--tree-depth", "4"),
-        gateway_arguments=length,
-    )
+    draft = draft_process(*length, "--tree-top-k", "4", "--tree-depth", "4")
+    running = Stack.start(stack.targets, [draft], *length)
     yield running
     running.close()
 
@@ -49,12 +54,18 @@ def test_the_text_is_the_plain_one(trees, prompts, temperature, seed):
         assert max(i for i, n in enumerate(counts.acceptance_histogram) if n) <= 4
 
 
-def test_to_the_context_limit(trees, prompts):
-    length = collect(trees, request_of(prompts[1], max_tokens=1))[-1].usage.prompt_tokens
-    request = request_of(prompts[1], max_tokens=400 - length)
-    pieces = collect(trees, request)
-    assert ids_of(pieces) == ids_of(collect(trees, plain(request)))
-    assert len(ids_of(pieces)) == 400 - length
+def test_to_the_context_limit(prompts):
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    config = {"model": DRAFT_MODEL, "num_speculative_tokens": 12, "tree_top_k": 4, "tree_depth": 4}
+    texts = []
+    for drafter in (None, config):
+        settings = {"max_model_len": 150, "dtype": "float32", "fixed_draft_length": True}
+        with LLM(TARGET_MODEL, speculative_config=drafter, **settings) as llm:
+            outputs = llm.generate(prompts[:3], params, use_tqdm=False)
+        texts.append([output.outputs[0].token_ids for output in outputs])
+        assert all(len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 150 for output in outputs)
+    assert texts[0] == texts[1]
+    assert all(output.metrics.num_accepted_tokens for output in outputs)
 
 
 def test_eight_at_once(trees, prompts):
@@ -63,27 +74,14 @@ def test_eight_at_once(trees, prompts):
         for i, prompt in enumerate(prompts)
     ]
 
-    async def run(request):
-        async with grpc.aio.insecure_channel(trees.grpc_address) as channel:
-            stub = generation_service_pb2_grpc.GenerationServiceStub(channel)
-            return [token async for piece in stub.Generate(request, timeout=120) for token in piece.token_ids]
-
-    async def run_all():
-        return await asyncio.gather(*map(run, requests))
-
-    assert asyncio.run(run_all()) == [ids_of(collect(trees, plain(request))) for request in requests]
+    assert collect_together(trees, requests) == [ids_of(collect(trees, plain(request))) for request in requests]
 
 
-@pytest.mark.parametrize(("temperature", "seed"), KINDS)
-def test_killing_the_draft_changes_no_token(trees, prompts, temperature, seed):
-    request = request_of(prompts[0], max_tokens=300, temperature=temperature, seed=seed)
+def test_killing_the_draft_changes_no_token(trees, prompts):
+    request = request_of(prompts[0], max_tokens=300, temperature=1.0, seed=77)
     undisturbed = collect(trees, plain(request))
     killed = collect(trees, request, acts={60: trees.drafts[0].kill})
     assert ids_of(killed) == ids_of(undisturbed)
     assert killed[-1].speculation.num_draft_failures >= 1
     trees.drafts[0].restart_on_same_port()
     wait_until(partial(speculates, trees, prompts[0]), 20, "speculation with the restarted draft")
-
-
-def speculates(stack, prompt):
-    return collect(stack, request_of(prompt, max_tokens=40))[-1].speculation.num_accepted_draft_tokens > 0

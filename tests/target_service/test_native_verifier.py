@@ -18,6 +18,7 @@ from specdec.sampling.rows import Rows
 from specdec.sampling.state import SamplingState
 from target_service.rounds import Outcome, Round, check_draft
 from target_service.verifier import Verifier
+from tests.pairwise import parametrize_pairwise
 
 PROMPT, OUTPUT = [1, 2, 3, 2, 5], [7, 8, 7, 2]
 SIZES = [17, 64, 300, 1000, 5003]
@@ -123,9 +124,13 @@ def test_rounds_are_decided_as_torch_decides_them(size: int, chosen: list[Any], 
             assert [t.logprob for t in (x.token, *x.top)] == pytest.approx([t.logprob for t in (y.token, *y.top)])
 
 
-@pytest.mark.parametrize("rule", list(Rule))
-@pytest.mark.parametrize("params", [{}, {"top_p": 0.8}, {"top_k": 40}, {"temperature": 0.6}, {"presence_penalty": 1.0}])
-@pytest.mark.parametrize("k", [0, 1, 3, 8])
+@parametrize_pairwise(
+    {
+        "k": [0, 1, 3, 8],
+        "params": [{}, {"top_p": 0.8}, {"top_k": 40}, {"temperature": 0.6}, {"presence_penalty": 1.0}],
+        "rule": list(Rule),
+    }
+)
 def test_thousands_of_rounds(k: int, params: dict[str, Any], rule: Rule) -> None:
     """Long runs of one kind, so that every outcome a chain can have is met."""
     native, by_torch = both(*step(400, [(params, rule, k, True, None)] * 60, k))

@@ -16,6 +16,7 @@ from specdec.sampling.sparse import pack
 from specdec.trees import groups, path_to
 from target_service.rounds import Outcome, Round, check_draft
 from target_service.verifier import Verifier
+from tests.pairwise import parametrize_pairwise
 from tests.specdec.engine.paged import random_tree
 from tests.target_service.test_native_verifier import both, edits, shapes, state_of
 
@@ -114,9 +115,13 @@ def check_path(r: Round, outcome: Outcome) -> None:
         assert outcome.token_ids[:-1] == tuple(r.draft_token_ids[i] for i in path)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("params", [{}, {"top_p": 0.8}, {"top_k": 4}, {"temperature": 0.0}, {"presence_penalty": 1.0}])
-@pytest.mark.parametrize("with_q", [False, True])
+@parametrize_pairwise(
+    {
+        "with_q": [False, True],
+        "params": [{}, {"top_p": 0.8}, {"top_k": 4}, {"temperature": 0.0}, {"presence_penalty": 1.0}],
+        "rule": RULES,
+    }
+)
 def test_thousands_of_trees(params: dict[str, Any], rule: Rule, with_q: bool) -> None:
     """Long runs of one kind, so that every place of a tree is met as an end."""
     logits, rounds = step(400, [(params, rule, 9, with_q, None, True)] * 120, 1)

@@ -15,6 +15,7 @@ from specdec.rules import Rule
 from specdec.settings import GatewaySettings
 from specdec.types import FinishReason
 from tests.gateway.fakes import EOS, FakeDraft, FakeTarget, Faults, params, reference, share
+from tests.pairwise import parametrize_pairwise
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -54,9 +55,7 @@ def assert_all_closed(*backends):
         assert backend.num_opened == backend.num_closed
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("quality", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("k", [0, 1, 3, 8])
+@parametrize_pairwise({"k": [0, 1, 3, 8], "quality": [0.0, 0.5, 1.0], "temperature": [0.0, 1.0]})
 async def test_text_does_not_depend_on_the_draft(k, quality, temperature):
     target, draft = FakeTarget(latency_s=0.0001), FakeDraft(quality=quality)
     context = context_of([target], [draft])
@@ -93,9 +92,13 @@ async def test_both_sessions_open_at_the_same_time():
     assert run_.metrics.num_draft_tokens >= 4
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("event", ["open", "propose"])
-@pytest.mark.parametrize("error", [Unavailable("gone"), Overloaded("full"), StaleSession("old"), RuntimeError("bug")])
+@parametrize_pairwise(
+    {
+        "error": [Unavailable("gone"), Overloaded("full"), StaleSession("old"), RuntimeError("bug")],
+        "event": ["open", "propose"],
+        "temperature": [0.0, 1.0],
+    }
+)
 async def test_draft_lost_at_every_round(event, error, temperature):
     expected = reference(PROMPT, params(temperature=temperature))
     for index in range(12):
@@ -108,9 +111,13 @@ async def test_draft_lost_at_every_round(event, error, temperature):
             assert run_.metrics.num_draft_failures == 1
 
 
-@pytest.mark.parametrize("event", ["open", "verify", "ahead"])
-@pytest.mark.parametrize("error", [Unavailable("gone"), StaleSession("old")])
-@pytest.mark.parametrize("with_draft", [True, False])
+@parametrize_pairwise(
+    {
+        "event": ["open", "verify", "ahead"],
+        "error": [Unavailable("gone"), StaleSession("old")],
+        "with_draft": [True, False],
+    }
+)
 async def test_target_lost_at_every_round(event, error, with_draft):
     expected = reference(PROMPT, params())
     for index in range(42 if event == "ahead" else 12):
@@ -273,9 +280,7 @@ class ScriptedPace(FixedPace):
         self.left += 1
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("num_ahead_proposals", [0, 4])
-@pytest.mark.parametrize("seed", range(12))
+@parametrize_pairwise({"seed": range(12), "num_ahead_proposals": [0, 4], "temperature": [0.0, 1.0]})
 async def test_text_does_not_depend_on_the_pace(seed, num_ahead_proposals, temperature):
     target, draft = FakeTarget(latency_s=0.0001 * (seed % 3)), FakeDraft(quality=0.7, latency_s=0.0001 * (seed % 2))
     context = context_of([target], [draft], num_ahead_proposals=num_ahead_proposals)

@@ -60,23 +60,32 @@ def greedy_ragged(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[i
     return texts, rows
 
 
-@pytest.fixture(params=["fastest", "modules", "torch"])
+#: The fastest path, and transformers' modules with or without native kernels: in each run the fastest and one of the
+#: others, by turns; the exhaustive run takes all.
+CASES = [
+    pytest.param(name, path, marks=() if path in ("fastest", ("modules", "torch")[i % 2]) else pytest.mark.exhaustive)
+    for i, name in enumerate(SUPPORTED)
+    for path in ("fastest", "modules", "torch")
+]
+
+
+@pytest.fixture
 def load_path(
-    request: pytest.FixtureRequest, load_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    path: str, load_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Engine]:
-    """Loads an engine that runs the fastest way there is, or transformers' modules with or without native kernels."""
-    if request.param == "torch":
+    """Loads an engine that runs on a path."""
+    if path == "torch":
         monkeypatch.setattr(acceleration, "native_attention", lambda: None)
 
     def load(name: str) -> Engine:
-        engine = load_engine(name, enforce_eager=request.param != "fastest")
-        assert request.param != "torch" or engine.path == "torch attention"
+        engine = load_engine(name, enforce_eager=path != "fastest")
+        assert path != "torch" or engine.path == "torch attention"
         return engine
 
     return load
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize(("name", "path"), CASES)
 def test_ragged_equals_stock(
     name: str,
     load_path: Callable[[str], Engine],

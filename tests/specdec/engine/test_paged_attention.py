@@ -8,6 +8,7 @@ import torch
 from specdec.engine.attention import PagedBatch, paged_attention, write_kv
 from specdec.engine.batch import Segment, build_batch
 from specdec.engine.kv_pool import KVPool
+from tests.pairwise import parametrize_pairwise
 from tests.specdec.engine.paged import Case, Shape, random_tree
 
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
@@ -39,11 +40,15 @@ def attend(
     return out.cpu().double()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("window", [None, 1, 5, 100])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("shapes", CHAINS + TREES)
+@parametrize_pairwise(
+    {
+        "shapes": CHAINS + TREES,
+        "has_sinks": [False, True],
+        "softcap": [None, 1.5],
+        "window": [None, 1, 5, 100],
+        "device": DEVICES,
+    }
+)
 def test_paged_attention_equals_attention_by_hand(
     device: str, window: int | None, softcap: float | None, has_sinks: bool, shapes: list[Shape]
 ) -> None:

@@ -12,8 +12,8 @@ from tandem.bench.huggingface import MODES, HuggingFace
 from tandem.checkpoints import MODELS
 from tandem.cli import main as cli
 
-DRAFTERS = ("draft_model", "ngram", "suffix", "suffix+draft_model")
-TINY = ["--num-prompts", "2", "--max-tokens", "16", "--prompt-tokens", "16"]
+DRAFTERS = ("draft_model", "suffix+draft_model")
+TINY = ["--num-prompts", "2", "--max-tokens", "16", "--prompt-tokens", "16", "--fixed-draft-length"]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -24,9 +24,9 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.e2e
 def test_several_drafters_over_grpc(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
-    done = bench("--k", "3", "--fixed-draft-length", "--drafter", ",".join(DRAFTERS), "--batch-size", "1,2", *files)
+    done = bench("--k", "3", "--drafter", ",".join(DRAFTERS), "--batch-size", "1,2", *files)
     assert done.returncode == 0, done.stderr
-    for text in ("plain", "draft_model", "ngram", "1 session", "2 sessions", "acceptance per token", "limit", "torch"):
+    for text in ("plain", *DRAFTERS, "1 session", "2 sessions", "acceptance per token", "limit", "torch"):
         assert text in done.stdout
     sections = json.loads((tmp_path / "out.json").read_text())["sections"]
     assert [section["num_sessions"] for section in sections] == [1, 2]
@@ -48,7 +48,7 @@ def test_two_embedded_sessions_under_two_rules(capsys: pytest.CaptureFixture[str
     prompts = tmp_path / "mine.txt"
     prompts.write_text("def a(b):\nclass C:\nimport os\n")
     arguments = ["--services", "embedded", "--batch-size", "2", "--temperature", "1", "--rules", "token,coupled"]
-    assert cli.main(["bench", "--max-tokens", "16", "--prompts", str(prompts), *arguments]) == 0
+    assert cli.main(["bench", "--fixed-draft-length", "--max-tokens", "16", "--prompts", str(prompts), *arguments]) == 0
     printed = capsys.readouterr().out
     for text in ("2 sessions", "draft_model, token", "draft_model, coupled", "temperature 1", "mine.txt", "2 x 2"):
         assert text in printed

@@ -14,9 +14,9 @@ from specdec.rules import Rule
 from tandem.bench.answers import collect
 from tandem.bench.remote import connect
 from tandem.cli import main as cli
-from tests.e2e.servers import Stack
+from tests.e2e.servers import Stack, fake_draft, fake_target
 
-TINY = ["--num-prompts", "1", "--max-tokens", "12", "--prompt-tokens", "8"]
+TINY = ["--num-prompts", "1", "--max-tokens", "12", "--prompt-tokens", "8", "--fixed-draft-length"]
 
 
 class Stranger(BaseHTTPRequestHandler):
@@ -84,7 +84,7 @@ def test_measuring_a_stranger(stranger: str, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    running = Stack.start()
+    running = Stack.start([fake_target()], [fake_draft()])
     yield running
     running.close()
 
@@ -96,7 +96,7 @@ def test_measuring_our_own(scheme: str, stack: Stack, capsys: pytest.CaptureFixt
     rules = ["--temperature", "1", "--rules", "block,coupled"]
     assert cli.main(["bench", "--url", url, "--batch-size", "1,2", *TINY, *rules]) == 0
     printed = capsys.readouterr().out
-    for text in ("python-12m", "plain", "server, block", "server, coupled", "acceptance per token"):
+    for text in ("toy", "plain", "server, block", "server, coupled", "acceptance per token"):
         assert text in printed
     assert "decode(1)" not in printed, "a client cannot see it"
 

@@ -12,6 +12,7 @@ import torch
 
 from specdec.engine.cuda.attention import Launch, paged_attention, write_kv
 from specdec.engine.plan import BatchPlan
+from tests.pairwise import parametrize_pairwise
 from tests.specdec.engine.paged import Case, Shape, random_tree
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -53,10 +54,14 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5)
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("num_programs", [ONE, MANY])
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize(("softcap", "has_sinks"), [(None, False), (1.5, True)])
-@pytest.mark.parametrize("shapes", CHAINS + TREES)
+@parametrize_pairwise(
+    {
+        "shapes": CHAINS + TREES,
+        "softcap, has_sinks": [(None, False), (1.5, True)],
+        "window": [None, 5],
+        "num_programs": [ONE, MANY],
+    }
+)
 def test_it_equals_attention_by_hand(
     shapes: list[Shape], softcap: float | None, has_sinks: bool, window: int | None, num_programs: int
 ) -> None:

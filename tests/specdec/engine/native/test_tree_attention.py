@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specdec.engine.native.attention import paged_attention, write_kv
+from tests.pairwise import parametrize_pairwise
 from tests.specdec.engine.paged import Case, Shape, random_tree
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -32,10 +33,14 @@ def attend(case: Case, window: int | None, softcap: float | None, num_threads: i
     return paged_attention(case.query, case.k_cache, case.v_cache, case.plan, 0.4, window, softcap, num_threads)
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (2, 1.5), (5, None), (66, None), (600, None)])
-@pytest.mark.parametrize("block_size", [4, 32])
-@pytest.mark.parametrize("shapes", SHAPES)
+@parametrize_pairwise(
+    {
+        "shapes": SHAPES,
+        "block_size": [4, 32],
+        "window, softcap": [(None, None), (1, None), (2, 1.5), (5, None), (66, None), (600, None)],
+        "num_threads": [1, 3],
+    }
+)
 def test_it_computes_attention(
     shapes: list[Shape], block_size: int, window: int | None, softcap: float | None, num_threads: int
 ) -> None:
