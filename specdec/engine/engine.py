@@ -66,7 +66,7 @@ class Engine:
         self.num_threads = 1
         self._model: PreTrainedModel | None = model
         self._decoder: Decoder | None = None
-        self._graphs: GraphRunner | None = None
+        self.graphs: GraphRunner | None = None
         self._state = ForwardState()
         self._caches = memory.allocate_caches(shapes, num_blocks, block_size, device)
         self._tap: StateTap | None = StateTap(model, shapes)
@@ -251,9 +251,9 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run the shapes that serving will run, so that the first request pays for nothing."""
-        if self._graphs is not None:
+        if self.graphs is not None:
             with torch.inference_mode():
-                self._graphs.warm_up()
+                self.graphs.warm_up()
         for num_sequences, num_rows in ((1, 1), (1, 5), (4, 5), (1, 64), (1, _LARGE_PASS_ROWS)):
             rows = min(num_rows, self.info.max_model_len)
             if not self.pool.can_open(num_sequences * -(-rows // self.pool.block_size) * self.pool.block_size):
@@ -274,7 +274,7 @@ class Engine:
         self._model = None
         self._tap = None
         self._decoder = None
-        self._graphs = None
+        self.graphs = None
         self._caches = []
         self._state = ForwardState()
         if self.device.type == "cuda":
@@ -291,12 +291,12 @@ class Engine:
             return self._decoder.forward(batch.input_ids, batch.plan, batch.logit_rows, asked).float(), states
         if wanted is not None and rows is not None:
             rows = send(rows, self.device)
-            both = None if self._graphs is None else self._graphs.run_with_states(batch, wanted.layers)
+            both = None if self.graphs is None else self.graphs.run_with_states(batch, wanted.layers)
             if both is not None:
                 return both[0], both[1].index_select(0, rows)
             logits, states = self._run_with_states(batch.to(self.device), wanted.layers, rows)
             return logits.float(), states
-        replayed = None if self._graphs is None else self._graphs.run(batch)
+        replayed = None if self.graphs is None else self.graphs.run(batch)
         return self._run_modules(batch.to(self.device)).float() if replayed is None else replayed, None
 
     def _run_with_states(
@@ -346,7 +346,7 @@ class Engine:
             enforce_eager=settings.enforce_eager,
         )
         for path in ways:
-            self._decoder, self._graphs, self.path = path.decoder, path.graphs, path.name
+            self._decoder, self.graphs, self.path = path.decoder, path.graphs, path.name
             if self.device.type == "cpu":
                 # The native decoder brings its own threads; torch's would spin beside them for milliseconds after every
                 # large operation of a sampler.
