@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import selectors
+import threading
 import time
 from typing import Any
 
@@ -43,11 +45,13 @@ async def virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     For tests whose tasks wait for each other and for timers alone, not for threads, sockets or processes.
     """
     loop: Any = asyncio.get_running_loop()
-    look, now_s = loop._selector.select, time.monotonic()
+    look, now_s, thread = selectors.DefaultSelector.select, time.monotonic(), threading.get_ident()
 
-    def select(timeout_s: float | None) -> Any:
+    def select(self: selectors.DefaultSelector, timeout_s: float | None = None) -> Any:
         nonlocal now_s
-        events = look(timeout_s and 0)
+        if threading.get_ident() != thread:
+            return look(self, timeout_s)
+        events = look(self, timeout_s and 0)
         if not events:
             now_s += timeout_s or 0
         return events
@@ -58,7 +62,7 @@ async def virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def now_ns() -> int:
         return int(now_s * 1e9)
 
-    monkeypatch.setattr(loop._selector, "select", select)
+    monkeypatch.setattr(selectors.DefaultSelector, "select", select)
     monkeypatch.setattr(loop, "time", now)
     for name, clock in (
         ("monotonic", now),
