@@ -145,12 +145,12 @@ async def measure_points(
     tell: Callable[[Point], None] = lambda _: None,
 ) -> list[Point]:
     """Hold each number of sessions, ``repeats`` times on, off, off, on; ``label`` names target, draft, k and rule."""
-    from benchmarks.load import Window, hold  # noqa: PLC0415 (gRPC)
+    from benchmarks.load import LoadWindow, hold  # noqa: PLC0415 (gRPC)
 
     rule = Rule(label.rule) if label.rule else None
     starts = count(0, 31)
 
-    async def window(k: int, num_clients: int) -> Window:
+    async def window(k: int, num_clients: int) -> LoadWindow:
         first = next(starts) % len(prompts)
 
         def ask(prompt: tuple[int, ...], length: int) -> Any:

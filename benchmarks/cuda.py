@@ -29,7 +29,7 @@ from specdec.flags import Parser
 if TYPE_CHECKING:
     from benchmarks.agreement import Check
     from benchmarks.passes import Step
-    from benchmarks.random_pairs import Shape
+    from benchmarks.random_pairs import PairShape
 
 SIZES: Final = ("1B", "7B", "tiny")
 SESSIONS: Final = (1, 8, 32)
@@ -120,7 +120,7 @@ def measure(size: str, args: argparse.Namespace, folder: Path, console: Console)
     }
 
 
-def time_parts(shape: Shape, target: str, draft: str, args: argparse.Namespace) -> dict[str, Any]:
+def time_parts(shape: PairShape, target: str, draft: str, args: argparse.Namespace) -> dict[str, Any]:
     """Passes of the target, drafted tokens and verdicts, in seconds; the memory's bandwidth in bytes a second."""
     import torch  # noqa: PLC0415
 

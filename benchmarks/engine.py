@@ -56,7 +56,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Point(Load):
+class PassTime(Load):
     """What it took."""
 
     #: Median.
@@ -70,7 +70,7 @@ class Point(Load):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class EngineReport:
     """Everything measured in one run."""
 
     model: str
@@ -80,9 +80,9 @@ class Report:
     weight_bytes: int
     #: Bytes/s, median.
     bandwidth: float
-    points: Sequence[Point]
+    points: Sequence[PassTime]
 
-    def find(self, sessions: int, rows: int, context: int) -> Point | None:
+    def find(self, sessions: int, rows: int, context: int) -> PassTime | None:
         """The point of a load, if it was measured."""
         wanted = (sessions, rows, context)
         return next((each for each in self.points if (each.sessions, each.rows, each.context) == wanted), None)
@@ -175,7 +175,7 @@ def run_pass(engine: Engine, load: Load) -> float:
 
 def measure(
     engine: Engine, weight_bytes: int, wanted: Sequence[Load], seconds: float, threads: int
-) -> tuple[list[Point], float]:
+) -> tuple[list[PassTime], float]:
     """Medians of every load and of the bandwidth, measured in turn until the time is over."""
     import torch  # noqa: PLC0415
 
@@ -191,7 +191,7 @@ def measure(
             found.append(run_pass(engine, load))
     entry_bytes = sum(cache[0, :, 0].nbytes for pair in engine._caches for cache in pair)
     points = [
-        Point(
+        PassTime(
             load.sessions, load.rows, load.context, 1e3 * median(found),
             weight_bytes + load.sessions * (load.context + load.rows) * entry_bytes,
         )
@@ -200,7 +200,7 @@ def measure(
     return points, median(bandwidths)
 
 
-def show(report: Report) -> Iterator[Table | str]:
+def show(report: EngineReport) -> Iterator[Table | str]:
     """The report for people: two tables and what follows from them."""
     contexts = sorted({point.context for point in report.points})
     weights = f"{report.weight_bytes / 1e6:.0f} MB of {report.quantization or report.dtype} weights"
@@ -266,7 +266,7 @@ def main() -> int:
         folder = find_model(args.model)
         engine, weight_bytes = load_engine(folder, args, wanted, Path(scratch))
         points, bandwidth = measure(engine, weight_bytes, wanted, args.seconds, args.threads)
-    report = Report(
+    report = EngineReport(
         model=args.model, dtype=args.dtype, quantization=args.quantization, threads=args.threads,
         weight_bytes=weight_bytes, bandwidth=bandwidth, points=points,
     )  # fmt: skip

@@ -16,7 +16,7 @@ Ask = Callable[[tuple[int, ...], int], AsyncGenerator[Piece, None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class LoadWindow:
     """What arrived while the load was steady, client by client: when, and how many tokens."""
 
     arrivals: Sequence[Sequence[tuple[float, int]]]
@@ -44,7 +44,7 @@ class Window:
 
 async def hold(
     ask: Ask, prompts: Sequence[tuple[int, ...]], *, num_clients: int, max_tokens: int, seconds: float
-) -> Window:
+) -> LoadWindow:
     """Keep ``num_clients`` requests open and record ``seconds`` of it, from when every client has its first token on.
 
     The first requests are of different lengths, so that clients do not end (and prefill) all at once later on.
@@ -74,7 +74,7 @@ async def hold(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return Window([[entry for entry in log if begun <= entry[0] <= ended] for log in logs])
+    return LoadWindow([[entry for entry in log if begun <= entry[0] <= ended] for log in logs])
 
 
 def _lengths(number: int, num_clients: int, max_tokens: int) -> Iterator[int]:

@@ -34,7 +34,7 @@ from tandem.checkpoints import TARGET, find_checkpoint
 
 #: Characters of a file that are used.
 _LENGTH: Final = 4000
-WAYS: Final[dict[str, dict[str, Any]]] = {
+SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "ngram": {"method": "ngram"},
     "suffix, own text": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
     "suffix": {"method": "suffix"},
@@ -51,10 +51,10 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LookupResult:
     """What a drafter did with some requests."""
 
-    way: str
+    name: str
     text: str
     k: int
     acceptance_length: float
@@ -133,16 +133,16 @@ async def play(
     return rounds, times
 
 
-async def measure(way: str, text: str, requests: Sequence[Request], k: int) -> Outcome:
+async def measure(name: str, text: str, requests: Sequence[Request], k: int) -> LookupResult:
     """Play all requests, one after another, to a drafter that has seen nothing before."""
-    settings = SpeculativeSettings(**WAYS[way], num_speculative_tokens=k)
+    settings = SpeculativeSettings(**SETTINGS[name], num_speculative_tokens=k)
     drafter = await load_drafter(DraftSettings(speculative=settings))
     assert isinstance(drafter, LookupDrafter)
     rounds, times = await play(drafter, requests, k)
     await drafter.shutdown()
     drafted, accepted = sum(drafted for drafted, _ in rounds), sum(accepted for _, accepted in rounds)
-    return Outcome(
-        way=way,
+    return LookupResult(
+        name=name,
         text=text,
         k=k,
         acceptance_length=(accepted + len(rounds)) / len(rounds),
@@ -152,18 +152,18 @@ async def measure(way: str, text: str, requests: Sequence[Request], k: int) -> O
     )
 
 
-async def _run(args: argparse.Namespace) -> list[Outcome]:
+async def _run(args: argparse.Namespace) -> list[LookupResult]:
     tokenizer = TextTokenizer.load(find_checkpoint(TARGET))
     outcomes = []
     print(f"{'text':10}{'drafter':20}{'k':>4}{'length':>9}{'drafted':>9}{'accepted':>10}{'us a round':>12}{'speed':>8}")
     for text, make in TEXTS.items():
         requests = make(tokenizer.encode)
         for k in args.k:
-            for way in WAYS:
-                one = await measure(way, text, requests, k)
+            for name in SETTINGS:
+                one = await measure(name, text, requests, k)
                 outcomes.append(one)
                 print(
-                    f"{text:10}{way:20}{k:4}{one.acceptance_length:9.2f}{one.drafted_per_round:9.2f}"
+                    f"{text:10}{name:20}{k:4}{one.acceptance_length:9.2f}{one.drafted_per_round:9.2f}"
                     f"{one.accepted:10.2f}{one.round_us:12.1f}{one.speed(args.token_cost):7.2f}x"
                 )
     return outcomes

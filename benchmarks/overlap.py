@@ -25,8 +25,8 @@ from tandem.bench.plot import load_pyplot
 from tandem.checkpoints import DRAFT, TARGET, find_checkpoint
 
 if TYPE_CHECKING:
-    from benchmarks.rounds import Outcome, Statistics
-    from benchmarks.timeline import Costs, Policy
+    from benchmarks.rounds import GuessOutcome, Statistics
+    from benchmarks.timeline import Policy, SimulatedCosts
 
 RULES: Final = ("block", "coupled")
 #: Where hit rates are told in the table.
@@ -44,12 +44,12 @@ class Record:
 
     rule: str
     k: int
-    texts: Sequence[Sequence[Outcome]]
+    texts: Sequence[Sequence[GuessOutcome]]
     statistics: Statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class CurvePoint:
     """One place on a curve."""
 
     rule: str
@@ -102,7 +102,7 @@ def record_all(ks: Iterable[int], *, num_prompts: int, max_tokens: int, temperat
     return records
 
 
-def sweep(records: Sequence[Record], compared: Sequence[Policy], prices: Sequence[Costs]) -> list[Sample]:
+def sweep(records: Sequence[Record], compared: Sequence[Policy], prices: Sequence[SimulatedCosts]) -> list[CurvePoint]:
     """Every policy at all prices, each with the number of drafts that suits it best."""
     from benchmarks.timeline import play  # noqa: PLC0415
 
@@ -114,7 +114,7 @@ def sweep(records: Sequence[Record], compared: Sequence[Policy], prices: Sequenc
                 played = [(play(record.texts, record.statistics, costs, policy), record.k) for record in own]
                 best, k = max(played, key=lambda each: each[0].speed)
                 samples.append(
-                    Sample(
+                    CurvePoint(
                         rule=rule,
                         policy=policy.name,
                         c=costs.c,
@@ -145,12 +145,12 @@ def show_records(records: Sequence[Record]) -> Table:
     return table
 
 
-def show_samples(samples: Sequence[Sample], ds: Sequence[float]) -> Table:
+def show_samples(samples: Sequence[CurvePoint], ds: Sequence[float]) -> Table:
     """Speed over plain decoding, a line per rule, c and policy."""
     table = Table(title="speed over plain decoding (k) at d =", title_justify="left", title_style="bold")
     for column in ("rule", "c", "policy", *(f"{d:g}" for d in ds)):
         table.add_column(column, justify="left" if column in ("rule", "policy") else "right", no_wrap=True)
-    lines: dict[tuple[str, float, str], dict[float, Sample]] = {}
+    lines: dict[tuple[str, float, str], dict[float, CurvePoint]] = {}
     for sample in samples:
         lines.setdefault((sample.rule, sample.c, sample.policy), {})[sample.d] = sample
     for (rule, c, policy), places in sorted(lines.items(), key=lambda line: line[0][:2]):
@@ -158,7 +158,7 @@ def show_samples(samples: Sequence[Sample], ds: Sequence[float]) -> Table:
     return table
 
 
-def draw(pyplot: Any, samples: Sequence[Sample], step_ms: float, path: str) -> None:
+def draw(pyplot: Any, samples: Sequence[CurvePoint], step_ms: float, path: str) -> None:
     """A panel per rule and c: tokens per second against d."""
     rules, cs = (list(dict.fromkeys(getattr(sample, name) for sample in samples)) for name in ("rule", "c"))
     names = list(dict.fromkeys(sample.policy for sample in samples))
@@ -213,7 +213,7 @@ def _shares(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
-def summary(args: argparse.Namespace, records: Sequence[Record], samples: Sequence[Sample]) -> Mapping[str, Any]:
+def summary(args: argparse.Namespace, records: Sequence[Record], samples: Sequence[CurvePoint]) -> Mapping[str, Any]:
     """Everything, for a JSON file."""
     recorded = [
         {"rule": record.rule, "k": record.k, "num_rounds": sum(map(len, record.texts)), **asdict(record.statistics)}
@@ -224,7 +224,7 @@ def summary(args: argparse.Namespace, records: Sequence[Record], samples: Sequen
 
 def main() -> int:
     """Record, play back, print, write, draw."""
-    from benchmarks.timeline import Costs  # noqa: PLC0415 (torch)
+    from benchmarks.timeline import SimulatedCosts  # noqa: PLC0415 (torch)
 
     args = parser().parse_args()
     pyplot = load_pyplot() if args.plot else None
@@ -235,7 +235,7 @@ def main() -> int:
         )
         status.update("playing them back")
         compared = policies(args.fan_out, args.depth, args.batch)
-        prices = [Costs(c=c, d=d, verify=args.verify, slope=args.slope) for c in args.c for d in args.d]
+        prices = [SimulatedCosts(c=c, d=d, verify=args.verify, slope=args.slope) for c in args.c for d in args.d]
         samples = sweep(records, compared, prices)
     console.print(show_records(records))
     console.print(show_samples(samples, args.d[:: max(1, len(args.d) // _SHOWN)]))

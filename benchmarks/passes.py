@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from benchmarks.random_pairs import Shape
+from benchmarks.random_pairs import PairShape
 from specdec.engine.chains import ChainJob, draft_chains
 from specdec.engine.engine import Engine, Segment
 from specdec.engine.kv_pool import KVSequence
@@ -53,12 +53,12 @@ class Step:
         return self.verify_s / self.decode_s
 
 
-def bytes_read(shape: Shape, itemsize: int, *, sessions: int, context: int) -> int:
+def bytes_read(shape: PairShape, itemsize: int, *, sessions: int, context: int) -> int:
     """Bytes a decode pass cannot but read: the weights, and the entries before each session's row."""
     return itemsize * (shape.num_read + sessions * context * shape.kv_per_token)
 
 
-def prefill_flops(shape: Shape, num_rows: int) -> int:
+def prefill_flops(shape: PairShape, num_rows: int) -> int:
     """Operations of the matrix products of a pass that wants the logits of one row."""
     output = shape.vocab_size * shape.hidden_size
     return 2 * (num_rows * (shape.num_read - output) + output)
@@ -74,7 +74,7 @@ def measure_bandwidth(device: torch.device, num_bytes: int, repeats: int) -> flo
 
 
 def time_steps(
-    engine: Engine, shape: Shape, *, k: int, loads: Sequence[tuple[int, int]], repeats: int
+    engine: Engine, shape: PairShape, *, k: int, loads: Sequence[tuple[int, int]], repeats: int
 ) -> Iterator[Step]:
     """Steps for each (sessions, context), those that do not fit the cache left out."""
     itemsize = torch.finfo(getattr(torch, engine.info.dtype)).bits // 8

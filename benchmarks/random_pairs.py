@@ -24,7 +24,7 @@ _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "generatio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class PairShape:
     """A Llama of this shape, with an output layer of its own, and how many of its layers are the draft."""
 
     num_layers: int
@@ -41,7 +41,7 @@ class Shape:
         return self.hidden_size // self.num_heads
 
     @property
-    def draft(self) -> Shape:
+    def draft(self) -> PairShape:
         """The draft's shape."""
         return replace(self, num_layers=self.num_draft_layers)
 
@@ -81,22 +81,22 @@ class Shape:
         )
 
 
-SHAPES: Final[Mapping[str, Shape]] = {
+SHAPES: Final[Mapping[str, PairShape]] = {
     # TinyLlama 1.1B: grouped heads of 64.
-    "1B": Shape(
+    "1B": PairShape(
         num_layers=22, hidden_size=2048, intermediate_size=5632, num_heads=32, num_kv_heads=4, vocab_size=32000
     ),
     # Llama 2 7B: as many key heads as heads, of 128.
-    "7B": Shape(
+    "7B": PairShape(
         num_layers=32, hidden_size=4096, intermediate_size=11008, num_heads=32, num_kv_heads=32, vocab_size=32000
     ),
     # To try the command without a GPU.
-    "tiny": Shape(num_layers=3, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, vocab_size=4160),
+    "tiny": PairShape(num_layers=3, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, vocab_size=4160),
 }
 
 
 def write_pair(
-    shape: Shape, folder: Path, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+    shape: PairShape, folder: Path, *, dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> tuple[str, str]:
     """Write a target and its draft under ``folder``, with the bundled models' tokenizer; returns their folders.
 

@@ -24,7 +24,7 @@ from target_service.verifier import Verifier
 NUM_GUESSES = 8
 
 
-class Outcome(NamedTuple):
+class GuessOutcome(NamedTuple):
     """What a verdict said, in the terms a draft can guess it in."""
 
     #: Drafted tokens accepted.
@@ -42,7 +42,7 @@ class Text:
     draft: SamplingState
     target_cache: KVSequence
     draft_cache: KVSequence
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[GuessOutcome] = field(default_factory=list)
 
 
 class Recorder:
@@ -62,7 +62,7 @@ class Recorder:
 
     def record(
         self, prompts: Sequence[Sequence[int]], rule: Rule, *, k: int, max_tokens: int, temperature: float
-    ) -> list[list[Outcome]]:
+    ) -> list[list[GuessOutcome]]:
         """Continue every prompt by about ``max_tokens`` tokens in rounds of k drafts; the outcomes, text by text."""
         texts = [
             self._open(prompt, SamplingParams(temperature=temperature, seed=seed), max_tokens + k + 2)
@@ -116,7 +116,7 @@ class Recorder:
                 raise outcome.error
             accepted, token_id = outcome.num_accepted, outcome.token_ids[-1]
             rejected = chain.token_ids[accepted] if accepted < k else None
-            text.outcomes.append(Outcome(accepted, rank_of(token_id, chain.candidates[accepted], rejected)))
+            text.outcomes.append(GuessOutcome(accepted, rank_of(token_id, chain.candidates[accepted], rejected)))
             kept = len(text.target)
             text.target.commit(outcome.token_ids)
             text.draft.commit(outcome.token_ids)
@@ -141,11 +141,11 @@ class Statistics:
     as_bonus: Sequence[float]
 
     @classmethod
-    def of(cls, texts: Sequence[Sequence[Outcome]], k: int) -> Statistics:
+    def of(cls, texts: Sequence[Sequence[GuessOutcome]], k: int) -> Statistics:
         """From the outcomes of every text."""
         outcomes = [outcome for text in texts for outcome in text]
 
-        def ranks(chosen: Sequence[Outcome]) -> list[float]:
+        def ranks(chosen: Sequence[GuessOutcome]) -> list[float]:
             counts = [sum(outcome.rank == rank for outcome in chosen) for rank in range(NUM_GUESSES)]
             return [count / max(len(chosen), 1) for count in counts]
 
@@ -171,7 +171,7 @@ class Statistics:
         accepted, rejections = self.tokens_per_round - 1.0, 1.0 - self.accepted[-1]
         return accepted / (accepted + rejections) if accepted + rejections else 0.0
 
-    def likelihood(self, outcome: Outcome) -> float:
+    def likelihood(self, outcome: GuessOutcome) -> float:
         """Probability of an outcome whose rank is a guess's."""
         ranks = self.as_bonus if outcome.accepted == self.k else self.after_rejection
         return self.accepted[outcome.accepted] * ranks[outcome.rank]

@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from benchmarks.rounds import NUM_GUESSES, Outcome, Statistics
+from benchmarks.rounds import NUM_GUESSES, GuessOutcome, Statistics
 
 #: A place in the tree of verdicts: those assumed since the start of the text.
-Path = tuple[Outcome, ...]
+Path = tuple[GuessOutcome, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class SimulatedCosts:
     """In target steps."""
 
     #: One draft step of one branch.
@@ -58,13 +58,13 @@ class Policy:
     #: Proposals go on to the target before the verdict.
     forward: bool = False
 
-    def guesses(self, statistics: Statistics) -> list[tuple[float, Outcome]]:
+    def guesses(self, statistics: Statistics) -> list[tuple[float, GuessOutcome]]:
         """The verdicts worth drafting for, with their probabilities, likeliest first."""
         k, alpha = statistics.k, statistics.alpha
         widths = {k: self.fan_out}
         if self.rejections:
             widths |= {j: max(1, round(self.fan_out * alpha ** (j / 2))) for j in range(k)}
-        outcomes = [Outcome(j, rank) for j, width in widths.items() for rank in range(min(width, NUM_GUESSES))]
+        outcomes = [GuessOutcome(j, rank) for j, width in widths.items() for rank in range(min(width, NUM_GUESSES))]
         weighed = [(statistics.likelihood(outcome), outcome) for outcome in outcomes]
         return sorted((each for each in weighed if each[0] > 0), key=lambda each: -each[0])
 
@@ -103,7 +103,9 @@ class Playback:
         )
 
 
-def play(texts: Sequence[Sequence[Outcome]], statistics: Statistics, costs: Costs, policy: Policy) -> Playback:
+def play(
+    texts: Sequence[Sequence[GuessOutcome]], statistics: Statistics, costs: SimulatedCosts, policy: Policy
+) -> Playback:
     """Play every text back on its own; the sum."""
     total = Playback(0, 0, 0.0, 0, 0)
     guesses = policy.guesses(statistics) if policy.depth else []
@@ -116,7 +118,12 @@ class _Session:
     """One text. The draft works, and when it completes the proposal of a round, the round's times follow."""
 
     def __init__(
-        self, text: Sequence[Outcome], k: int, guesses: Sequence[tuple[float, Outcome]], costs: Costs, policy: Policy
+        self,
+        text: Sequence[GuessOutcome],
+        k: int,
+        guesses: Sequence[tuple[float, GuessOutcome]],
+        costs: SimulatedCosts,
+        policy: Policy,
     ) -> None:
         self._text = tuple(text)
         self._k = k

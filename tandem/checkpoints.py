@@ -1,4 +1,4 @@
-"""From the name a user types to a checkpoint's folder, and whether two checkpoints can work together."""
+"""Find a checkpoint's folder by name, and check that two checkpoints fit."""
 
 from __future__ import annotations
 

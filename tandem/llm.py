@@ -37,7 +37,7 @@ OPTIONS: Final[Mapping[str, type]] = {
     for name in options_of(settings)
     if name not in {"model", *DERIVED_OPTIONS, *SERVER_OPTIONS} or (name, settings) == ("tokenizer", ModelSettings)
 }
-#: Offline, all prompts are there at once and each waits for its turn.
+#: Offline, all prompts are there at once: a session waits until a place is free.
 _PATIENCE_S: Final = 1e6
 
 

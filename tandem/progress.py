@@ -1,4 +1,4 @@
-"""A progress bar over prompts, with tokens a second behind it."""
+"""A progress bar over prompts, with tokens per second."""
 
 from __future__ import annotations
 

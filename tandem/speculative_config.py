@@ -1,4 +1,4 @@
-"""From what a user says about speculation — vLLM's ``speculative_config`` or its older flags — to settings."""
+"""Read vLLM's ``speculative_config``, or its older flags, into settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NGRAM: Final = ("ngram", "[ngram]")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ModelChoice:
     """The models to run: folders that exist, and the speculation between them."""
 
     #: Folder of the target.
@@ -46,7 +46,7 @@ def read_speculation(
 ) -> SpeculativeSettings | None:
     """Settings from ``speculative_config`` and the older names; None when nothing was said.
 
-    A value given both ways must be the same. Without ``method`` the checkpoint tells; without ``model`` a bundled one
+    A value given by both must be the same. Without ``method`` the checkpoint tells; without ``model`` a bundled one
     that is made for ``target`` (None: the bundled target) is taken.
 
     Raises:
@@ -115,7 +115,7 @@ def _mapping(config: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
 
 def choose_models(
     model: str | None, speculative: SpeculativeSettings | None, *, tokenizer: str | None = None
-) -> Choice:
+) -> ModelChoice:
     """Find the checkpoints and check that they fit.
 
     No model at all means the bundled pair; a model without speculation runs plain. Raises :class:`InvalidRequest` for
@@ -129,4 +129,4 @@ def choose_models(
         speculative = replace(speculative, model=draft)
         if "draft_model" in speculative.methods:
             check_pair(target, draft, tokenizer=tokenizer)
-    return Choice(target, model or TARGET, speculative)
+    return ModelChoice(target, model or TARGET, speculative)

@@ -1,4 +1,4 @@
-"""The run: every way of decoding sees every prompt once, in turns, after a warm-up; then the parts of a round."""
+"""The run: after a warm-up every mode sees every prompt once, mode after mode; then the parts of a round are timed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specdec.errors import Unavailable
 from specdec.params import SamplingParams
 from tandem.bench.answers import collect
 from tandem.bench.huggingface import HuggingFace
-from tandem.bench.modes import Way
+from tandem.bench.modes import Mode
 from tandem.bench.parts import time_parts
 from tandem.bench.plans import Plan, Prompt
 from tandem.bench.results import Measurement, Section
@@ -20,66 +20,66 @@ from tandem.bench.systems import System
 
 @dataclass(slots=True)
 class Bench:
-    """The systems, the ways of decoding them, and what else takes part."""
+    """The systems, the modes to measure on them, and what else takes part."""
 
     systems: Mapping[str, System]
-    ways: Sequence[Way]
+    modes: Sequence[Mode]
     params: SamplingParams
     rival: HuggingFace | None = None
-    #: Called after every batch of every way, with what comes next in words.
+    #: Called after every batch of every mode, with what comes next in words.
     tell: Callable[[str], None] = field(default=lambda _: None)
-    #: Seconds of each batch of the warm-up for a way that drafts: a gateway learns in them what drafting is worth here.
+    #: Seconds of each warm-up batch of a mode that drafts. The gateway measures in them what drafting is worth here.
     learning_s: float = 4.0
     #: What could not be measured, and why.
     notes: list[str] = field(default_factory=list)
 
     def num_steps(self, plan: Plan) -> int:
         """How often ``tell`` will be called."""
-        num_ways = len(self.ways) + (len(self.rival.modes(plan.num_sessions)) if self.rival else 0)
+        num_modes = len(self.modes) + (len(self.rival.modes(plan.num_sessions)) if self.rival else 0)
         num_parts = len(self._drafting()) if plan.probes else 0
-        return num_ways * (len(plan.warm_up) + len(plan.batches)) + num_parts
+        return num_modes * (len(plan.warm_up) + len(plan.batches)) + num_parts
 
     async def run(self, plan: Plan) -> Section:
-        """Ways of decoding take turns on each batch, and who begins changes from batch to batch."""
-        ways = {way.name: Measurement(way.k, is_tree=way.is_tree) for way in self.ways}
-        section = Section(plan.num_sessions, ways, plan.text)
+        """Modes alternate on each batch; another one begins each time."""
+        modes = {mode.name: Measurement(mode.k, is_tree=mode.is_tree) for mode in self.modes}
+        section = Section(plan.num_sessions, modes, plan.text)
         if self.rival is not None:
-            section.ways.update({mode: Measurement(0) for mode in self.rival.modes(plan.num_sessions)})
-        names = list(section.ways)
+            section.modes.update({mode: Measurement(0) for mode in self.rival.modes(plan.num_sessions)})
+        names = list(section.modes)
         discarded = {name: Measurement(0) for name in names}
-        drafting = {way.name for way in self._drafting()}
+        drafting = {mode.name for mode in self._drafting()}
         for number, batch in enumerate([*plan.warm_up, *plan.batches]):
             warms_up = number < len(plan.warm_up)
             start = number % len(names)
             for name in names[start:] + names[:start]:
                 begun = time.perf_counter()
-                await self._measure(name, batch, (discarded if warms_up else section.ways)[name])
+                await self._measure(name, batch, (discarded if warms_up else section.modes)[name])
                 while warms_up and name in drafting and time.perf_counter() - begun < self.learning_s:
                     await self._measure(name, batch, discarded[name])
                 self.tell(f"{plan.num_sessions} sessions, {'warm-up' if warms_up else name}")
-        for way in self._drafting() if plan.probes else ():
-            router = self.systems[way.system].router
+        for mode in self._drafting() if plan.probes else ():
+            router = self.systems[mode.system].router
             assert router is not None
-            assert way.k is not None
+            assert mode.k is not None
             try:
-                section.ways[way.name].costs = await time_parts(router, plan.probes, self.params, way.rule, way.k)
+                section.modes[mode.name].costs = await time_parts(router, plan.probes, self.params, mode.rule, mode.k)
             except Unavailable as error:
-                self.notes.append(f"{way.name}, {plan.num_sessions} sessions: no parts of a round, {error}")
+                self.notes.append(f"{mode.name}, {plan.num_sessions} sessions: no parts of a round, {error}")
             self.tell(f"{plan.num_sessions} sessions, parts of a round")
         return section
 
     async def _measure(self, name: str, batch: Sequence[Prompt], into: Measurement) -> None:
-        way = next((way for way in self.ways if way.name == name), None)
-        if way is None:
+        mode = next((mode for mode in self.modes if mode.name == name), None)
+        if mode is None:
             assert self.rival is not None
             max_tokens = self.params.max_tokens or 1
             prompts = [prompt for prompt in batch if not isinstance(prompt, str)]
             into.add_run(len(batch) * max_tokens / await self.rival.run(name, prompts, max_tokens))
             return
-        system = self.systems[way.system]
+        system = self.systems[mode.system]
         before = await self._busy_ns(system)
         started = time.perf_counter()
-        streams = [system.stream(prompt, self.params, way.rule, way.k) for prompt in batch]
+        streams = [system.stream(prompt, self.params, mode.rule, mode.k) for prompt in batch]
         answers = await asyncio.gather(*map(collect, streams))
         wall_s = time.perf_counter() - started
         into.add_run(sum(answer.num_tokens for answer in answers) / wall_s, answers)
@@ -95,5 +95,5 @@ class Bench:
         drafts = [await replica.backend.load() for replica in router.drafts.usable]
         return [load.busy_ns for load in (target, *drafts)]
 
-    def _drafting(self) -> list[Way]:
-        return [way for way in self.ways if way.speculates]
+    def _drafting(self) -> list[Mode]:
+        return [mode for mode in self.modes if mode.speculates]

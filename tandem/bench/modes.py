@@ -1,4 +1,4 @@
-"""The ways of decoding that are compared, as data: a drafter, a rule, so many drafted tokens a round."""
+"""The modes that are compared, as data: a drafter, a rule, so many drafted tokens a round."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DRAFTERS: Final = (*(method for method in METHODS if method != "none"), f"eagle3
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way of decoding."""
+class Mode:
+    """One mode of decoding: a drafter or none, a rule and k."""
 
     name: str
     #: Which of the systems is asked.
@@ -42,17 +42,17 @@ class Way:
         return self.k != 0
 
 
-def plain_way(system: str) -> Way:
+def plain_mode(system: str) -> Mode:
     """No drafting at all."""
-    return Way(PLAIN, system, 0)
+    return Mode(PLAIN, system, 0)
 
 
-def speculative_ways(
+def speculative_modes(
     systems: Mapping[str, int | None], rules: Sequence[Rule | None], trees: Collection[str] = ()
-) -> list[Way]:
+) -> list[Mode]:
     """Every system (name → k) under every rule; ``trees`` are those that draft trees."""
     return [
-        Way(system if len(rules) == 1 else f"{system}, {rule}", system, k, rule, system in trees)
+        Mode(system if len(rules) == 1 else f"{system}, {rule}", system, k, rule, system in trees)
         for system, k in systems.items()
         for rule in rules
     ]

@@ -1,7 +1,7 @@
-"""What a round is made of, each part timed alone: target step, verification, drafting, the way between the services.
+"""The parts of a round, each timed alone: target step, verification, drafting, the network between the services.
 
 Rounds are run here one part after the other, straight against the model services: all sessions draft, then all are
-verified. What the services report about their own work is left of a turn's duration; the rest is network,
+verified. What the services report about their own work is left of a call's duration; the rest is network,
 serialisation and hand-overs. Nothing overlaps and nothing adapts, so the costs are those the limits are made of.
 """
 
@@ -50,7 +50,7 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class RoundCosts:
     """Medians, in milliseconds, and the ratios the limits are computed from."""
 
     decode_ms: float
@@ -80,7 +80,7 @@ class Costs:
 
 async def time_parts(
     router: Router, batches: Sequence[Sequence[Prompt]], params: SamplingParams, rule: Rule | None, k: int
-) -> Costs:
+) -> RoundCosts:
     """Decode each batch of prompts plainly, then in rounds of k drafts, and take the medians.
 
     Raises :class:`Unavailable` when no round carried all k drafts.
@@ -92,7 +92,7 @@ async def time_parts(
     if not samples.verify or not samples.draft or not samples.decode:
         raise Unavailable(f"no round verified all {k} drafted tokens; take longer answers or check the draft's log")
     size = len(batches[0])
-    return Costs(
+    return RoundCosts(
         decode_ms=_of_full_steps(samples.decode, size) / 1e6,
         verify_ms=_of_full_steps(samples.verify, size) / 1e6,
         draft_ms=quantile(samples.draft, 0.5) / 1e6 / k,
@@ -162,8 +162,8 @@ class _Pair:
 
     @classmethod
     async def open(cls, router: Router, spec: SessionSpec, stack: AsyncExitStack) -> _Pair:
-        wish = router.hidden_states_spec(spec.session_id)
-        asking = replace(spec, hidden_state_layers=wish.layers, last_hidden_state_only=wish.last_only)
+        states = router.hidden_states_spec(spec.session_id)
+        asking = replace(spec, hidden_state_layers=states.layers, last_hidden_state_only=states.last_only)
         target = await router.targets.usable[0].backend.open(asking)
         stack.push_async_callback(target.close)
         draft = await router.drafts.usable[0].backend.open(spec)

@@ -25,7 +25,7 @@ _SILENCE_S: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
+class RemoteServer:
     """A server to measure."""
 
     system: System
@@ -36,7 +36,7 @@ class Remote:
 
 
 @asynccontextmanager
-async def connect(url: str, model: str | None) -> AsyncIterator[Remote]:
+async def connect(url: str, model: str | None) -> AsyncIterator[RemoteServer]:
     """The server at ``http://host:port`` or ``grpc://host:port``.
 
     Raises :class:`Unavailable` where nothing answers.
@@ -47,7 +47,7 @@ async def connect(url: str, model: str | None) -> AsyncIterator[Remote]:
             system = GrpcSystem(channel)
             target, draft = await system.models()
             name = target.name + (f", drafted by {draft.name}" if draft is not None else " (no draft)")
-            yield Remote(system, name, is_tandem=True)
+            yield RemoteServer(system, name, is_tandem=True)
         finally:
             await channel.close()
         return
@@ -58,7 +58,7 @@ async def connect(url: str, model: str | None) -> AsyncIterator[Remote]:
         names = ", ".join(entry["id"] for entry in listed)
         raise InvalidRequest(f"{server.url} serves {names or 'nothing'}, not {model}", param="model")
     is_tandem = chosen.get("owned_by") == "tandem"
-    yield Remote(RestSystem(server, chosen["id"], is_tandem=is_tandem), chosen["id"], is_tandem=is_tandem)
+    yield RemoteServer(RestSystem(server, chosen["id"], is_tandem=is_tandem), chosen["id"], is_tandem=is_tandem)
 
 
 class RestSystem:

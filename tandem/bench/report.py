@@ -15,10 +15,10 @@ from rich.table import Table
 from specdec import __version__
 from specdec.cores import usable_cores
 from tandem.bench.limits import Spread
-from tandem.bench.parts import Costs
+from tandem.bench.parts import RoundCosts
 from tandem.bench.results import Measurement, Section
 
-#: Ways beside each other in one explanation.
+#: Modes beside each other in one explanation.
 _COLUMNS: Final = 4
 
 
@@ -27,7 +27,7 @@ def print_report(console: Console, title: str, sections: Sequence[Section], note
     console.print(title, style="bold", highlight=False)
     for section in sections:
         console.print(_speeds(section))
-        names = [name for name, way in section.ways.items() if way.drafts]
+        names = [name for name, mode in section.modes.items() if mode.drafts]
         for start in range(0, len(names), _COLUMNS):
             explanation = _explanation(section, names[start : start + _COLUMNS])
             if explanation.row_count:
@@ -41,15 +41,15 @@ def _speeds(section: Section) -> Table:
     table.add_column("decoding")
     for column in ("tokens/s (quartiles)", "over plain", "TTFT, ms", "ITL p50 / p90 / p99, ms", "tokens a round"):
         table.add_column(column, justify="right")
-    for name, way in section.ways.items():
-        speedup, length = section.speedup(name), way.acceptance_length
-        ttft = way.percentiles_ms(way.ttft_s)
+    for name, mode in section.modes.items():
+        speedup, length = section.speedup(name), mode.acceptance_length
+        ttft = mode.percentiles_ms(mode.ttft_s)
         table.add_row(
             name,
-            Spread.of(way.rates).show(),
+            Spread.of(mode.rates).show(),
             "–" if speedup is None else speedup.show(2),
             f"{ttft['p50']:.1f}" if ttft else "–",
-            " / ".join(f"{value:.1f}" for value in way.percentiles_ms(way.itl_s).values()) or "–",
+            " / ".join(f"{value:.1f}" for value in mode.percentiles_ms(mode.itl_s).values()) or "–",
             "–" if length is None else f"{length:.2f}",
         )
     return table
@@ -57,9 +57,9 @@ def _speeds(section: Section) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the explanation; ``show`` gives None where a way has no such number.
+    """A line of the explanation; ``show`` gives None where a mode has no such number.
 
-    It is given the way, and its speed over plain decoding from the first token on.
+    It is given the mode, and its speed over plain decoding from the first token on.
     """
 
     label: str
@@ -68,26 +68,26 @@ class Row:
 
 def counted(label: str, name: str) -> Row:
     """One of the speculation metrics, per round with drafts."""
-    return Row(label, lambda way, _: _per_round(way, name, 1.0, ".2f"))
+    return Row(label, lambda mode, _: _per_round(mode, name, 1.0, ".2f"))
 
 
 def timed(label: str, name: str) -> Row:
     """One of the speculation metrics in nanoseconds, as milliseconds per round with drafts."""
-    return Row(label, lambda way, _: _per_round(way, name, 1e6, ".2f", " ms"))
+    return Row(label, lambda mode, _: _per_round(mode, name, 1e6, ".2f", " ms"))
 
 
 def share(label: str, part: str, rest: str) -> Row:
     """One of the speculation metrics as a share of itself and another."""
 
-    def show(way: Measurement, _: Spread | None) -> str | None:
-        of_it, other = way.count(part), way.count(rest)
+    def show(mode: Measurement, _: Spread | None) -> str | None:
+        of_it, other = mode.count(part), mode.count(rest)
         return f"{of_it / (of_it + other):.0%}" if of_it is not None and other is not None and of_it + other else None
 
     return Row(label, show)
 
 
-def _per_round(way: Measurement, name: str, scale: float, form: str, unit: str = "") -> str | None:
-    value, rounds = way.count(name), way.count("num_spec_steps")
+def _per_round(mode: Measurement, name: str, scale: float, form: str, unit: str = "") -> str | None:
+    value, rounds = mode.count(name), mode.count("num_spec_steps")
     return f"{value / scale / rounds:{form}}{unit}" if value is not None and rounds else None
 
 
@@ -99,47 +99,47 @@ def _number(value: float | None, form: str, unit: str = "") -> str | None:
     return None if value is None else f"{value:{form}}{unit}"
 
 
-def _of_costs(form: str, value: Callable[[Costs], float], unit: str = "") -> Callable[..., str | None]:
-    return lambda way, _: None if way.costs is None else f"{value(way.costs):{form}}{unit}"
+def _of_costs(form: str, value: Callable[[RoundCosts], float], unit: str = "") -> Callable[..., str | None]:
+    return lambda mode, _: None if mode.costs is None else f"{value(mode.costs):{form}}{unit}"
 
 
 def _limit(name: str) -> Callable[[Measurement, Spread | None], str | None]:
-    def show(way: Measurement, speedup: Spread | None) -> str | None:
-        if way.limits is None or speedup is None:
+    def show(mode: Measurement, speedup: Spread | None) -> str | None:
+        if mode.limits is None or speedup is None:
             return None
-        limit = getattr(way.limits, name)
+        limit = getattr(mode.limits, name)
         return f"{limit:.2f}x, {speedup.median / limit:.0%}"
 
     return show
 
 
-def _beyond(way: Measurement, _: Spread | None) -> str | None:
-    if way.costs is None or way.round_ms is None:
+def _beyond(mode: Measurement, _: Spread | None) -> str | None:
+    if mode.costs is None or mode.round_ms is None:
         return None
-    step = way.costs.verify_ms if way.drafts else way.costs.decode_ms
-    return f"{way.round_ms - step:.2f} ms"
+    step = mode.costs.verify_ms if mode.drafts else mode.costs.decode_ms
+    return f"{mode.round_ms - step:.2f} ms"
 
 
-#: What explains the speed of a way that drafts. Metrics a server does not report yet leave no line.
+#: What explains the speed of a mode that drafts. Metrics a server does not report yet leave no line.
 ROWS: Final = (
-    Row("α, acceptance per token", lambda way, _: _number(way.alpha, ".3f")),
-    Row("more than 0, 1, … drafts accepted", lambda way, _: _shares(way.acceptance_rates)),
-    Row("drafted tokens a round", lambda way, _: _number(way.mean_drafts, ".2f")),
+    Row("α, acceptance per token", lambda mode, _: _number(mode.alpha, ".3f")),
+    Row("more than 0, 1, … drafts accepted", lambda mode, _: _shares(mode.acceptance_rates)),
+    Row("drafted tokens a round", lambda mode, _: _number(mode.mean_drafts, ".2f")),
     Row("decode(1), target step", _of_costs(".2f", lambda costs: costs.decode_ms, " ms")),
     Row("verify(k+1) / decode(1)", _of_costs(".2f", lambda costs: costs.verify_ratio)),
     Row("draft step", _of_costs(".2f", lambda costs: costs.draft_ms, " ms")),
     Row("c, draft step / target step", _of_costs(".3f", lambda costs: costs.c)),
     Row("d, network and serialisation / target step", _of_costs(".3f", lambda costs: costs.d)),
     Row("bytes of a round's messages", _of_costs(".0f", lambda costs: costs.wire_bytes)),
-    Row("round", lambda way, _: _number(way.round_ms, ".2f", " ms")),
+    Row("round", lambda mode, _: _number(mode.round_ms, ".2f", " ms")),
     Row("of it beyond verify(k+1)", _beyond),
     share("next round drafted ahead of the verdict", "num_ahead_hits", "num_ahead_misses"),
     counted("drafted tokens thrown away, a round", "num_wasted_draft_tokens"),
     timed("waiting for the draft, a round", "draft_wait_ns"),
-    timed("on the way to the target and back, a round", "wire_ns"),
+    timed("network to the target and back, a round", "wire_ns"),
     Row("over plain from the first token on", lambda _, speedup: None if speedup is None else speedup.show(2)),
-    Row("target at work", lambda way, _: _number(way.busy_share(0), ".0%")),
-    Row("draft at work", lambda way, _: _number(way.busy_share(1), ".0%")),
+    Row("target at work", lambda mode, _: _number(mode.busy_share(0), ".0%")),
+    Row("draft at work", lambda mode, _: _number(mode.busy_share(1), ".0%")),
     Row("limit, serial; share of it reached", _limit("serial")),
     Row("limit, overlapped; share", _limit("overlapped")),
     Row("limit at this price of verification; share", _limit("priced")),
@@ -147,13 +147,13 @@ ROWS: Final = (
 
 
 def _explanation(section: Section, names: Sequence[str]) -> Table:
-    """The rows, a column per way."""
+    """The rows, a column per mode."""
     table = Table()
     table.add_column("", no_wrap=True)
     for name in names:
         table.add_column(name)
     for row in ROWS:
-        values = [row.show(section.ways[name], section.decode_speedup(name)) for name in names]
+        values = [row.show(section.modes[name], section.decode_speedup(name)) for name in names]
         if any(value is not None for value in values):
             table.add_row(row.label, *("–" if value is None else value for value in values))
     return table

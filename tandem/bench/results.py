@@ -1,4 +1,4 @@
-"""What came out: one measurement per way of decoding and number of sessions, and what follows from it."""
+"""What came out: one measurement per mode and number of sessions, and what follows from it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from tandem.bench.answers import Answer
 from tandem.bench.limits import Limits, Spread, quantile
 from tandem.bench.modes import PLAIN
-from tandem.bench.parts import Costs
+from tandem.bench.parts import RoundCosts
 
 PERCENTILES = (0.5, 0.9, 0.99)
 
 
 @dataclass(slots=True)
 class Measurement:
-    """One way of decoding."""
+    """What one mode brought."""
 
     #: Drafted tokens a round at most; None is the server's own number.
     k: int | None
@@ -38,7 +38,7 @@ class Measurement:
     #: Seconds measured, and what target and draft worked in them.
     wall_s: float = 0.0
     busy_s: list[float] = field(default_factory=list)
-    costs: Costs | None = None
+    costs: RoundCosts | None = None
 
     def add_run(self, rate: float, answers: Sequence[Answer] = ()) -> None:
         """Take in one batch."""
@@ -124,10 +124,10 @@ class Measurement:
 
 @dataclass(slots=True)
 class Section:
-    """All ways with one number of sessions; prompts of equal index were the same."""
+    """All modes with one number of sessions; prompts of equal index were the same."""
 
     num_sessions: int
-    ways: dict[str, Measurement]
+    modes: dict[str, Measurement]
     #: The kind of text; None for the user's own.
     text: str | None = None
 
@@ -139,49 +139,49 @@ class Section:
 
     def speedup(self, name: str) -> Spread | None:
         """Speed over plain decoding, from pairs on the same prompts; None where plain was not measured."""
-        plain = self.ways.get(PLAIN)
-        return None if plain is None else _ratio(self.ways[name].rates, plain.rates)
+        plain = self.modes.get(PLAIN)
+        return None if plain is None else _ratio(self.modes[name].rates, plain.rates)
 
     def decode_speedup(self, name: str) -> Spread | None:
         """The same from the first token on, which is what the limits are about; None also where that is not known."""
-        plain = self.ways.get(PLAIN)
-        return None if plain is None else _ratio(self.ways[name].decode_rates, plain.decode_rates)
+        plain = self.modes.get(PLAIN)
+        return None if plain is None else _ratio(self.modes[name].decode_rates, plain.decode_rates)
 
     def summary(self) -> dict[str, Any]:
         """Everything, for a JSON file."""
         return {
             "num_sessions": self.num_sessions,
             "text": self.text,
-            "ways": {name: self._summary(name) for name in self.ways},
+            "modes": {name: self._summary(name) for name in self.modes},
         }
 
     def _summary(self, name: str) -> Mapping[str, Any]:
-        way, speedup, decode_speedup = self.ways[name], self.speedup(name), self.decode_speedup(name)
-        limits = way.limits
+        mode, speedup, decode_speedup = self.modes[name], self.speedup(name), self.decode_speedup(name)
+        limits = mode.limits
         values: dict[str, Any] = {
-            "tokens_per_s": way.rates,
-            "decode_tokens_per_s": way.decode_rates,
+            "tokens_per_s": mode.rates,
+            "decode_tokens_per_s": mode.decode_rates,
             "speedup": None if speedup is None else asdict(speedup),
             "decode_speedup": None if decode_speedup is None else asdict(decode_speedup),
-            "ttft_ms": way.percentiles_ms(way.ttft_s),
-            "itl_ms": way.percentiles_ms(way.itl_s),
-            "gap_ms": way.percentiles_ms(way.gaps_s),
-            "target_busy": way.busy_share(0),
-            "draft_busy": way.busy_share(1),
-            "round_ms": way.round_ms,
+            "ttft_ms": mode.percentiles_ms(mode.ttft_s),
+            "itl_ms": mode.percentiles_ms(mode.itl_s),
+            "gap_ms": mode.percentiles_ms(mode.gaps_s),
+            "target_busy": mode.busy_share(0),
+            "draft_busy": mode.busy_share(1),
+            "round_ms": mode.round_ms,
         }
-        if way.drafts:
+        if mode.drafts:
             values |= {
-                "k": way.k,
-                "mean_drafts": way.mean_drafts,
-                "alpha": way.alpha,
-                "acceptance_length": way.acceptance_length,
-                "acceptance_histogram": way.histogram,
-                "acceptance_rates": way.acceptance_rates,
-                **way.speculation,
+                "k": mode.k,
+                "mean_drafts": mode.mean_drafts,
+                "alpha": mode.alpha,
+                "acceptance_length": mode.acceptance_length,
+                "acceptance_histogram": mode.histogram,
+                "acceptance_rates": mode.acceptance_rates,
+                **mode.speculation,
             }
-        if way.costs is not None:
-            costs = way.costs
+        if mode.costs is not None:
+            costs = mode.costs
             values |= {**asdict(costs), "c": costs.c, "d": costs.d, "verify_ratio": costs.verify_ratio}
         if limits is not None and decode_speedup is not None:
             values |= {

@@ -31,7 +31,7 @@ from specdec.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tandem.bench.answers import Piece
 from tandem.launcher.deployment import Deployment, nearest, services_of
 from tandem.launcher.embedded import Embedded
-from tandem.launcher.supervisor import Service, Supervisor
+from tandem.launcher.supervisor import ServiceSpec, Supervisor
 
 #: Seconds to connect to services that are ready.
 _CONNECT_S: Final = 10.0
@@ -97,7 +97,7 @@ async def _start_embedded(
 async def _start_processes(
     deployments: Mapping[str, Deployment], stack: AsyncExitStack, lines: list[str]
 ) -> Mapping[str, System]:
-    services: list[Service] = []
+    services: list[ServiceSpec] = []
     gateways: dict[str, tuple[str, str, list[str]]] = {}
     target = ""
     for name, deployment in deployments.items():
@@ -118,12 +118,12 @@ async def _start_processes(
     return systems
 
 
-def _named(service: Service, drafter: str) -> Service:
+def _named(service: ServiceSpec, drafter: str) -> ServiceSpec:
     return service if service.name == "target" else replace(service, name=f"{service.name} {drafter}")
 
 
 async def _connect(target: str, drafts: Sequence[str], stack: AsyncExitStack) -> Router:
-    """A router of our own to the services behind a gateway, on the way the gateway takes."""
+    """A router of our own to the services behind a gateway, over connections like the gateway's."""
     fleet = Fleet([nearest(target)], [nearest(draft) for draft in drafts])
     await fleet.start()
     stack.push_async_callback(fleet.stop)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from specdec.errors import InvalidRequest
 from specdec.flags import whole_numbers
 from specdec.params import SamplingParams
-from tandem.bench.modes import deployments_of, plain_way, rules_of, speculative_ways
+from tandem.bench.modes import deployments_of, plain_mode, rules_of, speculative_modes
 from tandem.bench.plot import load_pyplot
 from tandem.cli.flags import add_deployment_flags
 from tandem.launcher.deployment import Deployment
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchReport:
     """What a run found, ready to be shown."""
 
     title: str
@@ -115,7 +115,7 @@ def _check(args: argparse.Namespace) -> None:
                 raise InvalidRequest(f"--url names a running server, which has its own models; leave {flag} out")
 
 
-async def _measure_here(args: argparse.Namespace) -> Report:
+async def _measure_here(args: argparse.Namespace) -> BenchReport:
     """Services of our own: everything is seen."""
     from gateway.text.tokenizer import TextTokenizer  # noqa: PLC0415
     from specdec.cores import usable_cores  # noqa: PLC0415
@@ -130,7 +130,7 @@ async def _measure_here(args: argparse.Namespace) -> Report:
     drafted = {name: _drafts_of(deployment) for name, deployment in deployments.items()}
     k = max(drafted.values())
     trees = [name for name, each in deployments.items() if each.draft is not None and each.draft.speculative.tree]
-    ways = [plain_way(next(iter(deployments))), *speculative_ways(drafted, rules_of(args), trees)]
+    modes = [plain_mode(next(iter(deployments))), *speculative_modes(drafted, rules_of(args), trees)]
     tokenizer = TextTokenizer.load(model.tokenizer or model.model)
     plans = make_plans(args, lambda text: tuple(tokenizer.encode(text)))
     threads = model.num_threads or usable_cores()
@@ -151,7 +151,7 @@ async def _measure_here(args: argparse.Namespace) -> Report:
             }
             rival = await HuggingFace.start(models)
             stack.push_async_callback(rival.close)
-        bench = Bench(systems, ways, _params(args), rival)
+        bench = Bench(systems, modes, _params(args), rival)
         sections = await _run(args, bench, plans, progress)
         first = systems[next(iter(systems))].router
         assert first is not None
@@ -162,13 +162,13 @@ async def _measure_here(args: argparse.Namespace) -> Report:
     where = info.dtype if info.device == "cpu" else f"{info.dtype} on {info.device}"
     parts = [f"{names}: target {info.num_parameters / 1e6:.1f} M", *sizes, where, f"k = {k} at most"]
     notes = [*_plan_notes(args, plans), f"services: {args.services}", *machine_notes(threads), *bench.notes]
-    return Report(", ".join(parts), sections, notes)
+    return BenchReport(", ".join(parts), sections, notes)
 
 
-async def _measure_server(args: argparse.Namespace) -> Report:
+async def _measure_server(args: argparse.Namespace) -> BenchReport:
     """A running server: what its client sees."""
     from tandem.bench.measure import Bench  # noqa: PLC0415
-    from tandem.bench.modes import Way  # noqa: PLC0415
+    from tandem.bench.modes import Mode  # noqa: PLC0415
     from tandem.bench.plans import make_plans  # noqa: PLC0415
     from tandem.bench.remote import connect  # noqa: PLC0415
 
@@ -177,15 +177,17 @@ async def _measure_server(args: argparse.Namespace) -> Report:
     rules = rules_of(args)
     async with connect(args.url, args.model) as remote:
         if remote.is_tandem:
-            ways = [plain_way("server"), *speculative_ways({"server": k}, rules)]
+            modes = [plain_mode("server"), *speculative_modes({"server": k}, rules)]
         elif k is not None or rules != [None]:
             raise InvalidRequest("--k and --rules need a server of ours; this one decides itself", param="url")
         else:
-            ways = [Way("server", "server", None)]
+            modes = [Mode("server", "server", None)]
         with _progress() as progress:
-            sections = await _run(args, Bench({"server": remote.system}, ways, _params(args)), plans, progress)
+            sections = await _run(args, Bench({"server": remote.system}, modes, _params(args)), plans, progress)
     seen = "" if remote.is_tandem else "; pieces count as one token each where the server sends no token ids"
-    return Report(f"{remote.name} at {args.url}", sections, [*_plan_notes(args, plans), f"as its client sees it{seen}"])
+    return BenchReport(
+        f"{remote.name} at {args.url}", sections, [*_plan_notes(args, plans), f"as its client sees it{seen}"]
+    )
 
 
 async def _run(

@@ -26,7 +26,7 @@ _DEFAULTS: Final[Mapping[str, Any]] = {"max_tokens": 256, "temperature": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPart:
     """New text; the last piece also says how many tokens there were and what speculation did."""
 
     text: str
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def show(pieces: Iterator[Piece], *, quiet: bool) -> str:
+def show(pieces: Iterator[AnswerPart], *, quiet: bool) -> str:
     """Print pieces as they come, then the speed; returns the whole text."""
     started, text, last = time.perf_counter(), "", None
     for piece in pieces:
@@ -89,7 +89,7 @@ def show(pieces: Iterator[Piece], *, quiet: bool) -> str:
     return text
 
 
-class Remote:
+class RemoteModel:
     """A model behind a URL."""
 
     def __init__(self, server: Server, model: str, params: SamplingParams) -> None:
@@ -100,24 +100,24 @@ class Remote:
             **{row.name: getattr(params, row.name) for row in params.in_use()},
         }
 
-    def complete(self, prompt: str) -> Iterator[Piece]:
+    def complete(self, prompt: str) -> Iterator[AnswerPart]:
         """Continue a text."""
         for event in self._server.stream("/v1/completions", {**self._body, "prompt": prompt}):
             yield _piece(event, lambda choice: str(choice["text"]))
 
-    def answer(self, messages: Messages) -> Iterator[Piece]:
+    def answer(self, messages: Messages) -> Iterator[AnswerPart]:
         """Answer a conversation."""
         for event in self._server.stream("/v1/chat/completions", {**self._body, "messages": messages}):
             yield _piece(event, lambda choice: str(choice["delta"].get("content") or ""))
 
 
-def _piece(event: Mapping[str, Any], text_of: Any) -> Piece:
+def _piece(event: Mapping[str, Any], text_of: Any) -> AnswerPart:
     text = "".join(text_of(choice) for choice in event.get("choices", ()))
     usage = event.get("usage")
     if not usage:
-        return Piece(text)
+        return AnswerPart(text)
     speculation = (event.get("metrics") or {}).get("speculative_decoding") or {}
-    return Piece(
+    return AnswerPart(
         text,
         int(usage["completion_tokens"]),
         float(speculation.get("mean_acceptance_length", 0.0)),
@@ -125,28 +125,28 @@ def _piece(event: Mapping[str, Any], text_of: Any) -> Piece:
     )
 
 
-class Local:
+class LocalModel:
     """A model in this process."""
 
     def __init__(self, llm: Any, params: SamplingParams) -> None:
         self._llm = llm
         self._params = params
 
-    def complete(self, prompt: str) -> Iterator[Piece]:
+    def complete(self, prompt: str) -> Iterator[AnswerPart]:
         """Continue a text."""
         return self._pieces(self._llm.stream(prompt, self._params))
 
-    def answer(self, messages: Messages) -> Iterator[Piece]:
+    def answer(self, messages: Messages) -> Iterator[AnswerPart]:
         """Answer a conversation."""
         return self._pieces(self._llm.stream_chat(messages, self._params))
 
-    def _pieces(self, chunks: Iterator[Any]) -> Iterator[Piece]:
+    def _pieces(self, chunks: Iterator[Any]) -> Iterator[AnswerPart]:
         for chunk in chunks:
             if chunk.final is None:
-                yield Piece(chunk.text)
+                yield AnswerPart(chunk.text)
             else:
                 speculation = chunk.final.speculation
-                yield Piece(
+                yield AnswerPart(
                     chunk.text,
                     chunk.final.usage.completion_tokens,
                     speculation.mean_acceptance_length,
@@ -155,7 +155,7 @@ class Local:
 
 
 @contextmanager
-def open_model(args: argparse.Namespace) -> Iterator[Remote | Local]:
+def open_model(args: argparse.Namespace) -> Iterator[RemoteModel | LocalModel]:
     """The model the flags ask for: behind ``--url``, or loaded here."""
     params = SamplingParams(
         seed=args.seed,
@@ -165,11 +165,11 @@ def open_model(args: argparse.Namespace) -> Iterator[Remote | Local]:
         if args.speculative_config or args.speculative_model:
             raise InvalidRequest("--url names a running server, which has its own drafter; leave the other flags out")
         server = Server(args.url)
-        yield Remote(server, args.model or server.model(), params)
+        yield RemoteModel(server, args.model or server.model(), params)
         return
     deployment = deployment_of(args)
     tune_environment()
     from tandem.llm import LLM  # noqa: PLC0415 (torch)
 
     with LLM.of(deployment) as llm:
-        yield Local(llm, params)
+        yield LocalModel(llm, params)

@@ -1,7 +1,7 @@
-"""What a service's process runs first: a promise not to outlive its launcher, then the service's own module.
+"""The first module of a service's process: it ties the process to its launcher, then runs the service.
 
 ``python -m tandem.launcher.child LAUNCHER_PID MODULE ARGUMENT…`` is ``python -m MODULE ARGUMENT…`` that gets SIGTERM
-when the launcher dies in whatever way.
+when the launcher dies for any reason.
 """
 
 from __future__ import annotations

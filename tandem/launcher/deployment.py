@@ -1,8 +1,8 @@
 """One machine's target, draft and gateway: their settings, and the processes that run with them.
 
-Cores are shared out by threads: the target gets all of them, the draft one. They take turns (the target waits while the
-draft drafts and the other way round), so that costs nothing as long as waiting threads sleep instead of spinning:
-see :mod:`tandem.launcher.environment`.
+The target gets a thread per core, the draft one thread. They do not work at the same time: the target waits while the
+draft drafts, and the draft waits while the target verifies. Waiting threads must sleep, not spin: see
+:mod:`tandem.launcher.environment`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from specdec.settings import (
     TargetSettings,
 )
 from tandem.launcher.environment import tuned_environment
-from tandem.launcher.supervisor import Service
-from tandem.speculative_config import OLDER_NAMES, Choice, choose_models, read_speculation
+from tandem.launcher.supervisor import ServiceSpec
+from tandem.speculative_config import OLDER_NAMES, ModelChoice, choose_models, read_speculation
 
 _DRAFT_THREADS: Final = 1
 #: Share of a GPU's memory the draft gets where it lives on the target's GPU.
@@ -95,7 +95,7 @@ def deployment_of(args: argparse.Namespace) -> Deployment:
 
 
 def make_deployment(
-    choice: Choice,
+    choice: ModelChoice,
     model: ModelSettings,
     *,
     scheduler: SchedulerSettings | None = None,
@@ -147,7 +147,7 @@ def _share_device(model: ModelSettings, speculative: SpeculativeSettings) -> tup
     return draft, model
 
 
-def services_of(deployment: Deployment, *, target: str | None = None) -> list[Service]:
+def services_of(deployment: Deployment, *, target: str | None = None) -> list[ServiceSpec]:
     """The processes of a deployment, in the order they start; free ports are chosen for target and draft.
 
     ``target`` is the address of one that runs already: then there is no target among them.
@@ -157,7 +157,7 @@ def services_of(deployment: Deployment, *, target: str | None = None) -> list[Se
     environment = {**tuned_environment(os.environ), "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     target_port = free_port()
     services = [
-        Service(
+        ServiceSpec(
             name="target",
             module="target_service",
             arguments=(*flags_of(deployment.target.model), *flags_of(deployment.target.scheduler),
@@ -170,7 +170,7 @@ def services_of(deployment: Deployment, *, target: str | None = None) -> list[Se
         draft, port = deployment.draft, free_port()
         model = flags_of(draft.model, skip={"model", "tensor_parallel_size"}) if draft.model else ()
         services.append(
-            Service(
+            ServiceSpec(
                 name="draft",
                 module="draft_service",
                 arguments=(
@@ -187,7 +187,7 @@ def services_of(deployment: Deployment, *, target: str | None = None) -> list[Se
         drafts=tuple(nearest(service.address) for service in services[1:]),
     )
     services.append(
-        Service(
+        ServiceSpec(
             name="gateway",
             module="gateway",
             arguments=flags_of(gateway),

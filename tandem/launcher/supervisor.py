@@ -1,4 +1,4 @@
-"""Running services as processes of this machine: start, watch, restart, stop.
+"""Run services as processes of this machine: start, watch, restart, stop.
 
 A child that dies before it was ever ready is a failed start; one that dies later is restarted, with growing pauses
 while it keeps dying. Children run in sessions of their own, so Ctrl-C reaches only the launcher, which stops them in
@@ -40,7 +40,7 @@ def log_to_stderr(name: str, line: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class ServiceSpec:
     """One process to run."""
 
     name: str
@@ -58,7 +58,7 @@ class Service:
 class Child:
     """One service and the process that runs it at the moment."""
 
-    def __init__(self, service: Service, log: Log) -> None:
+    def __init__(self, service: ServiceSpec, log: Log) -> None:
         self.service = service
         self.ready = asyncio.Event()
         self.num_restarts = 0
@@ -189,7 +189,7 @@ class Supervisor:
 
     def __init__(
         self,
-        services: Sequence[Service],
+        services: Sequence[ServiceSpec],
         *,
         drain_s: float,
         startup_timeout_s: float = 600.0,

@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class AcceptanceRates:
     """`length`: mean tokens a round commits, the target's own included; `rates[j]`: share of rounds that accept more
     than j drafted tokens."""
 
@@ -21,7 +21,7 @@ class Acceptance:
         return f"{self.length:.2f} ({' '.join(f'{rate:.2f}' for rate in self.rates)})"
 
 
-def greedy_acceptance(hits: torch.Tensor, sizes: torch.Tensor) -> Acceptance:
+def greedy_acceptance(hits: torch.Tensor, sizes: torch.Tensor) -> AcceptanceRates:
     """Acceptance over rows of which the first `sizes` int64 [B] positions count.
 
     `hits` bool [B, S, k]: whether the j-th token drafted from position s is the target's, given those before it. A
@@ -40,4 +40,4 @@ def greedy_acceptance(hits: torch.Tensor, sizes: torch.Tensor) -> Acceptance:
         num_tokens += size
     num_rounds = max(1, sum(counts))
     rates = tuple(sum(counts[j + 1 :]) / num_rounds for j in range(depth))
-    return Acceptance(num_tokens / num_rounds, rates)
+    return AcceptanceRates(num_tokens / num_rounds, rates)

@@ -14,14 +14,14 @@ from specdec.errors import InvalidRequest, ModelNotSupported
 from tandem.training.checkpoint import round_weights, save_draft, save_head
 from tandem.training.dataset import load_texts
 from tandem.training.draft_vocabulary import count_tokens
-from tandem.training.fit import Fit, Measurement, measure
+from tandem.training.fit import Evaluation, Fit, measure
 from tandem.training.lesson import check_states
 from tandem.training.lesson_store import LessonStore
 from tandem.training.settings import TrainSettings
 from tandem.training.student import layers_read, make_student
 
 
-def train_drafter(settings: TrainSettings) -> list[Measurement]:
+def train_drafter(settings: TrainSettings) -> list[Evaluation]:
     """Trains a drafter and writes `settings.output`; returns what was measured, last of all the rounded weights.
 
     All of the work lies in a folder beside the output until that is written; there a resumed training finds it.

@@ -11,7 +11,7 @@ from torch.nn.functional import smooth_l1_loss
 from tqdm.auto import tqdm
 
 from specdec.errors import InternalError, TandemError
-from tandem.training.acceptance import Acceptance, greedy_acceptance
+from tandem.training.acceptance import AcceptanceRates, greedy_acceptance
 from tandem.training.checkpoint import save_state
 from tandem.training.lesson import Lessons, distillation_loss
 from tandem.training.lesson_store import lesson_batches
@@ -28,12 +28,12 @@ EVAL_ROWS = 16
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Evaluation:
     """Held-out loss of the trained steps, and greedy acceptance, after a number of steps."""
 
     step: int
     loss: float
-    acceptance: Acceptance
+    acceptance: AcceptanceRates
 
 
 def lesson_loss(student: Student, lesson: Lessons, settings: TrainSettings) -> torch.Tensor:
@@ -67,7 +67,7 @@ def mean_loss(losses: Sequence[torch.Tensor], settings: TrainSettings) -> torch.
 
 
 @torch.inference_mode()
-def measure(student: Student, held_out: Lessons, settings: TrainSettings, end_id: int | None, step: int) -> Measurement:
+def measure(student: Student, held_out: Lessons, settings: TrainSettings, end_id: int | None, step: int) -> Evaluation:
     """Loss and acceptance on held-out rows: prompts of `prompt_length` that the target continued greedily."""
     depth = min(settings.num_speculative_tokens, student.max_steps or settings.num_speculative_tokens)
     first = settings.prompt_length - 1  # the position whose state gave the first token the target wrote
@@ -89,7 +89,7 @@ def measure(student: Student, held_out: Lessons, settings: TrainSettings, end_id
         sizes.append(_countable(lesson.rows[:, settings.prompt_length :].cpu(), hits[-1].shape[1], end_id))
     student.module.train()
     acceptance = greedy_acceptance(torch.cat(hits), torch.cat(sizes))
-    return Measurement(step, sum(losses) / len(held_out), acceptance)
+    return Evaluation(step, sum(losses) / len(held_out), acceptance)
 
 
 def _countable(written: torch.Tensor, most: int, end_id: int | None) -> torch.Tensor:
@@ -120,7 +120,7 @@ class Fit:
                 max_minutes=max_minutes,
             )
         )
-        self.history: list[Measurement] = []
+        self.history: list[Evaluation] = []
         if state_path.exists():
             self._load()
 

@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec.methods import METHODS, method_of
-from tandem.training.acceptance import Acceptance
+from tandem.training.acceptance import AcceptanceRates
 from tandem.training.checkpoint import load_model
 from tandem.training.continuations import continue_rows
 from tandem.training.corpus import Document, load_documents
@@ -130,7 +130,7 @@ def acceptance_length(
 
 def measure_head(
     target_folder: Path, head_folder: Path, prompts: torch.Tensor, num_tokens: int, k: int = NUM_SPECULATIVE_TOKENS
-) -> Acceptance:
+) -> AcceptanceRates:
     """Greedy acceptance of a published head over the target's continuations of prompts int64 [B, P]."""
     method = METHODS[method_of(str(head_folder))].training_name
     assert method is not None  # all heads have one

@@ -16,7 +16,7 @@ from tandem.training.checkpoint import round_weights, save_model, save_state
 from tandem.training.corpus import load_documents
 from tandem.training.optimizer import OptimizerSettings, PairedOptimizer
 from tandem.training.schedule import Schedule, ScheduleSettings
-from tandem.training.shape import TARGET, Shape
+from tandem.training.shape import TARGET, ModelShape
 from tandem.training.tokenizer import encode_documents, load_tokenizer, pack_rows
 
 
@@ -54,7 +54,9 @@ def next_token_loss(model: LlamaForCausalLM, rows: torch.Tensor, *, bfloat16: bo
     return cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
-def pretrain(shape: Shape, texts: Sequence[torch.Tensor], settings: PretrainSettings) -> tuple[LlamaForCausalLM, int]:
+def pretrain(
+    shape: ModelShape, texts: Sequence[torch.Tensor], settings: PretrainSettings
+) -> tuple[LlamaForCausalLM, int]:
     """Trains a fresh model (or resumes from the state file); returns it and the tokens seen."""
     torch.manual_seed(settings.seed)
     model = LlamaForCausalLM(shape.config())

@@ -1,4 +1,4 @@
-"""The learning rate over steps: warm-up, a constant stretch, linear decay to zero.
+"""The learning rate over steps: warm-up, a constant rate, linear decay to zero.
 
 The number of steps is fixed at the start, but a wall-clock limit may lower it: the decay then
 begins early and still ends at zero. A pause of the process costs steps and breaks nothing.
@@ -42,7 +42,7 @@ class Schedule:
 
     @property
     def in_decay(self) -> bool:
-        """True in the last stretch."""
+        """True while the rate falls."""
         return self.num_steps - self.step < self.decay_steps
 
     @property

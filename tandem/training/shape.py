@@ -8,7 +8,7 @@ from tandem.training.tokenizer import MAX_LENGTH, VOCAB_SIZE
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """Sizes of a Llama-style model with tied embeddings."""
 
     hidden_size: int
@@ -36,5 +36,5 @@ class Shape:
         )
 
 
-TARGET = Shape(hidden_size=384, num_layers=6, num_heads=6, num_kv_heads=2, intermediate_size=1152)
-DRAFT = Shape(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=384)
+TARGET = ModelShape(hidden_size=384, num_layers=6, num_heads=6, num_kv_heads=2, intermediate_size=1152)
+DRAFT = ModelShape(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=384)

@@ -90,7 +90,7 @@ def make_student(settings: TrainSettings, target: PreTrainedModel, counts: Tenso
     """
     torch.manual_seed(settings.seed)
     start = settings.start_from
-    kind = _KINDS[settings.method]
+    kind = _TRAINERS[settings.method]
     module = kind.create(settings, target, counts) if start is None else _load(settings, start)
     nn.Module.to(module, target.device, torch.float32).train()
     for parameter in module.parameters():
@@ -276,7 +276,7 @@ def narrowed(weight: Tensor, size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Trainer:
     """How a method is trained: a fresh module in the target's shape, and the student on any module of the method."""
 
     create: Callable[[TrainSettings, PreTrainedModel, Tensor], Module]
@@ -284,10 +284,10 @@ class _Kind:
 
 
 #: All methods that can be trained, by their names in `tandem train`.
-_KINDS: Final[Mapping[str, _Kind]] = {
-    "eagle3": _Kind(_create_eagle3, _eagle3_student),
-    "eagle": _Kind(_create_eagle, _eagle_student),
-    "medusa": _Kind(_create_medusa, _medusa_student),
-    "mlp": _Kind(_create_mlp, _mlp_student),
-    "draft": _Kind(_create_draft, _draft_student),
+_TRAINERS: Final[Mapping[str, _Trainer]] = {
+    "eagle3": _Trainer(_create_eagle3, _eagle3_student),
+    "eagle": _Trainer(_create_eagle, _eagle_student),
+    "medusa": _Trainer(_create_medusa, _medusa_student),
+    "mlp": _Trainer(_create_mlp, _mlp_student),
+    "draft": _Trainer(_create_draft, _draft_student),
 }

@@ -9,19 +9,19 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import engine
-from benchmarks.engine import Load, Point, Report, loads, show
+from benchmarks.engine import EngineReport, Load, PassTime, loads, show
 from specdec.errors import InvalidRequest
 from tandem.checkpoints import DRAFT, find_checkpoint
 
 
-def _report(*points: Point) -> Report:
-    return Report(
+def _report(*points: PassTime) -> EngineReport:
+    return EngineReport(
         model="bundled", dtype="float32", quantization=None, threads=2, weight_bytes=4000, bandwidth=2e9, points=points
     )
 
 
 def test_a_share_is_bytes_over_time_over_bandwidth() -> None:
-    assert Point(1, 5, 128, ms=2.0, bytes_read=1_000_000).share(bandwidth=1e9) == pytest.approx(0.5)
+    assert PassTime(1, 5, 128, ms=2.0, bytes_read=1_000_000).share(bandwidth=1e9) == pytest.approx(0.5)
 
 
 def test_every_load_is_measured_once() -> None:
@@ -33,8 +33,9 @@ def test_every_load_is_measured_once() -> None:
 
 def test_what_follows_from_the_points() -> None:
     report = _report(
-        Point(1, 1, 1000, 2.0, 10), Point(1, 5, 1000, 2.2, 10), Point(1, 1, 3000, 3.0, 10), Point(1, 1, 4000, 3.4, 10),
-        Point(32, 1, 1000, 8.0, 10),
+        PassTime(1, 1, 1000, 2.0, 10), PassTime(1, 5, 1000, 2.2, 10), PassTime(1, 1, 3000, 3.0, 10),
+        PassTime(1, 1, 4000, 3.4, 10),
+        PassTime(32, 1, 1000, 8.0, 10),
     )  # fmt: skip
     assert report.ratio((1, 5, 1000), (1, 1, 1000)) == pytest.approx(1.1)
     assert report.ratio((1, 7, 1000), (1, 1, 1000)) is None

@@ -6,18 +6,18 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from benchmarks.load import Window, hold
+from benchmarks.load import LoadWindow, hold
 from specdec.errors import Unavailable
 from tandem.bench.answers import Piece
 
 
 def test_rates_are_those_between_first_and_last_piece() -> None:
     steady = [(0.0, 4), (0.5, 2), (1.0, 3)]  # 5 tokens in one second after the first piece
-    assert Window([steady]).tokens_per_s == 5.0
-    assert Window([steady, steady]).tokens_per_s == 10.0
-    assert Window([steady, [(0.2, 9)], []]).tokens_per_s == 5.0, "one piece is no rate"
-    assert Window([steady, [(0.2, 1)]]).tokens_per_piece == 2.5
-    assert Window([[]]).tokens_per_piece == 0.0
+    assert LoadWindow([steady]).tokens_per_s == 5.0
+    assert LoadWindow([steady, steady]).tokens_per_s == 10.0
+    assert LoadWindow([steady, [(0.2, 9)], []]).tokens_per_s == 5.0, "one piece is no rate"
+    assert LoadWindow([steady, [(0.2, 1)]]).tokens_per_piece == 2.5
+    assert LoadWindow([[]]).tokens_per_piece == 0.0
 
 
 class Server:

@@ -18,7 +18,7 @@ async def test_what_is_played_is_counted():
 
 async def test_past_answers_are_found_again():
     requests = [Request([90, 91], list(range(40))), Request([92, 93], list(range(40)))]
-    alone, shared = [await measure(way, "test", requests, 8) for way in ("suffix, own text", "suffix")]
+    alone, shared = [await measure(name, "test", requests, 8) for name in ("suffix, own text", "suffix")]
     assert alone.acceptance_length == 1.0
     assert shared.acceptance_length > 1.5
 

@@ -7,17 +7,17 @@ import pytest
 
 from benchmarks import overlap
 from benchmarks.overlap import Record, policies, sweep
-from benchmarks.rounds import Outcome, Statistics
-from benchmarks.timeline import Costs
+from benchmarks.rounds import GuessOutcome, Statistics
+from benchmarks.timeline import SimulatedCosts
 
 
-def record(k: int, *outcomes: Outcome) -> Record:
+def record(k: int, *outcomes: GuessOutcome) -> Record:
     return Record(rule="block", k=k, texts=[outcomes], statistics=Statistics.of([outcomes], k))
 
 
 def test_every_place_takes_the_drafts_that_suit_it() -> None:
-    few, many = record(1, *[Outcome(1, 0)] * 6), record(4, *[Outcome(4, 0)] * 6)
-    prices = [Costs(c=0.01, d=0.1), Costs(c=2.0, d=0.1)]
+    few, many = record(1, *[GuessOutcome(1, 0)] * 6), record(4, *[GuessOutcome(4, 0)] * 6)
+    prices = [SimulatedCosts(c=0.01, d=0.1), SimulatedCosts(c=2.0, d=0.1)]
     cheap, costly = sweep([few, many], policies(3, 3, 4)[:1], prices)
     assert (cheap.k, costly.k) == (4, 1)
     assert cheap.speed == pytest.approx(5 / (1 + 4 * 0.01 + 0.1))

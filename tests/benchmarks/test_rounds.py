@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.rounds import NUM_GUESSES, Outcome, Recorder, Statistics, rank_of
+from benchmarks.rounds import NUM_GUESSES, GuessOutcome, Recorder, Statistics, rank_of
 from gateway.text.tokenizer import TextTokenizer
 from specdec.rules import Rule
 from tandem.bench.prompts import pick_prompts
@@ -19,14 +19,14 @@ def test_a_rejected_token_is_no_guess() -> None:
 
 
 def test_statistics_by_hand() -> None:
-    texts = [[Outcome(2, 0), Outcome(0, 1)], [Outcome(0, NUM_GUESSES), Outcome(2, 3)]]
+    texts = [[GuessOutcome(2, 0), GuessOutcome(0, 1)], [GuessOutcome(0, NUM_GUESSES), GuessOutcome(2, 3)]]
     known = Statistics.of(texts, 2)
     assert known.accepted == [0.5, 0.0, 0.5]
     assert (known.tokens_per_round, known.alpha) == (2.0, 2 / 3)
     assert known.hit_rate(1) == (0.0, 0.5)
     assert known.hit_rate(4) == (0.5, 1.0)
-    assert known.likelihood(Outcome(0, 1)) == 0.25
-    assert known.likelihood(Outcome(2, 3)) == 0.25
+    assert known.likelihood(GuessOutcome(0, 1)) == 0.25
+    assert known.likelihood(GuessOutcome(2, 3)) == 0.25
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,9 @@ def test_a_model_accepts_its_own_drafts(twins, rule) -> None:
     # q travels rounded and cut, so a ratio rule may reject a token now and then; shared noise never does.
     assert sum(outcome.accepted == 3 for outcome in outcomes) >= 0.8 * len(outcomes)
     if rule is Rule.COUPLED:
-        assert all(outcome == Outcome(3, 0) for outcome in outcomes), "the same noise picks the same bonus token"
+        assert all(outcome == GuessOutcome(3, 0) for outcome in outcomes), "the same noise picks the same bonus token"
 
 
 def test_a_greedy_model_guesses_itself(twins) -> None:
     texts = twins.record(PROMPTS, Rule.BLOCK, k=4, max_tokens=10, temperature=0.0)
-    assert all(outcome == Outcome(4, 0) for text in texts for outcome in text)
+    assert all(outcome == GuessOutcome(4, 0) for text in texts for outcome in text)

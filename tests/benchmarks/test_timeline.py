@@ -5,24 +5,24 @@ import random
 import pytest
 
 from benchmarks.overlap import policies
-from benchmarks.rounds import NUM_GUESSES, Outcome, Statistics
-from benchmarks.timeline import Costs, Policy, play
+from benchmarks.rounds import NUM_GUESSES, GuessOutcome, Statistics
+from benchmarks.timeline import Policy, SimulatedCosts, play
 
 K = 4
-ALL = Outcome(K, 0)
-MISS = Outcome(1, NUM_GUESSES)
-COSTS = Costs(c=0.05, d=0.4, verify=1.1, slope=0.1)
+ALL = GuessOutcome(K, 0)
+MISS = GuessOutcome(1, NUM_GUESSES)
+COSTS = SimulatedCosts(c=0.05, d=0.4, verify=1.1, slope=0.1)
 FRESH = K * COSTS.c + COSTS.d
 
 SERIAL, CHAIN, CHAIN_FORWARD, TREE, TREE_FORWARD = policies(3, 3, 4)
 
 
-def statistics(*outcomes: Outcome) -> Statistics:
+def statistics(*outcomes: GuessOutcome) -> Statistics:
     return Statistics.of([outcomes], K)
 
 
 def test_serial_rounds_take_what_the_formula_says() -> None:
-    text = [ALL, MISS, Outcome(0, 2)]
+    text = [ALL, MISS, GuessOutcome(0, 2)]
     played = play([text, text], statistics(*text), COSTS, SERIAL)
     assert (played.num_rounds, played.num_tokens, played.num_hits, played.num_wasted) == (6, 16, 0, 0)
     assert played.steps == pytest.approx(6 * (COSTS.verify + FRESH))
@@ -49,7 +49,7 @@ def test_a_wrong_guess_costs_at_most_the_step_it_is_noticed_in() -> None:
 
 
 def test_a_guessed_rejection_is_a_hit_of_the_tree_alone() -> None:
-    text = [Outcome(1, 0)] * 8
+    text = [GuessOutcome(1, 0)] * 8
     chain = play([text], statistics(*text, ALL), COSTS, CHAIN_FORWARD)
     tree = play([text], statistics(*text, ALL), COSTS, TREE_FORWARD)
     assert chain.num_hits == 0
@@ -58,7 +58,7 @@ def test_a_guessed_rejection_is_a_hit_of_the_tree_alone() -> None:
 
 
 def test_long_ways_need_guesses_further_ahead() -> None:
-    far = Costs(c=0.01, d=2.0, verify=1.0)
+    far = SimulatedCosts(c=0.01, d=2.0, verify=1.0)
     text = [ALL] * 12
     known = statistics(*text)
     near = play([text], known, far, Policy(name="", fan_out=1, depth=1, forward=True))
@@ -68,7 +68,7 @@ def test_long_ways_need_guesses_further_ahead() -> None:
 
 
 def test_without_idle_time_drafting_ahead_brings_nothing_but_a_head_start() -> None:
-    slow = Costs(c=1.0, d=0.0, verify=0.5)
+    slow = SimulatedCosts(c=1.0, d=0.0, verify=0.5)
     text = [ALL] * 6
     serial = play([text], statistics(*text), slow, SERIAL)
     chain = play([text], statistics(*text), slow, CHAIN)
@@ -76,8 +76,8 @@ def test_without_idle_time_drafting_ahead_brings_nothing_but_a_head_start() -> N
     assert chain.steps <= serial.steps + 6 * slow.c
 
 
-def random_text(rng: random.Random, length: int) -> list[Outcome]:
-    return [Outcome(rng.randrange(K + 1), rng.randrange(NUM_GUESSES + 1)) for _ in range(length)]
+def random_text(rng: random.Random, length: int) -> list[GuessOutcome]:
+    return [GuessOutcome(rng.randrange(K + 1), rng.randrange(NUM_GUESSES + 1)) for _ in range(length)]
 
 
 def test_no_policy_is_better_than_no_waiting_or_much_worse_than_serial() -> None:
@@ -86,7 +86,7 @@ def test_no_policy_is_better_than_no_waiting_or_much_worse_than_serial() -> None
     known = Statistics.of(texts, K)
     for d in (0.0, 0.3, 1.0, 2.0):
         for c in (0.01, 0.1, 0.3):
-            costs = Costs(c=c, d=d, verify=1.0)
+            costs = SimulatedCosts(c=c, d=d, verify=1.0)
             serial = play(texts, known, costs, SERIAL)
             gateway, forwarded = play(texts, known, costs, TREE), play(texts, known, costs, TREE_FORWARD)
             for played in (gateway, forwarded):
@@ -98,7 +98,7 @@ def test_no_policy_is_better_than_no_waiting_or_much_worse_than_serial() -> None
 
 
 def test_guesses_narrow_with_the_position_and_come_likeliest_first() -> None:
-    outcomes = [Outcome(j, rank) for j in range(K + 1) for rank in range(NUM_GUESSES) for _ in range(9 - rank)]
+    outcomes = [GuessOutcome(j, rank) for j in range(K + 1) for rank in range(NUM_GUESSES) for _ in range(9 - rank)]
     guesses = Policy(name="", fan_out=4, rejections=True, depth=1).guesses(statistics(*outcomes))
     shares = [share for share, _ in guesses]
     assert shares == sorted(shares, reverse=True)

@@ -31,14 +31,14 @@ def test_several_drafters_over_grpc(tmp_path: Path) -> None:
     sections = json.loads((tmp_path / "out.json").read_text())["sections"]
     assert [section["num_sessions"] for section in sections] == [1, 2]
     for section in sections:
-        assert list(section["ways"]) == ["plain", *DRAFTERS]
-        assert all(len(way["tokens_per_s"]) == 2 for way in section["ways"].values())
-        assert all(set(way["itl_ms"]) == {"p50", "p90", "p99"} for way in section["ways"].values())
-        assert 0 < section["ways"]["plain"]["target_busy"] < 1
-        drafted = section["ways"]["draft_model"]
+        assert list(section["modes"]) == ["plain", *DRAFTERS]
+        assert all(len(mode["tokens_per_s"]) == 2 for mode in section["modes"].values())
+        assert all(set(mode["itl_ms"]) == {"p50", "p90", "p99"} for mode in section["modes"].values())
+        assert 0 < section["modes"]["plain"]["target_busy"] < 1
+        drafted = section["modes"]["draft_model"]
         assert 0 <= drafted["alpha"] <= 1
         assert 1 <= drafted["acceptance_length"] <= 4
-    alone = sections[0]["ways"]["draft_model"]  # of several rounds in a step the target may cut what does not pay off
+    alone = sections[0]["modes"]["draft_model"]  # of several rounds in a step the target may cut what does not pay off
     assert min(alone[name] for name in ("decode_ms", "verify_ms", "draft_ms", "c", "wire_bytes")) > 0
     assert alone["serial_limit"] <= alone["overlapped_limit"]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -21,8 +21,8 @@ from tandem.bench.answers import Answer, Piece, collect
 from tandem.bench.chart import draw_report
 from tandem.bench.edits import MARK, NUM_EDITS
 from tandem.bench.measure import Bench
-from tandem.bench.modes import Way, deployments_of, plain_way, speculative_ways
-from tandem.bench.parts import Costs
+from tandem.bench.modes import Mode, deployments_of, plain_mode, speculative_modes
+from tandem.bench.parts import RoundCosts
 from tandem.bench.plans import Plan, make_plans
 from tandem.bench.plot import load_pyplot
 from tandem.bench.report import print_report
@@ -90,13 +90,13 @@ def section() -> Section:
             ],
         )
     drafted.add_busy(2.0, [10**9, 5 * 10**8])
-    drafted.costs = Costs(decode_ms=4.0, verify_ms=5.0, draft_ms=0.5, wire_ms=1.0, wire_bytes=120.0)
+    drafted.costs = RoundCosts(decode_ms=4.0, verify_ms=5.0, draft_ms=0.5, wire_ms=1.0, wire_bytes=120.0)
     return Section(1, {"plain": plain, "draft_model": drafted})
 
 
 def test_what_follows_from_known_numbers() -> None:
     both = section()
-    drafted = both.ways["draft_model"]
+    drafted = both.modes["draft_model"]
     assert drafted.alpha == 8 / 10
     assert drafted.acceptance_length == 3.0
     assert drafted.mean_drafts == 4.0
@@ -114,11 +114,11 @@ def test_what_follows_from_known_numbers() -> None:
     assert decode_speedup.median == pytest.approx(5.0), "5 tokens in 0.1 s, and 2 in 0.2 s"
     assert limits.serial == pytest.approx((1 - 0.8**5) / 0.2 / 1.75)
     assert limits.overlapped == pytest.approx((1 - 0.8**5) / 0.2)
-    summary = json.loads(json.dumps(both.summary()))["ways"]["draft_model"]
+    summary = json.loads(json.dumps(both.summary()))["modes"]["draft_model"]
     assert summary["share_of_overlapped_limit"] == pytest.approx(5.0 / limits.overlapped)
     assert summary["num_ahead_hits"] == 6
-    assert both.ways["plain"].alpha is None
-    assert both.ways["plain"].acceptance_rates == []
+    assert both.modes["plain"].alpha is None
+    assert both.modes["plain"].acceptance_rates == []
     drafted.is_tree = True
     assert drafted.limits is None, "those are of chains"
 
@@ -141,14 +141,14 @@ def test_tables_show_what_is_known_and_nothing_else(capsys: pytest.CaptureFixtur
     assert cell("waiting for the draft") == "2.00 ms"
     assert cell("limit, serial") == f"{(1 - 0.8**5) / 0.2 / 1.75:.2f}x, 260%"
     assert cell("over plain from the first token on") == "5.00 (5.00–5.00)"
-    assert not any("on the way to the target" in line for line in lines), "not reported, so not shown"
+    assert not any("on the mode to the target" in line for line in lines), "not reported, so not shown"
     assert "a note" in lines
 
 
 def test_a_server_that_reports_nothing_gets_speeds_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    way = Measurement(None)
-    way.add_run(5.0, [answer((0.1, 1), (0.2, 1))])
-    alone = Section(2, {"server": way})
+    mode = Measurement(None)
+    mode.add_run(5.0, [answer((0.1, 1), (0.2, 1))])
+    alone = Section(2, {"server": mode})
     print_report(Console(width=120), "title", [alone], [])
     printed = capsys.readouterr().out
     assert "2 sessions" in printed
@@ -176,26 +176,26 @@ class FakeSystem:
 
 async def test_ways_take_turns_and_the_warm_up_does_not_count() -> None:
     system = FakeSystem()
-    ways = [plain_way("s"), *speculative_ways({"s": 4}, [Rule.BLOCK, Rule.COUPLED])]
-    assert [way.name for way in ways] == ["plain", "s, block", "s, coupled"]
+    modes = [plain_mode("s"), *speculative_modes({"s": 4}, [Rule.BLOCK, Rule.COUPLED])]
+    assert [mode.name for mode in modes] == ["plain", "s, block", "s, coupled"]
     steps: list[str] = []
-    bench = Bench({"s": system}, ways, SamplingParams(max_tokens=3), tell=steps.append, learning_s=0.0)
+    bench = Bench({"s": system}, modes, SamplingParams(max_tokens=3), tell=steps.append, learning_s=0.0)
     plan = Plan(warm_up=[["w"]], batches=[["a"], ["b"], ["c"]])
     measured = await bench.run(plan)
-    assert [len(way.rates) for way in measured.ways.values()] == [3, 3, 3]
+    assert [len(mode.rates) for mode in measured.modes.values()] == [3, 3, 3]
     assert len(steps) == bench.num_steps(plan) == len(system.asked) == 12
     assert [prompt for prompt, _, _ in system.asked] == [*"wwwaaabbbccc"]
     order = [(k, rule) for _, k, rule in system.asked]
     assert order[3:6] == [(4, Rule.BLOCK), (4, Rule.COUPLED), (0, None)]
     assert order[6:9] == [(4, Rule.COUPLED), (0, None), (4, Rule.BLOCK)]
-    assert len(measured.ways["plain"].ttft_s) == 3
-    assert len(measured.ways["plain"].itl_s) == 6
+    assert len(measured.modes["plain"].ttft_s) == 3
+    assert len(measured.modes["plain"].itl_s) == 6
 
 
 def test_one_rule_needs_no_name() -> None:
-    assert speculative_ways({"ngram": 3}, [None]) == [Way("ngram", "ngram", 3)]
-    both = speculative_ways({"chains": 3, "trees": 7}, [None], ["trees"])
-    assert [way.is_tree for way in both] == [False, True]
+    assert speculative_modes({"ngram": 3}, [None]) == [Mode("ngram", "ngram", 3)]
+    both = speculative_modes({"chains": 3, "trees": 7}, [None], ["trees"])
+    assert [mode.is_tree for mode in both] == [False, True]
 
 
 def test_drafters_by_name() -> None:
@@ -279,7 +279,7 @@ def test_all_drafters_are_compared_on_every_kind_of_text() -> None:
 
 
 async def test_parts_that_could_not_be_timed_are_told_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def no_parts(*_: object) -> Costs:
+    async def no_parts(*_: object) -> RoundCosts:
         raise Unavailable("the target verified less")
 
     class Served(FakeSystem):
@@ -287,10 +287,12 @@ async def test_parts_that_could_not_be_timed_are_told_and_the_rest_is_kept(monke
 
     monkeypatch.setattr("tandem.bench.measure.time_parts", no_parts)
     monkeypatch.setattr(Bench, "_busy_ns", lambda *_: asyncio.sleep(0, []))
-    bench = Bench({"s": Served()}, [plain_way("s"), *speculative_ways({"s": 4}, [None])], SamplingParams(max_tokens=3))
+    bench = Bench(
+        {"s": Served()}, [plain_mode("s"), *speculative_modes({"s": 4}, [None])], SamplingParams(max_tokens=3)
+    )
     measured = await bench.run(Plan(warm_up=[], batches=[["a"]], probes=[[(1,)]]))
-    assert [way.costs for way in measured.ways.values()] == [None, None]
-    assert len(measured.ways["plain"].rates) == 1
+    assert [mode.costs for mode in measured.modes.values()] == [None, None]
+    assert len(measured.modes["plain"].rates) == 1
     assert bench.notes == ["s, 1 sessions: no parts of a round, the target verified less"]
 
 
@@ -298,7 +300,7 @@ async def test_a_way_that_drafts_is_warmed_up_for_a_while() -> None:
     system = FakeSystem()
     bench = Bench(
         {"s": system},
-        [plain_way("s"), *speculative_ways({"s": 4}, [None])],
+        [plain_mode("s"), *speculative_modes({"s": 4}, [None])],
         SamplingParams(max_tokens=1),
         learning_s=0.05,
     )
@@ -306,4 +308,4 @@ async def test_a_way_that_drafts_is_warmed_up_for_a_while() -> None:
     asked = [(prompt, k) for prompt, k, _ in system.asked]
     assert asked.count(("w", 0)) == asked.count(("a", 0)) == asked.count(("a", 4)) == 1
     assert asked.count(("w", 4)) > 2
-    assert [len(way.rates) for way in measured.ways.values()] == [1, 1]
+    assert [len(mode.rates) for mode in measured.modes.values()] == [1, 1]

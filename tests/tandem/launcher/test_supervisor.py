@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from specdec.errors import Unavailable
-from tandem.launcher.supervisor import Service, Supervisor
+from tandem.launcher.supervisor import ServiceSpec, Supervisor
 
 STUB = """
 import signal, sys, time, pathlib
@@ -45,13 +45,13 @@ class Stubs:
     def log(self, name: str, line: str) -> None:
         self.lines.append((name, line))
 
-    def service(self, name: str, behaviour: str = "normal", *, polled: bool = False) -> Service:
+    def service(self, name: str, behaviour: str = "normal", *, polled: bool = False) -> ServiceSpec:
         mark = self.folder / name
 
         async def is_ready() -> bool:
             return mark.exists()
 
-        return Service(
+        return ServiceSpec(
             name=name,
             module="stub_service",
             arguments=(str(mark), behaviour),
@@ -122,9 +122,9 @@ def test_children_do_not_outlive_a_killed_launcher(stubs: Stubs, tmp_path: Path)
     script.write_text(
         f"""
 import asyncio
-from tandem.launcher.supervisor import Service, Supervisor
+from tandem.launcher.supervisor import ServiceSpec, Supervisor
 async def main():
-    service = Service(name="a", module="stub_service", arguments=({str(tmp_path / "a")!r}, "normal"))
+    service = ServiceSpec(name="a", module="stub_service", arguments=({str(tmp_path / "a")!r}, "normal"))
     async with Supervisor([service], drain_s=5) as supervisor:
         print(supervisor.pids()["a"], flush=True)
         await asyncio.sleep(60)

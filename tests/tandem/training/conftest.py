@@ -10,10 +10,10 @@ from tandem.training.corpus import Document
 from tandem.training.optimizer import OptimizerSettings
 from tandem.training.pretrain import PretrainSettings, pretrain
 from tandem.training.schedule import ScheduleSettings
-from tandem.training.shape import Shape
+from tandem.training.shape import ModelShape
 from tandem.training.tokenizer import encode_documents, train_tokenizer
 
-SHAPE = Shape(
+SHAPE = ModelShape(
     hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=64, vocab_size=320, max_length=256
 )
 VERBS = ("open", "close", "read", "write", "flush", "seek", "scan", "join")

@@ -11,10 +11,10 @@ from tandem.training.lesson import distillation_loss, write_lessons
 from tandem.training.measure import acceptance_length, count_rounds, held_out_loss
 from tandem.training.pretrain import PretrainSettings, pretrain
 from tandem.training.schedule import Schedule, ScheduleSettings
-from tandem.training.shape import Shape
+from tandem.training.shape import ModelShape
 from tandem.training.tokenizer import encode_documents, train_tokenizer
 
-TINY = Shape(
+TINY = ModelShape(
     hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32, vocab_size=300, max_length=128
 )
 DOCUMENTS = [
