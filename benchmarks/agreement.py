@@ -60,7 +60,7 @@ class Check:
 
 
 def check_device(folder: str, device: str) -> Iterator[Check]:
-    """Compare all ways to run a checkpoint on ``device`` with the CPU, then what is made of logits."""
+    """Compare all paths that run a checkpoint on ``device`` with the CPU, then what is made of logits."""
     expected, _ = _logits(folder, "cpu", "float32", enforce_eager=True)
     for dtype, enforce_eager in (("float32", True), ("float32", False), ("bfloat16", False)):
         actual, path = _logits(folder, device, dtype, enforce_eager=enforce_eager)

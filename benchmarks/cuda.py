@@ -134,7 +134,7 @@ def time_parts(shape: PairShape, target: str, draft: str, args: argparse.Namespa
     found["bandwidth"] = passes.measure_bandwidth(device, 2**31 if device.type == "cuda" else 2**27, args.repeats)
     loads = [(sessions, min(args.contexts)) for sessions in args.sessions]
     loads += [(min(args.sessions), context) for context in args.contexts if context != min(args.contexts)]
-    ways = {"greedy": (Rule.BLOCK, 0.0), **{str(rule): (rule, 1.0) for rule in Rule}}
+    modes = {"greedy": (Rule.BLOCK, 0.0), **{str(rule): (rule, 1.0) for rule in Rule}}
 
     engine = Engine.load(ModelSettings(model=target, device=args.device))
     engine.warm_up()
@@ -144,7 +144,7 @@ def time_parts(shape: PairShape, target: str, draft: str, args: argparse.Namespa
     found["prefill_flops"] = passes.prefill_flops(shape, min(passes.PREFILL_ROWS, engine.info.max_model_len))
     found["verdict_s"] = {
         name: passes.time_verdict(engine, rule, temperature=temperature, k=args.k, repeats=args.repeats)
-        for name, (rule, temperature) in ways.items()
+        for name, (rule, temperature) in modes.items()
     }
     engine.close()
     engine = Engine.load(ModelSettings(model=draft, device=args.device))
@@ -152,7 +152,7 @@ def time_parts(shape: PairShape, target: str, draft: str, args: argparse.Namespa
     found["draft_weights"] = shape.draft.num_read
     found["draft_s"] = {
         name: passes.time_drafting(engine, rule, temperature=temperature, k=args.k, repeats=args.repeats)
-        for name, (rule, temperature) in ways.items()
+        for name, (rule, temperature) in modes.items()
     }
     found["draft_bytes"] = shape.draft.num_read * torch.finfo(getattr(torch, args.dtype)).bits // 8
     engine.close()

@@ -3,7 +3,7 @@
 ``python -m benchmarks.engine`` times passes of one engine, without services: one session that feeds 1 row (decoding) to
 32, and many sessions that feed one each, behind contexts of several lengths. A pass must read the weights once and
 every session's keys and values once; those bytes over its time are set against the bandwidth with which the same
-threads read a large array. All points take turns, for memory shared with other machines has good and bad minutes.
+threads read a large array. Points are measured alternately: the speed of memory shared with other machines changes.
 
 The model's positions are extended where a context asks for it, and the cache holds random numbers: neither changes the
 time of a pass.

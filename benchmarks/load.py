@@ -48,7 +48,7 @@ async def hold(
     """Keep ``num_clients`` requests open and record ``seconds`` of it, from when every client has its first token on.
 
     The first requests are of different lengths, so that clients do not end (and prefill) all at once later on.
-    Clients take ``prompts`` in turn, over and over. What is open at the end is cancelled. Raises what a request raises.
+    Clients repeat ``prompts`` in order. What is open at the end is cancelled. Raises what a request raises.
     """
     queue = cycle(prompts)
     logs: list[list[tuple[float, int]]] = [[] for _ in range(num_clients)]

@@ -1,4 +1,4 @@
-"""What does drafting ahead of the verdict bring? Speed against network time, by policy and rule, in simulation.
+"""Simulate drafting ahead of verdicts: speed against network time, by policy and rule.
 
 ``python -m benchmarks.overlap`` records real rounds of the bundled pair on held-out prompts under ``block`` and
 ``coupled`` (:mod:`benchmarks.rounds`) and plays them back (:mod:`benchmarks.timeline`) for d from 0 to 2 target steps:

@@ -1,4 +1,4 @@
-"""The pairs that are measured: two sizes of target, three qualities of draft, all made from the bundled models."""
+"""The measured pairs: two sizes of target, three qualities of draft, all made from the bundled models."""
 
 from __future__ import annotations
 

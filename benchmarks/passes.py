@@ -65,7 +65,7 @@ def prefill_flops(shape: PairShape, num_rows: int) -> int:
 
 
 def measure_bandwidth(device: torch.device, num_bytes: int, repeats: int) -> float:
-    """Bytes per second of the memory: the best of reading and of copying a stretch of so many bytes."""
+    """Bytes per second of the memory: the best of reading and of copying so many bytes."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     reading = num_bytes / _median(source.sum, device, repeats)
@@ -110,7 +110,7 @@ def time_pass(engine: Engine, sequences: Sequence[KVSequence], num_rows: int, nu
 
 
 def time_drafting(engine: Engine, rule: Rule, *, temperature: float, k: int, repeats: int) -> float:
-    """Median seconds a drafted token takes in a chain of k tokens, its way to the host included."""
+    """Median seconds a drafted token takes in a chain of k tokens, its transfer to the host included."""
     state = _state(engine, temperature)
     with _opened(engine, 1, len(state) - 1, len(state) + k) as (sequence,):
         length = sequence.length

@@ -1,6 +1,6 @@
 """Does a long prompt hold up those who are decoding? Inter-token latency with and without long prompts coming in.
 
-``python -m benchmarks.prefill`` keeps a number of sessions decoding (plainly, and with drafts), and by turns leaves
+``python -m benchmarks.prefill`` keeps a number of sessions decoding (plainly, and with drafts), and alternately leaves
 them alone and sends long prompts one after the other. It prints percentiles of the inter-token latency and the longest
 wait for a piece of text, beside the time of one full step: a forward pass over as many rows as the budget
 (``max_num_batched_tokens``) allows. Prompts are taken in by chunks, so no wait should exceed what it is without them by
@@ -43,7 +43,7 @@ _PROMPT_TOKENS: Final = 16
 _NUM_LONG_PROMPTS: Final = 24
 #: Tokens left for the answer to a long prompt, and for the sessions that decode.
 _ROOM: Final = 32
-#: Turns without and with long prompts.
+#: Windows without and with long prompts.
 _TURNS: Final = 2
 #: A step counts as full from this share of the budget on.
 _FULL: Final = 0.9

@@ -1,4 +1,4 @@
-"""Real rounds of a pair, recorded: what was accepted, and whether the draft would have guessed the token after it.
+"""Record rounds of a pair: how many drafted tokens were accepted, and how the draft ranked the token after them.
 
 Drafting, verification and noise are the services' own code, run here without services in between. A round's record does
 not depend on when anything was computed, so it can be played back under any timing (:mod:`benchmarks.timeline`).
@@ -36,7 +36,7 @@ class GuessOutcome(NamedTuple):
 
 @dataclass(slots=True)
 class Text:
-    """One text on its way: its states and caches on both sides."""
+    """One text while it is decoded: its states and caches on both sides."""
 
     target: SamplingState
     draft: SamplingState

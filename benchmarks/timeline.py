@@ -1,4 +1,4 @@
-"""A target, a gateway and a draft on a timeline: when does each round start, if recorded rounds are played back?
+"""Simulate target, gateway and draft: when does each round start, if recorded rounds are replayed?
 
 Times are in target steps. Each of a round's four hops (draft to gateway, gateway to target, and back) takes a quarter
 of d, verification takes ``verify``, and a draft step c for one branch and c · ``slope`` more for each further one of
