@@ -27,7 +27,8 @@ from specdec.errors import (
     status_of,
 )
 from specdec.flags import Parser, hyphenate
-from tandem.cli.main import COMMANDS, SERVICES
+from tandem.cli.main import COMMANDS
+from tandem.cli.services import SERVICES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(

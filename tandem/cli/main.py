@@ -10,8 +10,8 @@ from typing import Final
 
 from specdec import __version__
 from specdec.errors import InvalidRequest, TandemError, text_of
-from specdec.flags import Parser, hyphenate
-from tandem.launcher.environment import tune_environment
+from specdec.flags import Parser
+from tandem.cli.services import SERVICES, run_service
 
 #: Subcommand → its module and what it does.
 COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
@@ -23,14 +23,6 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "train": ("tandem.cli.train", "train a drafter for a target: a draft head or a small model"),
     "demo": ("tandem.cli.demo", "start the services, generate a few texts, stop"),
 }
-#: Subcommands that run one service each, with that service's own flags.
-SERVICES: Final[Mapping[str, tuple[str, str]]] = {
-    "target": ("target_service.main", "run one target service"),
-    "draft": ("draft_service.main", "run one draft service"),
-    "gateway": ("gateway.main", "run one gateway"),
-}
-#: Their flags that take a checkpoint.
-_CHECKPOINT_FLAGS: Final = ("--model", "--target-model", "--tokenizer")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         if given and given[0] in SERVICES:
-            return _run_service(given[0], given[1:])
+            return run_service(given[0], given[1:])
         return _run_command(given)
     except TandemError as error:
         print(f"tandem: error: {text_of(error)}", file=sys.stderr)
@@ -67,29 +59,6 @@ def _run_command(argv: Sequence[str]) -> int:
         return 2
     status: int = command.run(args)
     return status
-
-
-def _run_service(name: str, argv: Sequence[str]) -> int:
-    tune_environment()
-    service = importlib.import_module(SERVICES[name][0])
-    status: int = service.main(_with_folders(hyphenate(argv)))
-    return status
-
-
-def _with_folders(argv: Sequence[str]) -> list[str]:
-    """The same flags with the folder in place of each checkpoint's name: services know folders only."""
-    from tandem.checkpoints import find_checkpoint  # noqa: PLC0415 (`tandem --help` needs none)
-
-    result: list[str] = []
-    for arg in argv:
-        flag, equals, value = arg.partition("=")
-        if equals and flag in _CHECKPOINT_FLAGS:
-            result.append(f"{flag}={find_checkpoint(value)}")
-        elif result and result[-1] in _CHECKPOINT_FLAGS:
-            result.append(find_checkpoint(arg))
-        else:
-            result.append(arg)
-    return result
 
 
 if __name__ == "__main__":

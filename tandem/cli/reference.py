@@ -17,7 +17,8 @@ from typing import Final
 from specdec.flags import Parser, default_text, flag_of
 from specdec.settings import SpeculativeSettings
 from specdec.settings.option import options_of
-from tandem.cli.main import COMMANDS, SERVICES
+from tandem.cli.main import COMMANDS
+from tandem.cli.services import SERVICES
 from tandem.speculative_config import OLDER_NAMES
 
 _MARKED: Final = re.compile(r"(<!-- options: (\S+) -->\n).*?(<!-- end of options -->)", re.DOTALL)
