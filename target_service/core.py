@@ -89,7 +89,7 @@ class TargetCore:
         asked_ns = time.perf_counter_ns()
         if self._draining:
             raise Unavailable(GOING_DOWN)
-        ending = self._check(spec)
+        stop_criteria = self._check(spec)
         params = spec.params
         state = SamplingState(
             params,
@@ -99,13 +99,13 @@ class TargetCore:
             tokenizer_size=self._info.tokenizer_size or None,
             device=self._engine.device,
         )
-        sequence = await self._admission.admit(partial(self._reserve, spec, ending.max_len - 1))
+        sequence = await self._admission.admit(partial(self._reserve, spec, stop_criteria.max_len - 1))
         rule = spec.rule or self._settings.verification
         subject = StepSession(
             state,
             sequence,
             rule,
-            ending,
+            stop_criteria,
             params.logprobs,
             params.prompt_logprobs,
             spec.hidden_state_layers,
@@ -151,7 +151,7 @@ class TargetCore:
         return self._batcher.num_steps
 
     def drain(self) -> None:
-        """Open no new sessions; open ones go on."""
+        """Open no new sessions; open ones continue."""
         self._draining = True
 
     async def close(self) -> None:
@@ -173,15 +173,15 @@ class TargetCore:
     # --- for sessions; see session.SessionOwner ---
 
     def ready(self, session: Session) -> None:
-        """A session has something to feed."""
+        """Hand a session that has tokens to feed to the batcher."""
         self._batcher.add(session)
 
     def count_stale(self) -> None:
-        """A message did not fit its session's state and is dropped."""
+        """Count a dropped message that did not fit its session's state."""
         self._num_stale += 1
 
     def count_superseded(self, count: int = 1) -> None:
-        """Proposals were offered ahead of a verdict that turned out otherwise."""
+        """Count proposals that assumed tokens which were not committed."""
         self._num_superseded += count
 
     def rollback(self, sequence: KVSequence, length: int) -> None:

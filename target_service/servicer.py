@@ -1,4 +1,4 @@
-"""The gRPC skin of the target: message in, call, message out."""
+"""The gRPC servicer of the target: message in, call, message out."""
 
 from __future__ import annotations
 
@@ -96,16 +96,16 @@ async def _read(core: TargetCore, session: Session, context: Context) -> None:
 
 
 def _pass_on(outlet: StreamWriter[pb.VerifyResponse], states: HiddenStates) -> None:
-    """Send hidden states ahead of the verdict they belong to, in messages of bounded size."""
+    """Send hidden states before the verdict they belong to, in messages of bounded size."""
     for piece in pieces([states]):
         outlet.post(pb.VerifyResponse(hidden_states=codec.encode_hidden_states(piece)))
 
 
 def _response(outlet: StreamWriter[pb.VerifyResponse], verdict: Verdict) -> pb.VerifyResponse:
-    """A verdict as a message, once the hidden states that do not fit into it are under way."""
+    """A verdict as a message, once the hidden states that do not fit into it are sent."""
     if len(verdict.hidden_states) > 1:
-        *ahead, last = verdict.hidden_states
-        for states in ahead:
+        *earlier, last = verdict.hidden_states
+        for states in earlier:
             _pass_on(outlet, states)
         verdict = replace(verdict, hidden_states=(last,))
     return pb.VerifyResponse(verdict=codec.encode_verdict(verdict))

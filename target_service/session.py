@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Protocol
 
 from specdec.engine.kv_pool import KVSequence
 from specdec.errors import InvalidRequest, TandemError, Unavailable
-from specdec.hidden_state_buffer import StateBuffer
 from specdec.pending_proposals import MAX_BYTES, MAX_PENDING_PROPOSALS, Path, PendingProposals, path_of
 from specdec.trees import is_chain
 from specdec.types import FinishReason, HiddenStates, PositionLogprobs, Proposal, SessionSpec, TargetOpened, Verdict
 from target_service.rounds import check_draft
 from target_service.step import PartResult, ScheduledSequence, StepResult, StepSession
+from target_service.verdict_queue import VerdictQueue
 
 #: Rows of a prompt's chunk whose log-probabilities are asked for: each row is as wide as the vocabulary.
 MAX_SCORED_ROWS: Final = 64
@@ -30,11 +29,11 @@ class SessionOwner(Protocol):
         ...
 
     def count_stale(self) -> None:
-        """A message did not fit the session's state."""
+        """Count a message that does not fit the session's state."""
         ...
 
     def count_superseded(self, count: int = 1) -> None:
-        """Proposals were offered ahead of a verdict that turned out otherwise."""
+        """Count proposals that assumed tokens which were not committed."""
         ...
 
     def rollback(self, sequence: KVSequence, length: int) -> None:
@@ -62,7 +61,7 @@ class Session:
         self,
         spec: SessionSpec,
         subject: StepSession,
-        host: SessionOwner,
+        owner: SessionOwner,
         asked_ns: int,
         *,
         on_states: Callable[[HiddenStates], None] | None = None,
@@ -77,26 +76,25 @@ class Session:
         self.finish_reason: FinishReason | None = None
         self.in_flight = False
         self.num_cached_tokens = subject.sequence.length
-        self._host = host
+        self._owner = owner
         self._admitted_ns = self._asked_ns = time.perf_counter_ns()
         self._queue_ns = self._admitted_ns - asked_ns
         self._opened: TargetOpened | None = None
         self._first: Verdict | None = None
         self._prompt_logprobs: list[PositionLogprobs] = []
-        #: Hidden states of the prompt, and of verdicts that wait behind others; and what takes those of the prompt.
-        self._states = StateBuffer()
-        self._on_states = on_states or self._states.add
         #: The round asked for, until a step takes it.
         self._asked: Proposal | None = None
         #: Proposals for lengths beyond what is committed.
-        self._offers = PendingProposals()
+        self._pending = PendingProposals()
         #: Decoding goes on without being asked while committed_len is below this.
-        self._ahead_until = 0
+        self._multi_step_until = 0
         #: Everything since this length came of multi-step decode.
-        self._ahead_from = 0
-        self._verdicts: deque[Verdict] = deque()
+        self._multi_step_from = 0
+        self._verdicts = VerdictQueue(last_state_only=subject.last_state_only)
+        #: Gets the prompt's hidden states.
+        self._on_states = on_states or self._verdicts.add_states
         self._waiter: asyncio.Future[None] | None = None
-        self._gathering = False
+        self._is_gathering = False
         self._failure: TandemError | None = None
         self._closing = False
         self._released = asyncio.Event()
@@ -117,7 +115,7 @@ class Session:
 
     async def start(self) -> None:
         """Prefill, up to the first token."""
-        self._host.ready(self)
+        self._owner.ready(self)
         self._first = await self.receive()
 
     def offer(self, proposal: Proposal) -> None:
@@ -131,7 +129,7 @@ class Session:
         if proposal.parents and is_chain(proposal.parents):
             proposal = replace(proposal, parents=())
         if proposal.epoch != self.spec.epoch or proposal.base_len > self.committed_len:
-            self._host.count_stale()
+            self._owner.count_stale()
             return
         path = None
         if self.finish_reason is None:
@@ -141,9 +139,9 @@ class Session:
         elif path:
             self._keep(path, proposal)
         elif proposal.assumed_token_ids:
-            self._host.count_superseded()
+            self._owner.count_superseded()
         else:
-            self._host.count_stale()
+            self._owner.count_stale()
 
     def multi_step_decode(self, committed_len: int, num_tokens: int) -> None:
         """Decode up to ``num_tokens`` tokens after ``committed_len`` on the target's own account, without offers.
@@ -152,15 +150,15 @@ class Session:
         session stands, as long as everything since came of multi-step decode. Otherwise the call is stale: it is
         counted and dropped.
         """
-        in_round = self._busy and self._ahead_until <= self.committed_len
-        if in_round or not self._ahead_from <= committed_len <= self.committed_len:
-            self._host.count_stale()
+        in_round = self._busy and self._multi_step_until <= self.committed_len
+        if in_round or not self._multi_step_from <= committed_len <= self.committed_len:
+            self._owner.count_stale()
             return
-        self._host.count_superseded(self._offers.clear())
-        self._ahead_until = max(self._ahead_until, min(committed_len + num_tokens, self.subject.ending.max_len))
+        self._owner.count_superseded(self._pending.clear())
+        self._multi_step_until = max(self._multi_step_until, self._limited(committed_len + num_tokens))
         if self.num_round_tokens and not self.in_flight:
             self._asked_ns = time.perf_counter_ns()
-            self._host.ready(self)
+            self._owner.ready(self)
 
     async def receive(self) -> Verdict:
         """The next verdict, with those of multi-step decode that wait joined into one; waits until there is one.
@@ -175,32 +173,20 @@ class Session:
             if self._closing:
                 raise Unavailable("the session was closed")
             await self._wait()
-        return self._next_verdict()
-
-    def _next_verdict(self) -> Verdict:
-        verdicts = [self._verdicts.popleft()]
-        while not verdicts[-1].num_draft_tokens and self._verdicts and not self._verdicts[0].num_draft_tokens:
-            verdicts.append(self._verdicts.popleft())
-        verdict = verdicts[0] if len(verdicts) == 1 else join(verdicts)
-        if self._states.num_bytes:
-            states = (*verdict.hidden_states, *self._states.take(verdict.committed_len - 1))
-            if self.subject.last_state_only:
-                states = tuple(block.rows(block.end - 1, block.end) for block in states[-1:])
-            verdict = replace(verdict, hidden_states=states)
-        return verdict
+        return self._verdicts.take()
 
     async def gather(self, seconds: float) -> None:
         """Let multi-step tokens gather for the next :meth:`receive`; returns as soon as no further one follows,
         at once where none does.
         """
-        if not self._goes_ahead:
+        if not self._is_multi_step:
             return
         timer = asyncio.get_running_loop().call_later(seconds, self._wake)
-        self._gathering = True
+        self._is_gathering = True
         try:
             await self._wait()
         finally:
-            self._gathering = False
+            self._is_gathering = False
             timer.cancel()
 
     async def close(self) -> None:
@@ -220,7 +206,7 @@ class Session:
     def fail(self, error: TandemError) -> None:
         """Nothing can be computed for the session any more; whoever waits or calls gets ``error``."""
         self._failure = self._failure or error
-        self._offers.clear()
+        self._pending.clear()
         self._wake()
 
     # --- between the steps, called by the batcher ---
@@ -239,7 +225,7 @@ class Session:
             return 0
         if self._asked is not None:
             return len(self._asked.token_ids) + 1
-        return 1 if self._ahead_until > self.committed_len else 0
+        return 1 if self._multi_step_until > self.committed_len else 0
 
     def next_chunk(self, num_rows: int) -> ScheduledSequence:
         """The prompt's next ``num_rows`` tokens or fewer, now in flight."""
@@ -275,14 +261,14 @@ class Session:
         if result.error is not None:
             self.fail(result.error)
         elif part.decides:
-            self._host.rollback(self.subject.sequence, len(self.subject.state) - 1)
+            self._owner.rollback(self.subject.sequence, len(self.subject.state) - 1)
         if self._closing:
             self._release()
             return
         if result.error is None and part.decides:
             self._commit(part, result, step)
         if self.num_prefill or self.num_round_tokens:
-            self._host.ready(self)
+            self._owner.ready(self)
 
     def crash(self, error: TandemError) -> None:
         """The step that carried the session broke: its cache is in an unknown state."""
@@ -305,15 +291,15 @@ class Session:
                 queue_ns=self._queue_ns,
                 prefill_ns=now_ns - self._admitted_ns,
             )
-            self._ahead_from = self.committed_len
-            self._ahead_until = min(self.committed_len + self.spec.multi_step_tokens, self.subject.ending.max_len)
-        elif self._ahead_until < self.committed_len:  # a round
-            self._ahead_from = self.committed_len
+            self._multi_step_from = self.committed_len
+            self._multi_step_until = self._limited(self.committed_len + self.spec.multi_step_tokens)
+        elif self._multi_step_until < self.committed_len:  # a round
+            self._multi_step_from = self.committed_len
         states = () if result.hidden_states is None else (result.hidden_states,)
-        if states and (part.is_prefill or self._verdicts):  # in order, and no more than may be kept
-            self._states.add(states[0])
+        if states and part.is_prefill:
+            self._verdicts.add_states(states[0])
             states = ()
-        self._verdicts.append(
+        self._verdicts.add(
             Verdict(
                 epoch=self.spec.epoch,
                 base_len=base_len,
@@ -328,23 +314,27 @@ class Session:
             )
         )
         self._asked_ns = now_ns  # of the next token when multi-step decode
-        dropped = self._offers.commit(token_ids) if self.finish_reason is None else self._offers.clear()
-        if (fitting := self._offers.take()) is not None:
+        dropped = self._pending.commit(token_ids) if self.finish_reason is None else self._pending.clear()
+        if (fitting := self._pending.take()) is not None:
             if self.num_round_tokens:  # multi-step decode goes on
                 dropped += 1
             else:
                 self._start(fitting)
-        self._host.count_superseded(dropped)
-        if not (self._gathering and self._goes_ahead):
+        self._owner.count_superseded(dropped)
+        if not (self._is_gathering and self._is_multi_step):
             self._wake()
 
     # --- inside ---
 
+    def _limited(self, length: int) -> int:
+        """``length``, or the longest the sequence may become."""
+        return min(length, self.subject.stop_criteria.max_len)
+
     @property
-    def _goes_ahead(self) -> bool:
+    def _is_multi_step(self) -> bool:
         """Whether multi-step decode goes on."""
         alive = not self._closing and self._failure is None and self.finish_reason is None
-        return alive and self._ahead_until > self.committed_len
+        return alive and self._multi_step_until > self.committed_len
 
     @property
     def _busy(self) -> bool:
@@ -355,22 +345,22 @@ class Session:
         """Ask for the proposal's round, without what it cannot bring: near its limit a sequence has no room for all
         drafted tokens.
         """
-        room = self.subject.ending.room(self.committed_len) - 1
+        room = self.subject.stop_criteria.room(self.committed_len) - 1
         num_entries = self.subject.sequence.max_tokens - self.committed_len  # siblings take room of their own
         self._asked = proposal.cut(num_entries, max_depth=room)
-        self._ahead_until = 0
+        self._multi_step_until = 0
         self._asked_ns = time.perf_counter_ns()
         if not self.in_flight:
-            self._host.ready(self)
+            self._owner.ready(self)
 
     def _keep(self, path: Path, proposal: Proposal) -> None:
-        if self._offers.full:
+        if self._pending.full:
             raise InvalidRequest(
-                f"{len(self._offers)} proposals wait for their verdicts; at most {MAX_PENDING_PROPOSALS} may, with"
+                f"{len(self._pending)} proposals wait for their verdicts; at most {MAX_PENDING_PROPOSALS} may, with"
                 f" {MAX_BYTES} bytes in all"
             )
-        if not self._offers.keep(path, proposal):
-            self._host.count_superseded()
+        if not self._pending.keep(path, proposal):
+            self._owner.count_superseded()
 
     def _check(self, proposal: Proposal) -> None:
         if len(proposal.token_ids) > self.spec.num_speculative_tokens:
@@ -392,15 +382,4 @@ class Session:
     def _release(self) -> None:
         if not self._released.is_set():
             self._released.set()
-            self._host.release(self, park=self.spec.park and self._failure is None)
-
-
-def join(verdicts: Sequence[Verdict]) -> Verdict:
-    """Successive verdicts without drafts as one; the timings are the last one's."""
-    return replace(
-        verdicts[-1],
-        base_len=verdicts[0].base_len,
-        hidden_states=tuple(states for verdict in verdicts for states in verdict.hidden_states),
-        token_ids=tuple(token_id for verdict in verdicts for token_id in verdict.token_ids),
-        logprobs=tuple(entry for verdict in verdicts for entry in verdict.logprobs),
-    )
+            self._owner.release(self, park=self.spec.park and self._failure is None)

@@ -49,7 +49,7 @@ class StepSession:
     state: SamplingState
     sequence: KVSequence
     rule: Rule
-    ending: StopCriteria
+    stop_criteria: StopCriteria
     logprobs: int | None = None
     #: Log-probabilities of this many tokens at each position of the prompt; None reports nothing.
     prompt_logprobs: int | None = None
@@ -187,7 +187,7 @@ def _commit(
         return PartResult(error=outcome.error)
     state = part.subject.state
     base_len = len(state)
-    cut = part.subject.ending.cut(base_len, outcome.token_ids)
+    cut = part.subject.stop_criteria.cut(base_len, outcome.token_ids)
     state.commit(cut.token_ids)
     states = _states_of_chunk(part, own) if part.is_prefill else _states_of_round(part, outcome, base_len, cut, own)
     return PartResult(cut, outcome.num_accepted, outcome.logprobs[: len(cut.token_ids)], scored, states)
@@ -226,7 +226,7 @@ def _score_prompt(part: ScheduledSequence, num_top: int, logits: torch.Tensor) -
     subject = part.subject
     end = subject.sequence.length
     start = end - len(part.token_ids)
-    following = subject.state.token_ids[start + 1 : min(end + 1, subject.ending.prompt_len)]
+    following = subject.state.token_ids[start + 1 : min(end + 1, subject.stop_criteria.prompt_len)]
     if not following:
         return ()
     return position_logprobs(logits[: len(following)], following, num_top, subject.state.num_tokens)

@@ -49,7 +49,7 @@ class Drawing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChainJob:
-    """One chain to draft, or, with ``num_tokens`` 0, tokens to take in."""
+    """One chain to draft, or, with ``num_tokens`` 0, tokens to feed alone."""
 
     sequence: KVSequence
     #: Fed first, at least one; drafting continues after them.

@@ -21,7 +21,7 @@ from specdec.engine.hidden_states import STATE_DTYPE, PassStates, StateRows, Sta
 from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, bind, record_layers
 from specdec.engine.loading import acceleration, checkpoint, memory, refusals
-from specdec.engine.loading.acceleration import Decoder
+from specdec.engine.loading.acceleration import FusedForward
 from specdec.engine.loading.self_check import Reference
 from specdec.engine.native.decoder import NativeDecoder
 from specdec.engine.native.feed import feed, takes
@@ -65,7 +65,7 @@ class Engine:
         #: Threads of the native kernels on a CPU; where they run whole passes torch is left with one.
         self.num_threads = 1
         self._model: PreTrainedModel | None = model
-        self._decoder: Decoder | None = None
+        self._decoder: FusedForward | None = None
         self.graphs: GraphRunner | None = None
         self._state = ForwardState()
         self._caches = memory.allocate_caches(shapes, num_blocks, block_size, device)
@@ -245,7 +245,7 @@ class Engine:
             one.sequence.length = one.first + len(one.rows)
 
     @property
-    def decoder(self) -> Decoder | None:
+    def decoder(self) -> FusedForward | None:
         """What runs whole passes outside transformers' modules, where something does."""
         return self._decoder
 
@@ -330,14 +330,14 @@ class Engine:
     def _choose_path(
         self, settings: ModelSettings, shapes: Sequence[LayerShape], reference: Reference, num_threads: int
     ) -> None:
-        """Take the fastest way to run the model that agrees with the stock model.
+        """Choose the fastest execution path that agrees with the stock model.
 
         Raises:
             ModelNotSupported: none does.
         """
         assert self._model is not None
         difference: str | None = None
-        ways = acceleration.paths(
+        paths = acceleration.execution_paths(
             self._model,
             self._caches,
             shapes,
@@ -345,7 +345,7 @@ class Engine:
             self._make_graphs,
             enforce_eager=settings.enforce_eager,
         )
-        for path in ways:
+        for path in paths:
             self._decoder, self.graphs, self.path = path.decoder, path.graphs, path.name
             if self.device.type == "cpu":
                 # The native decoder brings its own threads; torch's would spin beside them for milliseconds after every

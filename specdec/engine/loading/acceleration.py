@@ -1,4 +1,4 @@
-"""Ways to run a loaded model, tried one after another; each must pass the self-check before it is used."""
+"""Execution paths of a loaded model, tried one after another; each must pass the self-check before it is used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 Caches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
-class Decoder(Protocol):
+class FusedForward(Protocol):
     """A whole model's forward pass outside transformers' modules."""
 
     hidden_size: int
@@ -43,17 +43,17 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
-    """One way to run a model."""
+class ExecutionPath:
+    """How a model is run: a fused forward pass, or its own modules with attention kernels."""
 
     name: str
-    decoder: Decoder | None = None
+    decoder: FusedForward | None = None
     #: None means torch.
     kernels: AttentionKernels | None = None
     graphs: GraphRunner | None = None
 
 
-def paths(
+def execution_paths(
     model: PreTrainedModel,
     caches: Caches,
     shapes: Sequence[LayerShape],
@@ -61,25 +61,25 @@ def paths(
     make_graphs: Callable[[], GraphRunner],
     *,
     enforce_eager: bool,
-) -> Iterator[Path]:
-    """The ways to run a model on these caches, the fastest first; each is made when its turn comes.
+) -> Iterator[ExecutionPath]:
+    """Yield the execution paths of a model on these caches, the fastest first; each is made when it is asked for.
 
-    On a CPU the model's linear layers are packed for those after the first. ``enforce_eager``: only those that run the
-    model's own modules, as they are.
+    On a CPU the model's linear layers are packed for the paths after the first. ``enforce_eager``: only paths that run
+    the model's own modules, unchanged.
     """
     if caches[0][0].device.type == "cpu":
         if not enforce_eager:
             decoder = native_decoder(model, caches, shapes, num_threads)
             if decoder is not None:
-                yield Path("native decoder", decoder)
+                yield ExecutionPath("native decoder", decoder)
             pack_linears(model, num_threads)
         if (kernels := native_attention()) is not None:
-            yield Path("native attention", kernels=kernels)
+            yield ExecutionPath("native attention", kernels=kernels)
     elif (kernels := triton_attention()) is not None:
         if not enforce_eager:
-            yield Path("cuda graphs", kernels=kernels, graphs=make_graphs())
-        yield Path("triton attention", kernels=kernels)
-    yield Path("torch attention")
+            yield ExecutionPath("cuda graphs", kernels=kernels, graphs=make_graphs())
+        yield ExecutionPath("triton attention", kernels=kernels)
+    yield ExecutionPath("torch attention")
 
 
 def native_attention() -> AttentionKernels | None:
@@ -99,7 +99,7 @@ def triton_attention() -> AttentionKernels | None:
 
 def native_decoder(
     model: PreTrainedModel, caches: Caches, shapes: Sequence[LayerShape], num_threads: int
-) -> Decoder | None:
+) -> FusedForward | None:
     """The native decoder built from a model's weights on these caches, where it knows the architecture."""
     return NativeDecoder.build(model, caches, [shape.window for shape in shapes], num_threads)
 

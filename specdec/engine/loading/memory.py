@@ -76,7 +76,7 @@ def count_blocks(
 
 
 def fit_max_model_len(settings: ModelSettings, max_model_len: int, num_blocks: int) -> int:
-    """``max_model_len``, cut to what the cache holds where nobody asked for it.
+    """``max_model_len``, cut to what the cache holds where no setting asks for it.
 
     Raises:
         InvalidRequest: ``max_model_len`` was asked for and does not fit.

@@ -1,0 +1,63 @@
+"""Verdicts of a session that wait to be fetched, with the hidden states that leave with them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specdec.hidden_state_buffer import StateBuffer
+from specdec.types import HiddenStates, Verdict
+
+
+class VerdictQueue:
+    """Verdicts in order. Successive ones without drafts (multi-step decode) are joined when they are taken.
+
+    Hidden states of a prompt, and of verdicts that wait behind others, are kept in a buffer of bounded size.
+    """
+
+    def __init__(self, *, last_state_only: bool = False) -> None:
+        """``last_state_only``: a verdict carries the last hidden state alone."""
+        self._verdicts: deque[Verdict] = deque()
+        self._states = StateBuffer()
+        self._last_state_only = last_state_only
+
+    def __len__(self) -> int:
+        """Verdicts that wait, before any are joined."""
+        return len(self._verdicts)
+
+    def add_states(self, states: HiddenStates) -> None:
+        """Keep hidden states for the next verdict that is taken."""
+        self._states.add(states)
+
+    def add(self, verdict: Verdict) -> None:
+        """Add a verdict; its hidden states go to the buffer where others wait before it."""
+        if self._verdicts:
+            for states in verdict.hidden_states:
+                self._states.add(states)
+            verdict = replace(verdict, hidden_states=())
+        self._verdicts.append(verdict)
+
+    def take(self) -> Verdict:
+        """Remove and return the next verdict; there is one at least."""
+        verdicts = [self._verdicts.popleft()]
+        while not verdicts[-1].num_draft_tokens and self._verdicts and not self._verdicts[0].num_draft_tokens:
+            verdicts.append(self._verdicts.popleft())
+        verdict = verdicts[0] if len(verdicts) == 1 else join(verdicts)
+        if self._states.num_bytes:
+            states = (*verdict.hidden_states, *self._states.take(verdict.committed_len - 1))
+            if self._last_state_only:
+                states = tuple(block.rows(block.end - 1, block.end) for block in states[-1:])
+            verdict = replace(verdict, hidden_states=states)
+        return verdict
+
+
+def join(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return successive verdicts without drafts as one; the timings are the last one's."""
+    return replace(
+        verdicts[-1],
+        base_len=verdicts[0].base_len,
+        hidden_states=tuple(states for verdict in verdicts for states in verdict.hidden_states),
+        token_ids=tuple(token_id for verdict in verdicts for token_id in verdict.token_ids),
+        logprobs=tuple(entry for verdict in verdicts for entry in verdict.logprobs),
+    )
