@@ -15,7 +15,6 @@ from specdec.engine.kv_pool import KVSequence
 from specdec.errors import TandemError
 from specdec.rules import Rule, SparseRow
 from specdec.sampling.state import SamplingState
-from specdec.trees import depths
 from specdec.types import HiddenStates, PositionLogprobs, RoundTimings
 from target_service.logprobs import position_logprobs
 from target_service.rounds import Outcome, Round
@@ -73,11 +72,6 @@ class ScheduledSequence:
     is_prefill: bool = False
     #: Of each drafted token the one it follows, -1 for the committed tokens; empty: a chain.
     parents: tuple[int, ...] = ()
-
-    @property
-    def depth(self) -> int:
-        """Drafted tokens that may be accepted."""
-        return max(depths(self.parents)) + 1 if self.parents else len(self.draft_token_ids)
 
     @property
     def num_logits(self) -> int:

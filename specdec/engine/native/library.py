@@ -107,8 +107,6 @@ class NativeLibrary:
         self.draft_chains.argtypes = (_Pointer, _Pointer, _Pointer, _Int64, _Pointer, _Pointer, _Int)
         self.draft_mlp = lib.tandem_draft_mlp
         self.draft_mlp.argtypes = (_Pointer, _Pointer, _Int64, _Pointer, _Pointer, _Int)
-        self.draft_rows = lib.tandem_draft_rows
-        self.draft_rows.argtypes = (_Pointer, _Int64, _Int64, _Pointer, _Pointer, _Pointer, _Pointer)
         self.likeliest = lib.tandem_likeliest
         self.likeliest.argtypes = (_Pointer, _Int64, _Int64, _Pointer, _Pointer, _Pointer, _Int64, _Pointer, _Pointer)
         self.verify_rounds = lib.tandem_verify_rounds

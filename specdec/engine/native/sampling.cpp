@@ -377,7 +377,7 @@ extern "C" __attribute__((visibility("default"))) int tandem_likeliest(float* lo
   return 0;
 }
 
-// Draws a token from every row: logits [rows, stride] (edited in place), tokens [rows].
+// Draws a token from every row, for tests: logits [rows, stride] (edited in place), tokens [rows].
 extern "C" __attribute__((visibility("default"))) int tandem_draft_rows(float* logits, int64_t stride, int64_t rows,
                                                                         const Sampler* const* samplers,
                                                                        const int32_t* samplings,

@@ -12,12 +12,11 @@ from typing import Any, Final
 
 import torch
 
-from specdec.engine.native.library import NativeLibrary, load
-from specdec.engine.native.structs import CDraftPlace, CEdits, CSampler, CTreePlace
+from specdec.engine.native.library import NativeLibrary
+from specdec.engine.native.structs import CEdits, CSampler, CTreePlace
 from specdec.params import MAX_SEED, SamplingParams
-from specdec.rules import DraftSampling, Rule, SparseRow
+from specdec.rules import DraftSampling, Rule
 from specdec.sampling import sparse
-from specdec.sampling.drafting import DraftedChain
 from specdec.sampling.noise import Stream
 from specdec.sampling.rows import Rows
 from specdec.sampling.state import SamplingState
@@ -46,7 +45,6 @@ KNOWN: Final[Mapping[str, tuple[float, float] | None]] = {
     "bad_token_ids": None,
 }
 
-_Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64
 
 
@@ -158,7 +156,7 @@ def sampler_of(state: SamplingState) -> int:
     return address
 
 
-def _samplings(rows: Rows, rules: Sequence[Rule]) -> list[DraftSampling]:
+def samplings_of(rows: Rows, rules: Sequence[Rule]) -> list[DraftSampling]:
     """How the draft of each row chooses its token."""
     return [rule.sampling_at(state.params.temperature) for state, rule in zip(rows.states, rules, strict=True)]
 
@@ -180,7 +178,7 @@ def likeliest(
         place.prefix = prefix.data_ptr() + 8 * prefix.shape[1] * r
         place.num_prefix, place.position = rows.prefix_lens[r], position
     samplers = array("q", map(sampler_of, rows.states))
-    samplings = array("i", _samplings(rows, rules))
+    samplings = array("i", samplings_of(rows, rules))
     ids, logprobs = array("q", bytes(8 * num_rows * count)), array("d", bytes(8 * num_rows * count))
     samplers_at, samplings_at, ids_at, logprobs_at = (
         values.buffer_info()[0] for values in (samplers, samplings, ids, logprobs)
@@ -193,58 +191,3 @@ def likeliest(
         raise MemoryError("working memory for sampling")
     starts = range(0, num_rows * count, count)
     return [ids[s : s + count].tolist() for s in starts], [logprobs[s : s + count].tolist() for s in starts]
-
-
-def draft_rows(logits: torch.Tensor, rows: Rows, rules: Sequence[Rule], num_candidates: int = 0) -> list[DraftedChain]:
-    """:func:`specdec.sampling.drafting.draft` on a CPU, row by row: a chain of one token each.
-
-    ``logits`` float32 [R, V], contiguous; rows of sessions that edit them are written to.
-
-    Raises:
-        NotImplementedError: there are no kernels here.
-    """
-    library = load()
-    if library is None:
-        raise NotImplementedError("the native kernels are not available on this machine")
-    count, prefix = len(rows), rows.prefix.contiguous()
-    assert logits.dtype is torch.float32
-    assert logits.is_contiguous()
-    assert num_candidates <= MAX_CANDIDATES
-    token_ids, sizes = (_Int64 * count)(), (ctypes.c_int32 * count)()
-    candidates = (_Int64 * (count * num_candidates))()
-    q = memoryview(bytearray(MAX_ROW_BYTES * count))
-    at = {
-        "prefix": prefix.data_ptr(),
-        "candidates": ctypes.addressof(candidates),
-        "q": ctypes.addressof(ctypes.c_char.from_buffer(q)),
-        "q_bytes": ctypes.addressof(sizes),
-    }
-    places = (CDraftPlace * count)(
-        *(
-            CDraftPlace(
-                at["prefix"] + 8 * prefix.shape[1] * r,
-                rows.prefix_lens[r],
-                base,
-                position - base,
-                num_candidates,
-                at["candidates"] + 8 * num_candidates * r,
-                at["q"] + MAX_ROW_BYTES * r,
-                at["q_bytes"] + 4 * r,
-            )
-            for r, (base, position) in enumerate(zip(rows.bases, rows.positions, strict=True))
-        )
-    )
-    samplers = (_Pointer * count)(*map(sampler_of, rows.states))
-    samplings = (ctypes.c_int32 * count)(*_samplings(rows, rules))
-    arrays = [ctypes.addressof(part) for part in (samplers, samplings, places, token_ids)]
-    status = library.draft_rows(logits.data_ptr(), logits.shape[1], count, *arrays)
-    if status:
-        raise MemoryError("working memory for sampling")
-    return [
-        DraftedChain(
-            (token_ids[r],),
-            (SparseRow(bytes(q[start : start + sizes[r]])),) if sizes[r] else (),
-            (tuple(candidates[num_candidates * r : num_candidates * (r + 1)]),) if num_candidates else (),
-        )
-        for r, start in enumerate(range(0, MAX_ROW_BYTES * count, MAX_ROW_BYTES))
-    ]

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.engine.native.sampling import draft_rows
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.sampling.drafting import DraftedChain, collect, draft
 from specdec.sampling.rows import Rows
 from specdec.sampling.sparse import unpack
 from specdec.sampling.state import SamplingState
+from tests.specdec.engine.native.drafted_rows import draft_rows
 
 pytestmark = pytest.mark.usefixtures("native")
 
