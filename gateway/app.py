@@ -1,4 +1,4 @@
-"""The gateway as a process: both skins on one event loop, and the order in which they start and stop."""
+"""The gateway as a process: REST and gRPC on one event loop, and the order in which they start and stop."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Generation:
         self.context = DecodingContext(router, self.settings)
         self.metrics.registry.register(PacingStatsCollector(lambda: self.context.pacers))
         self.num_requests = 0
-        #: New requests are refused; those in flight go on.
+        #: New requests are refused; those in flight continue.
         self.draining = False
         self._preparation = Preparation(self.settings, tokenizer)
         self._template = self._make_template()
@@ -90,7 +90,7 @@ class Generation:
 
     @contextmanager
     def admission(self) -> Iterator[None]:
-        """A place among the requests in flight; the skins take one per call.
+        """A place among the requests in flight; REST and gRPC take one per call.
 
         Raises:
             Overloaded: all places are taken.

@@ -58,7 +58,7 @@ class Preparation:
                 params=fixed if index == 0 else _sample_params(fixed, index),
                 rule=rule,
                 num_speculative_tokens=k,
-                # The caches of a conversation go on with its first sample.
+                # The first sample continues the caches of a conversation.
                 session_id=session_id if index == 0 else None,
                 deadline=deadline,
             )

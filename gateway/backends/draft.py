@@ -53,7 +53,10 @@ class GrpcDraftSession:
         num_ahead_proposals: int = 0,
         hidden_states: Sequence[HiddenStates] = (),
     ) -> None:
-        """Commit tokens and ask for a proposal; returns at once. Hidden states that are too large for it go ahead."""
+        """Commit tokens and ask for a proposal; returns at once.
+
+        Hidden states that are too large for its message are sent before it.
+        """
         states = [codec.encode_hidden_states(piece) for piece in pieces(hidden_states)]
         for piece in states[:-1]:
             self._stream.post(pb.DraftRequest(hidden_states=piece))

@@ -83,8 +83,8 @@ class GrpcTargetSession:
                 self._states.add(codec.decode_verdict_states(answer.hidden_states))
             elif kind == "verdict" and answer.verdict.epoch == self._epoch:
                 verdict = codec.decode_verdict(answer.verdict)
-                if ahead := self._states.take():
-                    verdict = replace(verdict, hidden_states=(*ahead, *verdict.hidden_states))
+                if earlier := self._states.take():
+                    verdict = replace(verdict, hidden_states=(*earlier, *verdict.hidden_states))
                 return verdict
 
     async def close(self) -> None:

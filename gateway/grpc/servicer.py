@@ -1,4 +1,4 @@
-"""The gRPC skin: message in, call, message out."""
+"""The gRPC interface: message in, call, message out."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Totals:
 
 
 def ending(final: FinalChunk | None) -> dict[str, Any]:
-    """A choice's finish and stop reason; null while it goes on."""
+    """A choice's finish and stop reason; null before its end."""
     if final is None:
         return {"finish_reason": None, "stop_reason": None}
     return {"finish_reason": str(final.reason), "stop_reason": final.stop_reason}

@@ -14,7 +14,7 @@ import grpc.aio
 from specdec.errors import Unavailable
 from specdec.rpc.status import abort_with, being_cancelled
 
-#: Methods of these services go on while the server drains and are not waited for.
+#: Methods of these services are served while the server drains, and are not waited for.
 INFRASTRUCTURE = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 GOING_DOWN = "the server is shutting down; use another replica"
 
