@@ -14,6 +14,8 @@ import uvicorn
 from gateway.backends.fleet import Fleet
 from gateway.generation import Generation
 from gateway.grpc.servicer import GenerationServicer
+from gateway.pacing.pace import Pacer
+from gateway.pacing.target_pacer import TargetPacer
 from gateway.rest.app import make_app
 from gateway.routing import Router
 from gateway.text.tokenizer import TextTokenizer
@@ -35,8 +37,15 @@ LOOK_S: Final = 0.05
 class Gateway:
     """REST and gRPC over one :class:`Generation`. Start, then stop; both once."""
 
-    def __init__(self, settings: GatewaySettings, *, router: Router | None = None) -> None:
-        """Give a ``router`` to serve backends of this process instead of ``settings.targets``.
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        *,
+        router: Router | None = None,
+        make_pacer: Callable[[], Pacer] = TargetPacer,
+    ) -> None:
+        """Give a ``router`` to serve backends of this process instead of ``settings.targets``, and ``make_pacer`` to
+        compare another policy of drafting.
 
         Raises:
             InvalidRequest: the tokenizer or the chat template cannot be read, or no target is named.
@@ -49,7 +58,7 @@ class Gateway:
         if router is None:
             self._fleet = Fleet(settings.targets, settings.drafts)
             router = self._fleet.router
-        self.generation = Generation(router, settings, tokenizer)
+        self.generation = Generation(router, settings, tokenizer, make_pacer=make_pacer)
         self._rest = _Uvicorn(
             uvicorn.Config(
                 make_app(self.generation),

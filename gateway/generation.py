@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -16,7 +16,9 @@ from gateway.decoding.loop import Decoding
 from gateway.decoding.request import DecodingRequest
 from gateway.merging import merge
 from gateway.metrics import GatewayMetrics
+from gateway.pacing.pace import Pacer
 from gateway.pacing.stats import PacingStatsCollector
+from gateway.pacing.target_pacer import TargetPacer
 from gateway.preparation import Preparation
 from gateway.routing import Router
 from gateway.samples import SampleAssembler
@@ -41,13 +43,15 @@ class Generation:
         settings: GatewaySettings | None = None,
         tokenizer: TextTokenizer | None = None,
         metrics: GatewayMetrics | None = None,
+        *,
+        make_pacer: Callable[[], Pacer] = TargetPacer,
     ) -> None:
         self.router = router
         self.settings = settings or GatewaySettings()
         self.tokenizer = tokenizer
         self.metrics = metrics or GatewayMetrics()
-        self.context = DecodingContext(router, self.settings)
-        self.metrics.registry.register(PacingStatsCollector(lambda: self.context.pacers))
+        self.context = DecodingContext(router, self.settings, make_pacer=make_pacer)
+        self.metrics.registry.register(PacingStatsCollector(lambda: self.context.pacing_stats))
         self.num_requests = 0
         #: New requests are refused; those in flight continue.
         self.draining = False

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
-from gateway.pacing.controller import AdaptivePace, FixedPace, Pace
+from gateway.pacing.pace import FixedPace, Pace, Pacer
+from gateway.pacing.stats import PacingStats
 from gateway.pacing.target_pacer import TargetPacer
 from gateway.routing import Replica, Router
 from specdec.backends import TargetBackend
@@ -14,11 +16,19 @@ from specdec.settings import GatewaySettings
 class DecodingContext:
     """The targets and drafts, how many decoding loops are open on them, and what these learned."""
 
-    def __init__(self, router: Router, settings: GatewaySettings | None = None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        settings: GatewaySettings | None = None,
+        *,
+        make_pacer: Callable[[], Pacer] = TargetPacer,
+    ) -> None:
+        """``make_pacer`` is called once for each target; a benchmark compares other policies by it."""
         self.router = router
         self.settings = settings or GatewaySettings()
         self.open_sessions = 0
-        self._pacers: dict[Replica[TargetBackend], TargetPacer] = {}
+        self._make_pacer = make_pacer
+        self._pacers: dict[Replica[TargetBackend], Pacer] = {}
         #: Closings that outlive their caller (a cancelled one); kept so that they are not collected.
         self.closings: set[asyncio.Task[None]] = set()
 
@@ -32,9 +42,11 @@ class DecodingContext:
         """What decides the number of drafted tokens of one session on a target, ``limit`` at most."""
         if self.settings.fixed_draft_length:
             return FixedPace(limit)
-        return AdaptivePace(self._pacers.setdefault(replica, TargetPacer()), limit)
+        if replica not in self._pacers:
+            self._pacers[replica] = self._make_pacer()
+        return self._pacers[replica].session(limit)
 
     @property
-    def pacers(self) -> dict[str, TargetPacer]:
-        """What was learned of each target, by its name."""
-        return {replica.name: pacer for replica, pacer in self._pacers.items()}
+    def pacing_stats(self) -> dict[str, PacingStats]:
+        """What pacing did on each target, by its name."""
+        return {replica.name: pacer.stats for replica, pacer in self._pacers.items()}

@@ -18,7 +18,7 @@ from gateway.decoding.draft_client import DraftClient
 from gateway.decoding.metrics import SpeculationMetrics
 from gateway.decoding.request import DecodingRequest, RequestState
 from gateway.decoding.target_client import TargetClient
-from gateway.pacing.controller import FixedPace, Pace
+from gateway.pacing.pace import FixedPace, Pace
 from gateway.routing import HiddenStateSpec
 from specdec.errors import (
     Cancelled,
@@ -154,7 +154,7 @@ class Decoding:
             logger.warning("the draft reads hidden states that target %s does not have: %s", replica.name, error)
             draft.refuse(error)
             first = await target.open(num_multi_step, HiddenStateSpec())
-        self._pace.record(first, 0, 0, time.perf_counter_ns())
+        self._pace.record(first, 0, time.perf_counter_ns())
         return first
 
     async def _ask(self) -> None:
@@ -261,12 +261,12 @@ class Decoding:
             depth = proposal.cut(verdict.num_draft_tokens).depth
         self.metrics.record(verdict, now_ns - self._asked_ns, depth)
         if proposal is None:
-            self._pace.record(verdict, 0, 0, now_ns)
+            self._pace.record(verdict, 0, now_ns)
         else:
             # Drafted tokens that the target cut off say nothing of their acceptance.
             is_cut = verdict.num_draft_tokens < len(proposal.token_ids)
             num_asked = verdict.num_draft_tokens if is_cut else self._num_asked
-            self._pace.record(verdict, num_asked, proposal.draft_ns, now_ns, tree_depth=depth)
+            self._pace.record(verdict, num_asked, now_ns, tree_depth=depth)
         return verdict
 
     def _commit(self, verdict: Verdict) -> Verdict:

@@ -1,230 +1,216 @@
-"""What a gateway knows of one target, and the sessions it has open there: who drafts how much, and who probes."""
+"""Pacing of one target: times are learned per load from all its sessions, acceptance per text.
+
+A session drafts the number of tokens that brings most tokens per second of session time, zero included. Both sides of
+that comparison are measured: what a round and a plain token cost at this load
+(:class:`~gateway.pacing.round_times.RoundTimes`), and how much of this text's drafts is accepted
+(:class:`~gateway.pacing.text_acceptance.TextAcceptance`). A trial measures the mode that no session uses at the moment;
+what trials lose is bounded by a share of the time.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Final, Protocol
+from collections import deque
+from typing import Final
 
-from gateway.pacing.comparison import ModeComparison, Phase
-from gateway.pacing.estimate import Forecast
-from gateway.pacing.exploration_budget import ExplorationBudget
-from gateway.pacing.mode_stats import MIN_UNIT_NS
-from gateway.pacing.stats import Activity, PacingStats
-from specdec.scheduling.acceptance import Acceptance
-from specdec.scheduling.goodput import Choice, choose
-from specdec.types import RoundTimings, Verdict
+from gateway.pacing.pace import MULTI_STEP_TOKENS
+from gateway.pacing.round_times import WINDOW_NS, WINDOW_VERDICTS, RoundTimes
+from gateway.pacing.stats import Mode, PacingStats
+from gateway.pacing.text_acceptance import SURPRISE, TextAcceptance
+from specdec.types import Verdict
 
-#: A plan holds for this long, unless the number of sessions changes by more than an eighth.
-PLAN_NS: Final = 100_000_000
-#: Sessions a plan looks at; more are represented by a sample.
-MAX_SAMPLE: Final = 16
-#: Speculation is worth a try if it would be so much faster should all but the target's work be hidden, and no longer if
-#: it would be less than the second.
-BEGIN: Final = 1.1
-STAY: Final = 1.05
-#: One round in so many, of all sessions, drafts a token more than seems best.
-CURIOUS_ROUNDS: Final = 64
-#: Pauses between probes in vain double from the first to the last, in plain cycles; for so many sessions one may probe
-#: at a time.
-FIRST_PROBE_PAUSE: Final = 256
-LAST_PROBE_PAUSE: Final = 1024
-PROBE_SHARE: Final = 8
-#: Tokens decoded in multi-step on one request, at least and at most.
-MIN_CHUNK: Final = 16
-MAX_CHUNK: Final = 64
-
-_NOTHING: Final = Choice(math.inf, 0, 0, 0.0, 0.0)
-
-
-class Member(Protocol):
-    """What a plan needs of a session."""
-
-    @property
-    def limit(self) -> int:
-        """Drafted tokens a round at most."""
-        ...
-
-    @property
-    def survival(self) -> list[float]:
-        """The probability that a round accepts at least 1, 2, … ``limit`` drafted tokens."""
-        ...
+#: Share of the time that trials may lose: a third of the 3 % that speculation may be slower than plain decoding.
+ALLOWED_LOSS: Final = 0.01
+#: Least time between two trials: a change of mode has costs that no estimate knows.
+TRIAL_PAUSE_NS: Final = 1_000_000_000
+#: A trial that was not measured ends after the time of so many windows: sessions that decode many tokens on one request
+#: join late.
+TRIAL_WINDOWS: Final = 8
+#: Texts that say what is usual. The first one was never seen, so the optimism ends after eight bad texts.
+RECENT_TEXTS: Final = 8
+#: Drafted tokens of a round at most, by the settings.
+_MAX_TOKENS: Final = 64
 
 
 class TargetPacer:
-    """The sessions on one target, and what they have in common.
-
-    A :class:`~gateway.pacing.comparison.ModeComparison` decides by measurement whether they draft, the
-    :class:`~gateway.pacing.estimate.Forecast` how much. Where even that promises nothing, a *probe* (a few short rounds
-    of one session) shows now and then whether the draft has become any better.
-    """
+    """What the sessions on one target have in common."""
 
     def __init__(self) -> None:
-        self.forecast = Forecast()
-        self.totals = Acceptance()
-        self.contest = ModeComparison()
-        self.allowance = ExplorationBudget()
-        self.tally = PacingStats()
-        self.sessions: dict[Member, None] = {}
-        #: Tokens on the longest path of the latest tree that was verified; None where a chain was.
+        self.stats = PacingStats()
+        self.num_sessions = 0
+        #: Levels of the trees that the draft proposes; None while it proposes chains.
         self.tree_depth: int | None = None
-        #: Sessions that may draft, those whose last verdict was a round's, and those that probe.
-        self.num_members = self.num_in_rounds = self.num_probing = 0
-        self._num_foreign = 0.0
-        self._choice = _NOTHING
-        #: What a token takes each session without speculation, by the plan in force; 0 before the first step.
-        self._plain_ns = 0.0
-        self._planned_ns: int | None = None
-        self._planned_sessions = 0.0
-        self._planned_turn = 0
-        self._next_probe_ns = 0
-        self._probe_pause = FIRST_PROBE_PAUSE
-        self._num_asked = 0
-
-    # --- what is asked ---
+        #: The mode that all sessions try at the moment.
+        self.trial: Mode | None = None
+        #: Acceptance rates by position that are usual in the recent texts for which speculation pays.
+        self.usual: list[float] = []
+        self._times: dict[int, RoundTimes] = {}
+        self._recent: deque[TextAcceptance] = deque((TextAcceptance.first(_MAX_TOKENS),), maxlen=RECENT_TEXTS)
+        #: Of each recent text its best speedup, and the cost of such a round in plain tokens.
+        self._prospects: list[tuple[float, float]] = []
+        self._compared: tuple[RoundTimes, int] | None = None
+        self._trial_begin_ns = self._trial_end_ns = 0
+        #: Nanoseconds that trials have lost beyond the allowed share of the time.
+        self._debt_ns = 0.0
 
     @property
-    def num_sessions(self) -> float:
-        """Sessions open on the target: this gateway's, and what its batches show of others'."""
-        return len(self.sessions) + self._num_foreign
+    def times(self) -> RoundTimes:
+        """Times at the present load: numbers of sessions within a factor of about 1.4 share them."""
+        load = round(math.log2(max(self.num_sessions, 1)))
+        if (times := self._times.get(load)) is None:
+            below = max((known for known in self._times if known < load), default=None)
+            times = self._times[load] = RoundTimes(None if below is None else self._times[below])
+        return times
 
-    def num_draft_tokens(self, survival: list[float], now_ns: int) -> int:
-        """Tokens to draft in the next round of a session with this survival."""
-        self._plan(now_ns)
-        if not self.contest.speculates:
-            return 0
-        k = self._choice.take(survival)
-        self._num_asked += k > 0
-        return k + (k > 0 and self._num_asked % CURIOUS_ROUNDS == 0)
+    def session(self, limit: int) -> SessionPace:
+        """The pace of a new session that drafts ``limit`` tokens a round at most."""
+        return SessionPace(self, limit)
 
-    def num_multi_step_tokens(self, now_ns: int) -> int:
-        """Tokens a session should decode in multi-step before it asks again."""
-        plain_ns, unit_ns = max(self._plain_ns, 1.0), self._unit_ns
-        if self.contest.phase is not Phase.LEADING:
-            return min(max(int(self.contest.turn_length * unit_ns / plain_ns), 1), MAX_CHUNK)
-        # The next turn is all sessions'; of many one always asks soon enough to probe.
-        if self._choice.num_tokens:
-            soonest_ns = self.contest.waiting(self.allowance.savings) * unit_ns
-        elif len(self.sessions) < PROBE_SHARE:
-            soonest_ns = self._next_probe_ns - now_ns
-        else:
-            return MAX_CHUNK
-        return min(max(int(soonest_ns / plain_ns), MIN_CHUNK), MAX_CHUNK)
+    def add_text(self, acceptance: TextAcceptance) -> None:
+        """Take a text that had its first round for a recent one."""
+        self._recent.append(acceptance)
 
-    def may_probe(self, now_ns: int) -> bool:
-        """Whether one more session may probe now."""
-        contest = self.contest
-        # Where only the contest speaks against drafting, how much is accepted is not the question.
-        is_question = contest.phase is Phase.LEADING and (contest.speculates or not self._choice.num_tokens)
-        return (
-            is_question
-            and self.allowance.savings > 0.0
-            and self.num_probing < self._most_probing
-            and now_ns >= self._next_probe_ns
-        )
+    def speedups(self, expected: list[float]) -> list[float]:
+        """Speed of rounds with 0, 1, … drafted tokens over plain decoding; ``expected`` are the tokens they commit."""
+        times = self.times
+        return [1.0, *(tokens / times.round_cost(k) for k, tokens in enumerate(expected) if k)]
 
-    # --- what is observed ---
+    def may_start(self, num_remaining: int) -> bool:
+        """Whether the first rounds of a text are worth their cost, if it is like one of the recent texts.
 
-    def observe_step(self, timings: RoundTimings) -> None:
-        """Learn from the step a verdict came from; every session of it may report it."""
-        if self.forecast.observe_step(timings):
-            self._num_foreign += 0.1 * (max(0, timings.batch_sessions - len(self.sessions)) - self._num_foreign)
-            if not self._plain_ns:
-                self._plain_ns = self.forecast.plain_cycle_ns(self.num_sessions)
-
-    def observe_cycle(self, verdict: Verdict, cycle_ns: int, num_tokens: int, *, in_rounds: bool) -> None:
-        """A typical cycle of a session: ``cycle_ns`` for one round or, not ``in_rounds``, for ``num_tokens`` tokens
-        decoded in multi-step; ``verdict`` is the last one of them.
+        A text for which speculation pays gains for the rest of the request. Another one loses until it is told from
+        the usual ones: the smaller the loss of each round, the later.
         """
-        count, forecast = round(self.num_sessions), self.forecast
-        if in_rounds:
-            # A few sessions speculating among many that do not miss the steps of those: that says nothing of all.
-            if 2 * self.num_in_rounds >= min(count, self._choice.num_rounds or count):
-                forecast.speculative.record(count, float(cycle_ns), verdict.timings, verdict.num_draft_tokens)
-        elif not self.num_in_rounds:
-            forecast.plain.record(count, cycle_ns / num_tokens, verdict.timings, 0)
+        gain = 0.0
+        for speedup, cost in self._prospects:
+            if speedup > 1.0:
+                gain += num_remaining * (1.0 - 1.0 / speedup)
+            elif speedup < 1.0:
+                gain -= min(num_remaining * (1.0 / speedup - 1.0), SURPRISE * cost / (1.0 - speedup))
+        return gain > 0.0
 
-    def settle(self, cycle_ns: int, num_tokens: int, *, counts: bool) -> None:
-        """A session that may draft took ``cycle_ns`` for ``num_tokens``, typical or not; ``counts``: it decodes as the
-        contest's turn wants it.
-        """
-        activity, unit_ns, members = self._activity(), self._unit_ns, max(self.num_members, 1)
-        self.contest.follow_load(self.num_sessions)
-        lost = self.contest.record(members, num_tokens, float(cycle_ns), unit_ns, counts=counts)
-        if activity is Activity.PROBE:
-            # A probe slows down the sessions that decode plainly, too: they share its steps, perhaps its machine.
-            lost = (cycle_ns - num_tokens * self._plain_ns) / (unit_ns * members)
-        self.allowance.book(cycle_ns / (unit_ns * members), lost)
-        self.tally.savings = self.allowance.savings
-        self.tally.spent_ns[activity] += cycle_ns
-        self.tally.lost_ns[activity] += lost * unit_ns * members
-
-    def begin_probe(self, now_ns: int) -> None:
-        """A session looks whether speculation pays for it; the next one may in a while."""
-        self.tally.begun[Activity.PROBE] += 1
-        self.num_probing += 1
-        self._next_probe_ns = now_ns + self._probe_pause_ns()
-
-    def end_probe(self, survival: list[float], now_ns: int) -> None:
-        """It has looked; where speculation still does not pay for it the pauses get longer."""
-        self.num_probing -= 1
-        self._planned_ns = None
-        self._plan(now_ns)
-        worked = self._choice.take(survival) > 0
-        self._probe_pause = FIRST_PROBE_PAUSE if worked else min(2 * self._probe_pause, LAST_PROBE_PAUSE)
-        self._next_probe_ns = now_ns + self._probe_pause_ns()
-
-    # --- inside ---
-
-    @property
-    def _unit_ns(self) -> float:
-        """The contest's and the account's unit of time."""
-        return max(self._plain_ns, MIN_UNIT_NS)
-
-    @property
-    def _most_probing(self) -> int:
-        return max(1, len(self.sessions) // PROBE_SHARE)
-
-    def _probe_pause_ns(self) -> int:
-        return int(self._probe_pause * self._plain_ns / self._most_probing)
-
-    def _plan(self, now_ns: int) -> None:
-        """Decide anew, if it is time for it, whether sessions draft and which of their tokens are worth it."""
-        count, contest = self.num_sessions, self.contest
-        if (
-            self._planned_ns is not None
-            and now_ns - self._planned_ns <= PLAN_NS
-            and abs(count - self._planned_sessions) <= count / 8
-            and contest.turn == self._planned_turn
-        ):
+    def compare_texts(self, limit: int, now_ns: int) -> None:
+        """Look at the recent texts at the present load, once a window."""
+        times = self.times
+        if self._compared is not None and self._compared[0] is times and now_ns - self._compared[1] < WINDOW_NS:
             return
-        if self._plain_ns:
-            self._plain_ns = self.forecast.plain_cycle_ns(count)
-        self._choice = self._choose()
-        contest.allow(self._choice.num_tokens > 0)
-        if contest.consider(self.allowance.savings):
-            self.tally.begun[self._activity()] += 1
-        self._planned_ns, self._planned_sessions, self._planned_turn = now_ns, count, contest.turn
+        self._compared = times, now_ns
+        self._prospects, good = [], []
+        pool = TextAcceptance.pooled(self._recent).rates(_MAX_TOKENS)
+        for text in self._recent:
+            # To tell texts from each other takes less than to give one up.
+            speedups = self.speedups(text.expected_tokens(limit, pool, SURPRISE / 2.0))
+            k = max(range(1, len(speedups)), key=speedups.__getitem__)
+            self._prospects.append((speedups[k], times.round_cost(k)))
+            if speedups[k] > 1.0:
+                good.append(text)
+        self.usual = TextAcceptance.pooled(good or self._recent).rates(_MAX_TOKENS)
 
-    def _choose(self) -> Choice:
-        """The best of all numbers of drafted tokens, the likeliest first; none where speculation cannot pay."""
-        members = [member for member in self.sessions if member.limit > 0]
-        if not members:
-            return _NOTHING
-        sample = members[:: -(-len(members) // MAX_SAMPLE)]
-        survivals = [member.survival for member in sample]
-        count, weight = self.num_sessions, len(members) / len(sample)
-        hopeful = self.forecast.goodput(count, weight, hopeful=True)
-        hoped = choose(survivals, hopeful)
-        if hoped.goodput < (STAY if self._choice.num_tokens else BEGIN) * hopeful(0, 0, 0.0) or not hoped.num_tokens:
-            return _NOTHING
-        measured = self.forecast.goodput(count, weight)
-        # Whether to draft at all is not the forecast's to say.
-        return choose(survivals, lambda tokens, rounds, accepted: tokens and measured(tokens, rounds, accepted))
+    def update_trial(self, now_ns: int) -> None:
+        """Begin a trial that is due, end one that is over."""
+        times = self.times
+        if self.trial is not None:
+            measured_ns = times.plain_at_ns if self.trial is Mode.PLAIN else times.round_at_ns
+            if measured_ns > self._trial_begin_ns or now_ns > self._trial_end_ns:
+                self.trial, self._trial_end_ns = None, now_ns
+            return
+        if self._debt_ns > 0.0 or not times.is_measured or now_ns - self._trial_end_ns < TRIAL_PAUSE_NS:
+            return
+        oldest_ns = min(times.plain_at_ns, times.round_at_ns)
+        if oldest_ns and now_ns - oldest_ns < TRIAL_PAUSE_NS:
+            return
+        self.trial = Mode.PLAIN if times.plain_at_ns == oldest_ns else Mode.SPECULATIVE
+        self.stats.num_trials[self.trial] += 1
+        window_ns = max(float(WINDOW_NS), WINDOW_VERDICTS * times.round_cost(0) * times.plain_ns)
+        self._trial_begin_ns, self._trial_end_ns = now_ns, now_ns + int(TRIAL_WINDOWS * window_ns)
 
-    def _activity(self) -> Activity:
-        contest = self.contest
-        if contest.phase is not Phase.LEADING:
-            return Activity.TRIAL if contest.speculates is (contest.phase is Phase.TURN) else Activity.CHECK
-        if contest.speculates:
-            return Activity.SPECULATION
-        return Activity.PROBE if self.num_probing else Activity.PLAIN
+    def book(self, cycle_ns: int, lost_ns: float) -> None:
+        """Account for a session's cycle of ``cycle_ns``, of which a trial lost ``lost_ns``."""
+        count = max(self.num_sessions, 1)
+        self.stats.busy_s += cycle_ns / count / 1e9
+        self.stats.trial_loss_s += lost_ns / count / 1e9
+        self._debt_ns = max(0.0, self._debt_ns + (lost_ns - ALLOWED_LOSS * cycle_ns) / count)
+
+
+class SessionPace:
+    """The pace of one session: as many drafted tokens as bring most tokens per second.
+
+    A draft that proposes trees (which its first proposal shows) is asked for whole ones or none: how much each token of
+    a tree adds depends on the others. Acceptance is learned by depth then.
+    """
+
+    def __init__(self, target: TargetPacer, limit: int) -> None:
+        self.k = 0
+        self._limit = limit
+        self._target = target
+        self._acceptance = TextAcceptance()
+        self._last_ns: int | None = None
+        self._is_open = True
+        target.num_sessions += 1
+
+    def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
+        """See :class:`~gateway.pacing.pace.Pace`."""
+        limit = max(0, min(self._limit, num_remaining - 1))
+        self.k = self._choose(limit, num_remaining, now_ns) if limit else 0
+        return self.k
+
+    def num_multi_step_tokens(self, num_remaining: int, now_ns: int) -> int:
+        """See :class:`~gateway.pacing.pace.Pace`."""
+        return min(MULTI_STEP_TOKENS if self._target.times.is_measured else WINDOW_VERDICTS, num_remaining)
+
+    def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
+        """See :class:`~gateway.pacing.pace.Pace`."""
+        target, num_tokens, stats = self._target, len(verdict.token_ids), self._target.stats
+        if num_asked:
+            if self._acceptance.is_empty:
+                target.add_text(self._acceptance)
+            # Near the end of a request trees are low.
+            target.tree_depth = None if tree_depth is None else max(tree_depth, target.tree_depth or 0)
+            self._acceptance.observe(num_asked if tree_depth is None else tree_depth, verdict.num_accepted)
+        if self._limit:
+            stats.num_verdicts[Mode.SPECULATIVE if num_asked else Mode.PLAIN] += 1
+            stats.num_draft_tokens += num_asked
+        last_ns, self._last_ns = self._last_ns, now_ns
+        if last_ns is None or not num_tokens:
+            return
+        target.times.record(target.num_sessions, now_ns - last_ns, num_tokens, num_asked, now_ns)
+        if self._limit:
+            target.book(now_ns - last_ns, self._trial_loss_ns(num_tokens, num_asked))
+
+    def leave(self) -> None:
+        """See :class:`~gateway.pacing.pace.Pace`."""
+        if self._is_open:
+            self._is_open = False
+            self._target.num_sessions -= 1
+
+    def _choose(self, limit: int, num_remaining: int, now_ns: int) -> int:
+        target = self._target
+        target.update_trial(now_ns)
+        if target.trial is Mode.PLAIN or not target.times.is_measured:
+            return 0
+        is_tree = target.tree_depth is not None  # the draft keeps trees as low as the rest of the request is short
+        if target.trial is Mode.SPECULATIVE:
+            return self._limit if is_tree else limit  # fewer tokens would not show long copies
+        target.compare_texts(self._limit, now_ns)
+        speedups = self._speedups(limit)
+        best = max(range(1, len(speedups)), key=speedups.__getitem__)
+        if speedups[best] <= 1.0 or not (self.k or target.may_start(num_remaining)):
+            return 0
+        return self._limit if is_tree else best
+
+    def _speedups(self, limit: int) -> list[float]:
+        """Speed of rounds with 0, 1, … ``limit`` drafted tokens over plain decoding; of trees only whole ones count."""
+        target = self._target
+        if target.tree_depth is None:
+            return target.speedups(self._acceptance.expected_tokens(limit, target.usual))
+        depth = min(target.tree_depth, self._limit)
+        whole = self._acceptance.expected_tokens(depth, target.usual)[-1]
+        return [1.0, whole / target.times.round_cost(self._limit)]
+
+    def _trial_loss_ns(self, num_tokens: int, num_asked: int) -> float:
+        """What a cycle loses in a trial against the mode that seems faster, at the usual times."""
+        if self._target.trial is None:
+            return 0.0
+        times = self._target.times
+        cost = times.round_cost(num_asked) if num_asked else num_tokens
+        return (cost - num_tokens / max(self._speedups(self._limit))) * times.plain_ns

@@ -17,7 +17,7 @@ from gateway.backends.target import GrpcTarget
 from gateway.decoding.context import DecodingContext
 from gateway.decoding.loop import Decoding
 from gateway.decoding.request import DecodingRequest
-from gateway.pacing.controller import FixedPace
+from gateway.pacing.pace import FixedPace
 from gateway.routing import Replica, Router
 from specdec import hidden_state_buffer as state_buffer
 from specdec.engine.engine import Engine, Segment

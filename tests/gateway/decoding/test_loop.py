@@ -8,7 +8,7 @@ import pytest
 from gateway.decoding.context import DecodingContext
 from gateway.decoding.loop import Decoding
 from gateway.decoding.request import DecodingRequest
-from gateway.pacing.controller import FixedPace
+from gateway.pacing.pace import FixedPace
 from gateway.routing import Replica, Router
 from specdec.errors import DeadlineExceeded, InvalidRequest, Overloaded, StaleSession, Unavailable
 from specdec.rules import Rule

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from gateway.pacing.controller import AdaptivePace, Pace
+from gateway.pacing.pace import Pace, Pacer
 from gateway.pacing.target_pacer import TargetPacer
 from specdec.types import RoundTimings, Verdict
 from target_service.scheduler.round_coalescer import RoundCoalescer
@@ -90,7 +90,7 @@ class Simulation:
     world: World
     policy: Policy
     seed: int = 0
-    lane: TargetPacer = field(default_factory=TargetPacer)
+    pacer: Pacer = field(default_factory=TargetPacer)
     now: float = 0.0
     #: (second, tokens) of every verdict.
     log: list[tuple[float, int]] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Simulation:
     def open(self) -> Client:
         world = self.world
         tokens = self.random.randint(world.tokens // 2, world.tokens * 3 // 2)
-        client = Client(next(self.numbers), AdaptivePace(self.lane, world.k), tokens)
+        client = Client(next(self.numbers), self.pacer.session(world.k), tokens)
         client.unseen = world.prompt
         self.at(self.now + world.network, lambda: self.go_on(client))
         return client
@@ -271,7 +271,7 @@ class Simulation:
             return
         self.log.append((self.now / 1000.0, len(verdict.token_ids)))
         tree_depth = None if self.world.depth is None or not asked else min(asked, self.world.depth)
-        client.pace.record(verdict, asked, client.draft_ns if asked else 0, int(self.now * MS), tree_depth=tree_depth)
+        client.pace.record(verdict, asked, int(self.now * MS), tree_depth=tree_depth)
         if going_on:
             return
         if client.remaining > 0:

@@ -1,0 +1,83 @@
+"""The interface of pacing: how many tokens to draft for each session and round, zero included.
+
+Nothing here awaits, reads a clock or draws a random number: observations go in with their time, answers come out.
+
+Legal under every rule: an answer depends on verdicts and times of past rounds only, never on the tokens of the round
+it is for, nor on anything drawn with them.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from gateway.pacing.stats import PacingStats
+from specdec.types import Verdict
+
+#: Tokens decoded in multi-step on one request: enough that the next request comes in time, few enough that a change of
+#: mode takes effect soon.
+MULTI_STEP_TOKENS: Final = 16
+
+
+class Pace(Protocol):
+    """What a decoding loop asks and tells, one session at a time."""
+
+    @property
+    def k(self) -> int:
+        """Drafted tokens last asked for; 0: the target decodes in multi-step."""
+        ...
+
+    def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
+        """Tokens to draft for the next round, with ``num_remaining`` still to be generated; 0: decode in multi-step."""
+        ...
+
+    def num_multi_step_tokens(self, num_remaining: int, now_ns: int) -> int:
+        """Tokens to decode in multi-step before asking again, where nothing is to be drafted."""
+        ...
+
+    def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
+        """A verdict arrived.
+
+        ``num_asked``: drafted tokens that were asked for, less those that were cut off before verification; 0 for
+        multi-step tokens. ``tree_depth``: of a tree, how many of its tokens might have been accepted; None for a chain.
+        """
+        ...
+
+    def leave(self) -> None:
+        """The session is over. Idempotent."""
+        ...
+
+
+class Pacer(Protocol):
+    """Pacing of one target: makes the pace of each of its sessions."""
+
+    @property
+    def stats(self) -> PacingStats:
+        """What it did since the start."""
+        ...
+
+    def session(self, limit: int) -> Pace:
+        """The pace of a new session that drafts ``limit`` tokens a round at most."""
+        ...
+
+
+class FixedPace:
+    """As many drafted tokens as allowed, in every round."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.k = 0
+
+    def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
+        """All that the limit and the rest of the request allow."""
+        self.k = max(0, min(self._limit, num_remaining - 1))
+        return self.k
+
+    def num_multi_step_tokens(self, num_remaining: int, now_ns: int) -> int:
+        """See :class:`Pace`."""
+        return min(MULTI_STEP_TOKENS, num_remaining)
+
+    def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
+        """Do nothing: nothing is learned."""
+
+    def leave(self) -> None:
+        """Do nothing: nothing is held."""
