@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import command
-from benchmarks.pacing_report import Reasons, look
+from benchmarks.pacing_report import WindowReport, read_report
 from benchmarks.pairs import DRAFTS, TARGETS, pair
 from specdec.flags import Parser
 from specdec.params import SamplingParams
@@ -86,7 +86,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One target, one draft, so many sessions: tokens per second of both ways, in the order on, off, off, on, …"""
+    """One target, one draft, so many sessions: tokens per second of both modes, in the order on, off, off, on, …"""
 
     target: str
     draft: str
@@ -101,7 +101,7 @@ class Point:
     #: Tokens a round brought with speculation on, rounds without drafts included.
     tokens_per_round: float = 0.0
     #: What happened in each window with speculation on.
-    windows: Sequence[Reasons] = ()
+    windows: Sequence[WindowReport] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -114,9 +114,9 @@ class Point:
         return Ratio.of(self.speculative, self.plain)
 
     @property
-    def reasons(self) -> Reasons:
+    def report(self) -> WindowReport:
         """What happened in all windows with speculation on."""
-        return reduce(Reasons.plus, self.windows, Reasons())
+        return reduce(WindowReport.plus, self.windows, WindowReport())
 
     @property
     def control(self) -> Ratio:
@@ -128,7 +128,7 @@ class Point:
         learning = " ".join(f"{value / Spread.of(self.plain).median:.2f}" for value in self.learning)
         return (
             f"{self.target}, {self.draft}, {self.sessions}: {self.ratio.show()} ({self.ratio.quartiles}),"
-            f" off/off {self.control.show()}, learning {learning or '-'}\n    {self.reasons.show()}"
+            f" off/off {self.control.show()}, learning {learning or '-'}\n    {self.report.show()}"
         )
 
 
@@ -157,8 +157,8 @@ async def measure_points(
             params = SamplingParams(temperature=label.temperature, max_tokens=length, ignore_eos=True)
             return system.stream(prompt, params, rule, k)
 
-        turned = [*prompts[first:], *prompts[:first]]
-        return await hold(ask, turned, num_clients=num_clients, max_tokens=max_tokens, seconds=seconds)
+        rotated = [*prompts[first:], *prompts[:first]]
+        return await hold(ask, rotated, num_clients=num_clients, max_tokens=max_tokens, seconds=seconds)
 
     points = []
     for num_clients in sessions:
@@ -170,15 +170,15 @@ async def measure_points(
         plain: list[float] = []
         speculative: list[float] = []
         lengths: list[float] = []
-        reasons: list[Reasons] = []
-        for turn in range(2 * repeats):
-            for k in (0, label.k) if turn % 2 else (label.k, 0):
-                before = await look(system)
+        reports: list[WindowReport] = []
+        for repeat in range(2 * repeats):
+            for k in (0, label.k) if repeat % 2 else (label.k, 0):
+                before = await read_report(system)
                 held = await window(k, num_clients)
-                happened = (await look(system)).since(before)
+                happened = (await read_report(system)).since(before)
                 (speculative if k else plain).append(held.tokens_per_s)
                 if k:
-                    reasons.append(happened)
+                    reports.append(happened)
                     lengths.append(held.tokens_per_piece)
         point = replace(
             label,
@@ -187,7 +187,7 @@ async def measure_points(
             speculative=speculative,
             learning=learning,
             tokens_per_round=sum(lengths) / len(lengths),
-            windows=reasons,
+            windows=reports,
         )
         points.append(point)
         tell(point)
@@ -205,7 +205,7 @@ def show(points: Iterable[Point], title: str) -> Table:
         plain, speculative = Spread.of(point.plain).median, Spread.of(point.speculative).median
         table.add_row(
             *(point.target, point.draft, str(point.sessions), f"{plain:.0f}", f"{speculative:.0f}"),
-            *(f"{point.tokens_per_round:.2f}", f"{point.reasons.drafted_share:.0%}"),
+            *(f"{point.tokens_per_round:.2f}", f"{point.report.drafted_share:.0%}"),
             *(point.ratio.show(), point.ratio.quartiles, point.control.show()),
         )
     return table
@@ -243,7 +243,7 @@ def read_points(path: Path) -> list[Point]:
     if not path.is_file():
         return []
     points = json.loads(path.read_text())["points"]
-    return [Point(**values | {"windows": [Reasons(**each) for each in values["windows"]]}) for values in points]
+    return [Point(**values | {"windows": [WindowReport(**each) for each in values["windows"]]}) for values in points]
 
 
 def merge(old: Iterable[Point], new: Iterable[Point]) -> list[Point]:

@@ -15,12 +15,12 @@ from specdec.errors import ModelNotSupported
 
 #: Name of a draft → standard deviation of the noise on its output rows, in those of the row; None shuffles the rows.
 #: On the bundled pair, greedy: 0.81 of the tokens are right without noise, 0.48 with "fair", none with "bad".
-SPOILED: Final[Mapping[str, float | None]] = {"fair": 1.0, "bad": None}
+DEGRADED: Final[Mapping[str, float | None]] = {"fair": 1.0, "bad": None}
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _OUTPUT: Final = "lm_head.weight"
 
 
-def spoil_checkpoint(source: Path, folder: Path, noise: float | None) -> None:
+def degrade_checkpoint(source: Path, folder: Path, noise: float | None) -> None:
     """Write ``source`` to ``folder`` with an output layer of its own: rows with noise, or shuffled where it is None.
 
     Raises :class:`ModelNotSupported` for a layout without the usual names.
@@ -30,7 +30,7 @@ def spoil_checkpoint(source: Path, folder: Path, noise: float | None) -> None:
     }
     output = weights.get(_OUTPUT, weights.get(_EMBEDDING))
     if output is None:
-        raise ModelNotSupported(f"{source} cannot be spoiled: it has neither {_OUTPUT} nor {_EMBEDDING}")
+        raise ModelNotSupported(f"{source} cannot be degraded: it has neither {_OUTPUT} nor {_EMBEDDING}")
     generator = torch.Generator().manual_seed(0)
     if noise is None:
         rows = output[torch.randperm(len(output), generator=generator)]

@@ -17,15 +17,15 @@ PADDED_SIZE: Final = 200_000_000
 
 def pair(target: str, draft: str, k: int, scratch: Path, *, dtype: str = "float32") -> Deployment:
     """Services for a target of ``TARGETS`` and a draft of ``DRAFTS``; worse drafts are written under ``scratch``."""
-    from benchmarks.degraded_drafts import SPOILED, spoil_checkpoint  # noqa: PLC0415 (torch)
+    from benchmarks.degraded_drafts import DEGRADED, degrade_checkpoint  # noqa: PLC0415 (torch)
     from tandem.padding import pad_checkpoint  # noqa: PLC0415 (torch)
 
     draft_folder, target_folder = Path(find_checkpoint(DRAFT)), find_checkpoint(TARGET)
-    if draft in SPOILED:
-        spoiled = scratch / draft
-        if not spoiled.exists():
-            spoil_checkpoint(draft_folder, spoiled, SPOILED[draft])
-        draft_folder = spoiled
+    if draft in DEGRADED:
+        degraded = scratch / draft
+        if not degraded.exists():
+            degrade_checkpoint(draft_folder, degraded, DEGRADED[draft])
+        draft_folder = degraded
     if target == "padded":
         target_folder = pad_checkpoint(target_folder, PADDED_SIZE)
     choice = choose_models(target_folder, SpeculativeSettings(model=str(draft_folder), num_speculative_tokens=k))

@@ -11,6 +11,8 @@ MEMORY: Final = 3
 #: A window lasts this long and has this many verdicts of each session; shorter ones measure the machine's hiccups.
 WINDOW_NS: Final = 50_000_000
 WINDOW_VERDICTS: Final = 4
+#: Plain tokens of each session before any other is drafted at a load.
+FIRST_VERDICTS: Final = 8
 #: Share of a window's session time that one mode must take to be measured. What the other one took is subtracted at
 #: its own price; where both take more, sessions miss each other's steps, which says nothing of either mode.
 PURE: Final = 0.8
@@ -43,9 +45,14 @@ class RoundTimes:
         return bool(self._plain)
 
     @property
+    def is_certain(self) -> bool:
+        """Whether there are windows of both modes enough."""
+        return len(self._plain) == len(self._round) == MEMORY
+
+    @property
     def plain_ns(self) -> float:
         """Time of a plain token."""
-        return _typical(self._plain) if self._plain else 0.0
+        return median(self._plain) if self._plain else 0.0
 
     def round_cost(self, k: int) -> float:
         """Time of a round with ``k`` drafted tokens asked for, in plain tokens."""
@@ -55,7 +62,9 @@ class RoundTimes:
     def _round_cost(self) -> float:
         """Of a round without drafted tokens."""
         if self._round and self._plain:
-            return _typical(self._round) / _typical(self._plain)
+            # Of fewer than three rounds' windows the best counts: the first rounds of a text open its draft's session.
+            round_ns = median(self._round) if len(self._round) == MEMORY else min(self._round)
+            return round_ns / median(self._plain)
         return FIRST_ROUND if self._below is None else self._below.round_cost(0)
 
     def record(self, num_sessions: int, cycle_ns: int, num_tokens: int, num_asked: int, now_ns: int) -> None:
@@ -70,8 +79,11 @@ class RoundTimes:
             self._num_asked += num_asked
         else:
             self._num_plain += num_tokens
-        is_long = self._ns >= WINDOW_NS * num_sessions or not self.is_measured
-        if is_long and self._num_verdicts >= WINDOW_VERDICTS * num_sessions:
+        if self.is_measured:
+            is_over = self._ns >= WINDOW_NS * num_sessions and self._num_verdicts >= WINDOW_VERDICTS * num_sessions
+        else:
+            is_over = self._num_verdicts >= FIRST_VERDICTS * num_sessions
+        if is_over:
             self._close(now_ns)
 
     def _close(self, now_ns: int) -> None:
@@ -89,8 +101,3 @@ class RoundTimes:
     def _clear(self) -> None:
         self._ns = self._round_ns = 0
         self._num_verdicts = self._num_plain = self._num_rounds = self._num_asked = 0
-
-
-def _typical(windows: deque[float]) -> float:
-    """The median; of fewer than three the least: what is slow by accident is never fast by accident."""
-    return median(windows) if len(windows) == MEMORY else min(windows)

@@ -14,15 +14,15 @@ from collections import deque
 from typing import Final
 
 from gateway.pacing.pace import MULTI_STEP_TOKENS
-from gateway.pacing.round_times import WINDOW_NS, WINDOW_VERDICTS, RoundTimes
+from gateway.pacing.round_times import FIRST_VERDICTS, WINDOW_NS, WINDOW_VERDICTS, RoundTimes
 from gateway.pacing.stats import Mode, PacingStats
 from gateway.pacing.text_acceptance import SURPRISE, TextAcceptance
 from specdec.types import Verdict
 
 #: Share of the time that trials may lose: a third of the 3 % that speculation may be slower than plain decoding.
 ALLOWED_LOSS: Final = 0.01
-#: Least time between two trials: a change of mode has costs that no estimate knows.
-TRIAL_PAUSE_NS: Final = 1_000_000_000
+#: Plain tokens of a session between two trials, at least: a change of mode has costs that no estimate knows.
+TRIAL_PAUSE_TOKENS: Final = 512
 #: A trial that was not measured ends after the time of so many windows: sessions that decode many tokens on one request
 #: join late.
 TRIAL_WINDOWS: Final = 8
@@ -45,7 +45,8 @@ class TargetPacer:
         #: Acceptance rates by position that are usual in the recent texts for which speculation pays.
         self.usual: list[float] = []
         self._times: dict[int, RoundTimes] = {}
-        self._recent: deque[TextAcceptance] = deque((TextAcceptance.first(_MAX_TOKENS),), maxlen=RECENT_TEXTS)
+        self._first = TextAcceptance.first(_MAX_TOKENS)
+        self._recent = deque((self._first,), maxlen=RECENT_TEXTS)
         #: Of each recent text its best speedup, and the cost of such a round in plain tokens.
         self._prospects: list[tuple[float, float]] = []
         self._compared: tuple[RoundTimes, int] | None = None
@@ -98,8 +99,9 @@ class TargetPacer:
         self._prospects, good = [], []
         pool = TextAcceptance.pooled(self._recent).rates(_MAX_TOKENS)
         for text in self._recent:
-            # To tell texts from each other takes less than to give one up.
-            speedups = self.speedups(text.expected_tokens(limit, pool, SURPRISE / 2.0))
+            # To tell texts from each other takes less than to give one up; the first one is always itself.
+            num_deviations = 0.0 if text is self._first else SURPRISE / 2.0
+            speedups = self.speedups(text.expected_tokens(limit, pool, num_deviations))
             k = max(range(1, len(speedups)), key=speedups.__getitem__)
             self._prospects.append((speedups[k], times.round_cost(k)))
             if speedups[k] > 1.0:
@@ -114,10 +116,11 @@ class TargetPacer:
             if measured_ns > self._trial_begin_ns or now_ns > self._trial_end_ns:
                 self.trial, self._trial_end_ns = None, now_ns
             return
-        if self._debt_ns > 0.0 or not times.is_measured or now_ns - self._trial_end_ns < TRIAL_PAUSE_NS:
+        pause_ns = TRIAL_PAUSE_TOKENS * times.plain_ns if times.is_certain else 0.0
+        if self._debt_ns > 0.0 or not times.is_measured or now_ns - self._trial_end_ns < pause_ns:
             return
         oldest_ns = min(times.plain_at_ns, times.round_at_ns)
-        if oldest_ns and now_ns - oldest_ns < TRIAL_PAUSE_NS:
+        if oldest_ns and now_ns - oldest_ns < pause_ns:
             return
         self.trial = Mode.PLAIN if times.plain_at_ns == oldest_ns else Mode.SPECULATIVE
         self.stats.num_trials[self.trial] += 1
@@ -145,6 +148,8 @@ class SessionPace:
         self._target = target
         self._acceptance = TextAcceptance()
         self._last_ns: int | None = None
+        #: Plain tokens since the last round.
+        self._num_plain = 0
         self._is_open = True
         target.num_sessions += 1
 
@@ -156,11 +161,12 @@ class SessionPace:
 
     def num_multi_step_tokens(self, num_remaining: int, now_ns: int) -> int:
         """See :class:`~gateway.pacing.pace.Pace`."""
-        return min(MULTI_STEP_TOKENS if self._target.times.is_measured else WINDOW_VERDICTS, num_remaining)
+        return min(MULTI_STEP_TOKENS if self._target.times.is_measured else FIRST_VERDICTS, num_remaining)
 
     def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
         target, num_tokens, stats = self._target, len(verdict.token_ids), self._target.stats
+        self._num_plain = 0 if num_asked else self._num_plain + num_tokens
         if num_asked:
             if self._acceptance.is_empty:
                 target.add_text(self._acceptance)
@@ -190,6 +196,8 @@ class SessionPace:
             return 0
         is_tree = target.tree_depth is not None  # the draft keeps trees as low as the rest of the request is short
         if target.trial is Mode.SPECULATIVE:
+            if self._num_plain > MULTI_STEP_TOKENS:
+                self._acceptance = TextAcceptance()  # the text has moved on: its bad beginning counts no more
             return self._limit if is_tree else limit  # fewer tokens would not show long copies
         target.compare_texts(self._limit, now_ns)
         speedups = self._speedups(limit)

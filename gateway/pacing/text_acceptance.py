@@ -82,7 +82,7 @@ class TextAcceptance:
         for tried, accepted, rate in zip(self._tried, self._accepted, usual, strict=False):
             excess += accepted - tried * rate
             variance += tried * rate * (1.0 - rate)
-        return excess * excess <= num_deviations**2 * variance
+        return excess * excess < num_deviations**2 * variance or not self._tried
 
     def expected_tokens(self, num_tokens: int, usual: Sequence[float], num_deviations: float = SURPRISE) -> list[float]:
         """Tokens that a round of 0, 1, … ``num_tokens`` drafted tokens is expected to commit: 1 + the sum of their

@@ -15,9 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import command, concurrency
 from benchmarks.concurrency import Point, Ratio, draw, measure_points, merge, read_points, show
-from benchmarks.pacing_report import Reasons, counted
-from gateway.pacing.stats import Activity, PacingStatsCollector
-from gateway.pacing.target_pacer import TargetPacer
+from benchmarks.pacing_report import WindowReport, counted
+from gateway.pacing.stats import Mode, PacingStats, PacingStatsCollector
 from specdec.errors import InvalidRequest
 from specdec.params import SamplingParams
 from specdec.rules import Rule
@@ -68,7 +67,7 @@ def point(draft: str = "good", sessions: int = 1, speculative: float = 20.0) -> 
         "plain": [10.0, 10.0],
         "speculative": [speculative, speculative],
         "learning": [speculative],
-        "windows": [Reasons(rounds=1.0)],
+        "windows": [WindowReport(rounds=1.0)],
     }
     return replace(LABEL, draft=draft, sessions=sessions, **pairs)
 
@@ -88,23 +87,21 @@ def test_the_control_pairs_windows_next_to_each_other() -> None:
     assert measured.ratio.spread.median == pytest.approx(1.25)
 
 
-def test_reasons_are_told_by_the_metrics_of_a_gateway() -> None:
-    lane = TargetPacer()
-    lane.tally.num_rounds, lane.tally.num_plain, lane.tally.num_draft_tokens = 30, 10, 60
-    lane.tally.begun[Activity.TRIAL] = 2
-    lane.tally.lost_ns[Activity.TRIAL] = 3e9
-    lane.tally.spent_ns[Activity.SPECULATION] = 6e9
+def test_a_report_is_read_from_the_metrics_of_a_gateway() -> None:
+    stats = PacingStats(num_draft_tokens=60, trial_loss_s=0.5)
+    stats.num_verdicts.update({Mode.SPECULATIVE: 30, Mode.PLAIN: 10})
+    stats.num_trials[Mode.SPECULATIVE] = 2
     registry = CollectorRegistry()
-    registry.register(PacingStatsCollector(lambda: {"target": lane}))
+    registry.register(PacingStatsCollector(lambda: {"target": stats}))
     text = generate_latest(registry).decode()
-    before = Reasons(rounds=10.0, trials=1.0, wall_s=1.0)
-    found = Reasons(wall_s=3.0, draft_s=1.0, **counted(text_string_to_metric_families(text)))
-    reasons = found.since(before)
-    assert (reasons.rounds, reasons.plain, reasons.trials, reasons.lost_s) == (20, 10, 1, 3)
-    assert reasons.drafted_share == pytest.approx(2 / 3)
-    assert reasons.plus(reasons).mean_k == pytest.approx(3.0)
-    assert "67% of rounds drafted, k 3.0; 0 probes, 1 trials, 0 checks lost 50.0%" in reasons.show()
-    assert "draft 50% busy" in reasons.show()
+    before = WindowReport(rounds=10.0, speculative_trials=1.0, wall_s=1.0)
+    found = WindowReport(wall_s=3.0, draft_s=1.0, **counted(text_string_to_metric_families(text)))
+    report = found.since(before)
+    assert (report.rounds, report.plain, report.speculative_trials, report.lost_s) == (20, 10, 1, 0.5)
+    assert report.drafted_share == pytest.approx(2 / 3)
+    assert report.plus(report).mean_k == pytest.approx(3.0)
+    assert "67% of rounds drafted, k 3.0; 1 trials of speculation, 0 of plain decoding lost 25.0%" in report.show()
+    assert "draft 50% busy" in report.show()
 
 
 def test_a_newer_point_takes_the_place_of_an_older_one(tmp_path: Path) -> None:

@@ -8,25 +8,25 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.degraded_drafts import SPOILED, spoil_checkpoint
+from benchmarks.degraded_drafts import DEGRADED, degrade_checkpoint
 from specdec.errors import ModelNotSupported
 from tandem.checkpoints import DRAFT, MODELS
 
 TOKENS = torch.tensor([[5, 9, 200, 31, 7, 8]])
 
 
-@pytest.mark.parametrize("name", SPOILED)
+@pytest.mark.parametrize("name", DEGRADED)
 def test_hidden_states_stay_and_tokens_go(name: str, tmp_path: Path) -> None:
-    spoil_checkpoint(MODELS / DRAFT, tmp_path / name, SPOILED[name])
+    degrade_checkpoint(MODELS / DRAFT, tmp_path / name, DEGRADED[name])
     good = AutoModelForCausalLM.from_pretrained(MODELS / DRAFT)
-    spoiled = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+    degraded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
     assert (tmp_path / name / "tokenizer.json").is_file()
     with torch.inference_mode():
-        ours, theirs = good(TOKENS, output_hidden_states=True), spoiled(TOKENS, output_hidden_states=True)
+        ours, theirs = good(TOKENS, output_hidden_states=True), degraded(TOKENS, output_hidden_states=True)
     torch.testing.assert_close(ours.hidden_states[-1], theirs.hidden_states[-1])
     same = (ours.logits.argmax(-1) == theirs.logits.argmax(-1)).float().mean()
     rows = (ours.logits.sort().values - theirs.logits.sort().values).abs().max()
-    if SPOILED[name] is None:
+    if DEGRADED[name] is None:
         assert same == 0
         assert rows < 1e-3, "shuffled rows give the same logits in another order"
     else:
@@ -38,4 +38,4 @@ def test_other_layouts_are_refused(tmp_path: Path) -> None:
     shutil.copyfile(MODELS / DRAFT / "config.json", tmp_path / "source" / "config.json")
     save_file({"transformer.wte.weight": torch.zeros(4, 2)}, tmp_path / "source" / "model.safetensors")
     with pytest.raises(ModelNotSupported, match="neither"):
-        spoil_checkpoint(tmp_path / "source", tmp_path / "out", None)
+        degrade_checkpoint(tmp_path / "source", tmp_path / "out", None)

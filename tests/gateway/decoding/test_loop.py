@@ -9,6 +9,7 @@ from gateway.decoding.context import DecodingContext
 from gateway.decoding.loop import Decoding
 from gateway.decoding.request import DecodingRequest
 from gateway.pacing.pace import FixedPace
+from gateway.pacing.target_pacer import TargetPacer
 from gateway.routing import Replica, Router
 from specdec.errors import DeadlineExceeded, InvalidRequest, Overloaded, StaleSession, Unavailable
 from specdec.rules import Rule
@@ -272,7 +273,7 @@ class ScriptedPace(FixedPace):
     def num_multi_step_tokens(self, num_remaining, now_ns):
         return min(1 + int(share("ahead", self.seed, self.calls) * 24), num_remaining)
 
-    def record(self, verdict, num_asked, draft_ns, now_ns, *, tree_depth=None):
+    def record(self, verdict, num_asked, now_ns, *, tree_depth=None):
         assert num_asked >= verdict.num_draft_tokens
         self.asked.append(num_asked)
 
@@ -325,14 +326,21 @@ async def test_no_draft_session_is_opened_while_none_is_wanted():
     assert run_.metrics.num_draft_tokens == 0
 
 
-async def test_adaptive_sessions_leave_their_lane():
+async def test_adaptive_sessions_leave_their_target():
+    pacers = []
+
+    def make_pacer():
+        pacers.append(TargetPacer())
+        return pacers[0]
+
     target, draft = FakeTarget(latency_s=0.0002), FakeDraft(quality=0.9)
-    context = context_of([target], [draft], fixed_draft_length=False)
+    router = context_of([target], [draft]).router
+    context = DecodingContext(router, make_pacer=make_pacer)
     request = request_of(4, max_tokens=60)
     outs = await asyncio.gather(*(run(context, request) for _ in range(6)))
     assert all(out == reference(PROMPT, request.params) for out, _ in outs)
-    (lane,) = context.pacers.values()
-    assert (lane.num_members, lane.num_in_rounds, lane.num_probing, len(lane.sessions)) == (0, 0, 0, 0)
+    (pacer,) = pacers
+    assert pacer.num_sessions == 0
     assert_all_closed(target, draft)
 
 

@@ -36,15 +36,13 @@ class World:
     #: Work of the gateway for a round and for a token decoded in multi-step; one thing at a time.
     round_work: float = 0.15
     plain_work: float = 0.05
-    #: Share of the rounds whose proposal was offered before the verdict.
+    #: Share of the rounds whose proposal arrived before the verdict.
     hits: float = 0.0
     #: Whether drafting takes its time from the target's (one machine).
     shared: bool = False
     noise: float = 0.05
     #: One step in so many takes ten times as long.
     outlier_every: int = 400
-    #: Whether steps wait for rounds that are about to come.
-    gathers: bool = True
     tokens: int = 128
     prompt: int = 32
     k: int = 4
@@ -75,12 +73,12 @@ class Client:
     pace: Pace
     remaining: int
     k: int = 0
-    ahead: int = 0
+    #: Tokens that the target still decodes by itself.
+    multi_step: int = 0
     chunk: int = 1
     #: When the draft session is open; None: not asked for.
     open_at: float | None = None
     unseen: int = 0
-    draft_ns: int = 0
     asked_at: float = 0.0
     closed: bool = False
 
@@ -98,7 +96,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.gathering = RoundCoalescer()
+        self.coalescer = RoundCoalescer()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = count()
         self.ready: list[Client] = []
@@ -136,7 +134,7 @@ class Simulation:
         tokens = self.random.randint(world.tokens // 2, world.tokens * 3 // 2)
         client = Client(next(self.numbers), self.pacer.session(world.k), tokens)
         client.unseen = world.prompt
-        self.at(self.now + world.network, lambda: self.go_on(client))
+        self.at(self.now + world.network, lambda: self.start_next(client))
         return client
 
     def close(self, client: Client) -> None:
@@ -146,12 +144,12 @@ class Simulation:
             self.ready.remove(client)
 
     def work(self, cost: float) -> float:
-        """The gateway is one thread: when it is done with this."""
+        """The time at which the gateway, one thread, is done with this."""
         self.gateway_free = max(self.gateway_free, self.now) + cost
         return self.gateway_free
 
-    def go_on(self, client: Client) -> None:
-        """The gateway decides what comes next."""
+    def start_next(self, client: Client) -> None:
+        """Let the gateway decide what comes next."""
         if client.closed:
             return
         world = self.world
@@ -167,15 +165,14 @@ class Simulation:
             client.unseen = 0
             wait = 0.0 if hit else draft + 3 * world.network
             done = self.work(world.round_work) + wait
-            client.draft_ns = int(draft * MS)
             self.at(done, lambda: self.arrive(client))
             return
         if k:
-            client.ahead, client.chunk = min(client.chunk, client.remaining), min(2 * client.chunk, 16)
+            client.multi_step, client.chunk = min(client.chunk, client.remaining), min(2 * client.chunk, 16)
             client.k = 0
         else:
             now_ns = int(self.now * MS)
-            client.ahead = (
+            client.multi_step = (
                 client.remaining
                 if self.policy is plain
                 else client.pace.num_multi_step_tokens(client.remaining, now_ns)
@@ -192,19 +189,18 @@ class Simulation:
     def arrive(self, client: Client) -> None:
         if not client.closed:
             client.asked_at = self.now
-            self.gathering.came(client, int(self.now * MS))
+            self.coalescer.came(client, int(self.now * MS))
             self.ready.append(client)
             self.step()
 
     def step(self) -> None:
         if self.running or not self.ready:
             return
-        if self.world.gathers:
-            rows, now_ns = sum(client.k + 1 for client in self.ready), int(self.now * MS)
-            until_ns = self.gathering.wait_until(rows, len(self.ready), now_ns, self.step_ns)
-            if until_ns > now_ns:
-                self.at((until_ns + 1000) / MS, self.step)
-                return
+        rows, now_ns = sum(client.k + 1 for client in self.ready), int(self.now * MS)
+        until_ns = self.coalescer.wait_until(rows, len(self.ready), now_ns, self.step_ns)
+        if until_ns > now_ns:
+            self.at((until_ns + 1000) / MS, self.step)
+            return
         self.running = True
         batch, self.ready = self.ready, []
         rows = sum(client.k + 1 for client in batch)
@@ -222,13 +218,13 @@ class Simulation:
             batch_context=100 * len(batch),
         )
         begun = self.now
-        self.at(self.now + cost, lambda: self.settle(batch, timings, begun))
+        self.at(self.now + cost, lambda: self.finish_step(batch, timings, begun))
 
     def step_ns(self, rows: int, sessions: int) -> float:
         """What the target has learned of its steps, taken for exact here."""
         return self.world.step(rows, sessions) * MS
 
-    def settle(self, batch: list[Client], timings: RoundTimings, begun: float) -> None:
+    def finish_step(self, batch: list[Client], timings: RoundTimings, begun: float) -> None:
         self.running = False
         for client in batch:
             if not client.closed:
@@ -245,37 +241,37 @@ class Simulation:
         client.remaining -= tokens
         queue_ns = int((begun - client.asked_at) * MS)
         verdict = Verdict(1, 1, (1,) * tokens, accepted, client.k, timings=replace(timings, queue_ns=max(queue_ns, 0)))
-        asked, going_on = client.k, False
+        asked, continues = client.k, False
         if asked and client.remaining:
-            self.gathering.left(client, asked + 1, int(self.now * MS))
+            self.coalescer.left(client, asked + 1, int(self.now * MS))
         if not asked:
-            client.ahead -= 1
+            client.multi_step -= 1
             client.unseen += 1
-            going_on = client.ahead > 0 and client.remaining > 0
-            if client.ahead == LOW_WATER and client.remaining > LOW_WATER:
+            continues = client.multi_step > 0 and client.remaining > 0
+            if client.multi_step == LOW_WATER and client.remaining > LOW_WATER:
                 # More is asked for before it is needed.
                 now_ns = int(self.now * MS)
                 k = self.policy(client.pace, client.remaining, now_ns)
                 if not k:
-                    client.ahead += client.pace.num_multi_step_tokens(client.remaining - LOW_WATER, now_ns)
+                    client.multi_step += client.pace.num_multi_step_tokens(client.remaining - LOW_WATER, now_ns)
                 elif client.open_at is None:
                     self.open_draft(client)
-        if going_on:
+        if continues:
             client.asked_at = self.now
             self.ready.append(client)
         done = max(self.work(self.world.plain_work), self.now) + self.world.network
-        self.at(done, lambda: self.take_in(client, verdict, asked, going_on))
+        self.at(done, lambda: self.ingest(client, verdict, asked, continues))
 
-    def take_in(self, client: Client, verdict: Verdict, asked: int, going_on: bool) -> None:
+    def ingest(self, client: Client, verdict: Verdict, asked: int, continues: bool) -> None:
         if client.closed:
             return
         self.log.append((self.now / 1000.0, len(verdict.token_ids)))
         tree_depth = None if self.world.depth is None or not asked else min(asked, self.world.depth)
         client.pace.record(verdict, asked, int(self.now * MS), tree_depth=tree_depth)
-        if going_on:
+        if continues:
             return
         if client.remaining > 0:
-            self.go_on(client)
+            self.start_next(client)
             return
         self.close(client)
         self.clients[self.clients.index(client)] = self.open()

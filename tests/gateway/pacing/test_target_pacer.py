@@ -1,0 +1,267 @@
+"""Pacing against simulated targets whose true costs are known: never slower, and a gain where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gateway.pacing.pace import FixedPace
+from gateway.pacing.stats import Mode
+from gateway.pacing.target_pacer import TargetPacer
+from specdec.types import RoundTimings, Verdict
+from tests.gateway.pacing.simulation import Simulation, World, adaptive, fixed, plain
+
+MS = 1_000_000
+
+
+def small(rows: float, sessions: float) -> float:
+    """A small model on a CPU: every row and every session costs something."""
+    return 1.6 + 0.10 * rows + 0.12 * sessions
+
+
+def large(rows: float, sessions: float) -> float:
+    """A large model on a CPU: the weights are read once for up to eight rows, then it is compute-bound."""
+    return 28.0 + 0.2 * rows + 0.3 * sessions + 1.8 * max(0.0, rows - 8)
+
+
+def accelerator(rows: float, sessions: float) -> float:
+    """Rows cost next to nothing."""
+    return 12.0 + 0.02 * rows + 0.05 * sessions
+
+
+STEPS = {"small": (small, 0.12, True), "large": (large, 0.12, True), "accelerator": (accelerator, 0.5, False)}
+
+
+def world(kind: str, rate: float, sessions: int, **changes) -> World:
+    step, draft, shared = STEPS[kind]
+    of = World(
+        step=step, draft=draft, shared=shared, tokens=64, prompt=16,
+        acceptance=lambda *_: rate, load=lambda _: sessions,
+    )  # fmt: skip
+    return replace(of, **changes)
+
+
+def throughput(policy, of, num_steps=0):
+    """Tokens per second over the time of so many plain steps, by default 3000 of one session and fewer of many, after
+    half of that to learn.
+    """
+    simulation, sessions = Simulation(of, policy), of.load(0.0)
+    step_s = of.step(sessions, sessions) / 1000.0
+    num_steps = num_steps or max(4000 // sessions, 1200 if sessions <= 8 else 400)
+    simulation.run(num_steps * step_s / 2.0)
+    return simulation.run(num_steps * step_s)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "sessions"),
+    [("small", 0.0, 1), ("small", 0.0, 8), ("small", 0.4, 8), ("small", 0.6, 8),
+     ("large", 0.0, 1), ("large", 0.4, 8), ("large", 0.4, 32), ("accelerator", 0.0, 2), ("accelerator", 0.0, 32)],
+)  # fmt: skip
+def test_never_slower_than_plain_decoding(kind, rate, sessions):
+    of = world(kind, rate, sessions)
+    # Half a minute holds 0.97; this short a time has one trial more or less.
+    assert throughput(adaptive, of) >= 0.95 * throughput(plain, of)
+
+
+def test_a_fixed_length_would_be_slower():
+    """The twin that must fail: without pacing a bad draft costs what it costs."""
+    of = world("small", 0.0, 8)
+    assert throughput(fixed(4), of) < 0.7 * throughput(plain, of)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "sessions"),
+    [("small", 0.8, 1), ("small", 0.95, 2), ("large", 0.5, 1), ("large", 0.8, 2), ("large", 0.95, 8),
+     ("accelerator", 0.8, 8)],
+)  # fmt: skip
+def test_nearly_as_fast_as_the_best_fixed_length(kind, rate, sessions):
+    of = world(kind, rate, sessions)
+    best = max(throughput(fixed(k), of) for k in (2, 4))
+    assert best > 1.1 * throughput(plain, of)
+    assert throughput(adaptive, of) > 0.88 * best
+
+
+def sequence(acceptance, sessions=1, k=16):
+    """A small target, requests of 128 tokens; ``acceptance`` by time in seconds and number of the request."""
+    return world("small", 0.0, sessions, acceptance=acceptance, k=k, tokens=128)
+
+
+@pytest.mark.parametrize("sessions", [1, 8])
+def test_copies_of_many_tokens_gain_at_every_load(sessions):
+    of = sequence(lambda *_: 0.95, sessions)
+    best = throughput(fixed(16), of)
+    assert best > 1.1 * throughput(plain, of)
+    assert throughput(adaptive, of) > 0.82 * best
+
+
+def test_one_odd_request_is_forgotten_at_once():
+    """The first request accepts nothing; all others are as fast as without it."""
+    odd, even = (
+        Simulation(sequence(lambda _, number, first=first: 0.78 if number else first, k=4), adaptive)
+        for first in (0.0, 0.78)
+    )
+    for simulation in (odd, even):
+        while not simulation.clients or not simulation.clients[0].number:
+            simulation.run(0.05)
+    assert odd.run(1.0) > 0.95 * even.run(1.0)
+
+
+def test_easy_and_hard_texts_at_the_same_time_draft_apart():
+    of = sequence(lambda _, number: 0.95 if number % 2 else 0.1)
+    assert throughput(adaptive, of, 9000) > 1.2 * throughput(plain, of, 9000)
+    assert throughput(fixed(16), of) < 0.6 * throughput(plain, of)
+
+
+def test_easy_after_hard_and_hard_after_easy():
+    """Three seconds of each: what was learned in one does not spoil the other."""
+    of = sequence(lambda now_s, _: 0.95 if int(now_s / 3.0) % 2 else 0.1)
+    simulation, reference = Simulation(of, adaptive), Simulation(of, plain)
+    speeds = [simulation.run(3.0) / reference.run(3.0) for _ in range(8)]
+    assert min(speeds[2::2]) > 0.9  # hard
+    assert sum(speeds[1::2]) > 1.3 * 4  # easy
+
+
+def test_pauses_between_requests_do_not_start_the_search_anew():
+    of = world("large", 0.9, 4, load=lambda now_s: 0 if now_s % 2.0 > 1.0 else 4)
+    simulation, reference = Simulation(of, adaptive), Simulation(of, plain)
+    simulation.run(6.0), reference.run(6.0)
+    assert simulation.run(8.0) > 1.1 * reference.run(8.0)
+
+
+def test_another_process_that_slows_everything_down():
+    """Every other two seconds a step takes twice as long: what was measured before does not mislead."""
+    slow = {"now": 1.0}
+    of = world("small", 0.8, 1, step=lambda rows, sessions: slow["now"] * small(rows, sessions))
+    simulation, reference = Simulation(of, adaptive), Simulation(of, plain)
+    speed = base = 0.0
+    for second in range(10):
+        slow["now"] = 1.0 + second % 4 // 2
+        speed, base = speed + simulation.run(1.0), base + reference.run(1.0)
+    assert speed > 1.25 * base
+
+
+def test_more_sessions_than_pay_off_turn_speculation_off_and_on_again():
+    of = world("large", 0.8, 1, load=lambda now_s: 32 if 5.0 <= now_s < 20.0 else 1)
+    simulation = Simulation(of, adaptive)
+
+    def mean_k(seconds):
+        begun = len(simulation.ks)
+        simulation.run(seconds)
+        ks = [k for _, k in simulation.ks[begun:]]
+        return sum(ks) / len(ks)
+
+    assert mean_k(5.0) > 2.0
+    simulation.run(7.0)
+    assert mean_k(7.0) < 0.7
+    assert mean_k(3.0) > 2.0
+
+
+def test_the_first_request_of_a_fresh_server_speculates():
+    """Times are known after four tokens, and the guess for a new text is that of a good draft."""
+    simulation = Simulation(world("small", 0.8, 1), adaptive)
+    simulation.run(0.1)
+    assert any(k > 0 for _, k in simulation.ks)
+    assert simulation.clients[0].number == 0
+
+
+def test_a_draft_that_gets_better_is_found():
+    of = world("large", 0.0, 1, acceptance=lambda now_s, _: 0.0 if now_s < 10.0 else 0.9, tokens=2000)
+    simulation = Simulation(of, adaptive)
+    simulation.run(9.0)
+    before = simulation.run(1.0)
+    simulation.run(20.0)
+    assert simulation.run(5.0) > 2.0 * before
+
+
+def test_trials_of_a_bad_draft_are_rare():
+    simulation = Simulation(world("large", 0.0, 4), adaptive)
+    simulation.run(10.0)
+    begun = len(simulation.ks)
+    tokens = simulation.run(20.0) * 20.0
+    assert 0 < sum(k for _, k in simulation.ks[begun:]) < 0.1 * tokens
+    stats = simulation.pacer.stats
+    assert stats.num_trials[Mode.SPECULATIVE] > 0
+    assert stats.trial_loss_s < 0.02 * stats.busy_s
+
+
+def verdict(num_accepted=0, num_draft_tokens=0, token_id=1):
+    timings = RoundTimings(forward_ns=10 * MS, batch_sessions=1, batch_rows=num_draft_tokens + 1)
+    return Verdict(1, 1, (token_id,) * (num_accepted + 1), num_accepted, num_draft_tokens, timings=timings)
+
+
+def test_the_ceiling_and_the_rest_of_the_request_are_obeyed():
+    for limit in (0, 1, 3):
+        pace, now = TargetPacer().session(limit), 0
+        for _ in range(50):
+            now += 10 * MS
+            k = pace.num_draft_tokens(1000, now)
+            assert 0 <= k <= limit
+            pace.record(verdict(k, k), k, now)
+        assert pace.num_draft_tokens(2, now) <= 1
+        assert pace.num_draft_tokens(1, now) == 0
+        assert pace.num_multi_step_tokens(3, now) == 3
+
+
+def test_a_session_leaves_nothing_behind():
+    pacer = TargetPacer()
+    pace = pacer.session(4)
+    pace.record(verdict(), 0, 10 * MS)
+    assert pacer.num_sessions == 1
+    pace.leave()
+    pace.leave()
+    assert pacer.num_sessions == 0
+
+
+def test_a_session_that_may_not_draft_is_measured_but_not_counted():
+    pacer = TargetPacer()
+    pace = pacer.session(0)
+    for step in range(50):
+        assert pace.num_draft_tokens(1000, step * 10 * MS) == 0
+        pace.record(verdict(), 0, step * 10 * MS)
+    assert pacer.times.plain_ns == pytest.approx(10 * MS)
+    assert (pacer.stats.num_verdicts[Mode.PLAIN], pacer.stats.busy_s) == (0, 0.0)
+
+
+def test_answers_depend_on_what_was_counted_alone():
+    """Two sessions with the same counts and times but other tokens get the same lengths, always."""
+
+    def lengths(token_id):
+        pace, now, result = TargetPacer().session(4), 0, []
+        for step in range(200):
+            k = pace.num_draft_tokens(1000, now)
+            result.append(k)
+            accepted = min(k, step * 7 % 5)
+            now += (10 + k) * MS
+            pace.record(verdict(accepted, k, token_id), k, now)
+        return result
+
+    assert lengths(1) == lengths(2)
+    assert len(set(lengths(1))) > 1
+
+
+def test_a_fixed_pace_asks_for_all_that_is_allowed():
+    pace = FixedPace(4)
+    assert [pace.num_draft_tokens(remaining, 0) for remaining in (100, 5, 4, 2, 1)] == [4, 4, 3, 1, 0]
+    pace.record(verdict(), 4, 0)
+    pace.leave()
+    assert pace.num_draft_tokens(100, 0) == 4
+
+
+@pytest.mark.parametrize(("kind", "rate", "sessions"), [("small", 0.0, 8), ("large", 0.5, 8), ("accelerator", 0.0, 1)])
+def test_trees_are_never_slower_either(kind, rate, sessions):
+    of = world(kind, rate, sessions, k=12, depth=4)
+    assert throughput(adaptive, of) >= 0.95 * throughput(plain, of)
+
+
+@pytest.mark.parametrize(("kind", "sessions"), [("large", 1), ("accelerator", 8)])
+def test_trees_are_drafted_whole_where_they_pay(kind, sessions):
+    of = world(kind, 0.85, sessions, k=12, depth=4)
+    whole = throughput(fixed(12), of)
+    assert whole > 1.2 * throughput(plain, of)
+    simulation = Simulation(of, adaptive)
+    simulation.run(3.0)
+    begun = len(simulation.ks)
+    assert simulation.run(6.0) > 0.9 * whole
+    lengths = [k for _, k in simulation.ks[begun:] if k]
+    assert lengths.count(12) > 0.95 * len(lengths)
