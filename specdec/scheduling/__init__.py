@@ -1,1 +1,1 @@
-"""How many tokens to draft and to verify: acceptance, costs, and the choice that brings most tokens per second."""
+"""What services share to schedule work: admission, and what a step costs."""
