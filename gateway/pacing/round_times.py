@@ -11,8 +11,6 @@ MEMORY: Final = 3
 #: A window lasts this long and has this many verdicts of each session; shorter ones measure the machine's hiccups.
 WINDOW_NS: Final = 50_000_000
 WINDOW_VERDICTS: Final = 4
-#: Plain tokens of each session before any other is drafted at a load.
-FIRST_VERDICTS: Final = 8
 #: Share of a window's session time that one mode must take to be measured. What the other one took is subtracted at
 #: its own price; where both take more, sessions miss each other's steps, which says nothing of either mode.
 PURE: Final = 0.8
@@ -82,7 +80,7 @@ class RoundTimes:
         if self.is_measured:
             is_over = self._ns >= WINDOW_NS * num_sessions and self._num_verdicts >= WINDOW_VERDICTS * num_sessions
         else:
-            is_over = self._num_verdicts >= FIRST_VERDICTS * num_sessions
+            is_over = self._num_verdicts >= 2 * WINDOW_VERDICTS * num_sessions
         if is_over:
             self._close(now_ns)
 

@@ -14,7 +14,7 @@ from collections import deque
 from typing import Final
 
 from gateway.pacing.pace import MULTI_STEP_TOKENS
-from gateway.pacing.round_times import FIRST_VERDICTS, WINDOW_NS, WINDOW_VERDICTS, RoundTimes
+from gateway.pacing.round_times import WINDOW_NS, WINDOW_VERDICTS, RoundTimes
 from gateway.pacing.stats import Mode, PacingStats
 from gateway.pacing.text_acceptance import SURPRISE, TextAcceptance
 from specdec.types import Verdict
@@ -161,7 +161,7 @@ class SessionPace:
 
     def num_multi_step_tokens(self, num_remaining: int, now_ns: int) -> int:
         """See :class:`~gateway.pacing.pace.Pace`."""
-        return min(MULTI_STEP_TOKENS if self._target.times.is_measured else FIRST_VERDICTS, num_remaining)
+        return min(MULTI_STEP_TOKENS if self._target.times.is_measured else 2 * WINDOW_VERDICTS, num_remaining)
 
     def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
