@@ -60,7 +60,7 @@ def throughput(policy, of, num_steps=0):
 )  # fmt: skip
 def test_never_slower_than_plain_decoding(kind, rate, sessions):
     of = world(kind, rate, sessions)
-    # Half a minute holds 0.97; this short a time has one trial more or less.
+    # One trial more or less in so short a time: 0.02.
     assert throughput(adaptive, of) >= 0.95 * throughput(plain, of)
 
 
@@ -178,7 +178,7 @@ def test_trials_of_a_bad_draft_are_rare():
     simulation = Simulation(world("large", 0.0, 4), adaptive)
     simulation.run(10.0)
     begun = len(simulation.ks)
-    tokens = simulation.run(20.0) * 20.0
+    tokens = simulation.run(40.0) * 40.0
     assert 0 < sum(k for _, k in simulation.ks[begun:]) < 0.1 * tokens
     stats = simulation.pacer.stats
     assert stats.num_trials[Mode.SPECULATIVE] > 0
