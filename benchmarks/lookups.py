@@ -61,7 +61,7 @@ class LookupResult:
     drafted_per_round: float
     #: Share of the drafted tokens.
     accepted: float
-    #: Median time of a round: taking in what was committed, and looking up.
+    #: Median time of a round: ingesting what was committed, and looking up.
     round_us: float
 
     def speed(self, token_cost: float) -> float:

@@ -25,7 +25,7 @@ from tandem.bench.limits import quantile
 from target_service.rounds import Round
 from target_service.verifier import Verifier
 
-#: Rows of the pass that shows how fast prompts are taken in.
+#: Rows of the pass that shows how fast prompts are ingested.
 PREFILL_ROWS: Final = 512
 _WARM_UPS: Final = 3
 _CHUNK: Final = 512
@@ -110,7 +110,7 @@ def time_pass(engine: Engine, sequences: Sequence[KVSequence], num_rows: int, nu
 
 
 def time_drafting(engine: Engine, rule: Rule, *, temperature: float, k: int, repeats: int) -> float:
-    """Median seconds a drafted token takes in a chain of k tokens, its transfer to the host included."""
+    """Median seconds a drafted token takes within a chain of k tokens, its transfer to the host included."""
     state = _state(engine, temperature)
     with _opened(engine, 1, len(state) - 1, len(state) + k) as (sequence,):
         length = sequence.length

@@ -3,7 +3,7 @@
 ``python -m benchmarks.prefill`` keeps a number of sessions decoding (plainly, and with drafts), and alternately leaves
 them alone and sends long prompts one after the other. It prints percentiles of the inter-token latency and the longest
 wait for a piece of text, beside the time of one full step: a forward pass over as many rows as the budget
-(``max_num_batched_tokens``) allows. Prompts are taken in by chunks, so no wait should exceed what it is without them by
+(``max_num_batched_tokens``) allows. Prompts are ingested in chunks, so no wait should exceed what it is without them by
 more than one such step.
 """
 
@@ -88,7 +88,7 @@ class Finding:
     sessions: int
     k: int
     prompt_tokens: int
-    #: Long prompts taken in, and their time to the first token.
+    #: Long prompts ingested, and their time to the first token.
     num_long: int
     ttft_ms: float
     #: A step over the whole budget, median.
@@ -106,7 +106,7 @@ class Finding:
 async def decoding(
     system: System, prompts: Sequence[Tokens], params: SamplingParams, k: int
 ) -> AsyncIterator[list[Log]]:
-    """Sessions that decode until the end of the block, each begun anew where its answer ends; all answers' logs.
+    """Sessions that decode until the end of the block, each started again where its answer ends; all answers' logs.
 
     Raises what a session raises.
     """

@@ -3,7 +3,7 @@
 Times are in target steps. Each of a round's four hops (draft to gateway, gateway to target, and back) takes a quarter
 of d, verification takes ``verify``, and a draft step c for one branch and c · ``slope`` more for each further one of
 its batch. The draft drafts k tokens after each assumed verdict; where the verdict turns out to be none of those, it
-drops what it is at within one step and starts anew. What is drafted ahead, and in which order, is the policy:
+drops what it is at within one step and starts again. What is drafted ahead, and in which order, is the policy:
 
     serial        nothing
     full accept   the chain of verdicts that accept all and add the best guess, as far ahead as ``depth``
@@ -55,7 +55,7 @@ class Policy:
     #: PendingProposals drafted in one batch, and below one verdict, at most.
     batch: int = 1
     num_ahead_proposals: int = 16
-    #: Proposals go on to the target before the verdict.
+    #: Proposals are sent to the target before the verdict.
     forward: bool = False
 
     def guesses(self, statistics: Statistics) -> list[tuple[float, GuessOutcome]]:

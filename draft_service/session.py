@@ -178,7 +178,7 @@ class CoreSession:
             StaleSession: the session is closed.
         """
         if self._closed:
-            raise StaleSession("the session is closed; open it anew")
+            raise StaleSession("the session is closed; open it again")
         message = Advance(
             base_len, token_ids, num_draft_tokens, num_ahead_proposals, hidden_states if self._reads_states else ()
         )
@@ -283,7 +283,7 @@ class CoreSession:
             self._owner.count_stale()
             raise StaleSession(
                 f"the message starts at committed length {base_len}, but this draft knows {length} tokens: open the"
-                " session anew"
+                " session again"
             )
         check_tokens(token_ids, self.drafter.info.vocab_size)
         if message.hidden_states and message.hidden_states[-1].end > message.committed_len:

@@ -31,7 +31,7 @@ class ModelNotSupported(TandemError):
 
 
 class StaleSession(TandemError):
-    """A message does not fit the session's state; the session must be opened anew."""
+    """A message does not fit the session's state; the session must be opened again."""
 
 
 class Overloaded(TandemError):

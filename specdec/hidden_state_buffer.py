@@ -1,4 +1,4 @@
-"""Hidden states on their way from a target to a draft: kept until they can be passed on, in pieces for messages."""
+"""Hidden states in transit from a target to a draft: kept until they can be passed on, in pieces for messages."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RoundTimings:
-    """Where a round's time went on the target, in nanoseconds, and how large its batch was."""
+    """Where a round's time went, on the target, in nanoseconds, and how large its batch was."""
 
     queue_ns: int = 0
     forward_ns: int = 0

@@ -86,7 +86,7 @@ class Session:
         self._asked: Proposal | None = None
         #: Proposals for lengths beyond what is committed.
         self._pending = PendingProposals()
-        #: Decoding goes on without being asked while committed_len is below this.
+        #: Decoding continues without being asked while committed_len is below this.
         self._multi_step_until = 0
         #: Everything since this length came of multi-step decode.
         self._multi_step_from = 0
@@ -316,7 +316,7 @@ class Session:
         self._asked_ns = now_ns  # of the next token when multi-step decode
         dropped = self._pending.commit(token_ids) if self.finish_reason is None else self._pending.clear()
         if (fitting := self._pending.take()) is not None:
-            if self.num_round_tokens:  # multi-step decode goes on
+            if self.num_round_tokens:  # multi-step decode continues
                 dropped += 1
             else:
                 self._start(fitting)
@@ -332,7 +332,7 @@ class Session:
 
     @property
     def _is_multi_step(self) -> bool:
-        """Whether multi-step decode goes on."""
+        """Whether multi-step decode continues."""
         alive = not self._closing and self._failure is None and self.finish_reason is None
         return alive and self._multi_step_until > self.committed_len
 

@@ -16,7 +16,7 @@ class Reading:
 
     token_ids: list[int]
     rows: dict[int, bytes] = field(default_factory=dict)
-    #: Positions whose rows were taken in.
+    #: Positions whose rows were ingested.
     taken: set[int] = field(default_factory=set)
     num_cached_tokens: int = 0
 

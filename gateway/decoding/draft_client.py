@@ -178,7 +178,7 @@ class DraftClient:
         return True
 
     def _num_ahead_of(self, draft: OpenDraft) -> int:
-        """Proposals the draft may send before the next verdict: no more than can be kept with those on their way."""
+        """Proposals the draft may send before the next verdict: no more than can be kept with those in transit."""
         if not draft.k or draft.states.layers:  # the states behind a verdict are not known before it
             return 0
         num_arriving = max(self._num_ahead_proposals, draft.num_ahead_proposals)

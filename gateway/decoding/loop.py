@@ -34,7 +34,7 @@ from specdec.types import FinishReason, Proposal, TargetOpened, Verdict
 
 logger = logging.getLogger(__name__)
 
-#: Failures of a target after which the session is opened anew; all others are the request's own fault.
+#: Failures of a target after which the session is opened again; all others are the request's own fault.
 LOST: Final = (Unavailable, StaleSession, Overloaded, Cancelled, InternalError)
 
 #: Multi-step tokens at most while a draft may come back; the chunks double from one token.
@@ -61,8 +61,8 @@ class Decoding:
             on_proposal=self._on_proposal,
         )
         self._pace: Pace = FixedPace(0)
-        #: When the round under way was asked for, or the last verdict came where it was asked for before that; and how
-        #: many drafted tokens were asked for.
+        #: When the round in progress was asked for, or when the last verdict came if the round was asked for earlier;
+        #: and how many drafted tokens were asked for.
         self._asked_ns = 0
         self._num_asked = 0
         #: Since when the loop waits for a proposal; None while it does not.
@@ -82,7 +82,7 @@ class Decoding:
         Raises:
             DeadlineExceeded: the request's deadline passed.
             Overloaded: every target is full, and nothing was generated yet.
-            Unavailable: no target can be used, or the session was lost more often than it may be opened anew.
+            Unavailable: no target can be used, or the session was lost more often than it may be opened again.
         """
         self._context.open_sessions += 1
         try:
@@ -227,7 +227,7 @@ class Decoding:
             self._note_start(proposal)
 
     def _note_start(self, proposal: Proposal) -> None:
-        """The round of a proposal is under way."""
+        """The round of a proposal is in progress."""
         now_ns = time.perf_counter_ns()
         # A proposal made before the verdict was asked for with the last round, and so was its length.
         self._num_asked = max(self._draft.k, len(proposal.token_ids))

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 #: More multi-step tokens are asked for when so many are still to come, so that the target does not wait.
 LOW_WATER: Final = 8
-#: Seconds before a target session is opened anew; doubled with every failure.
+#: Seconds before a target session is opened again; doubled with every failure.
 FIRST_BACKOFF_S: Final = 0.05
 LAST_BACKOFF_S: Final = 2.0
 
@@ -37,9 +37,9 @@ class TargetClient:
         self._max_retries = max_retries
         #: What the first target found on opening; None before the first verdict.
         self.opened: TargetOpened | None = None
-        #: The proposal whose round is under way.
+        #: The proposal whose round is in progress.
         self.round: Proposal | None = None
-        #: Proposals the target holds for rounds after the one under way.
+        #: Proposals the target holds for rounds after the one in progress.
         self._offered = PendingProposals()
         #: Length up to which the target decodes without being asked, and the one at which it is asked for more.
         self._multi_step_end = self._extend_at = 0
@@ -123,13 +123,13 @@ class TargetClient:
         self._extend_at = self._multi_step_end
 
     async def receive(self) -> Verdict:
-        """The next verdict. The round that was under way is over."""
+        """The next verdict. The round that was in progress is over."""
         verdict = self._checked(await self._open_session.receive())
         self.round = None
         return verdict
 
     def commit(self, token_ids: tuple[int, ...]) -> None:
-        """Tokens were committed: where the target holds the proposal that fits now, its round is under way."""
+        """Tokens were committed: where the target holds the proposal that fits now, its round is in progress."""
         self._offered.commit(token_ids)
         self.round = self._offered.take()
 

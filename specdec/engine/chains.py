@@ -29,7 +29,7 @@ def draft_chains(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | Non
     """Draft a chain for every job; called on the device thread.
 
     The first pass feeds all jobs' tokens in one ragged batch; then every step draws a token per chain and feeds those
-    of chains that go on. The last token drawn is not fed, so a sequence grows by ``len(token_ids)`` and one less than
+    of chains that continue. The last token drawn is not fed: a sequence grows by ``len(token_ids)`` and one less than
     the tokens drawn (by ``len(token_ids)`` where none were). Chains whose ``stop`` flag is raised end at the next step
     with the tokens they have.
 

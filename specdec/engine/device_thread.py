@@ -68,7 +68,6 @@ class DeviceThread:
         pairs): EAGLE-3 took 3.4 % (169 pairs) and 7.2 % (325 pairs) longer; a draft model 0.7 % (135 pairs), n-grams
         1.1 % (205) and suffixes -0.5 % (549), which is within noise.
         """
-
         if num_steps == 0:
             return await self.run(fn, *args, **kwargs)
 

@@ -100,7 +100,7 @@ class PassStates:
 
 
 class StateTap:
-    """Catches hidden states on their way through a transformers model."""
+    """Catches hidden states in transit through a transformers model."""
 
     def __init__(self, model: PreTrainedModel, shapes: Sequence[LayerShape]) -> None:
         """``shapes``: the model's attention, layer by layer."""

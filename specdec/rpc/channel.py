@@ -32,7 +32,7 @@ KEEPALIVE_OPTIONS: Final = (
 CHANNEL_OPTIONS: Final = (
     *MESSAGE_OPTIONS,
     *KEEPALIVE_OPTIONS,
-    # A session that broke is opened anew with what was committed; a replay of its messages would be wrong.
+    # A session that broke is opened again with what was committed; a replay of its messages would be wrong.
     ("grpc.enable_retries", 0),
     # A replica that comes back is found soon.
     ("grpc.initial_reconnect_backoff_ms", 100),

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def start(work: Coroutine[Any, Any, T]) -> asyncio.Task[T] | None:
-    """Run ``work`` up to where it waits first; a task goes on from there, None where it is at its end already.
+    """Run ``work`` up to where it waits first; a task continues from there, None where it is at its end already.
 
     What it raises before it waits is raised here. (Python 3.12 has tasks that do the same.)
     """

@@ -1,4 +1,4 @@
-"""Errors on their way over gRPC: a domain error as status and trailing metadata, and the status as an error again."""
+"""Errors in transit over gRPC: a domain error as status and trailing metadata, and the status as an error again."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ M = TypeVar("M")
 class StreamWriter(Generic[M]):
     """Writes messages in order without anybody waiting for it; gRPC takes one at a time.
 
-    Where none is under way a message leaves within :meth:`post` itself: a task of its own would begin a turn of the
+    Where none is in progress a message leaves within :meth:`post` itself: a task of its own would begin a turn of the
     loop later.
     """
 
@@ -24,7 +24,7 @@ class StreamWriter(Generic[M]):
         self._send = write
         self._waiting: deque[M] = deque()
         self._is_writing = False
-        #: What goes on with messages that were posted.
+        #: What continues with messages that were posted.
         self._task: asyncio.Task[None] | None = None
         #: Why a message could not be written; nothing is written after it.
         self.failure: Exception | None = None

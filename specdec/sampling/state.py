@@ -76,7 +76,7 @@ class SamplingState:
         if keep == len(self):
             self.commit(token_ids)
             return self
-        return SamplingState(  # rare: the counts of the penalties start anew
+        return SamplingState(  # rare: the counts of the penalties start again
             self.params,
             [*self.token_ids[:keep], *token_ids],
             self.prompt_len,

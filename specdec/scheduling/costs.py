@@ -146,7 +146,7 @@ def _non_decreasing(points: Sequence[tuple[float, float, float]]) -> list[tuple[
 
 
 def _at(curve: Sequence[tuple[float, float]], rows: float) -> float:
-    """The curve at ``rows``; beyond its ends the nearest slope goes on.
+    """The curve at ``rows``; beyond its ends the nearest slope continues.
 
     To the left of the first point the value is at least the straight line to 0 and, where the first point is the only
     one, that line: what was never tried looks good, so that it is tried.

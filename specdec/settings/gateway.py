@@ -28,7 +28,7 @@ class GatewaySettings:
     fixed_draft_length: bool = option(False, "draft the maximum in every round, whether or not it pays off")
     verification: Rule | None = option(None, "rule of requests that name none; default: block, coupled with a seed")
     request_timeout_s: float | None = option(None, "seconds for a request that names no deadline", gt=0)
-    draft_timeout_s: float = option(1.0, "seconds a draft gets before the round goes on without it", gt=0)
+    draft_timeout_s: float = option(1.0, "seconds a draft gets before the round continues without it", gt=0)
     max_target_retries: int = option(3, "times a session is reopened on a target before its request fails", ge=0)
     max_concurrent_requests: int = option(512, "requests in flight; one more gets 429", ge=1)
     seed: int | None = option(None, "makes the seeds of requests that give none reproducible")

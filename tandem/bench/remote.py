@@ -72,7 +72,7 @@ class RestSystem:
     async def stream(
         self, prompt: str | Sequence[int], params: SamplingParams, rule: Rule | None, k: int | None
     ) -> AsyncGenerator[Piece, None]:
-        """One streamed call. Read to its end: a call that is left early goes on in the background."""
+        """One streamed call. Read to its end: a call that is left early continues in the background."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Piece | TandemError | None] = asyncio.Queue()
 

@@ -24,7 +24,7 @@ class Measurement:
     is_tree: bool = False
     #: Tokens per second, one entry per batch, in the order of the batches.
     rates: list[float] = field(default_factory=list)
-    #: The same from each answer's first token on, without the time it takes to take in the prompt.
+    #: The same from each answer's first token on, without the time it takes to ingest the prompt.
     decode_rates: list[float] = field(default_factory=list)
     #: Seconds: one entry per answer, per token, per piece.
     ttft_s: list[float] = field(default_factory=list)

@@ -25,7 +25,7 @@ _MARKED: Final = re.compile(r"(<!-- options: (\S+) -->\n).*?(<!-- end of options
 
 
 def fill(page: str) -> str:
-    """A page with each of its tables made anew."""
+    """A page with each of its tables made again."""
     return _MARKED.sub(lambda found: f"{found[1]}\n{table_of(found[2])}\n{found[3]}", page)
 
 

@@ -84,7 +84,7 @@ def load_documents(root: Path | None = None) -> tuple[list[Document], list[Docum
 
 
 def main() -> None:
-    """Prints the size of both parts; `--rewrite` chooses the held-out files anew."""
+    """Prints the size of both parts; `--rewrite` chooses the held-out files again."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rewrite", action="store_true", help="write held_out.txt again")
     if parser.parse_args().rewrite:

@@ -155,7 +155,7 @@ class Fit:
         self.save()
 
     def save(self) -> None:
-        """Keeps all that is needed to go on, in one piece."""
+        """Keeps all that is needed to continue, in one piece."""
         weights = {name: value.detach() for name, value in self.student.trainable().items()}
         state = {"weights": weights, "optimizer": self.optimizer.state_dict(), "step": self.schedule.step}
         save_state(self.state_path, state)

@@ -1,7 +1,7 @@
 """Lessons on disk, in parts: written one after the other, read by mapping, so memory stays bounded.
 
 A part depends on the settings and its number alone. So one that is there already need not be written again, and an
-interrupted training goes on with the very same lessons.
+interrupted training continues with the very same lessons.
 """
 
 import os

@@ -82,7 +82,7 @@ def unroll_medusa(heads: MedusaHeads, lesson: Lessons, num_steps: int) -> Iterat
 
 
 def unroll_mlp(head: MlpSpeculator, lesson: Lessons, num_steps: int) -> Iterator[Guess]:
-    """MLP speculator: a state that takes in one token a step."""
+    """MLP speculator: a state that ingests one token a step."""
     size = lesson.rows.shape[1] - num_steps
     state = head.start(lesson.states[:, :size])
     for step in range(num_steps):

@@ -114,7 +114,7 @@ def test_the_whole_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caps
     assert [(step["sessions"], step["context"]) for step in found["steps"]] == [(1, 16)]
     assert found["steps"][0]["share"] > 0
     assert found["draft_s"].keys() == found["verdict_s"].keys() == {"greedy", "token", "block", "coupled"}
-    assert {"plain", "draft_model", "HF generate", "HF assistant_model"} <= found["services"][0]["ways"].keys()
+    assert {"plain", "draft_model", "HF generate", "HF assistant_model"} <= found["services"][0]["modes"].keys()
     shown = capsys.readouterr().out
     assert "against the CPU" in shown
     assert "the memory gives" in shown

@@ -48,7 +48,7 @@ async def test_so_many_requests_are_always_open() -> None:
     assert server.most_open == 4
     assert server.open == 0, "what was open is cancelled"
     assert len(window.arrivals) == 4
-    assert all(len(pieces) > 10 for pieces in window.arrivals), "clients go on with their next request"
+    assert all(len(pieces) > 10 for pieces in window.arrivals), "clients continue with their next request"
     assert window.tokens_per_s == pytest.approx(4 * 500)
     assert [length for _, length in server.asked[:4]] == [2, 4, 6, 8], "the first ones end at different times"
     assert {length for _, length in server.asked[4:]} == {8}

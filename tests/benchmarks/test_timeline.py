@@ -92,7 +92,7 @@ def test_no_policy_is_better_than_no_waiting_or_much_worse_than_serial() -> None
             for played in (gateway, forwarded):
                 assert played.num_tokens == serial.num_tokens
                 assert played.steps >= serial.num_rounds * costs.verify
-                # What is under way when a verdict rules it out ends within one step of a full batch.
+                # What is in progress when a verdict rules it out ends within one step of a full batch.
                 assert played.steps <= serial.steps + serial.num_rounds * c * (1 + 3 * costs.slope) + 1e-9
             assert forwarded.steps <= gateway.steps * 1.02
 

@@ -128,7 +128,7 @@ async def test_what_opening_says(start_core, spec):
 
 
 async def test_cancel_at_any_moment(start_core, spec, greedy):
-    """Calls cancelled after any number of turns of the loop: the session goes on, or leaves nothing."""
+    """Calls cancelled after any number of turns of the loop: the session continues, or leaves nothing."""
     rng = random.Random(0)
     async with start_core(scheduler={"max_num_batched_tokens": 16}) as core:
         for attempt in range(60):

@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2
 from tandem.cli import main as cli
-from tests.e2e.servers import health_of
+from tests.e2e.servers import health_of, wait_until
 
 pytestmark = pytest.mark.e2e
 PROTOS = str(Path(__file__).parents[2] / "protos")
@@ -114,7 +114,7 @@ def test_logprobs_and_n(client, model, prompts):
         assert all(value <= 0 for value in choice.logprobs.token_logprobs)
 
 
-def test_a_conversation_reuses_its_cache(client, model):
+def test_a_conversation_reuses_its_cache(client, model, stack):
     first = client.completions.create(
         model=model, prompt="def add(a, b):\n", max_tokens=16, temperature=0, extra_body={"session_id": "turns"}
     )
@@ -125,6 +125,9 @@ def test_a_conversation_reuses_its_cache(client, model):
     ]
     assert answers[0].choices[0].text == answers[1].choices[0].text
     assert answers[0].usage.prompt_tokens_details.cached_tokens > 5
+    wait_until(lambda: stack.load_of_target().open_sessions == 0, 15, "the target to park the conversation")
+    stack.targets[0].parked_blocks = stack.load_of_target().used_blocks
+    assert stack.load_of_target().parked_sessions == 1
 
 
 @pytest.mark.parametrize(

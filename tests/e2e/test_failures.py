@@ -69,7 +69,7 @@ def test_killing_a_toy_draft(toys, prompts, temperature, seed):
 def test_a_draft_that_returns_helps_the_running_request(toys, prompts):
     request = request_of(prompts[1], max_tokens=1500)
 
-    # Past the freeze the request goes on as soon as the draft is left behind, and without it until the thaw.
+    # Past the freeze the request continues as soon as the draft is left behind, and without it until the thaw.
     freeze, thaw = (partial(toys.drafts[0].signal, number) for number in (signal.SIGSTOP, signal.SIGCONT))
     pieces = collect(toys, request, acts={50: freeze, 400: thaw})
     undisturbed = collect(toys, request)

@@ -17,7 +17,7 @@ from tests.gateway.text import vocabularies
 
 @pytest.fixture
 def short_pauses(monkeypatch):
-    """Before what was lost is opened anew."""
+    """Before what was lost is opened again."""
     monkeypatch.setattr("gateway.decoding.target_client.FIRST_BACKOFF_S", 0.001)
     monkeypatch.setattr("gateway.decoding.draft_client.FIRST_BACKOFF_S", 0.001)
 

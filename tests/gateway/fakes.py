@@ -275,7 +275,7 @@ class FakeTargetSession(FakeSession):
 
     def multi_step_decode(self, committed_len, num_tokens):
         assert not self.closed
-        assert self.asked is None, "a round is under way"
+        assert self.asked is None, "a round is in progress"
         assert self.ahead_from <= committed_len <= len(self.token_ids)
         self.offers.clear()
         self.ahead_until = max(self.ahead_until, committed_len + num_tokens)
@@ -341,7 +341,7 @@ class FakeTargetSession(FakeSession):
 class FakeDraft(FakeBackend):
     """A draft that guesses right with probability ``quality`` per token, always the same after the same tokens.
 
-    Ahead of a verdict it guesses the verdict right with probability ``ahead_quality``, and goes on from there.
+    Ahead of a verdict it guesses the verdict right with probability ``ahead_quality``, and continues from there.
     """
 
     def __init__(self, *, quality=0.8, ahead_quality=0.8, limit=8, empty_every=0, **kwargs):

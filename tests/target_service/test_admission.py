@@ -97,7 +97,7 @@ async def test_cancelled_in_the_very_moment_of_admission(start_core):
         waiting = asyncio.create_task(core.open(make_spec(make_prompt(1), 4)))
         await asyncio.sleep(0)
         session.end()  # admits the waiting one; its task has not run yet
-        assert core._admission.num_open == 1
+        assert (await core.load()).open_sessions == 1
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting

@@ -311,7 +311,7 @@ class OverTheWire:
         await self.client.send_ahead(committed_len, num_tokens)
 
     async def receive(self):
-        return await self.client.verdict(10)
+        return await self.client.verdict()
 
 
 @pytest.mark.parametrize("wire", [False, True])
@@ -348,12 +348,12 @@ async def test_an_invalid_offer_ends_the_stream(start_core, serve):
             n = (await client.open()).committed_len
             await client.send_proposal(Proposal(1, n, (VOCAB,), assumed_token_ids=(1,)))
             with pytest.raises(InvalidRequest, match="tokens are 0 to"):
-                await client.verdict(5)
+                await client.verdict()
         async with Client(stub, make_spec(make_prompt(14), 20)) as client:
             n = (await client.open()).committed_len
             await client.send_round(n + 1, (1,), assumed_token_ids=(1,))  # lengths that contradict each other
             with pytest.raises(InvalidRequest, match="carries a proposal for"):
-                await client.verdict(5)
+                await client.verdict()
 
 
 async def test_an_offer_of_another_epoch_is_stale(start_core, serve, plain):
@@ -363,5 +363,5 @@ async def test_an_offer_of_another_epoch_is_stale(start_core, serve, plain):
             n = (await client.open()).committed_len
             await client.send_proposal(Proposal(2, n, (1,), assumed_token_ids=plain(prompt, 2)[1:]))
             await client.send_round(n)
-            assert (await client.verdict(5)).token_ids == plain(prompt, 2)[1:]
+            assert (await client.verdict()).token_ids == plain(prompt, 2)[1:]
         assert await counts(core) == (1, 0)

@@ -53,7 +53,7 @@ async def test_proposals_no_round_can_carry(start_core, plain):
         ]:
             with pytest.raises(InvalidRequest, match=text):
                 await verify(session, n, proposal)
-        assert await decode(session) == plain(prompt, 8)  # nothing of it was taken in
+        assert await decode(session) == plain(prompt, 8)  # nothing of it was ingested
         await session.close()
 
 

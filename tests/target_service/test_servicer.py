@@ -205,7 +205,7 @@ async def test_a_client_that_breaks_out_without_closing_leaves_nothing(start_cor
         call = stub.Verify()
         await call.write(pb.VerifyRequest(open=codec.encode_open_target(make_spec(make_prompt(0)))))
         await call.read()
-        assert core._admission.num_open == 1
+        assert (await core.load()).open_sessions == 1
         del call
         await until_clean(core)
         await until(lambda: server.num_active_calls == 0)

@@ -19,7 +19,7 @@ __all__ = ["stock"]  # a fixture
 
 
 def tree_around(text: Sequence[int], dice: random.Random, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A random tree; some of its branches begin as the text goes on."""
+    """A random tree; some of its branches begin as the text continues."""
     ids: list[int] = []
     parents: list[int] = []
     right: dict[int, int] = {-1: 0}  # tokens whose whole path is right, and how long that is

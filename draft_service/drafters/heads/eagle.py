@@ -228,7 +228,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
 
 
 class PagedTreePasses:
-    """On an EAGLE head. Nodes are fed anew at every level: attention sees all rows of a tree in one pass."""
+    """On an EAGLE head. Nodes are fed again at every level: attention sees all rows of a tree in one pass."""
 
     def __init__(self, paged: PagedHead, features: Mapping[KVSequence, Tensor]) -> None:
         """``features``: the target's states of the committed tokens that are fed first."""

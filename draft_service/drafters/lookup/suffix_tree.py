@@ -189,7 +189,7 @@ class SuffixText:
     def replace(self, keep: int, token_ids: Sequence[int]) -> None:
         """Keep the first ``keep`` tokens and put others after them; what is new becomes pending.
 
-        Where more are dropped than the tree has let wait, it is begun anew and everything is pending.
+        Where more are dropped than the tree has let wait, it is started again and everything is pending.
         """
         if keep < self._num_ingested:
             if self._library.truncate(self._handle, keep):

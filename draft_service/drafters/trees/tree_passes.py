@@ -54,7 +54,7 @@ class Passes(Protocol):
 
     def forward(self, segments: Sequence[Segment]) -> Tensor:
         """As :meth:`Engine.forward <specdec.engine.engine.Engine.forward>`. Of a tree all rows are fed at every level
-        anew, the first ones as before; logits are wanted of the new ones.
+        again, the first ones as before; logits are wanted of the new ones.
         """
         ...
 

@@ -13,7 +13,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-#: Parameters that lie wherever a plan put them: a kernel must not be compiled anew for each alignment.
+#: Parameters that lie wherever a plan put them: a kernel must not be compiled again for each alignment.
 _PLAN_TENSORS: Final = ["row_starts", "kv_lens", "block_tables", "positions", "ancestors", "slots"]
 
 

@@ -95,7 +95,7 @@ class NoSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         if not non_blocking:
             return f"it copies from {source.device} to {target}"
-        # A copy to the host that is made anew lies in pinned memory.
+        # A copy to the host that is made again lies in pinned memory.
         host = source if not self._is_there(source) else into
         return None if host is None or self.is_pinned(host) else "it copies between the device and pageable memory"
 

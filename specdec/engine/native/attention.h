@@ -1,7 +1,7 @@
 // Attention over a paged cache, read in place.
 //
 // A task is one key-value head of some neighbouring rows of one sequence: its rows x query heads share every key and
-// value that is loaded. Keys are taken in tiles of kKeys positions with a running softmax, tiles in splits of kSplit
+// value that is loaded. Keys are read in tiles of kKeys positions with a running softmax, tiles in splits of kSplit
 // positions that are then merged in order; both are aligned to position 0 and independent of the block size. Where tasks
 // are few, the splits of a long context are shared out too.
 //

@@ -17,7 +17,7 @@ from specdec.engine.native.structs import CChain, CDrafted
 from specdec.rules import SparseRow
 from specdec.sampling.drafting import DraftedChain
 
-#: What a chain takes in first: the addresses of its blocks, of its tokens (those assumed follow) and of its features, 0
+#: What a chain ingests first: the addresses of its blocks, of its tokens (those assumed follow) and of its features, 0
 #: where there are none; how many tokens; and how many entries are in the cache.
 Fed: TypeAlias = tuple[int, int, int, int, int]
 
@@ -71,7 +71,7 @@ def draft_chains(
     """:func:`specdec.engine.chains.draft_chains` on a native model whose engine has begun a pass.
 
     Jobs of a head bring ``features``. Its sequences grow by ``token_ids`` alone: what is cached for drafted tokens
-    stands on the head's own states, and is fed anew with the target's.
+    stands on the head's own states, and is fed again with the target's.
     """
     tokens = array("q")
     starts = []

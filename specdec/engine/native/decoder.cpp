@@ -348,7 +348,7 @@ class Pass {
     }
 
     // Rows made by make(row, to), which returns a scale. Of few every thread makes its own, which is cheaper than to wait
-    // for each other; many are a stage, as are those that must be made before anything else goes on.
+    // for each other; many are a stage, as are those that must be made before anything else continues.
     template <class Make>
     Rows<Format> prepare(int64_t width, int64_t stride, Make&& make, bool first = false) {
       char* own = p.own + team.id * p.own_bytes;
@@ -494,7 +494,7 @@ class Pass {
       end_stage();
     }
 
-    // From the last attention on rows no longer meet: only those that are wanted go on. False: none are.
+    // From the last attention on rows no longer meet: only those that are wanted continue. False: none are.
     bool keep_wanted() {
       if (p.all_rows_wanted || p.num_last == 0) return p.num_last > 0;
       const bool moves = x == p.wanted_stream;  // then one thread does, from the first row on: none is lost
@@ -510,7 +510,7 @@ class Pass {
       return true;
     }
 
-    // Writes the states that the last layer leaves; then only the rows whose logits are wanted go on. False: none are.
+    // Writes the states that the last layer leaves; then only the rows whose logits are wanted continue. False: none are.
     bool keep_logits() {
       const int gathered = p.all_rows_wanted ? 0 : p.num_logits;
       for (int item; (item = team.next(*counter)) < gathered + p.batch.num_states;) {

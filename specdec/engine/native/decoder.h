@@ -24,7 +24,7 @@ struct Layer {
 TANDEM_STRUCT(Layer, input_norm, qkv, qkv_bias, query_norm, key_norm, output, output_bias, post_norm, gate_up, gate_up_bias,
               down, down_bias, window)
 
-// How a draft head takes in a token and the state before it, where a model takes the token's embedding.
+// How a draft head ingests a token and the state before it, where a model takes the token's embedding.
 enum HeadKind : int32_t {
   kEagle,   // the stream is fuse(embedding, state); norms may be missing
   kEagle3,  // the stream is the state, made by fuse(features); the first layer's heads see embedding and state side by side

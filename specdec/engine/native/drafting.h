@@ -1,4 +1,4 @@
-// Drawing chains of tokens, whatever computes their logits: for every chain that goes on a token is drawn and fed, and
+// Drawing chains of tokens, whatever computes their logits: for every chain that continues a token is drawn and fed, and
 // nothing crosses into Python between the steps.
 #pragma once
 
@@ -39,7 +39,7 @@ struct Drafted {
 };
 TANDEM_STRUCT(Drafted, token_ids, candidates, width, q, q_bytes, lengths, depth)
 
-// The chains that go on, and where each one's logits were in the step before.
+// The chains that continue, and where each one's logits were in the step before.
 struct Active {
   int64_t count;
   int64_t* chains;
@@ -49,7 +49,7 @@ struct Active {
 // What Steps has to offer:
 //   vocab, outputs, target_ids   the tokens sampling knows, the columns of logits, and which token each of them is or null
 //   take(take)                   takes memory from take(bytes), which is called twice: to count, then to hand out
-//   first(active, logits)        takes in what is pending, and writes a row of logits for every active chain
+//   first(active, logits)        ingests what is pending, and writes a row of logits for every active chain
 //   next(active, step, logits)   feeds the tokens drawn in `step`
 // The last two return 0, or what the chains are to return.
 template <class Steps>

@@ -1,4 +1,4 @@
-// Chains of an MLP speculator in one call: a state that takes in one drafted token after the other, without attention.
+// Chains of an MLP speculator in one call: a state that ingests one drafted token after the other, without attention.
 //
 //   s = proj_i(s) + scale · emb_i(token);  s = GELU(r(s) · weight_i + bias_i);  logits = head_i(s)
 //

@@ -52,7 +52,7 @@ async def test_a_long_match_is_looked_up_and_anything_else_is_the_models(start, 
         assert fed == []  # the model has not been asked yet
         known += [5, 1]
         assert (await propose(session, len(known) - 2, [5, 1], 4)).token_ids == greedy(known, 4)
-        assert fed == [4]  # and has taken in all that it had missed, in one pass
+        assert fed == [4]  # and has ingested all that it had missed, in one pass
         known += [20, 21, 22, 23, 24, 25]
         assert (await propose(session, len(known) - 6, known[-6:], 3)).token_ids == (26, 27, 28)
         assert len(fed) == 1

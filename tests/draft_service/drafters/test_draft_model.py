@@ -267,7 +267,7 @@ async def test_coupled_draws_share_the_targets_noise(start_core, spec, llama):
 
 
 async def test_a_long_prompt_does_not_stall_the_others(start_core, spec):
-    """While 1,500 tokens are taken in by chunks, another session gets proposal after proposal."""
+    """While 1,500 tokens are ingested by chunks, another session gets proposal after proposal."""
     async with start_core(k=2, scheduler={"max_num_batched_tokens": 64}) as core:
         session = await core.open(spec([1, 2, 3]))
         opening = asyncio.create_task(core.open(spec([i % 48 for i in range(1500)], session_id="long", max_tokens=8)))

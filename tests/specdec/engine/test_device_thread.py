@@ -154,9 +154,13 @@ async def test_a_turn_costs_tens_of_microseconds(thread: DeviceThread) -> None:
     assert best < 200e-6  # 20-30 us on an idle machine; the best of many tells even on a busy one
 
 
-async def test_short_calls_run_on_the_calling_thread(thread: DeviceThread) -> None:
+async def test_short_calls_run_on_the_calling_thread(thread: DeviceThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns = 0
+    monkeypatch.setattr("specdec.engine.device_thread.time.perf_counter_ns", lambda: now_ns)
+
     def where(seconds: float) -> str:
-        time.sleep(seconds)
+        nonlocal now_ns
+        now_ns += 1000 + round(seconds * 1e9)
         return threading.current_thread().name
 
     here = threading.current_thread().name

@@ -1,4 +1,4 @@
-"""EAGLE heads with random weights, and what they compute written out: every row anew, over a dense mask."""
+"""EAGLE heads with random weights, and what they compute written out: every row again, over a dense mask."""
 
 from __future__ import annotations
 

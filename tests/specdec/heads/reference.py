@@ -48,7 +48,7 @@ def rope_angles(head_dim: int, theta: float, scaling: dict[str, Any] | None = No
 
 
 class EagleReference:
-    """EAGLE-1/2 and EAGLE-3: the whole text anew for every drafted token."""
+    """EAGLE-1/2 and EAGLE-3: the whole text again for every drafted token."""
 
     def __init__(
         self,

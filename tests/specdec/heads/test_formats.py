@@ -54,7 +54,7 @@ def causal(query, key, value):
 
 
 def chain_logits(head, tokens, states, drafted):
-    """Logits of every step of a chain over the target's vocabulary, the whole text anew for each."""
+    """Logits of every step of a chain over the target's vocabulary, the whole text again for each."""
     ids, features = list(tokens[1:]), head.fuse(states)
     rows = []
     for token in [*drafted, None]:

@@ -222,7 +222,7 @@ def test_chains_are_those_of_the_module_round_after_round(name: str, sampling: s
         drafted = runner.draft([s.job(k, num_candidates=2) for s, k in zip(chosen, lengths, strict=True)])
         for i, (session, k, found) in enumerate(zip(chosen, lengths, drafted, strict=True)):
             assert found == session.wanted(module, k, num_candidates=2)
-            assert session.sequence.length == len(session.token_ids) - 1  # drafted entries are fed anew
+            assert session.sequence.length == len(session.token_ids) - 1  # drafted entries are fed again
             session.commit([*found.token_ids[: i % 3], (13 * i + k) % VOCAB])
     if sampling != "greedy" and rule is not Rule.COUPLED:
         assert all(found.q_rows for found in drafted)

@@ -258,7 +258,7 @@ def test_prompts_for_edits_are_successive_versions_of_one_text(encode: Callable[
     prompts = [batch[0] for batch in [*plan.warm_up, *plan.batches]]
     texts = [prompt if isinstance(prompt, str) else bytes(prompt).decode() for prompt in prompts]
     shown, begun = zip(*(text.split(MARK) for text in texts), strict=True)
-    assert all(after.startswith(begin) for begin, after in zip(begun, shown[1:], strict=False)), "one text goes on"
+    assert all(after.startswith(begin) for begin, after in zip(begun, shown[1:], strict=False)), "one text continues"
     assert len(set(shown)) == len(prompts) == NUM_EDITS
     assert all(len(text) == 20 * (1 if encode else 3) for text in begun)
     likeness = [SequenceMatcher(None, before, after).ratio() for before, after in pairwise(shown)]

@@ -182,7 +182,6 @@ def test_the_command(target: Path, data: Path, tmp_path: Path, capsys: pytest.Ca
         (["mlp", "--output", "{short}"], 2, "exists already"),
         (["mlp", "--layers", "1,2,3"], 2, "layers is no option of mlp"),
         (["eagle3", "--layers", "1,2,9"], 1, "has no hidden state 9: there are 0 to 3, and -1"),
-        (["eagle3", "--layers", "1,x"], 2, "write numbers with commas"),
         (["eagle3", "--num-heads", "3", "--num-kv-heads", "2"], 2, "3 heads cannot share 2 key-value heads"),
         (["mlp", "--row-length", "20"], 2, "row_length is 20"),
         (["mlp", "--resume"], 2, "nothing to resume"),
@@ -211,6 +210,13 @@ def test_mistakes_are_named(
     assert main([*call, "--num-held-out-rows", "2", *([] if "--num-rows" in given else ["--num-rows", "2"])]) == status
     assert text in capsys.readouterr().err
     assert not (tmp_path / "output").exists()
+
+
+def test_a_list_that_is_none_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "eagle3", "--layers", "1,x"])
+    assert end.value.code == 2
+    assert "'1,x' is no list of whole numbers such as 1,8" in capsys.readouterr().err
 
 
 def test_work_lies_beside_the_output(settings: Callable[..., TrainSettings]) -> None:

@@ -1,4 +1,4 @@
-"""Draft heads over many rounds, against the whole text computed anew from their formulas."""
+"""Draft heads over many rounds, against the whole text computed again from their formulas."""
 
 import asyncio
 import random

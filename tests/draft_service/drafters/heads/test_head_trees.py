@@ -86,7 +86,7 @@ async def test_all_rules_at_once(start, spec, formula, method):
 
 
 async def test_memory_for_siblings_runs_out(start, spec, formula):
-    """At the end of a cache that has no room for siblings trees get lower, and the text goes on."""
+    """At the end of a cache that has no room for siblings trees get lower, and the text continues."""
     block_bytes = 2 * files.KV_HEADS * files.HEAD_DIM * 4 * 32
     model = {"kv_cache_memory_bytes": 3 * block_bytes, "max_model_len": 64}
     async with start("eagle", k=30, speculative=DYNAMIC, **model) as core:

@@ -14,7 +14,7 @@ from tests.draft_service.proposing import propose
 
 
 def brute_force(tokens, k, min_n, max_n):
-    """Longest n first, then the most recent earlier place; past the end of the text the copy goes on by itself."""
+    """Longest n first, then the most recent earlier place; past the end of the text the copy continues by itself."""
     for n in range(max_n, min_n - 1, -1):
         suffix = tokens[-n:]
         if len(suffix) < n:
