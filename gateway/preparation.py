@@ -12,7 +12,7 @@ from gateway.text.tokenizer import TextTokenizer
 from gateway.types import GenerationRequest
 from specdec.errors import InvalidRequest
 from specdec.params import MAX_SEED, SamplingParams
-from specdec.rules import SEEDED_RULE
+from specdec.rules import SEEDED_RULE, Rule
 from specdec.settings import GatewaySettings
 from specdec.types import ModelInfo
 
@@ -49,7 +49,7 @@ class Preparation:
         params = request.params
         _check_prompt(prompt, model)
         fixed = self._fix(params, len(prompt), model)
-        rule = request.rule or (self._settings.verification if params.seed is None else SEEDED_RULE)
+        rule = self._rule(request)
         k = _num_speculative_tokens(request, self._settings, max_tokens=fixed.max_tokens)
         session_id = _session_id(request)
         return [
@@ -64,6 +64,13 @@ class Preparation:
             )
             for index in range(params.n)
         ]
+
+    def _rule(self, request: GenerationRequest) -> Rule | None:
+        """The rule of a request; None leaves it to the target. A ratio rule believes the q that a draft sends."""
+        rule = request.rule or (self._settings.verification if request.params.seed is None else SEEDED_RULE)
+        if self._settings.untrusted_drafts and not (rule is not None and rule.is_draft_invariant):
+            return SEEDED_RULE
+        return rule
 
     def _fix(self, params: SamplingParams, prompt_len: int, model: ModelInfo) -> SamplingParams:
         """The parameters of sample 0, with everything decided that the request left open."""

@@ -27,6 +27,7 @@ class GatewaySettings:
     disable_by_batch_size: int | None = option(None, "no drafting while more sequences than this are open", ge=1)
     fixed_draft_length: bool = option(False, "draft the maximum in every round, whether or not it pays off")
     verification: Rule | None = option(None, "rule of requests that name none; default: block, coupled with a seed")
+    untrusted_drafts: bool = option(False, "believe no q of a draft: requests for token or block use coupled")
     request_timeout_s: float | None = option(None, "seconds for a request that names no deadline", gt=0)
     draft_timeout_s: float = option(1.0, "seconds a draft gets before the round continues without it", gt=0)
     max_target_retries: int = option(3, "times a session is reopened on a target before its request fails", ge=0)

@@ -33,8 +33,10 @@ from tandem.speculative_config import OLDER_NAMES, ModelChoice, choose_models, r
 _DRAFT_THREADS: Final = 1
 #: Share of a GPU's memory the draft gets where it lives on the target's GPU.
 _DRAFT_GPU_SHARE: Final = 0.15
-#: Options of the gateway that follow from the rest of a deployment.
-DERIVED_OPTIONS: Final = ("targets", "drafts", "tokenizer", "num_speculative_tokens", "disable_by_batch_size")
+#: Options of the gateway that follow from the rest of a deployment, or from its services running on one machine.
+DERIVED_OPTIONS: Final = (
+    *("targets", "drafts", "tokenizer", "num_speculative_tokens", "disable_by_batch_size", "untrusted_drafts"),
+)
 #: Options of the gateway that mean something to a server only. All others are those of :class:`tandem.LLM`, too.
 SERVER_OPTIONS: Final = (
     *("host", "port", "grpc_port", "served_model_name", "max_concurrent_requests", "request_timeout_s", "drain_s"),
