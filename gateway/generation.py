@@ -25,7 +25,7 @@ from gateway.samples import SampleAssembler
 from gateway.text.chat_template import ChatTemplate, read_template
 from gateway.text.tokenizer import TextTokenizer
 from gateway.types import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
-from specdec.errors import InvalidRequest, NotFound, Overloaded, Unavailable
+from specdec.errors import InvalidRequest, NotFound, Overloaded, Unavailable, quote
 from specdec.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Generation:
         if not names:
             self.router.model()
         if name and name not in names:
-            raise NotFound(f"model {name!r} does not exist here; this server has {', '.join(map(repr, names))}")
+            raise NotFound(f"model {quote(name)} does not exist here; this server has {', '.join(map(repr, names))}")
         return name or names[0]
 
     def check_tokenizer(self) -> None:
@@ -162,7 +162,7 @@ class Generation:
         for token_id in token_ids:
             if not 0 <= token_id < tokenizer.size:
                 raise InvalidRequest(
-                    f"tokens holds {token_id}, outside the tokenizer's [0, {tokenizer.size})", param="tokens"
+                    f"tokens holds {quote(token_id)}, outside the tokenizer's [0, {tokenizer.size})", param="tokens"
                 )
         return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 

@@ -10,7 +10,7 @@ from typing import Final
 from gateway.decoding.request import DecodingRequest
 from gateway.text.tokenizer import TextTokenizer
 from gateway.types import GenerationRequest
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, quote
 from specdec.params import MAX_SEED, SamplingParams
 from specdec.rules import SEEDED_RULE, Rule
 from specdec.settings import GatewaySettings
@@ -132,7 +132,7 @@ def _check_token_ids(param: str, token_ids: Iterable[int], model: ModelInfo) -> 
     for token_id in token_ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < limit:
             raise InvalidRequest(
-                f"{param} holds token id {token_id!r}, outside the vocabulary [0, {limit})", param=param
+                f"{param} holds token id {quote(token_id)}, outside the vocabulary [0, {limit})", param=param
             )
 
 
@@ -143,7 +143,8 @@ def _num_speculative_tokens(request: GenerationRequest, settings: GatewaySetting
     limit, asked = settings.num_speculative_tokens, request.num_speculative_tokens
     if asked is not None and not 0 <= asked <= MAX_SPECULATIVE_TOKENS:
         raise InvalidRequest(
-            f"num_speculative_tokens is {asked}, outside [0, {MAX_SPECULATIVE_TOKENS}]", param="num_speculative_tokens"
+            f"num_speculative_tokens is {quote(asked)}, outside [0, {MAX_SPECULATIVE_TOKENS}]",
+            param="num_speculative_tokens",
         )
     return min(limit if asked is None else asked, limit, (max_tokens or 1) - 1)
 
@@ -172,7 +173,7 @@ def _bad_words(words: Sequence[str], tokenizer: TextTokenizer | None) -> list[tu
         bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
         spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
         if not bare:
-            raise InvalidRequest(f"bad_words holds {word!r}, which is no token", param="bad_words")
+            raise InvalidRequest(f"bad_words holds {quote(word)}, which is no token", param="bad_words")
         result.append(bare)
         if spaced[-len(bare) :] != bare:
             result.append(spaced)

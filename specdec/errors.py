@@ -79,6 +79,23 @@ _STATUS: Final[Mapping[type[TandemError], Status]] = {
     InternalError: Status("INTERNAL", 500, "internal_server_error"),
 }
 
+#: Characters of a value that an error message quotes.
+QUOTED_CHARACTERS: Final = 80
+#: Bits above which an error message gives the length of a whole number in place of its digits.
+QUOTED_BITS: Final = 256
+
+
+def quote(value: object) -> str:
+    """A value as error messages show it: like ``repr``, but short, whatever the value."""
+    if isinstance(value, int) and value.bit_length() > QUOTED_BITS:
+        sign = "-" if value < 0 else ""
+        return f"a number of about {sign}10^{round(value.bit_length() * 0.30103)}"
+    if isinstance(value, str) and len(value) > QUOTED_CHARACTERS:
+        return f"{value[:QUOTED_CHARACTERS]!r}… ({len(value)} characters)"
+    text = repr(value)
+    return text if len(text) <= 2 * QUOTED_CHARACTERS else f"{text[:QUOTED_CHARACTERS]}…"
+
+
 #: Text of every INTERNAL error that leaves the process; the cause is in the server's log.
 INTERNAL_TEXT: Final = "internal error; the server's log has the cause"
 

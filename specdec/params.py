@@ -14,9 +14,12 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum, auto
 from typing import Any, Final, get_type_hints
 
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, quote
 
 MAX_SEED: Final = 2**64 - 1
+#: The largest whole numbers of the messages' fields, int32 and uint32.
+MAX_INT32: Final = 2**31 - 1
+MAX_UINT32: Final = 2**32 - 1
 MAX_LOGPROBS: Final = 20
 MAX_LOGIT_BIAS: Final = 100.0
 #: ``max_tokens`` of requests that name none, except in a chat.
@@ -48,7 +51,7 @@ _FREEZE: Final[Mapping[Any, Callable[[Any], Any]]] = {
     Sequence[str]: tuple,
     str | Sequence[str]: lambda texts: (texts,) if isinstance(texts, str) else tuple(texts),
     Sequence[Sequence[int]]: lambda runs: tuple(tuple(ids) for ids in runs),
-    Mapping[int, float]: lambda values: {int(token_id): float(value) for token_id, value in values.items()},
+    Mapping[int, float]: dict,
 }
 
 
@@ -89,18 +92,22 @@ class Parameter:
             if isinstance(value, dict):
                 for number in value.values():
                     self._check(number)
+                value = {int(token_id): float(number) for token_id, number in value.items()}
         elif self.number is not None and (value is not None or not self.is_optional):
             self._check(value)
         return value
 
     def _check(self, value: Any) -> None:
         kind = int if self.number is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):
+        is_finite = isinstance(value, kind) and (isinstance(value, int) or math.isfinite(value))
+        if isinstance(value, bool) or not is_finite:
             wanted = "a whole number" if self.number is int else "a finite number"
-            raise InvalidRequest(f"{self.name} must be {wanted}, not {value!r}", param=self.name)
+            raise InvalidRequest(f"{self.name} must be {wanted}, not {quote(value)}", param=self.name)
         if value < self.low or value > self.high or (self.is_low_open and value == self.low):
             left = "(" if self.is_low_open else "["
-            raise InvalidRequest(f"{self.name} is {value}, outside {left}{self.low}, {self.high}]", param=self.name)
+            raise InvalidRequest(
+                f"{self.name} is {quote(value)}, outside {left}{self.low}, {self.high}]", param=self.name
+            )
 
 
 def parameter(default: Any, text: str, stage: Stage, **rest: Any) -> Any:
@@ -124,13 +131,13 @@ class SamplingParams:
     n: int = parameter(1, "samples", Stage.GATEWAY, low=1, high=128)
     max_tokens: int | None = parameter(
         DEFAULT_MAX_TOKENS, "tokens to generate at most; None: up to the model's context",
-        Stage.SESSION, low=1, neutral=None, has_flag=True,
+        Stage.SESSION, low=1, high=MAX_UINT32, neutral=None, has_flag=True,
     )  # fmt: skip
     min_tokens: int = parameter(
-        0, "tokens to generate before a stop token is allowed", Stage.LOGITS, low=0, has_flag=True
+        0, "tokens to generate before a stop token is allowed", Stage.LOGITS, low=0, high=MAX_UINT32, has_flag=True
     )
     temperature: float = parameter(1.0, "0 is greedy", Stage.DRAW, low=0.0, has_flag=True)
-    top_k: int = parameter(0, "tokens kept; 0 and -1 keep all", Stage.TRUNCATION, low=0, has_flag=True)
+    top_k: int = parameter(0, "tokens kept; 0 and -1 keep all", Stage.TRUNCATION, low=0, high=MAX_INT32, has_flag=True)
     top_p: float = parameter(
         1.0, "share of probability kept", Stage.TRUNCATION, low=0.0, high=1.0, is_low_open=True, has_flag=True
     )

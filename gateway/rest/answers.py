@@ -16,7 +16,7 @@ from gateway.generation import Generation
 from gateway.merging import merge
 from gateway.rest.schemas import SamplingBody
 from gateway.types import FinalChunk, GenerationChunk, GenerationRequest, TokenLogprobs, TokenText, Usage
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, quote
 from specdec.types import PositionLogprobs
 
 #: JSON has no infinity; vLLM reports impossible tokens with this, too.
@@ -59,7 +59,7 @@ def timeout_of(request: Request) -> float | None:
     except ValueError:
         timeout_s = -1.0
     if not 0 < timeout_s < float("inf"):
-        raise InvalidRequest(f"{TIMEOUT_HEADER} is {text!r}; give seconds above 0", param=TIMEOUT_HEADER)
+        raise InvalidRequest(f"{TIMEOUT_HEADER} is {quote(text)}; give seconds above 0", param=TIMEOUT_HEADER)
     return timeout_s
 
 

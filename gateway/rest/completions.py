@@ -26,7 +26,7 @@ from gateway.rest.schemas import CompletionBody
 from gateway.samples import describe_token
 from gateway.text.detokenizer import Detokenizer
 from gateway.types import GenerationChunk, GenerationRequest, PromptReport, Sample
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, quote
 from specdec.params import DEFAULT_MAX_TOKENS
 
 
@@ -64,7 +64,9 @@ class Completion:
             raise InvalidRequest("session_id needs a single prompt", param="session_id")
         limit = self._generation.settings.max_concurrent_requests
         if len(prompts) * self._n > limit:
-            raise InvalidRequest(f"{len(prompts)} prompts times n = {self._n} is above the limit of {limit}", param="n")
+            raise InvalidRequest(
+                f"{len(prompts)} prompts times n = {quote(self._n)} is above the limit of {limit}", param="n"
+            )
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         given = {"prompt_logprobs": body.logprobs} if body.echo and body.logprobs is not None else {}
         params = body.sampling(max_tokens=1 if self._prompt_only else max_tokens, logprobs=body.logprobs, **given)

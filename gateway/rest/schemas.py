@@ -9,11 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
 from gateway.text.tokenizer import encodable
 from gateway.types import GenerationRequest
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, quote
 from specdec.params import SamplingParams, parameters
 from specdec.rules import Rule
 
 TokenId = Annotated[int, Field(ge=0)]
+#: Digits of the largest token id of a message, 2^32 - 1.
+MAX_TOKEN_ID_DIGITS: Final = 10
 if TYPE_CHECKING:
     RuleName = str
 else:
@@ -166,8 +168,8 @@ class SamplingBody(SamplingFields):
     def _logit_bias(self) -> dict[int, float]:
         result = {}
         for token, bias in (self.logit_bias or {}).items():
-            if not token.isdecimal():
-                raise InvalidRequest(f"logit_bias has the key {token!r}; keys are token ids", param="logit_bias")
+            if not token.isdecimal() or len(token) > MAX_TOKEN_ID_DIGITS:
+                raise InvalidRequest(f"logit_bias has the key {quote(token)}; keys are token ids", param="logit_bias")
             result[int(token)] = bias
         return result
 

@@ -51,6 +51,23 @@ def test_limits_are_allowed(row: Parameter) -> None:
             )
 
 
+@pytest.mark.parametrize("row", NUMBERS, ids=lambda row: row.name)
+def test_the_limits_of_a_whole_number_fit_its_field_of_a_message(row: Parameter) -> None:
+    for owner in (
+        generation_service_pb2.GenerateRequest,
+        types_pb2.SamplingParams,
+        target_service_pb2.OpenTargetSession,
+    ):
+        if row.number is int and row.name in owner.DESCRIPTOR.fields_by_name:
+            for value in (row.low, row.high):
+                owner(**{row.name: value & MAX_SEED if row.name == "seed" else value})
+
+
+def test_numbers_of_any_length_are_refused_in_few_words() -> None:
+    assert refusal(top_k=10**400) == (f"top_k is a number of about 10^400, outside {limits(ROWS['top_k'])}", "top_k")
+    assert refusal(logit_bias={1: -(10**5000)})[0].startswith("logit_bias is a number of about -10^5000, outside")
+
+
 def test_biases_are_checked_one_by_one() -> None:
     assert refusal(logit_bias={1: 3.0, 2: -101.0}) == (
         "logit_bias is -101.0, outside [-100.0, 100.0]",
