@@ -166,6 +166,11 @@ class Generation:
                 )
         return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    @property
+    def chat_variables(self) -> frozenset[str]:
+        """The names that the chat template reads beyond those it always gets."""
+        return frozenset() if self._template is None else self._template.variables
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

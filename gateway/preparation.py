@@ -10,7 +10,7 @@ from typing import Final
 from gateway.decoding.request import DecodingRequest
 from gateway.text.tokenizer import TextTokenizer
 from gateway.types import GenerationRequest
-from specdec.errors import InvalidRequest, quote
+from specdec.errors import ContextLengthExceeded, InvalidRequest, quote
 from specdec.params import MAX_SEED, SamplingParams
 from specdec.rules import SEEDED_RULE, Rule
 from specdec.settings import GatewaySettings
@@ -86,6 +86,12 @@ class Preparation:
             )
         if params.stop and self._tokenizer is None:
             raise InvalidRequest("stop needs a tokenizer and this server has none; use stop_token_ids", param="stop")
+        bad_words = _bad_words(params.bad_words, self._tokenizer)
+        if params.allowed_token_ids and {(token,) for token in params.allowed_token_ids} <= set(bad_words):
+            raise InvalidRequest(
+                "bad_words forbids every token that allowed_token_ids allows; leave out one of the two",
+                param="bad_words",
+            )
         eos = () if params.ignore_eos else model.eos_token_ids
         return replace(
             params,
@@ -93,7 +99,7 @@ class Preparation:
             max_tokens=max_tokens,
             stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
             bad_words=(),
-            bad_token_ids=(*params.bad_token_ids, *_bad_words(params.bad_words, self._tokenizer)),
+            bad_token_ids=(*params.bad_token_ids, *bad_words),
             seed=self._seeds.getrandbits(64) if params.seed is None else params.seed,
         )
 
@@ -107,9 +113,9 @@ def _check_prompt(prompt: Sequence[int], model: ModelInfo) -> None:
         raise InvalidRequest("the prompt is empty; give at least one token", param="prompt")
     _check_token_ids("prompt", prompt, model)
     if len(prompt) >= model.max_model_len:
-        raise InvalidRequest(
-            f"the prompt has {len(prompt)} tokens, which leaves no room in the model's context of"
-            f" {model.max_model_len}; shorten it",
+        raise ContextLengthExceeded(
+            f"this model's maximum context length is {model.max_model_len} tokens, and the prompt has {len(prompt)};"
+            " shorten it, so that there is room for an answer",
             param="prompt",
         )
 
@@ -119,9 +125,9 @@ def _max_tokens(params: SamplingParams, prompt_len: int, model: ModelInfo) -> in
     if params.max_tokens is None:
         return rest
     if params.max_tokens > rest:
-        raise InvalidRequest(
-            f"max_tokens is {params.max_tokens}, but the prompt of {prompt_len} tokens leaves {rest} of the model's"
-            f" context of {model.max_model_len}; shorten the prompt or lower max_tokens",
+        raise ContextLengthExceeded(
+            f"this model's maximum context length is {model.max_model_len} tokens, of which the prompt of {prompt_len}"
+            f" leaves {rest}, but max_tokens is {params.max_tokens}; shorten the prompt or lower max_tokens",
             param="max_tokens",
         )
     return params.max_tokens

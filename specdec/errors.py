@@ -22,6 +22,10 @@ class InvalidRequest(TandemError):
         self.param = param
 
 
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and answer together are longer than the model's context."""
+
+
 class NotFound(TandemError):
     """The named model does not exist here."""
 
@@ -65,10 +69,13 @@ class Status:
     grpc: str
     http: int
     openai_type: str
+    #: OpenAI's name of the error; empty: it is known by its HTTP status.
+    openai_code: str = ""
 
 
 _STATUS: Final[Mapping[type[TandemError], Status]] = {
     InvalidRequest: Status("INVALID_ARGUMENT", 400, "invalid_request_error"),
+    ContextLengthExceeded: Status("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded"),
     NotFound: Status("NOT_FOUND", 404, "not_found_error"),
     ModelNotSupported: Status("FAILED_PRECONDITION", 400, "invalid_request_error"),
     StaleSession: Status("FAILED_PRECONDITION", 409, "conflict_error"),

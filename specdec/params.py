@@ -74,6 +74,8 @@ class Parameter:
     high: float = math.inf
     #: Whether ``low`` itself is refused.
     is_low_open: bool = False
+    #: Whether an empty list is refused: it looks like "none", and the default is "all".
+    refuses_empty: bool = False
     #: Whether the bodies of both REST endpoints have it.
     in_rest: bool = True
     #: Whether ``tandem generate`` has a flag for it.
@@ -89,6 +91,8 @@ class Parameter:
         """The value as it is kept: sequences as tuples. Raises :class:`InvalidRequest` where it is out of range."""
         if self.freeze is not None:
             value = self.freeze(value)
+            if self.refuses_empty and not value:
+                raise InvalidRequest(f"{self.name} is empty; leave it out, or name at least one", param=self.name)
             if isinstance(value, dict):
                 for number in value.values():
                     self._check(number)
@@ -160,7 +164,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = parameter(
         {}, "added to logits, by token id", Stage.LOGITS, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS
     )
-    allowed_token_ids: Sequence[int] = parameter((), "the only tokens that may be drawn; empty: all", Stage.LOGITS)
+    allowed_token_ids: Sequence[int] = parameter(
+        (), "the only tokens that may be drawn; by default all", Stage.LOGITS, refuses_empty=True
+    )
     bad_words: Sequence[str] = parameter((), "texts that must not appear", Stage.GATEWAY)
     #: The gateway adds those of ``bad_words``.
     bad_token_ids: Sequence[Sequence[int]] = parameter(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,13 @@ from specdec.types import PositionLogprobs
 LOWEST_LOGPROB = -9999.0
 
 TIMEOUT_HEADER = "X-Request-Timeout-S"
+IGNORED_HEADER = "X-Ignored-Fields"
 REQUEST_ID_HEADER = "X-Request-Id"
+
+
+logger = logging.getLogger(__name__)
+#: Ignored fields that the log has named.
+_logged: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,16 @@ def timeout_of(request: Request) -> float | None:
     return timeout_s
 
 
+def name_ignored(names: Iterable[str]) -> dict[str, str]:
+    """The header that names a request's fields without effect; the log names each once."""
+    given = sorted(set(names))
+    for name in given:
+        if name not in _logged:
+            _logged.add(name)
+            logger.info("the field %s of requests has no effect here", name)
+    return {IGNORED_HEADER: ", ".join(given)} if given else {}
+
+
 async def run_all(
     generation: Generation, requests: Sequence[GenerationRequest]
 ) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
@@ -84,26 +102,39 @@ class Totals:
 
     def __init__(self) -> None:
         self._prompts: dict[int, Usage] = {}
-        self._completion_tokens = 0
+        self._completion_tokens: Counter[tuple[int, int]] = Counter()
         self._speculation = SpeculationMetrics()
 
-    def add(self, number: int, final: FinalChunk) -> None:
-        """Count a finished sample of a prompt; the prompt itself counts once."""
+    def add(self, number: int, chunk: GenerationChunk) -> None:
+        """Count a chunk of prompt ``number``; the prompt itself counts once."""
+        final, sample = chunk.final, (number, chunk.index)
+        if chunk.prompt is not None:
+            self._prompts.setdefault(number, Usage(len(chunk.prompt.token_ids), 0))
+        self._completion_tokens[sample] += len(chunk.token_ids)
+        if final is None:
+            return
         known = self._prompts.get(number)
         if known is None or final.usage.cached_tokens > known.cached_tokens:
             self._prompts[number] = final.usage
-        self._completion_tokens += final.usage.completion_tokens
+        self._completion_tokens[sample] = final.usage.completion_tokens
         self._speculation.add(final.speculation)
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
+        """OpenAI's usage object, of what was added so far."""
         prompt_tokens = sum(usage.prompt_tokens for usage in self._prompts.values())
+        completion_tokens = self._completion_tokens.total()
         return {
             "prompt_tokens": prompt_tokens,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": prompt_tokens + self._completion_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in self._prompts.values())},
         }
+
+    def stream_usage(self, body: SamplingBody) -> dict[str, Any]:
+        """The usage field of an event within a stream."""
+        if not body.include_usage:
+            return {}
+        return {"usage": self.usage() if body.continuous_usage else None}
 
     def metrics(self) -> dict[str, Any]:
         """What speculation did."""

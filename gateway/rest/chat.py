@@ -16,6 +16,7 @@ from gateway.rest.answers import (
     chat_logprobs,
     ending,
     head_of,
+    name_ignored,
     prompt_logprobs_object,
     run_all,
     timeout_of,
@@ -30,8 +31,8 @@ async def create_chat_completion(generation: Generation, body: ChatBody, request
     """Answer one call."""
     chat = Chat(generation, body, request)
     if body.stream:
-        return EventResponse(chat.events())
-    return JSONResponse(await while_connected(request.receive, chat.answer()))
+        return EventResponse(chat.events(), chat.headers)
+    return JSONResponse(await while_connected(request.receive, chat.answer()), headers=chat.headers)
 
 
 class Chat:
@@ -39,12 +40,13 @@ class Chat:
 
     def __init__(self, generation: Generation, body: ChatBody, request: Request) -> None:
         """Raises :class:`InvalidRequest` for values that no model could honour."""
-        body.check_unused()
+        body.check_stream()
         self._generation = generation
         self._body = body
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._head = head_of("chatcmpl", kind, request, body, generation.check_model(body.model or ""))
         self._n = body.n or 1
+        self._ignored = set(body.ignored())
         self._request = self._make_request(timeout_of(request))
         self._totals = Totals()
 
@@ -52,15 +54,21 @@ class Chat:
         body = self._body
         if not body.messages:
             raise InvalidRequest("messages is empty; give at least one message", param="messages")
+        variables, unread = body.variables(self._generation.chat_variables)
+        self._ignored.update(unread)
         prompt = self._generation.render_chat(
             [message.as_template() for message in body.messages],
             add_generation_prompt=body.add_generation_prompt is not False,
-            variables=body.chat_template_kwargs,
+            variables=variables,
         )
-        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        params = body.sampling(max_tokens=max_tokens, logprobs=body.num_logprobs())
+        params = body.sampling(max_tokens=body.limit_tokens(), logprobs=body.num_logprobs())
         # The template has put the special tokens where they belong.
         return body.request(prompt, params, timeout_s=timeout_s, add_special_tokens=body.add_special_tokens is True)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer."""
+        return name_ignored(self._ignored)
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer as one object."""
@@ -84,7 +92,6 @@ class Chat:
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer piece by piece: the role of each choice, its text, its end; the last end carries the metrics."""
-        usage: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
         unfinished, begun = self._n, set()
         async with aclosing(self._chunks()) as chunks:
             async for chunk in chunks:
@@ -92,11 +99,14 @@ class Chat:
                     begun.add(chunk.index)
                     role = {"index": chunk.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
                     fields = self._prompt_fields(chunk.prompt) if chunk.prompt is not None else {}
-                    yield self._head.with_choices([role | ending(None)], **usage, **fields)
+                    yield self._head.with_choices(
+                        [role | ending(None)], **self._totals.stream_usage(self._body), **fields
+                    )
                 unfinished -= chunk.final is not None
                 if not (chunk.text or chunk.logprobs or chunk.final or self._body.return_token_ids):
                     continue
                 metrics = {} if unfinished else {"metrics": self._totals.metrics()}
+                usage = self._totals.stream_usage(self._body)
                 yield self._head.with_choices([self._piece(chunk)], **usage, **metrics)
         if self._body.include_usage:
             yield self._head.with_choices([], usage=self._totals.usage(), metrics=self._totals.metrics())
@@ -104,8 +114,7 @@ class Chat:
     async def _chunks(self) -> AsyncGenerator[GenerationChunk, None]:
         async with aclosing(run_all(self._generation, [self._request])) as chunks:
             async for number, chunk in chunks:
-                if chunk.final is not None:
-                    self._totals.add(number, chunk.final)
+                self._totals.add(number, chunk)
                 yield chunk
 
     def _piece(self, chunk: GenerationChunk) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from gateway.rest.answers import (
     completion_logprobs,
     ending,
     head_of,
+    name_ignored,
     prompt_logprobs_object,
     run_all,
     timeout_of,
@@ -33,9 +34,10 @@ from specdec.params import DEFAULT_MAX_TOKENS
 async def create_completion(generation: Generation, body: CompletionBody, request: Request) -> Response:
     """Answer one call."""
     completion = Completion(generation, body, request)
+    headers = name_ignored(body.ignored())
     if body.stream:
-        return EventResponse(completion.events())
-    return JSONResponse(await while_connected(request.receive, completion.answer()))
+        return EventResponse(completion.events(), headers)
+    return JSONResponse(await while_connected(request.receive, completion.answer()), headers=headers)
 
 
 class Completion:
@@ -43,13 +45,13 @@ class Completion:
 
     def __init__(self, generation: Generation, body: CompletionBody, request: Request) -> None:
         """Raises :class:`InvalidRequest` for values that no model could honour."""
-        body.check_unused()
+        body.check_stream()
         self._generation = generation
         self._body = body
         self._head = head_of("cmpl", "text_completion", request, body, generation.check_model(body.model or ""))
         self._n = body.n or 1
         #: With echo, no tokens at all may be asked for; one is generated all the same, and left out.
-        self._prompt_only = bool(body.echo) and body.max_tokens == 0
+        self._prompt_only = bool(body.echo) and body.limit_tokens() == 0
         self._requests = self._make_requests(timeout_of(request))
         self._totals = Totals()
         #: Characters before the generated text, by choice; known with the first chunk.
@@ -67,7 +69,8 @@ class Completion:
             raise InvalidRequest(
                 f"{len(prompts)} prompts times n = {quote(self._n)} is above the limit of {limit}", param="n"
             )
-        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        limit_tokens = body.limit_tokens()
+        max_tokens = DEFAULT_MAX_TOKENS if limit_tokens is None else limit_tokens
         given = {"prompt_logprobs": body.logprobs} if body.echo and body.logprobs is not None else {}
         params = body.sampling(max_tokens=1 if self._prompt_only else max_tokens, logprobs=body.logprobs, **given)
         special = body.add_special_tokens is not False
@@ -96,7 +99,6 @@ class Completion:
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer piece by piece; the last piece of all carries the metrics."""
-        usage: dict[str, Any] = {"usage": None} if self._body.include_usage else {}
         unfinished = len(self._requests) * self._n
         async for number, chunk in self._in_order():
             unfinished -= chunk.final is not None
@@ -104,7 +106,7 @@ class Completion:
                 continue
             choice = self._choice(number * self._n + chunk.index, number, chunk)
             metrics = {} if unfinished else {"metrics": self._totals.metrics()}
-            yield self._head.with_choices([choice], **usage, **metrics)
+            yield self._head.with_choices([choice], **self._totals.stream_usage(self._body), **metrics)
         if self._body.include_usage:
             yield self._head.with_choices([], usage=self._totals.usage(), metrics=self._totals.metrics())
 
@@ -112,8 +114,7 @@ class Completion:
         async with aclosing(run_all(self._generation, self._requests)) as chunks:
             async for number, given in chunks:
                 chunk = _without_output(given) if self._prompt_only else given
-                if chunk.final is not None:
-                    self._totals.add(number, chunk.final)
+                self._totals.add(number, chunk)
                 yield number, chunk
 
     async def _in_order(self) -> AsyncGenerator[tuple[int, GenerationChunk], None]:

@@ -11,13 +11,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from specdec.errors import InvalidRequest, Overloaded, TandemError, status_of, text_of
+from specdec.errors import InvalidRequest, Overloaded, TandemError, quote, status_of, text_of
 
 logger = logging.getLogger(__name__)
 
 
-def error_body(message: str, kind: str, code: int, param: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object; ``code`` is the HTTP status, as with vLLM."""
+def error_body(message: str, kind: str, code: int | str, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object; ``code`` is the HTTP status, as with vLLM, or OpenAI's name of the error."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -27,7 +27,7 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
     if not isinstance(error, TandemError):
         logger.error("unexpected error while handling a request", exc_info=error)
     param = error.param if isinstance(error, InvalidRequest) else None
-    return status.http, error_body(text_of(error), status.openai_type, status.http, param)
+    return status.http, error_body(text_of(error), status.openai_type, status.openai_code or status.http, param)
 
 
 def response_of(error: Exception) -> JSONResponse:
@@ -52,7 +52,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return response_of(invalid_request_of(error))
+        return response_of(invalid_request_of(error, request.headers.get("content-type", "")))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -61,17 +61,21 @@ def install(app: FastAPI) -> None:
         return JSONResponse(body, error.status_code, error.headers)
 
 
-def invalid_request_of(error: RequestValidationError) -> InvalidRequest:
+def invalid_request_of(error: RequestValidationError, content_type: str) -> InvalidRequest:
     """The first thing wrong with a body, naming its field."""
+    if isinstance(error.body, bytes | None):
+        if not error.body:
+            return InvalidRequest("the body is empty; send a JSON object")
+        given = f"is {quote(content_type)}" if content_type else "is missing"
+        return InvalidRequest(f"the header Content-Type {given}; send application/json")
     first = error.errors()[0]
     path = [str(part) for part in first["loc"] if part not in ("body", "query", "header")]
     # A field of several possible types is named with each type that was tried; only the field itself helps.
     field = path[0] if path and not path[0].isdigit() else None
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    if first["type"] == "extra_forbidden":
-        name = ".".join(path)
-        return InvalidRequest(f"unknown field {name!r}; see docs/api.md for the fields this server knows", param=name)
+    if not path:
+        return InvalidRequest('the body is no JSON object; send one, such as {"prompt": "…"}')
     if first["type"] == "missing":
         return InvalidRequest(f"the field {'.'.join(path) or 'body'!r} is missing", param=field)
     name = field or "the body"

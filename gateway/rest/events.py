@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
@@ -55,8 +55,8 @@ class EventResponse(Response):
     as an event, since the status is out.
     """
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None], headers: Mapping[str, str]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"} | dict(headers))
         # The body comes in pieces of unknown number.
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
         self._events = events

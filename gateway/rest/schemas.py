@@ -2,81 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
+from pydantic import Field, create_model, model_validator
 
-from gateway.text.tokenizer import encodable
+from gateway.rest.body import IGNORED, MEANINGFUL, REFUSED, Body, Refused
 from gateway.types import GenerationRequest
 from specdec.errors import InvalidRequest, quote
-from specdec.params import SamplingParams, parameters
+from specdec.params import MAX_LOGPROBS, Parameter, SamplingParams, parameters
 from specdec.rules import Rule
 
 TokenId = Annotated[int, Field(ge=0)]
 #: Digits of the largest token id of a message, 2^32 - 1.
 MAX_TOKEN_ID_DIGITS: Final = 10
+#: A field that clients send and that cannot change the answer.
+IgnoredField = Annotated[Any, IGNORED]
+#: A field that would change the answer and is not supported.
+RefusedField = Annotated[Any, REFUSED]
 if TYPE_CHECKING:
     RuleName = str
 else:
     RuleName = Literal[tuple(str(rule) for rule in Rule)]
 
-#: OpenAI's fields that change nothing here, and the values that mean "not used". Any other value is refused.
-UNUSED_COMPLETION: Final[Mapping[str, tuple[Any, ...]]] = {"suffix": (None, "")}
-UNUSED_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
-    "audio": (None,),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "modalities": (None, ["text"]),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
-    "verbosity": (None, "medium"),
-    "web_search_options": (None,),
-}
-#: The same for both endpoints.
-UNUSED: Final[Mapping[str, tuple[Any, ...]]] = {
-    "metadata": (None, {}),
-    "service_tier": (None, "auto", "default"),
-    "store": (None, False),
-}
-
-
-class Body(BaseModel):
-    """No unknown fields, no silent conversions."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def check_text(cls, value: Any) -> Any:
-        """Refuse text that cannot be passed on or given back."""
-        if not _all_encodable(value):
-            raise ValueError("holds half a surrogate pair, which is no character")
-        return value
-
-
-def _all_encodable(value: Any) -> bool:
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, dict):
-        return all(_all_encodable(key) and _all_encodable(item) for key, item in value.items())
-    if isinstance(value, list) and value and not isinstance(value[0], int):
-        return all(map(_all_encodable, value))
-    return True
-
 
 class StreamOptions(Body):
-    """OpenAI's ``stream_options``."""
+    """OpenAI's ``stream_options``, and vLLM's."""
 
-    include_usage: bool = False
-    include_obfuscation: bool | None = None
+    path: ClassVar[str] = "stream_options"
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: IgnoredField = None
 
 
 class Speculation(Body):
     """Switches of speculation for one request."""
+
+    path: ClassVar[str] = "speculation"
 
     num_speculative_tokens: int | None = None
     verification: RuleName | None = None
@@ -91,6 +54,13 @@ _JSON_TYPES: Final[Mapping[Any, Any]] = {
     Mapping[int, float]: dict[str, float],
 }
 
+
+def _json_type(row: Parameter) -> Any:
+    """The type of a parameter's field."""
+    kind = _JSON_TYPES.get(row.type, row.type) | None
+    return Annotated[kind, MEANINGFUL] if row.refuses_empty else kind
+
+
 if TYPE_CHECKING:
 
     class SamplingFields(Body):
@@ -104,26 +74,17 @@ else:
     SamplingFields = create_model(
         "SamplingFields",
         __base__=Body,
-        **{row.name: (_JSON_TYPES.get(row.type, row.type) | None, None) for row in _ROWS},
+        **{row.name: (_json_type(row), None) for row in _ROWS},
     )
 
 
 class SamplingBody(SamplingFields):
     """The fields of both endpoints: the sampling parameters and more. ``None`` always means the default."""
 
-    unused: ClassVar[Mapping[str, tuple[Any, ...]]] = UNUSED
-
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # For whom and for what cache: accepted, without effect.
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    # OpenAI's fields that are refused unless unused.
-    metadata: Any = None
-    service_tier: Any = None
-    store: Any = None
+    max_completion_tokens: int | None = None
     # vLLM's.
     add_special_tokens: bool | None = None
     request_id: str | None = None
@@ -131,20 +92,55 @@ class SamplingBody(SamplingFields):
     # Tandem's.
     session_id: str | None = None
     speculation: Speculation | None = None
+    # For whom, at what price, when and in which cache.
+    cache_salt: IgnoredField = None
+    metadata: IgnoredField = None
+    priority: IgnoredField = None
+    prompt_cache_key: IgnoredField = None
+    prompt_cache_retention: IgnoredField = None
+    safety_identifier: IgnoredField = None
+    service_tier: IgnoredField = None
+    store: IgnoredField = None
+    user: IgnoredField = None
+    # Of beam search and of slow tokenizers, which are not here.
+    length_penalty: IgnoredField = None
+    spaces_between_special_tokens: IgnoredField = None
+    # What would change the answer.
+    guided_choice: RefusedField = None
+    guided_grammar: RefusedField = None
+    guided_json: RefusedField = None
+    guided_regex: RefusedField = None
+    logits_processors: RefusedField = None
+    response_format: Annotated[Any, Refused(({"type": "text"},))] = None
+    return_tokens_as_token_ids: RefusedField = None
+    structured_outputs: RefusedField = None
+    truncate_prompt_tokens: RefusedField = None
+    use_beam_search: RefusedField = None
 
-    def check_unused(self) -> None:
-        """Refuse fields that have no effect here, unless they ask for nothing."""
-        for name, allowed in self.unused.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise InvalidRequest(f"{name} is not supported; leave it out", param=name)
+    def ignored(self) -> Iterator[str]:
+        """The names of the given fields that have no effect, those of inner objects included."""
+        yield from super().ignored()
+        if self.stream_options is not None:
+            yield from self.stream_options.ignored()
+
+    def check_stream(self) -> None:
+        """Refuse options of a stream where there is none."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+
+    def limit_tokens(self) -> int | None:
+        """``max_completion_tokens``, or ``max_tokens``, its older name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every event of a stream carries the usage so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None, **given: Any) -> SamplingParams:
         """The parameters. Raises :class:`InvalidRequest` naming a value out of range."""
@@ -177,13 +173,11 @@ class SamplingBody(SamplingFields):
 class CompletionBody(SamplingBody):
     """``POST /v1/completions``."""
 
-    unused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNUSED, **UNUSED_COMPLETION}
-
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: Any = None
+    suffix: RefusedField = None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, always as a list."""
@@ -199,68 +193,134 @@ class CompletionBody(SamplingBody):
 class MessagePart(Body):
     """A part of a message's content; text only."""
 
+    path: ClassVar[str] = "messages.content"
+
     type: Literal["text"]
     text: str
+    cache_control: IgnoredField = None
+    provider_specific_fields: IgnoredField = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_type(cls, given: Any) -> Any:
+        """Refuse what is no text before its fields are looked at."""
+        if not isinstance(given, Mapping):
+            raise InvalidRequest('messages.content holds a part that is no object; write {"type": "text", "text": …}',
+                                 param="messages")  # fmt: skip
+        kind = given.get("type")
+        if kind != "text":
+            what = "without a type" if kind is None else f"of type {quote(kind)}"
+            raise InvalidRequest(
+                f"messages.content holds a part {what}; this server reads parts of type 'text' only", param="messages"
+            )
+        if not isinstance(given.get("text"), str):
+            raise InvalidRequest("messages.content holds a part of type 'text' without its text", param="messages")
+        return given
 
 
 class Message(Body):
     """A message of a conversation."""
 
+    path: ClassVar[str] = "messages"
+
     role: str
     content: str | list[MessagePart] | None = None
     name: str | None = None
-    refusal: None = None
-    tool_calls: list[Any] | None = None
+    # Earlier thoughts of the model, for chat templates that read them.
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    # What clients send back of earlier answers, and their notes.
+    annotations: IgnoredField = None
+    cache_control: IgnoredField = None
+    id: IgnoredField = None
+    provider_specific_fields: IgnoredField = None
+    reasoning_details: IgnoredField = None
+    thinking_blocks: IgnoredField = None
+    # What would change the answer.
+    audio: RefusedField = None
+    function_call: RefusedField = None
+    refusal: RefusedField = None
+    tool_call_id: RefusedField = None
+    tool_calls: RefusedField = None
+
+    def ignored(self) -> Iterator[str]:
+        """The names of the given fields that have no effect, those of parts included."""
+        yield from super().ignored()
+        for part in self.content or () if not isinstance(self.content, str) else ():
+            yield from part.ignored()
 
     def as_template(self) -> dict[str, Any]:
         """What a chat template gets: content as one text."""
-        if self.tool_calls:
-            raise InvalidRequest("messages hold tool_calls, which are not supported", param="messages")
         content = self.content or ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
-        named = {"name": self.name} if self.name is not None else {}
-        return {"role": self.role, "content": content, **named}
+        result = {"role": self.role, "content": content}
+        if self.name is not None:
+            result["name"] = self.name
+        if thoughts := self.reasoning_content or self.reasoning:
+            result["reasoning_content"] = thoughts
+        return result
 
 
 class ChatBody(SamplingBody):
     """``POST /v1/chat/completions``."""
 
-    unused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNUSED, **UNUSED_CHAT}
-
     messages: list[Message]
     logprobs: bool | None = None
-    max_completion_tokens: int | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # No tools here, so nothing is ever called in parallel.
-    parallel_tool_calls: bool | None = None
-    # OpenAI's fields that are refused unless unused.
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    modalities: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    response_format: Any = None
-    tool_choice: Any = None
-    tools: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
+    # For chat templates that read them.
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    # No tools here, so nothing is ever called in parallel; thoughts are never parted from the answer.
+    include_reasoning: IgnoredField = None
+    mm_processor_kwargs: IgnoredField = None
+    parallel_tool_calls: IgnoredField = None
+    prediction: IgnoredField = None
+    # What would change the answer.
+    audio: RefusedField = None
+    chat_template: Annotated[Any, Refused(hint="start the gateway with --chat-template")] = None
+    continue_final_message: RefusedField = None
+    echo: RefusedField = None
+    function_call: Annotated[Any, Refused(("none",))] = None
+    functions: RefusedField = None
+    modalities: Annotated[Any, Refused((["text"],))] = None
+    tool_choice: Annotated[Any, Refused(("none", "auto"))] = None
+    tools: RefusedField = None
+    verbosity: Annotated[Any, Refused(("medium",))] = None
+    web_search_options: RefusedField = None
+
+    def ignored(self) -> Iterator[str]:
+        """The names of the given fields that have no effect, those of messages included."""
+        yield from super().ignored()
+        for message in self.messages:
+            yield from message.ignored()
 
     def num_logprobs(self) -> int | None:
         """Log-probabilities per position; None where none are asked for."""
-        if self.top_logprobs is not None and not self.logprobs:
+        top = self.top_logprobs
+        if top is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        return (self.top_logprobs or 0) if self.logprobs else None
+        if top is not None and not 0 <= top <= MAX_LOGPROBS:
+            raise InvalidRequest(f"top_logprobs is {quote(top)}, outside [0, {MAX_LOGPROBS}]", param="top_logprobs")
+        return (top or 0) if self.logprobs else None
+
+    def variables(self, known: Set[str]) -> tuple[dict[str, Any], list[str]]:
+        """The chat template's own variables, ``known`` being those it reads; and the given fields it does not read."""
+        given = {"reasoning_effort": self.reasoning_effort, "documents": self.documents}
+        given = {name: value for name, value in given.items() if value is not None}
+        if "documents" in given and "documents" not in known:
+            raise InvalidRequest("documents is not supported: the chat template does not read it; leave it out",
+                                 param="documents")  # fmt: skip
+        return (given | (self.chat_template_kwargs or {}), [name for name in given if name not in known])
 
 
 class TokenizeBody(Body):
     """``POST /tokenize``: a prompt, or messages."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: Annotated[str | None, MEANINGFUL] = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

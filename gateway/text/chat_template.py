@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -28,6 +29,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
+            #: The names it reads and does not define itself.
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"the chat template is not valid Jinja: {error}", param="chat_template") from error
 

@@ -172,6 +172,9 @@ class SamplingState:
         allowed = p.allowed_token_ids or range(self.num_tokens)
         bad = set(self.single_bad_token_ids)
         if bad.issuperset(allowed):
-            raise InvalidRequest("bad_token_ids forbids every token that may be drawn", param="bad_token_ids")
+            raise InvalidRequest(
+                "bad_token_ids and bad_words forbid every token that may be drawn; leave some out",
+                param="bad_token_ids",
+            )
         if p.min_tokens > 0 and bad.union(self.stop_token_ids).issuperset(allowed):
             raise InvalidRequest("min_tokens forbids every token that may be drawn", param="min_tokens")

@@ -11,8 +11,6 @@ BAD_COMPLETIONS = [
     ({"speculation": {"k": 1}}, "speculation.k"),
     ({"best_of": 2}, "best_of"),
     ({"suffix": "x"}, "suffix"),
-    ({"store": True}, "store"),
-    ({"metadata": {"a": "b"}}, "metadata"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"top_p": 0}, "top_p"),
@@ -34,12 +32,13 @@ BAD_COMPLETIONS = [
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
-    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop"),
     ({"stop": [1]}, "stop"),
     ({"seed": 2**64}, "seed"),
     ({"seed": "x"}, "seed"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"allowed_token_ids": [4000]}, "allowed_token_ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"bad_words": [""]}, "bad_words"),
     ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
     ({"speculation": {"num_speculative_tokens": 65}}, "num_speculative_tokens"),
@@ -62,7 +61,7 @@ async def test_bad_completions_name_the_field(stand, stream):
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, param), change
         assert error["type"] == "invalid_request_error"
-        assert error["code"] == 400
+        assert error["code"] in (400, "context_length_exceeded")
         assert error["message"]
     assert not stand.targets[0].num_opened
 
@@ -72,16 +71,27 @@ BAD_CHATS = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"modalities": ["audio"]}, "modalities"),
-    ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 30}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 30}, "top_logprobs"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-    ({"messages": [{"role": "user", "tool_calls": [1]}]}, "messages"),
+    ({"messages": [{"role": "user", "tool_calls": [1]}]}, "messages.tool_calls"),
     ({"messages": [{"content": "x"}]}, "messages"),
     ({"messages": None}, "messages"),
     ({"prompt": "x"}, "prompt"),
 ]
+
+
+async def test_words_that_leave_no_token(stand, tokenizer):
+    response = await post(stand, **body_of(bad_words=["a"], allowed_token_ids=tokenizer.encode("a")))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "bad_words")
+
+
+async def test_beyond_the_context(stand):
+    for change in ({"max_tokens": 10_000}, {"prompt": [5] * 600}):
+        error = (await post(stand, **(body_of() | change))).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "maximum context length is 512 tokens" in error["message"]
 
 
 async def test_bad_chats_name_the_field(stand):
@@ -90,10 +100,10 @@ async def test_bad_chats_name_the_field(stand):
         assert (response.status_code, response.json()["error"]["param"]) == (400, param), change
 
 
-async def test_fields_that_mean_nothing_are_accepted(stand):
-    unused = {"best_of": 1, "suffix": None, "user": "me", "store": False, "metadata": None, "service_tier": "auto"}
+async def test_fields_that_ask_for_the_default_are_accepted(stand):
+    unused = {"best_of": 1, "suffix": "", "use_beam_search": False, "response_format": {"type": "text"}}
     assert (await post(stand, **body_of(**unused))).status_code == 200
-    unused = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "parallel_tool_calls": True}
+    unused = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
     assert (await post(stand, "/v1/chat/completions", **chat_of(**unused))).status_code == 200
 
 
@@ -112,6 +122,36 @@ async def test_bodies_that_are_no_json_or_too_large(stand):
     response = await stand.http.post("/v1/completions", content=pieces(), headers=headers)
     assert response.status_code == 413
     assert response.json()["error"]["code"] == 413
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(("content", "headers", "words"), [
+    (b"", JSON, "the body is empty"),
+    (b"", {}, "the body is empty"),
+    (b'{"prompt": "a"}', {"Content-Type": "text/plain"}, "Content-Type is 'text/plain'; send application/json"),
+    (b'{"prompt": "a"}', {}, "Content-Type is missing; send application/json"),
+    (b"[1]", JSON, "the body is no JSON object"),
+    (b'"a"', JSON, "the body is no JSON object"),
+])  # fmt: skip
+async def test_bodies_that_are_no_object(stand, content, headers, words):
+    response = await stand.http.post("/v1/completions", content=content, headers=headers)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    ([{"type": "image_url", "image_url": {"url": "x"}}], "a part of type 'image_url'; this server reads parts of type"),
+    ([{"type": "input_audio", "input_audio": {}}], "a part of type 'input_audio'"),
+    ([{"text": "a"}], "a part without a type"),
+    ([{"type": "text"}], "without its text"),
+    (["a"], "a part that is no object"),
+])  # fmt: skip
+async def test_parts_that_are_no_text(stand, content, words):
+    response = await post(stand, "/v1/chat/completions", **chat_of(messages=[{"role": "user", "content": content}]))
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
 
 
 async def test_unknown_models_and_paths(stand):

@@ -1,0 +1,123 @@
+"""The base of all bodies, and the three kinds of fields: those with an effect, ignored ones and refused ones.
+
+Null and empty values mean the default, in every field. A field that cannot change the answer is ignored, and the
+response names it. A field that would change the answer and cannot be honoured is refused by name, like an unknown one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Final
+
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+
+from gateway.text.tokenizer import encodable
+from specdec.errors import InvalidRequest
+
+#: Characters of an unknown name that are compared and reported.
+_NAME_LENGTH: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Marks a field that cannot change the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Marks a field that would change the answer and is not supported; false and ``allowed`` ask for nothing."""
+
+    allowed: tuple[Any, ...] = ()
+    hint: str = "leave it out"
+
+
+@dataclass(frozen=True, slots=True)
+class Meaningful:
+    """Marks a field whose empty value is not its default."""
+
+
+IGNORED: Final = Ignored()
+REFUSED: Final = Refused()
+MEANINGFUL: Final = Meaningful()
+
+
+class Body(BaseModel):
+    """No unknown fields, no silent conversions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    #: Where the object stands in its request, for error messages.
+    path: ClassVar[str] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_fields(cls, given: Any) -> Any:
+        """Drop what asks for nothing. The first field that is unknown or not supported raises InvalidRequest."""
+        if not isinstance(given, Mapping):
+            return given
+        kinds, kept = _kinds(cls), {}
+        for name, value in given.items():
+            kind = kinds.get(name)
+            if value is None or (_is_empty(value) and kind is not MEANINGFUL):
+                continue
+            if name not in kinds:
+                raise cls._unknown(name)
+            if isinstance(kind, Refused):
+                if value is not False and value not in kind.allowed:
+                    where = cls._place(name)
+                    raise InvalidRequest(f"{where} is not supported; {kind.hint}", param=where)
+                continue
+            kept[name] = value
+        return kept
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def check_text(cls, value: Any) -> Any:
+        """Refuse text that cannot be passed on or given back."""
+        if not _all_encodable(value):
+            raise ValueError("holds half a surrogate pair, which is no character")
+        return value
+
+    def ignored(self) -> Iterator[str]:
+        """The names of the given fields that have no effect."""
+        kinds = _kinds(type(self))
+        return (self._place(name) for name in self.model_fields_set if kinds[name] is IGNORED)
+
+    @classmethod
+    def _place(cls, name: str) -> str:
+        return f"{cls.path}.{name}" if cls.path else name
+
+    @classmethod
+    def _unknown(cls, name: str) -> InvalidRequest:
+        shown = name if len(name) <= _NAME_LENGTH else name[:_NAME_LENGTH] + "…"
+        near = difflib.get_close_matches(shown, cls.model_fields, n=1)
+        remedy = f"did you mean {cls._place(near[0])!r}?" if near else "docs/api.md lists the fields of this server"
+        where = cls._place(shown)
+        return InvalidRequest(f"unknown field {where!r}; {remedy}", param=where)
+
+
+@cache
+def _kinds(body: type[Body]) -> Mapping[str, Ignored | Refused | Meaningful | None]:
+    """The kind of each field; None: it has an effect."""
+    result: dict[str, Ignored | Refused | Meaningful | None] = {}
+    for name, field in body.model_fields.items():
+        marks = [mark for mark in field.metadata if isinstance(mark, Ignored | Refused | Meaningful)]
+        result[name] = MEANINGFUL if field.is_required() else next(iter(marks), None)
+    return result
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, str | list | dict) and not value
+
+
+def _all_encodable(value: Any) -> bool:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return all(_all_encodable(key) and _all_encodable(item) for key, item in value.items())
+    if isinstance(value, list) and value and not isinstance(value[0], int):
+        return all(map(_all_encodable, value))
+    return True
