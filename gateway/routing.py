@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import time
@@ -106,6 +107,7 @@ class Router:
         self.targets: Pool[TargetBackend] = Pool(targets)
         self.drafts: Pool[DraftBackend] = Pool(drafts)
         self._model: ModelInfo | None = None
+        self._target_came_up = asyncio.Event()
 
     @classmethod
     async def local(cls, target: TargetBackend, draft: DraftBackend | None = None) -> Self:
@@ -129,6 +131,12 @@ class Router:
     def ready(self) -> bool:
         """Whether a target can be used."""
         return any(replica.usable for replica in self.targets.replicas)
+
+    async def wait_ready(self) -> None:
+        """Return once a target can be used."""
+        while not self.ready:
+            self._target_came_up.clear()
+            await self._target_came_up.wait()
 
     def model(self) -> ModelInfo:
         """The model served, as the first target to come up described it.
@@ -158,6 +166,7 @@ class Router:
                 self._judge(draft)
         else:
             self._judge(replica)
+        self._target_came_up.set()
         if replica.refusal is None:
             logger.info("target %s is up: %s", replica.name, info.name)
 

@@ -340,9 +340,9 @@ def encode_target_opened(opened: TargetOpened) -> target_pb.TargetSessionOpened:
 
 
 def decode_target_opened(message: target_pb.TargetSessionOpened) -> TargetOpened:
-    """What a target found on opening a session. Raises :class:`Unavailable` if the target names no rule."""
-    if (rule := decode_rule(message.verification)) is None:
-        raise Unavailable("the target opened a session without naming its verification rule")
+    """What a target found on opening a session. Raises :class:`Unavailable` if the target names no known rule."""
+    if (rule := _RULES.get(message.verification)) is None:
+        raise Unavailable(f"the target opened a session with verification {message.verification}, which is no rule")
     return TargetOpened(
         epoch=message.epoch,
         rule=rule,

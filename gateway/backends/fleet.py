@@ -35,7 +35,6 @@ class Fleet:
             [Replica[DraftBackend](name, GrpcDraft(self._channels[name]), healthy=False) for name in drafts],
         )
         self._watches: list[asyncio.Task[None]] = []
-        self._changed = asyncio.Event()
 
     async def start(self) -> None:
         """Begin to watch; returns at once."""
@@ -43,12 +42,6 @@ class Fleet:
             self._watches.append(asyncio.create_task(self._watch(target, self.router.target_up)))
         for draft in self.router.drafts.replicas:
             self._watches.append(asyncio.create_task(self._watch(draft, self.router.draft_up)))
-
-    async def wait_ready(self) -> None:
-        """Return once a target can be used."""
-        while not self.router.ready:
-            self._changed.clear()
-            await self._changed.wait()
 
     async def stop(self) -> None:
         """Stop watching and close the channels."""
@@ -72,7 +65,6 @@ class Fleet:
                 self.router.down(replica, "an unexpected error")
             else:
                 self.router.down(replica, "it ended the health watch")
-            self._changed.set()
             await asyncio.sleep(RETRY_S)
 
     async def _follow(
@@ -85,6 +77,5 @@ class Fleet:
                     up(replica, await replica.backend.info())
                 else:
                     self.router.down(replica, "it is not serving")
-                self._changed.set()
         finally:
             call.cancel()

@@ -19,7 +19,8 @@ from gateway.decoding.metrics import SpeculationMetrics
 from gateway.decoding.request import DecodingRequest, RequestState
 from gateway.decoding.target_client import TargetClient
 from gateway.pacing.pace import FixedPace, Pace
-from gateway.routing import HiddenStateSpec
+from gateway.routing import HiddenStateSpec, Replica
+from specdec.backends import TargetBackend
 from specdec.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -51,7 +52,13 @@ class Decoding:
         self.metrics = SpeculationMetrics()
         self._context = context
         self._state = RequestState(request)
-        self._target = TargetClient(context.router, self._state, self.metrics, max_retries=settings.max_target_retries)
+        self._target = TargetClient(
+            context.router,
+            self._state,
+            self.metrics,
+            max_retries=settings.max_target_retries,
+            wait_s=settings.target_wait_s,
+        )
         self._draft = DraftClient(
             context.router,
             self._state,
@@ -82,7 +89,8 @@ class Decoding:
         Raises:
             DeadlineExceeded: the request's deadline passed.
             Overloaded: every target is full, and nothing was generated yet.
-            Unavailable: no target can be used, or the session was lost more often than it may be opened again.
+            Unavailable: no target can be used, none came back in time after a loss, or the session was lost more often
+                than it may be opened again.
         """
         self._context.open_sessions += 1
         try:
@@ -119,9 +127,10 @@ class Decoding:
         target = self._target
         while True:
             was_open = target.is_open
+            replica = None if was_open else await target.pick()
             try:
-                if not was_open:
-                    return await self._open()
+                if replica is not None:
+                    return await self._open(replica)
                 if target.round is None and not target.num_multi_step_left:
                     await self._ask()
                 return self._record(target.round, await target.receive())
@@ -134,10 +143,9 @@ class Decoding:
             except LOST as error:
                 await target.recover(error)
 
-    async def _open(self) -> Verdict:
-        """Open a session on a target; its first verdict."""
+    async def _open(self, replica: Replica[TargetBackend]) -> Verdict:
+        """Open a session on the target picked; its first verdict."""
         target, draft = self._target, self._draft
-        replica = target.pick()
         self._pace.leave()
         self._pace = self._context.pace(replica, 0 if draft.off else self.request.num_speculative_tokens)
         num_remaining = self._state.num_remaining

@@ -30,11 +30,15 @@ class TargetClient:
     ``prompt + committed tokens`` elsewhere.
     """
 
-    def __init__(self, router: Router, state: RequestState, metrics: SpeculationMetrics, *, max_retries: int) -> None:
+    def __init__(
+        self, router: Router, state: RequestState, metrics: SpeculationMetrics, *, max_retries: int, wait_s: float
+    ) -> None:
+        """``max_retries``: times a lost session is replaced; ``wait_s``: how long it waits for a target to return."""
         self._router = router
         self._state = state
         self._metrics = metrics
         self._max_retries = max_retries
+        self._wait_s = wait_s
         #: What the first target found on opening; None before the first verdict.
         self.opened: TargetOpened | None = None
         #: The proposal whose round is in progress.
@@ -64,13 +68,21 @@ class TargetClient:
         """Whether so few multi-step tokens are still to come that more should be asked for."""
         return len(self._state) >= self._extend_at
 
-    def pick(self) -> Replica[TargetBackend]:
-        """Choose the replica of the next opening.
+    async def pick(self) -> Replica[TargetBackend]:
+        """Choose the replica of the next opening. A session that was lost waits for a target to return.
 
         Raises:
             Unavailable: no target can be used.
         """
         self._epoch += 1
+        if self._metrics.num_target_failures and not self._router.ready:
+            try:
+                async with asyncio.timeout(self._wait_s):
+                    await self._router.wait_ready()
+            except TimeoutError:
+                raise Unavailable(
+                    f"the target was lost and none came back within {self._wait_s:g} s; try again later"
+                ) from None
         self._replica = self._router.pick_target(self._state.session_id, self._overloaded)
         return self._replica
 
@@ -146,18 +158,14 @@ class TargetClient:
             elif not isinstance(error, StaleSession | InvalidRequest):
                 replica.avoid()
         await self._drop()
-        if self.opened is None:
+        if self.opened is None and isinstance(error, Overloaded):
             # Nothing is lost yet: another replica may do, but the client is not kept waiting for one.
-            usable = self._router.targets.usable
-            if all(other in self._overloaded for other in usable):
+            if all(other in self._overloaded for other in self._router.targets.usable):
                 raise error
-            if isinstance(error, Overloaded):
-                return
+            return
         failures = self._metrics.num_target_failures
         if failures > self._max_retries:
-            raise Unavailable(
-                f"the target was lost {failures} times, the last time with: {error}; try again later"
-            ) from error
+            raise Unavailable(f"the target was lost {failures} times, the last time with: {error}") from error
         await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (failures - 1), LAST_BACKOFF_S))
 
     async def close(self) -> None:

@@ -37,7 +37,7 @@ CHANNEL_OPTIONS: Final = (
     # A replica that comes back is found soon.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 500),
     # Channels to one address do not share a connection, so one of them can be lost or closed alone.
     ("grpc.use_local_subchannel_pool", 1),
 )

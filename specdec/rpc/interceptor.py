@@ -5,24 +5,30 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from specdec.errors import Unavailable
+from specdec.errors import InvalidRequest, Unavailable
 from specdec.rpc.status import abort_with, being_cancelled
 
 #: Methods of these services are served while the server drains, and are not waited for.
 INFRASTRUCTURE = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 GOING_DOWN = "the server is shutting down; use another replica"
+UNDECODABLE = "a message cannot be decoded; send what protos/specdec/v1 of this version describes"
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Guard: TypeAlias = Callable[[Context], AbstractAsyncContextManager[None]]
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler: domain errors become statuses, other errors INTERNAL with a fixed text.
+    """Wraps every handler: domain errors become statuses, other errors INTERNAL with a fixed text, and requests that
+    are no message INVALID_ARGUMENT.
 
     Cancellation and aborts pass through untouched. While :attr:`draining`, new calls get UNAVAILABLE.
     """
@@ -59,54 +65,76 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Replace the method's handler by one that keeps the rules above."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method.startswith(INFRASTRUCTURE):
-            return handler
+        if handler is None:
+            return None
         kind = ("stream" if handler.request_streaming else "unary") + (
             "_stream" if handler.response_streaming else "_unary"
         )
-        wrapped = self._wrap(getattr(handler, kind), method)
+        guard = _statuses if method.startswith(INFRASTRUCTURE) else self._guard
+        wrapped = _wrap(handler, getattr(handler, kind), partial(guard, method=method))
+        # The wrapper decodes a single request: gRPC answers one that it cannot decode with UNKNOWN and a traceback.
+        decoder = handler.request_deserializer if handler.request_streaming else None
         make: Callable[..., Handler] = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
-
-    def _wrap(self, behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
-        if inspect.isasyncgenfunction(behavior):
-            # Driven here rather than by gRPC, which leaves the generator of a cancelled call to the garbage collector.
-            async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-                async with self._guard(context, method), aclosing(behavior(request, context)) as responses:
-                    async for response in responses:
-                        await context.write(response)
-
-            return stream
-
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            async with self._guard(context, method):
-                return await behavior(request, context)
-
-        return call
+        return make(wrapped, decoder, handler.response_serializer)
 
     @asynccontextmanager
-    async def _guard(self, context: grpc.aio.ServicerContext[Any, Any], method: str) -> AsyncIterator[None]:
+    async def _guard(self, context: Context, method: str) -> AsyncIterator[None]:
+        """Count the call, refuse it while the server drains, and end it with a status."""
         task = asyncio.current_task()
         assert task is not None  # handlers always run in a task
         self._tasks.add(task)
         self._idle.clear()
         try:
-            if self.draining:
-                raise Unavailable(GOING_DOWN)
-            yield
+            async with _statuses(context, method):
+                if self.draining:
+                    raise Unavailable(GOING_DOWN)
+                yield
         except asyncio.CancelledError:
             if task not in self._evicted or task.uncancel() or context.cancelled():
                 raise
             await abort_with(context, Unavailable(GOING_DOWN), method)
-        except (grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
-            raise
-        except Exception as error:
-            if context.cancelled() or being_cancelled():
-                # The peer is gone: there is nobody to tell, and aborting a finished call is an error of its own.
-                raise asyncio.CancelledError from error
-            await abort_with(context, error, method)
         finally:
             self._evicted.discard(task)
             self._tasks.remove(task)
             if not self._tasks:
                 self._idle.set()
+
+
+@asynccontextmanager
+async def _statuses(context: Context, method: str) -> AsyncIterator[None]:
+    """End a call that fails with the status of its error."""
+    try:
+        yield
+    except (grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
+        raise
+    except Exception as error:
+        if context.cancelled() or being_cancelled():
+            # The peer is gone: there is nobody to tell, and aborting a finished call is an error of its own.
+            raise asyncio.CancelledError from error
+        await abort_with(context, InvalidRequest(UNDECODABLE) if isinstance(error, DecodeError) else error, method)
+
+
+def _wrap(handler: Handler, behavior: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
+    decode = None if handler.request_streaming else handler.request_deserializer
+
+    def read(request: Any) -> Any:
+        return request if decode is None else decode(request)
+
+    if inspect.isasyncgenfunction(behavior):
+        # Driven here rather than by gRPC, which leaves the generator of a cancelled call to the garbage collector.
+        async def stream(request: Any, context: Context) -> None:
+            async with guard(context), aclosing(behavior(read(request), context)) as responses:
+                async for response in responses:
+                    await context.write(response)
+
+        return stream
+
+    async def call(request: Any, context: Context) -> Any:
+        async with guard(context):
+            if handler.request_streaming and handler.response_streaming:
+                # The first message would carry the headers. An error while it is being written would send them a
+                # second time; gRPC refuses that with TOO_MANY_OPERATIONS, and the client would wait for ever.
+                await context.send_initial_metadata(())
+            return await behavior(read(request), context)
+
+    return call

@@ -17,6 +17,7 @@ from specdec.rpc.stream_writer import StreamWriter
 
 #: What gRPC reports for a write on a stream whose server is gone; the cause is not known to it at that moment.
 WRITE_FAILED: Final = "Internal error from Core"
+UNDECODABLE: Final = "the server sent a message that cannot be decoded"
 
 Q = TypeVar("Q", bound=Message)  # request message
 R = TypeVar("R")  # response message
@@ -50,6 +51,8 @@ class SessionStream(Generic[Q, R]):
         message: R = await self._guarded(self._call.read())
         if message is grpc.aio.EOF:
             raise Unavailable("the server ended the session")
+        if message is None:  # what gRPC makes of bytes that are no message
+            raise Unavailable(UNDECODABLE)
         return message
 
     async def exchange(self, message: Q) -> R:
@@ -83,6 +86,9 @@ async def call_unary(
 ) -> Any:
     """A unary call whose failure is a domain error. ``wait_for_ready`` waits for the server to come up."""
     try:
-        return await method(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+        answer = await method(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from None
+    if answer is None:
+        raise Unavailable(UNDECODABLE)
+    return answer

@@ -31,6 +31,7 @@ class GatewaySettings:
     request_timeout_s: float | None = option(None, "seconds for a request that names no deadline", gt=0)
     draft_timeout_s: float = option(1.0, "seconds a draft gets before the round continues without it", gt=0)
     max_target_retries: int = option(3, "times a session is reopened on a target before its request fails", ge=0)
+    target_wait_s: float = option(60.0, "seconds a request whose target was lost waits for one to return", ge=0)
     max_concurrent_requests: int = option(512, "requests in flight; one more gets 429", ge=1)
     seed: int | None = option(None, "makes the seeds of requests that give none reproducible")
     drain_s: float = option(20.0, "seconds open requests get to finish after SIGTERM", ge=0)

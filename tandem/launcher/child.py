@@ -1,7 +1,7 @@
 """The first module of a service's process: it ties the process to its launcher, then runs the service.
 
-``python -m tandem.launcher.child LAUNCHER_PID MODULE ARGUMENT…`` is ``python -m MODULE ARGUMENT…`` that gets SIGTERM
-when the launcher dies for any reason.
+``python -m tandem.launcher.child LAUNCHER_PID MODULE ARGUMENT…`` is ``python -m MODULE ARGUMENT…`` that is killed when
+the launcher dies for any reason.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def follow_parent(parent_pid: int) -> None:
-    """Ask Linux for SIGTERM at the parent's death, and leave at once when it is dead already."""
+    """Ask Linux for SIGKILL at the parent's death, and leave at once when it is dead already.
+
+    SIGTERM would stay pending in a process that is stopped, which would then keep its memory and its port.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         raise SystemExit("the launcher is gone")
 

@@ -40,7 +40,7 @@ DERIVED_OPTIONS: Final = (
 #: Options of the gateway that mean something to a server only. All others are those of :class:`tandem.LLM`, too.
 SERVER_OPTIONS: Final = (
     *("host", "port", "grpc_port", "served_model_name", "max_concurrent_requests", "request_timeout_s", "drain_s"),
-    *("draft_timeout_s", "max_target_retries"),
+    *("draft_timeout_s", "max_target_retries", "target_wait_s"),
 )
 
 

@@ -1,8 +1,8 @@
 """Run services as processes of this machine: start, watch, restart, stop.
 
-A child that dies before it was ever ready is a failed start; one that dies later is restarted, with growing pauses
-while it keeps dying. Children run in sessions of their own, so Ctrl-C reaches only the launcher, which stops them in
-order; should the launcher be killed, the kernel stops them (:mod:`tandem.launcher.child`).
+A child that dies before it was ever ready is a failed start; one that dies later is restarted, at once where it was
+ready for long, with growing pauses while it keeps dying. Children run in sessions of their own, so Ctrl-C reaches only the launcher, which stops them in
+order; should the launcher be killed, the kernel kills them (:mod:`tandem.launcher.child`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from specdec.errors import Unavailable
 
 #: Seconds between two questions whether a starting service is ready.
 _POLL_S: Final = 0.1
-#: Pause before the first restart; each further one doubles it up to the limit.
+#: Pause before the second restart in a row; each further one doubles it up to the limit. The first has none.
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
-#: A service that was ready this long starts again with the first pause.
+#: Restarts of a service that ran this long are no longer in a row.
 _SETTLED_S: Final = 60.0
 #: Seconds from SIGTERM to SIGKILL for a service nobody uses any more.
 _QUIET_STOP_S: Final = 10.0
@@ -77,7 +77,7 @@ class Child:
 
         Raises :class:`Unavailable` when it ends before it was ever ready.
         """
-        pause_s = _FIRST_PAUSE_S
+        pause_s = 0.0
         while not self._stopping:
             started = time.monotonic()
             code = await self._run_once()
@@ -87,11 +87,12 @@ class Child:
                 raise Unavailable(f"{self.service.name} {_describe_exit(code)} before it was ready{self._last_words()}")
             self.ready.clear()
             if time.monotonic() - started > _SETTLED_S:
-                pause_s = _FIRST_PAUSE_S
+                pause_s = 0.0
             self.num_restarts += 1
-            self._log("tandem", f"{self.service.name} {_describe_exit(code)}; starting it again in {pause_s:g} s")
+            when = f" in {pause_s:g} s" if pause_s else ""
+            self._log("tandem", f"{self.service.name} {_describe_exit(code)}; starting it again{when}")
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = max(_FIRST_PAUSE_S, min(2 * pause_s, _LONGEST_PAUSE_S))
 
     async def stop(self, within_s: float) -> None:
         """SIGTERM, then SIGKILL to the whole process group once the time is over."""

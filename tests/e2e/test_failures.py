@@ -7,6 +7,7 @@ import asyncio
 import signal
 import time
 from functools import partial
+from threading import Timer
 
 import grpc
 import httpx
@@ -103,14 +104,38 @@ def test_killing_a_target_moves_the_session_to_another(stack, prompts):
         with_two.close()
 
 
-def test_killing_the_only_target_is_unavailable(prompts):
-    stack = Stack.start([fake_target()])
+@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (1.0, 5)])
+def test_a_request_waits_for_its_killed_target_to_return(prompts, temperature, seed):
+    """With one target alone: the text pauses, and goes on as if nothing had happened."""
+    stack = Stack.start([fake_target()], [fake_draft()])
+    try:
+        request = request_of(prompts[0], max_tokens=400, temperature=temperature, seed=seed)
+        undisturbed = collect(stack, request)
+        back = []
+
+        def kill():
+            stack.targets[0].kill()
+            back.append(Timer(1.0, stack.targets[0].restart_on_same_port))
+            back[0].start()
+
+        paused = collect(stack, request, acts={60: kill})
+        back[0].join()
+        assert ids_of(paused) == ids_of(undisturbed)
+        assert paused[-1].speculation.num_target_failures == 1
+        wait_until(partial(is_free, stack), 15, "the target to free the session")
+    finally:
+        stack.close()
+
+
+def test_killing_the_only_target_for_good_is_unavailable(prompts):
+    stack = Stack.start([fake_target()], (), "--target-wait-s", "0.5")
     try:
         started = time.monotonic()
         with pytest.raises(grpc.RpcError) as caught:
             collect(stack, request_of(prompts[0], max_tokens=600), acts={30: stack.targets[0].kill})
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert time.monotonic() - started < 60
+        assert caught.value.details() == "the target was lost and none came back within 0.5 s; try again later"
+        assert 0.5 < time.monotonic() - started < 20
         wait_until(lambda: httpx.get(f"{stack.base_url}/health").status_code == 503, 15, "/health to notice")
         answer = httpx.post(f"{stack.base_url}/v1/completions", json={"prompt": "x", "max_tokens": 2}, timeout=60)
         assert answer.status_code == 503

@@ -252,5 +252,7 @@ def test_what_a_newer_server_says_is_not_the_users_fault():
         codec.decode_verdict(
             target_pb.Verdict(hidden_states=[pb.HiddenStates(num_features=2, dtype="int8", data=b"12")])
         )
-    with pytest.raises(Unavailable, match="without naming"):
+    with pytest.raises(Unavailable, match="verification 0, which is no rule"):
         codec.decode_target_opened(target_pb.TargetSessionOpened())
+    with pytest.raises(Unavailable, match="verification 77, which is no rule"):
+        codec.decode_target_opened(target_pb.TargetSessionOpened(verification=77))

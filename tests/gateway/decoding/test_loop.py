@@ -152,6 +152,58 @@ async def test_target_lost_too_often_is_unavailable():
     assert_all_closed(target, draft)
 
 
+async def lose_and_return(context, request, *, at=20, after_s):
+    """Run a request whose only target is lost once ``at`` tokens are there, and is back after so many seconds."""
+    router, loop, out = context.router, asyncio.get_running_loop(), []
+    (replica,) = router.targets.replicas
+    target = replica.backend
+
+    def come_back():
+        target.dead = False
+        router.target_up(replica, target.model)
+
+    run_ = Decoding(context, request)
+    async with contextlib.aclosing(run_.verdicts()) as verdicts:
+        async for verdict in verdicts:
+            out += verdict.token_ids
+            if len(out) >= at and target.num_opened == 1 and not target.dead:
+                target.dead = True
+                router.down(replica, "it was killed")
+                loop.call_later(after_s, come_back)
+    return out, run_
+
+
+@pytest.mark.usefixtures("virtual_time")
+@pytest.mark.parametrize(("temperature", "k"), [(0.0, 4), (1.0, 4), (1.0, 0)])
+async def test_a_request_waits_for_its_only_target_to_return(temperature, k):
+    target, draft = FakeTarget(latency_s=0.001), FakeDraft(quality=0.7)
+    request = request_of(k, temperature=temperature, max_tokens=80)
+    started = asyncio.get_running_loop().time()
+    out, run_ = await lose_and_return(context_of([target], [draft]), request, after_s=19)
+    assert out == reference(PROMPT, request.params)
+    assert run_.metrics.num_target_failures == 1
+    assert 19 < asyncio.get_running_loop().time() - started < 20
+    assert_all_closed(target, draft)
+
+
+@pytest.mark.usefixtures("virtual_time")
+@pytest.mark.parametrize(
+    ("wait_s", "in_s", "error", "message"),
+    [
+        (5.0, None, Unavailable, r"^the target was lost and none came back within 5 s; try again later$"),
+        (5.0, 2.0, DeadlineExceeded, r"^the request's deadline passed after \d+ tokens; give it more time"),
+    ],
+)
+async def test_a_request_waits_no_longer_than_it_may(wait_s, in_s, error, message):
+    target, loop = FakeTarget(latency_s=0.001), asyncio.get_running_loop()
+    started = loop.time()
+    request = request_of(0, max_tokens=80, deadline=None if in_s is None else started + in_s)
+    with pytest.raises(error, match=message):
+        await lose_and_return(context_of([target], target_wait_s=wait_s), request, after_s=19)
+    assert (in_s or wait_s) <= loop.time() - started < (in_s or wait_s) + 0.2
+    assert_all_closed(target)
+
+
 async def test_full_targets():
     full = [FakeTarget(faults=Faults(open=lambda i: Overloaded("full", retry_after_s=7))) for _ in range(2)]
     with pytest.raises(Overloaded, match="full"):
