@@ -1,8 +1,8 @@
 """Run services as processes of this machine: start, watch, restart, stop.
 
-A child that dies before it was ever ready is a failed start; one that dies later is restarted, at once where it was
-ready for long, with growing pauses while it keeps dying. Children run in sessions of their own, so Ctrl-C reaches only the launcher, which stops them in
-order; should the launcher be killed, the kernel kills them (:mod:`tandem.launcher.child`).
+A child that dies before it was ever ready is a failed start; one that dies later is restarted, at once and then with
+growing pauses while it keeps dying. Children run in sessions of their own, so Ctrl-C reaches only the launcher, which
+stops them in order; should the launcher be killed, the kernel kills them (:mod:`tandem.launcher.child`).
 """
 
 from __future__ import annotations

@@ -84,13 +84,16 @@ async def test_undecodable_requests_are_invalid_and_leave_no_traceback(channel, 
 
 async def test_an_error_while_the_first_message_is_being_written_reaches_the_client(channel, caplog):
     """The first write sends the headers, too: an error on top of it used to be refused by gRPC, and the client hung."""
+
+    async def exchange(stream):
+        await stream.send(pb.VerifyRequest())
+        while True:
+            await stream.receive()
+
     for _ in range(5):
         stream = SessionStream(pb_grpc.TargetServiceStub(channel).Verify)
         with pytest.raises(InvalidRequest, match="no such state") as caught:
-            async with asyncio.timeout(10):
-                await stream.send(pb.VerifyRequest())
-                while True:
-                    await stream.receive()
+            await asyncio.wait_for(exchange(stream), 10)
         assert caught.value.param == "hidden_states"
         await stream.close()
     assert "TOO_MANY_OPERATIONS" not in caplog.text
