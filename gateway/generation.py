@@ -23,6 +23,7 @@ from gateway.preparation import Preparation
 from gateway.routing import Router
 from gateway.samples import SampleAssembler
 from gateway.text.chat_template import ChatTemplate, read_template
+from gateway.text.stop_strings import StopStrings
 from gateway.text.tokenizer import TextTokenizer
 from gateway.types import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
 from specdec.errors import InvalidRequest, NotFound, Overloaded, Unavailable, quote
@@ -124,9 +125,10 @@ class Generation:
         prompt = await self.encode_prompt(request)
         samples = self._preparation.prepare(request, prompt, self.router.model(), deadline=deadline)
         request_id = request.request_id or uuid.uuid4().hex
+        stops = StopStrings(request.params.stop)
         with self._pinned(samples):
             streams = [
-                self._sample(request, request_id, index, sample, started=started)
+                self._sample(request, request_id, index, sample, stops=stops, started=started)
                 for index, sample in enumerate(samples)
             ]
             async with aclosing(merge(streams)) as chunks:
@@ -191,10 +193,17 @@ class Generation:
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
 
     async def _sample(
-        self, request: GenerationRequest, request_id: str, index: int, sample: DecodingRequest, *, started: float
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        index: int,
+        sample: DecodingRequest,
+        *,
+        stops: StopStrings,
+        started: float,
     ) -> AsyncGenerator[GenerationChunk, None]:
         decoding = Decoding(self.context, sample)
-        assembler = SampleAssembler(request_id, index, request.params, decoding, self.tokenizer)
+        assembler = SampleAssembler(request_id, index, request.params, decoding, tokenizer=self.tokenizer, stops=stops)
         outcome, last = "cancelled", 0.0
         self.metrics.running.inc()
         try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gateway.decoding.loop import Decoding
-from gateway.text.detokenizer import Detokenizer, StopFinder, Stopped
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.stop_strings import StopFinder, Stopped, StopStrings
 from gateway.text.tokenizer import TextTokenizer
 from gateway.types import FinalChunk, GenerationChunk, PromptReport, TokenLogprobs, TokenText, Usage
 from specdec.params import SamplingParams
@@ -11,7 +12,9 @@ from specdec.types import FinishReason, PositionLogprobs, TokenLogprob, Verdict
 
 
 class SampleAssembler:
-    """Builds the chunks of one sample. ``params`` are the request's own, before preparation."""
+    """Builds the chunks of one sample. ``params`` are the request's own, before preparation; ``stops`` are its
+    stop strings, one object for all samples.
+    """
 
     def __init__(
         self,
@@ -19,7 +22,9 @@ class SampleAssembler:
         index: int,
         params: SamplingParams,
         decoding: Decoding,
+        *,
         tokenizer: TextTokenizer | None,
+        stops: StopStrings,
     ) -> None:
         self._request_id = request_id
         self._index = index
@@ -31,7 +36,7 @@ class SampleAssembler:
             self._detokenizer = Detokenizer(
                 tokenizer, skip_special_tokens=params.skip_special_tokens, context=decoding.request.prompt[-8:]
             )
-        self._finder = StopFinder(tuple(params.stop), include=params.include_stop_str_in_output)
+        self._finder = StopFinder(stops, include=params.include_stop_str_in_output)
         self._num_tokens = 0
         self._num_characters = 0
         self._stop: str | None = None

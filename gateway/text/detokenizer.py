@@ -1,10 +1,9 @@
-"""Tokens to text as they come, and stop strings in text that comes in pieces."""
+"""Tokens to text as they come."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -89,55 +88,3 @@ class Window:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special) if tokens else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """A stop string that appeared."""
-
-    #: Text before it, or up to its end where it is included.
-    text: str
-    stop: str
-
-
-class StopFinder:
-    """Finds stop strings in text that comes in pieces, and holds back only what may still become one.
-
-    The first stop string to be complete wins (the longest, where several end at one character), so the result does
-    not depend on how the text was cut into pieces.
-    """
-
-    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._include = include
-        self._held = ""
-
-    def feed(self, text: str) -> str | Stopped:
-        """The text that can be given out now, or the end."""
-        if not self._stops:
-            return text
-        held = self._held + text
-        found = min(
-            ((start + len(stop), -len(stop), stop) for stop in self._stops if (start := held.find(stop)) >= 0),
-            default=None,
-        )
-        if found is not None:
-            end, _, stop = found
-            self._held = ""
-            return Stopped(held[: end if self._include else end - len(stop)], stop)
-        keep = max(_overlap(held, stop) for stop in self._stops)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
-
-    def flush(self) -> str:
-        """What was held back for a stop string that did not come."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``, not all of it."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
