@@ -124,7 +124,9 @@ def method_of_config(config: Mapping[str, Any]) -> str | None:
                 f"speculators_model_type is {kind!r}; of the speculators format {', '.join(known)} are known"
             )
         return known[kind]
-    architectures = [str(name).lower() for name in (*(config.get("architectures") or ()), config.get("model_type", ""))]
+    parts = [part for part in (config, config.get("model")) if isinstance(part, Mapping)]  # vLLM nests the layer's
+    named = [name for part in parts for name in (*(part.get("architectures") or ()), part.get("model_type", ""))]
+    architectures = [str(name).lower() for name in named]
     for method in reversed(METHODS.values()):
         has_field = method.config_field is not None and method.config_field in config
         if has_field or (method.architecture and any(re.search(method.architecture, each) for each in architectures)):

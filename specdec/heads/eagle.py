@@ -12,6 +12,7 @@ The attention has no norm before it, and there is no final norm.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -87,16 +88,16 @@ class EagleHead(DraftHead):
         return self.fc.weight.dtype
 
     @property
-    def target_hidden_size(self) -> int:
-        """Size of one of the target's hidden states."""
+    def num_features(self) -> int:
+        """Numbers of the target's states at one position: one state."""
         return self.config.layer.hidden_size
 
     @property
-    def attention(self) -> Attention:
+    def attentions(self) -> Sequence[Attention]:
         """The only attention."""
         layer = self.layers[0]
         assert isinstance(layer, EagleLayer)
-        return layer.self_attn
+        return (layer.self_attn,)
 
     def fuse(self, states: Tensor) -> Tensor:
         """The target's states [..., H] as features [..., H]: the same."""

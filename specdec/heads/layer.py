@@ -1,4 +1,4 @@
-"""The one decoder layer inside an EAGLE head: Llama's, with the attention itself left to the caller.
+"""The decoder layers inside an EAGLE head: Llama's, with the attention itself left to the caller.
 
 What attends depends on who asks: a paged cache where tokens are drafted, a mask over several unrolled steps where the
 head is trained. So every module here takes any leading dimensions, and attention is a function it is given.
@@ -24,8 +24,11 @@ ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 class Attend(Protocol):
     """Attention of all rows, scaled by head_dim^-0.5."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[..., Hq, D], [..., Hkv, D] and [..., Hkv, D] to [..., Hq, D]; keys are rotated already."""
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
+        """[..., Hq, D], [..., Hkv, D] and [..., Hkv, D] to [..., Hq, D]; keys are rotated already.
+
+        ``layer``: place of the layer that asks, from 0; each has keys and values of its own.
+        """
         ...
 
 
@@ -67,6 +70,8 @@ class LayerConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    #: Queries and keys are normed head by head before they are rotated, as in Qwen3.
+    qk_norm: bool = False
 
 
 class RMSNorm(nn.Module):
@@ -109,8 +114,10 @@ def rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, config: LayerConfig, input_size: int) -> None:
+    def __init__(self, config: LayerConfig, input_size: int, layer: int = 0) -> None:
+        """``layer``: its place in the head."""
         super().__init__()
+        self.layer = layer
         self.head_dim = config.head_dim
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
@@ -119,13 +126,20 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(input_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.o_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.has_norms = config.qk_norm
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """[..., input_size] to [..., hidden_size]."""
-        query = rotated(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)), rotation)
-        key = rotated(self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim)), rotation)
+        query = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        key = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         value = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        out: Tensor = self.o_proj(attend(query, key, value).flatten(-2))
+        if self.has_norms:
+            query, key = self.q_norm(query), self.k_norm(key)
+        attended = attend(rotated(query, rotation), rotated(key, rotation), value, self.layer)
+        out: Tensor = self.o_proj(attended.flatten(-2))
         return out
 
 

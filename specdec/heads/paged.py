@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class PagedHead:
-    """A head, the cache of its one layer, and the bookkeeping of the cache."""
+    """A head, the caches of its layers, and the bookkeeping of the caches."""
 
     def __init__(self, head: EagleHead | Eagle3Head, settings: ModelSettings, max_model_len: int) -> None:
         """Lay out the cache on the head's device.
@@ -45,35 +45,38 @@ class PagedHead:
         Raises:
             InvalidRequest: there is no memory for it.
         """
-        attention, weight = head.attention, head.fc.weight
-        shape = LayerShape(
-            module=attention,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            value_dim=attention.head_dim,
-            dtype=weight.dtype,
-            window=None,
-            chunk=None,
-            has_sinks=False,
-            has_softcap=False,
-        )
+        dtype, device = head.dtype, head.embed_tokens.weight.device
+        shapes = [
+            LayerShape(
+                module=attention,
+                num_heads=attention.num_heads,
+                num_kv_heads=attention.num_kv_heads,
+                head_dim=attention.head_dim,
+                value_dim=attention.head_dim,
+                dtype=dtype,
+                window=None,
+                chunk=None,
+                has_sinks=False,
+                has_softcap=False,
+            )
+            for attention in head.attentions
+        ]
         num_blocks = count_blocks(
             settings,
-            [shape],
-            device=weight.device,
+            shapes,
+            device=device,
             max_model_len=max_model_len,
             weight_bytes=sum(parameter.nbytes for parameter in head.parameters()),
         )
         self.head = head
-        self.device = weight.device
+        self.device = device
         self.max_model_len = fit_max_model_len(settings, max_model_len, num_blocks)
         self.pool = KVPool(num_blocks, settings.block_size)
-        self._scale = attention.head_dim**-0.5
-        self._caches = allocate_caches([shape], num_blocks, settings.block_size, weight.device)
+        self._scale = head.config.layer.head_dim**-0.5
+        self._caches = allocate_caches(shapes, num_blocks, settings.block_size, device)
         self._kernels: AttentionKernels | None = None
         self._native: NativeHead | None = None
-        if not settings.enforce_eager and weight.device.type == "cpu":
+        if not settings.enforce_eager and device.type == "cpu":
             self._kernels = acceleration.native_attention()
             self._native = self._build_native(settings.num_threads or usable_cores())
         elif not settings.enforce_eager:
@@ -83,7 +86,7 @@ class PagedHead:
         """The head on native kernels, if they agree with its module; else the module gets packed layers alone."""
         limit = self.pool.total_blocks // 2 * self.pool.block_size
         reference = HeadReference(self.head, limit) if limit > 0 else None
-        native_head = NativeHead.build(self.head, self._caches[0], num_threads)
+        native_head = NativeHead.build(self.head, self._caches, num_threads)
         if native_head is None:
             pack_linears(self.head, num_threads)
             return None
@@ -111,10 +114,10 @@ class PagedHead:
         batch = self._batch(segments)
         on_device = batch.to(self.device)
         plan = on_device.plan
-        k_cache, v_cache = self._caches[0]
         paged = PagedBatch(on_device)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
+            k_cache, v_cache = self._caches[layer]
             if self._kernels is None:
                 write_kv(k_cache, v_cache, key, value, paged)
                 return paged_attention(query, k_cache, v_cache, paged, scale=self._scale)
@@ -139,7 +142,7 @@ class PagedHead:
         self._copy_blocks()
         if self._native is None:
             if are_features:
-                states = self.head.fuse(send(states, self.device).to(self.head.fc.weight.dtype))
+                states = self.head.fuse(send(states, self.device).to(self.head.dtype))
             x = self.forward(segments, states)
             return x, self.logits(x)
         batch = self._batch(segments)
@@ -184,9 +187,8 @@ class PagedHead:
 
     def _ingest(self, jobs: Sequence[ChainJob]) -> Tensor:
         """One pass over all that is fed; returns the outputs at each job's last position, [jobs, H]."""
-        dtype = self.head.fc.weight.dtype
         features = [job.features for job in jobs if job.features is not None]
-        states = send(torch.cat(features), self.device).to(dtype)
+        states = send(torch.cat(features), self.device).to(self.head.dtype)
         return self.forward([Segment(job.sequence, job.token_ids, 1) for job in jobs], self.head.fuse(states))
 
     def _batch(self, segments: Sequence[Segment]) -> Batch:
@@ -200,4 +202,5 @@ class PagedHead:
     def _copy_blocks(self) -> None:
         """Make the copies that sequences taken back from a parked one wait for."""
         if copies := self.pool.take_copies():
-            copy_blocks(self._caches[0], copies)
+            for cache in self._caches:
+                copy_blocks(cache, copies)

@@ -33,8 +33,6 @@ class HeadReference:
         The sequences are cut to fit ``limit`` entries each.
         """
         generator = torch.Generator().manual_seed(20)
-        weight = head.fc.weight
-        width = head.fc.in_features if isinstance(head, Eagle3Head) else head.config.layer.hidden_size
         self.vocab_size: int = head.config.vocab_size
         self.token_ids: list[list[int]] = []
         self.states: list[Tensor] = []
@@ -44,7 +42,7 @@ class HeadReference:
             for chunks in _CHUNKS:
                 count = min(sum(chunks), max(1, limit - _OWN_STEPS))
                 token_ids = torch.randint(self.vocab_size, (count + _OWN_STEPS,), generator=generator)
-                states = torch.randn(count, width, generator=generator).to(weight.dtype)
+                states = torch.randn(count, head.num_features, generator=generator).to(head.dtype)
                 features = head.fuse(states)
                 for _ in range(_OWN_STEPS + 1):
                     length = len(features)
@@ -53,8 +51,8 @@ class HeadReference:
                 self.token_ids.append(token_ids.tolist())
                 self.states.append(states)
                 self.logits.append(head.logits(brought).float())
-        self.tolerance, self.allowed_share = TOLERANCES[weight.dtype]
-        if isinstance(head.fc, Int8Linear):  # a head may attend without a norm before: sharply, so roundings grow
+        self.tolerance, self.allowed_share = TOLERANCES[head.dtype]
+        if isinstance(head.lm_head, Int8Linear):  # a head may attend without a norm before: sharply, so roundings grow
             self.tolerance, self.allowed_share = max(self.tolerance, _INT8_TOLERANCE[0]), _INT8_TOLERANCE[1]
 
     def difference(self, native: NativeHead, pool: KVPool) -> str | None:
@@ -99,7 +97,7 @@ class HeadReference:
         return disagreement(answers, torch.cat(self.logits), self.tolerance, self.allowed_share)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
     """Causal attention of one sequence, [T, heads, D] each."""
     rows, keys, values = (part.transpose(0, 1)[None] for part in (query, key, value))
     out = F.scaled_dot_product_attention(rows, keys, values, is_causal=True, enable_gqa=True)

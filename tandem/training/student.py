@@ -147,7 +147,8 @@ def _load_head(settings: TrainSettings, folder: str) -> DraftHead:
 
 def _create_eagle(settings: TrainSettings, target: PreTrainedModel, counts: Tensor) -> EagleHead:
     config = target.config.get_text_config()
-    shape = EagleConfig(layer=_layer(settings, config, config.hidden_size), vocab_size=config.vocab_size)
+    # Without a bias of fc, which vLLM does not know.
+    shape = EagleConfig(layer=_layer(settings, config, config.hidden_size), vocab_size=config.vocab_size, bias=False)
     return EagleHead(shape, embeddings=_embeddings(target), lm_head=_lm_head(target))
 
 

@@ -6,6 +6,7 @@ second step on a head reads its own features instead of the target's, as it will
 2025, arXiv 2503.01840, section 3.2). All chains of a row share one causal pass a step.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,28 +37,29 @@ class Guess:
 class ChainAttention:
     """Attention of the chains: each sees the target's positions up to its start, and its own later steps.
 
-    Called once a step. The first step's keys stand for all positions of the row, causally; those of a later step
-    belong to one chain each.
+    Called once a step by each layer. The first step's keys stand for all positions of the row, causally; those of a
+    later step belong to one chain each.
     """
 
     def __init__(self) -> None:
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        #: Keys and values of each layer, step after step.
+        self._steps: defaultdict[int, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
         """[B, S, Hq, D], [B, S, Hkv, D] and [B, S, Hkv, D] to [B, S, Hq, D]."""
         repeats = query.shape[2] // key.shape[2]
-        self._keys.append(key.repeat_interleave(repeats, 2))
-        self._values.append(value.repeat_interleave(repeats, 2))
+        all_keys, all_values = self._steps[layer]
+        all_keys.append(key.repeat_interleave(repeats, 2))
+        all_values.append(value.repeat_interleave(repeats, 2))
         query = query * query.shape[-1] ** -0.5
         size = query.shape[1]
-        scores = torch.einsum("bqhd,bkhd->bhqk", query, self._keys[0])
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, all_keys[0])
         later = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
-        own = [torch.einsum("bqhd,bqhd->bhq", query, keys)[..., None] for keys in self._keys[1:]]
+        own = [torch.einsum("bqhd,bqhd->bhq", query, keys)[..., None] for keys in all_keys[1:]]
         weights = torch.cat([scores, *own], -1).float().softmax(-1).to(value.dtype)  # [B, Hq, S, S + steps before]
-        out = torch.einsum("bhqk,bkhd->bqhd", weights[..., :size], self._values[0])
-        for step, values in enumerate(self._values[1:]):
+        out = torch.einsum("bhqk,bkhd->bqhd", weights[..., :size], all_values[0])
+        for step, values in enumerate(all_values[1:]):
             out = out + weights[..., size + step].transpose(1, 2)[..., None] * values
         return out
 

@@ -47,7 +47,7 @@ def write_heads(folder: Path, target_folder: str, texts: Sequence[Sequence[int]]
     eagle.fc.bias.zero_()
     inputs = torch.cat([torch.cat((embeddings[i[1:]], s[:-1]), dim=-1) for i, s in zip(ids, states, strict=True)])
     eagle.fc.weight.copy_(solved(inputs, torch.cat([s[1:] for s in states])))
-    eagle.attention.o_proj.weight.mul_(0.05)
+    eagle.attentions[0].o_proj.weight.mul_(0.05)
     eagle.layers[0].mlp.down_proj.weight.mul_(0.05)
 
     eagle3 = Eagle3Head(

@@ -100,8 +100,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         tree = settings.speculative.tree
         #: Entries that trees need beyond those of the tokens before them.
         self._num_fed = 0 if tree is None else tree.num_fed
-        head = paged.head
-        self._state_width = len(head.hidden_state_layers) * head.target_hidden_size
+        self._state_width = paged.head.num_features
         self.info = replace(
             loaded.info,
             max_model_len=paged.max_model_len,

@@ -118,7 +118,7 @@ class Pass {
   using Stored = std::conditional_t<(Format::kScales > 0), float, Activation>;
 
   // Stages of a layer, each with a counter, and those around the layers.
-  static constexpr int64_t kLayerStages = 10, kOtherStages = 6;
+  static constexpr int64_t kLayerStages = 10, kOtherStages = 7;
 
   static int64_t panels(int64_t columns) { return round_up(columns, kPanel) / kPanel; }
 
@@ -244,7 +244,9 @@ class Pass {
         project_to_stream(stored(p.mid, m.intermediate, p.mid_stride), layer.down, m.intermediate, layer.down_bias);
       }
       if (p.states_at_end && !keep_logits()) return;
-      write_logits(normed(m.final_norm));
+      const bool norms_output = m.head && m.head->norms_output;
+      if (norms_output) norm_stream(m.final_norm);
+      write_logits(normed(norms_output ? nullptr : m.final_norm));
     }
 
    private:
@@ -283,10 +285,14 @@ class Pass {
         project_to_stream<false>(paired(), head.fuse, p.fused, head.fuse_bias);
       else if (p.batch.features)
         project_to_stream<false>(featured(head), head.fuse, p.fused, head.fuse_bias);
-      if (!head.norms_residual) return;
+      if (head.norms_residual) norm_stream(head.state_norm);
+    }
+
+    // Replaces the stream's rows by their norms.
+    void norm_stream(const float* weight) {
       for (int r; (r = team.next(*counter)) < n;) {
         float* row = x + r * p.hidden_stride;
-        rms_norm(row, head.state_norm, p.hidden, m.eps, row);
+        rms_norm(row, weight, p.hidden, m.eps, row);
       }
       end_stage();
     }

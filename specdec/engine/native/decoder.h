@@ -40,9 +40,10 @@ struct Head {
   int64_t feature_parts;
   int32_t kind;            // a HeadKind
   int32_t norms_residual;  // the normed state is what the first layer adds to
+  int32_t norms_output;    // the final norm is part of the state that the next step reads
 };
 TANDEM_STRUCT(Head, fuse, fuse_bias, feature_norm, embedding_norm, state_norm, num_features, feature_parts, kind,
-              norms_residual)
+              norms_residual, norms_output)
 
 struct Model {
   const Layer* layers;

@@ -100,6 +100,7 @@ class CHead(ctypes.Structure):
         ("feature_parts", _Int64),
         ("kind", _Int32),
         ("norms_residual", _Int32),
+        ("norms_output", _Int32),
     )
 
 

@@ -26,7 +26,8 @@ def read_eagle(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tenso
     """
     fields, layer_fields = fields_of(folder, config)
     tensors = renamed(tensors, _SPECULATORS_EAGLE if "transformer_layer_config" in config else {})
-    layer = read_layer(layer_fields)
+    layer = read_layer(layer_fields, tensors, "layers.0.")
+    layer_fields.require("num_hidden_layers", (1,))
     fields.require("layernorms", (False,))  # read as norms of the input by one engine, of the output by another
     fields.require("add_para_norm", (False,))
     fields.require("transformer_layer_architecture", ("LlamaDecoderLayer",))
@@ -54,7 +55,8 @@ def eagle_config_of(head: EagleHead) -> dict[str, Any]:
         "architectures": ["EagleLlamaForCausalLM"],
         **layer_fields_of(config.layer),
         "vocab_size": config.vocab_size,
-        "bias": config.bias,
+        # The original code takes a bias of fc for granted; vLLM reads true as biases of the attention.
+        **({} if config.bias else {"bias": False}),
     }
 
 

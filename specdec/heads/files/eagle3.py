@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -9,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from specdec.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers
+from specdec.heads.eagle3 import LAST_STATE, Eagle3Config, Eagle3Head, default_layers
 from specdec.heads.files.eagle_layer import fields_of, layer_fields_of, read_layer, read_vocab_size, renamed
 from specdec.heads.files.fields import Fields
 from specdec.heads.files.head_format import HeadFormat
@@ -17,7 +18,6 @@ from specdec.heads.files.tensors import TargetTensors, load
 
 #: What EAGLE-3 is, in the words of ModelOpt's ``eagle_config``; other values describe other heads.
 _EAGLE_CONFIG: Final[Mapping[str, Any]] = {
-    "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
@@ -25,6 +25,16 @@ _EAGLE_CONFIG: Final[Mapping[str, Any]] = {
     "parallel_draft_step": 1,
     "parallel_draft_heads_num_layers": 1,
 }
+#: Flags that stand in ``eagle_config`` or beside it.
+_FLAGS: Final = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+#: Other names of tensors: SGLang's older ones of the norms before ``fc``.
+_ALIASES: Final[Mapping[str, str]] = {
+    "layers.0.": "midlayer.",
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+}
+_LATER_NORM: Final = re.compile(r"(layers\.[1-9]\d*\.)hidden_norm\.weight")
 
 
 def read_eagle3(
@@ -37,14 +47,17 @@ def read_eagle3(
     """
     fields, layer_fields = fields_of(folder, config)
     is_speculators = fields is not layer_fields
-    tensors = renamed(tensors, {"layers.0.": "midlayer."})
-    layer = read_layer(layer_fields)
-    layers = _read_layer_ids(fields, target)
-    fields.require("norm_output", (False,))  # two training libraries mean different things by it
-    inner = fields.take("eagle_config", {})
-    norm_before_fc = bool(fields.take("norm_before_fc", inner.get("norm_before_fc", False)))
-    norm_before_residual = bool(fields.take("norm_before_residual", is_speculators))
-    fc_norm = bool(fields.take("fc_norm", False))
+    tensors = _with_canonical_layers(renamed(tensors, _ALIASES))
+    layer = read_layer(layer_fields, tensors, "midlayer.")
+    num_layers = layer_fields.number("num_hidden_layers", 1)
+    inner = _read_eagle_config(fields)
+    layers = _read_layer_ids(fields, inner, target)
+    flags = {name: fields.take(name, inner.get(name)) for name in _FLAGS}
+    if flags["norm_before_residual"] is None:
+        flags["norm_before_residual"] = is_speculators
+    flags["fc_norm"] = fields.take("use_aux_norm", flags["fc_norm"])  # SGLang's older name
+    if layers == LAST_STATE:
+        tensors.pop("fc.weight", None)  # vLLM does not look at it either
     target_size = fields.number("target_hidden_size", layer_fields.take("target_hidden_size", target.hidden_size))
     vocab_size = read_vocab_size(layer_fields, target)
     draft_vocab_size = fields.number("draft_vocab_size", vocab_size)
@@ -67,9 +80,8 @@ def read_eagle3(
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab_size,
         hidden_state_layers=layers,
-        norm_before_residual=norm_before_residual,
-        norm_before_fc=norm_before_fc,
-        fc_norm=fc_norm,
+        num_layers=num_layers,
+        **{name: bool(flag) for name, flag in flags.items()},
         owns_embeddings=owns_embeddings,
         owns_lm_head=owns_lm_head,
     )
@@ -91,38 +103,63 @@ def read_eagle3(
 def eagle3_config_of(head: Eagle3Head) -> dict[str, Any]:
     """The ``config.json`` of a head, as the original repository writes it, with the states it was trained on."""
     config = head.config
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm")
+    if config.has_fc:
+        states: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": list(config.hidden_state_layers)}
+    else:
+        states = {"eagle_config": {"use_aux_hidden_state": False}}
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **layer_fields_of(config.layer),
+        "architectures": ["Eagle3Qwen3ForCausalLM" if config.layer.qk_norm else "LlamaForCausalLMEagle3"],
+        **layer_fields_of(config.layer, config.num_layers),
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
-        "eagle_aux_hidden_state_layer_ids": list(config.hidden_state_layers),
-        **{flag: True for flag in flags if getattr(config, flag)},
+        **states,
+        **{flag: True for flag in _FLAGS if getattr(config, flag)},
     }
 
 
-def _read_layer_ids(fields: Fields, target: TargetTensors) -> tuple[int, ...]:
-    """The target's states that are fused, numbered as ``hidden_states``.
+def _with_canonical_layers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The norm before the attention of later layers is ``input_layernorm``; SGLang calls it ``hidden_norm``."""
+    canonical = {}
+    for name, tensor in tensors.items():
+        found = _LATER_NORM.fullmatch(name)
+        alias = f"{found[1]}input_layernorm.weight" if found else name
+        canonical[name if alias in tensors else alias] = tensor
+    return canonical
 
-    At the top level the ids are just that. Inside ``eagle_config`` they name layers whose *outputs* are meant, which
-    are the states numbered one higher.
-    """
-    given = fields.take("eagle_aux_hidden_state_layer_ids")
+
+def _read_eagle_config(fields: Fields) -> dict[str, Any]:
+    """ModelOpt's ``eagle_config``, of which everything is known but what is empty, false or 0."""
     inner = fields.take("eagle_config", {})
     if not isinstance(inner, dict):
         raise fields.refusal("eagle_config", "it must be an object")
+    known = ("eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", *_FLAGS)
     for name, value in inner.items():
-        if name in ("eagle_aux_hidden_state_layer_ids", "norm_before_fc") or value is None:
-            continue
-        if value != _EAGLE_CONFIG.get(name, False):
+        if name not in known and value is not None and value != _EAGLE_CONFIG.get(name, False):
             raise fields.refusal("eagle_config", f"with {name} = {value!r} it is no EAGLE-3 head as known here")
-    outputs = inner.get("eagle_aux_hidden_state_layer_ids")
-    layers = tuple(given) if given else tuple(i + 1 for i in outputs) if outputs else default_layers(target.num_layers)
-    if not all(isinstance(i, int) and 0 <= i <= target.num_layers for i in layers):
-        name = "eagle_aux_hidden_state_layer_ids" if given else "eagle_config"
+    return inner
+
+
+def _read_layer_ids(fields: Fields, inner: Mapping[str, Any], target: TargetTensors) -> tuple[int, ...]:
+    """The target's states that are fused, ascending, numbered as ``hidden_states``.
+
+    At the top level the ids are just that. Inside ``eagle_config`` they name layers whose *outputs* are meant, which
+    are the states numbered one higher. Whatever their order in the file, the states are in that of the layers: they are
+    collected while the target runs.
+    """
+    given = fields.take("eagle_aux_hidden_state_layer_ids")
+    name = "eagle_aux_hidden_state_layer_ids" if given else "eagle_config"
+    counts = [fields.take(field) for field in ("num_aux_hidden_states", "num_aux_layers")]
+    if inner.get("use_aux_hidden_state") is False:
+        return LAST_STATE
+    ids = given or inner.get("eagle_aux_hidden_state_layer_ids") or ()
+    if not isinstance(ids, list | tuple) or not all(isinstance(i, int) for i in ids):
+        raise fields.refusal(name, "a list of layers is needed")
+    layers = tuple(sorted(i if given else i + 1 for i in ids)) or default_layers(target.num_layers)
+    if not 0 <= layers[0] <= layers[-1] <= target.num_layers:
         raise fields.refusal(name, f"the states {list(layers)} are not all in [0, {target.num_layers}]")
+    if set(counts) - {None, len(layers)}:
+        raise fields.refusal(name, f"the config says elsewhere that {counts} states are fused")
     return layers
 
 

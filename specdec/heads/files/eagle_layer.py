@@ -1,4 +1,4 @@
-"""The fields and tensors that EAGLE files of all kinds share: those of one Llama layer."""
+"""The fields and tensors that EAGLE files of all kinds share: those of Llama layers."""
 
 from __future__ import annotations
 
@@ -17,31 +17,47 @@ from specdec.heads.layer import DEFAULT_ROPE_THETA, ROPE_TYPES, LayerConfig, Rop
 _UNUSED: Final = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
 
 
+#: Kinds of models whose dense layer is Llama's, or Llama's with normed queries and keys. Which biases and norms a layer
+#: has is not asked of these names but of the tensors: heads are often written with the config of their target.
+_MODEL_TYPES: Final = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "qwen2_moe", "qwen3_moe")
+#: Of these a ``sliding_window`` holds without further ado.
+_SLIDING: Final = ("mistral", "mixtral", "phi3")
+
+
 def fields_of(folder: Path, config: Mapping[str, Any]) -> tuple[Fields, Fields]:
-    """The head's fields, and those of its layer, which the speculators library keeps apart."""
+    """The head's fields, and those of its layer, which the speculators library keeps apart.
+
+    vLLM nests them under ``model``; there the fields around them take precedence.
+    """
     origin = str(folder / "config.json")
+    if isinstance(config.get("model"), Mapping):
+        inner = dict(config["model"])
+        around = {name: value for name, value in config.items() if name not in ("model", "model_type", "architectures")}
+        config = inner | {name: value for name, value in around.items() if value is not None}
     fields = Fields(config, origin)
     if "transformer_layer_config" not in config:
         return fields, fields
     return fields, Fields(fields.take("transformer_layer_config"), f"{origin}, transformer_layer_config")
 
 
-def read_layer(fields: Fields) -> LayerConfig:
-    """The dimensions of the layer.
+def read_layer(fields: Fields, tensors: Mapping[str, Tensor], prefix: str) -> LayerConfig:
+    """The dimensions of the head's layers.
+
+    ``prefix`` begins the names of the first layer's tensors, which tell its biases and norms.
 
     Raises:
         ModelNotSupported: names the field that is not known.
     """
-    kind = fields.require("model_type", ("llama", "qwen2", "mistral"))  # one layer, but for what they take for granted
-    if kind == "mistral" and fields.take("sliding_window"):
+    kind = fields.require("model_type", _MODEL_TYPES)
+    if kind in _SLIDING and fields.take("sliding_window"):
         raise fields.refusal("sliding_window", "only full attention can be run")
     fields.require("hidden_act", ("silu",))
-    fields.require("num_hidden_layers", (1,))
     fields.require("use_sliding_window", (False,))
     if set(fields.take("layer_types", [])) - {"full_attention"}:
         raise fields.refusal("layer_types", "only full_attention can be run")
     hidden_size, num_heads = fields.number("hidden_size"), fields.number("num_attention_heads")
-    attention_bias = bool(fields.take("attention_bias", False))
+    for name in ("attention_bias", "qkv_bias", "mlp_bias"):
+        fields.take(name)
     return LayerConfig(
         hidden_size=hidden_size,
         intermediate_size=fields.number("intermediate_size"),
@@ -50,9 +66,10 @@ def read_layer(fields: Fields) -> LayerConfig:
         head_dim=fields.number("head_dim", hidden_size // num_heads),
         rms_norm_eps=float(fields.take("rms_norm_eps", 1e-6)),
         rope=_read_rope(fields),
-        qkv_bias=bool(fields.take("qkv_bias", attention_bias or kind == "qwen2")),
-        o_bias=attention_bias,
-        mlp_bias=bool(fields.take("mlp_bias", False)),
+        qkv_bias=f"{prefix}self_attn.q_proj.bias" in tensors,
+        o_bias=f"{prefix}self_attn.o_proj.bias" in tensors,
+        mlp_bias=f"{prefix}mlp.gate_proj.bias" in tensors,
+        qk_norm=f"{prefix}self_attn.q_norm.weight" in tensors,
     )
 
 
@@ -65,6 +82,9 @@ def _read_rope(fields: Fields) -> RopeConfig:
     if kind not in ROPE_TYPES:
         raise fields.refusal(name, f"of its types {', '.join(ROPE_TYPES)} can be run")
     options.pop("type", None)
+    context = fields.take("original_max_position_embeddings")
+    if kind != "default" and context is not None:
+        options.setdefault("original_max_position_embeddings", context)
     if kind == "default" and any(options.values()):
         raise fields.refusal(name, f"{', '.join(sorted(options))} is not known here")
     for other in ("rope_parameters", "rope_scaling"):
@@ -79,10 +99,10 @@ def _read_rope(fields: Fields) -> RopeConfig:
 
 def read_vocab_size(fields: Fields, target: TargetTensors) -> int:
     """Size of the target's vocabulary; the head's must be the same."""
-    size = fields.number("vocab_size", target.vocab_size)
-    if size != target.vocab_size:
-        raise fields.refusal("vocab_size", f"the target's is {target.vocab_size}")
-    return size
+    for name in ("vocab_size", "truncated_vocab_size"):
+        if fields.number(name, target.vocab_size) != target.vocab_size:
+            raise fields.refusal(name, f"the target's is {target.vocab_size}")
+    return target.vocab_size
 
 
 def renamed(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
@@ -96,13 +116,13 @@ def renamed(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[
     return renamed
 
 
-def layer_fields_of(layer: LayerConfig) -> dict[str, Any]:
-    """The layer's part of a ``config.json``."""
+def layer_fields_of(layer: LayerConfig, num_layers: int = 1) -> dict[str, Any]:
+    """The layers' part of a ``config.json``."""
     rope = layer.rope
     scaling = {"rope_scaling": {"rope_type": rope.rope_type, **dict(rope.options)}} if rope.options else {}
     return {
-        "model_type": "llama",
-        "num_hidden_layers": 1,
+        "model_type": "qwen3" if layer.qk_norm else "llama",
+        "num_hidden_layers": num_layers,
         "hidden_size": layer.hidden_size,
         "intermediate_size": layer.intermediate_size,
         "num_attention_heads": layer.num_attention_heads,

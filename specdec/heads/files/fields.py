@@ -14,15 +14,31 @@ from specdec.errors import ModelNotSupported
 #: and tools, tokenizer, and what a generic configuration of transformers carries along.
 _HARMLESS: Final = frozenset(
     """
-    _name_or_path architectures attention_dropout attn_implementation auto_map base_model_name_or_path
-    bos_token_id chunk_size_feed_forward dtype embed_requires_grad enable_sp_ulysses eos_token_id
-    has_no_defaults_at_init hidden_dropout id2label initializer_range is_decoder is_encoder_decoder label2id
-    layer_types max_length max_window_layers mlp_dropout model_type name output_attentions
-    output_hidden_states pad_token_id pretraining_tp problem_type residual_dropout return_dict rms_norm_eps
-    sliding_window speculators_config speculators_model_type speculators_version target_model_type
-    tie_word_embeddings torch_dtype torchscript transformers_version use_cache use_sliding_window version
+    _attn_implementation _name_or_path architectures attention_dropout attn_implementation auto_map
+    base_model_name_or_path bos_token_id chunk_size_feed_forward dtype embed_requires_grad enable_sp_ulysses
+    eos_token_id eos_token_ids has_no_defaults_at_init hidden_dropout id2label initializer_range is_decoder
+    is_encoder_decoder label2id layer_types max_length max_window_layers mlp_dropout model_type
+    modelopt_version name output_attentions output_hidden_states pad_token_id pretraining_tp problem_type
+    residual_dropout return_dict rms_norm_eps sliding_window speculators_config speculators_model_type
+    speculators_version target_model_type tie_word_embeddings torch_dtype torchscript transformers_version
+    ttt_length use_cache use_sliding_window version
     """.split()  # noqa: SIM905 - a list of forty lines says no more
 )
+#: Fields of a target with experts, copied into its heads' configs. The tensors of a head with experts would show them.
+_OF_EXPERTS: Final = frozenset(
+    """
+    mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok num_local_experts
+    output_router_logits router_aux_loss_coef router_jitter_noise shared_expert_intermediate_size
+    """.split()  # noqa: SIM905
+)
+#: Fields that change nothing at this value.
+_NEUTRAL: Final[Mapping[str, Any]] = {
+    "decoder_sparse_step": 1,
+    "is_causal": True,
+    "logit_scale": 1.0,
+    "partial_rotary_factor": 1.0,
+    "position_embedding_type": "rope",
+}
 
 
 class Fields:
@@ -70,12 +86,14 @@ class Fields:
         return ModelNotSupported(f"{self.origin}: {name} is {self._values.get(name)!r}; {reason}")
 
     def finish(self) -> None:
-        """Refuse the fields that were not taken: those that are neither known to be harmless nor empty, false or 0.
+        """Refuse the fields that were not taken: those that are neither known to be harmless nor empty, false, 0 or
+        another value that changes nothing.
 
         Raises:
             ModelNotSupported: names them.
         """
-        unknown = sorted(name for name in self._left if self._values[name] and name not in _HARMLESS)
+        left = (name for name in self._left - _HARMLESS - _OF_EXPERTS if self._values[name])
+        unknown = sorted(name for name in left if name not in _NEUTRAL or self._values[name] != _NEUTRAL[name])
         if unknown:
             shown = ", ".join(f"{name} = {self._values[name]!r}" for name in unknown)
             raise ModelNotSupported(

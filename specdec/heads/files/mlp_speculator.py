@@ -14,8 +14,10 @@ from specdec.heads.files.tensors import TargetTensors, load
 from specdec.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
 
 _PREFIX: Final = "speculator."
-#: How the original library builds its trees; nothing of the network.
+#: How the original library builds its trees; nothing of the network. It and vLLM refuse files whose
+#: ``top_k_tokens_per_head`` are not as many as the steps, and take three of them for granted.
 _SEARCH: Final = ("n_candidates", "top_k_tokens_per_head", "num_lookahead_tokens")
+_WIDEST: Final = 5
 
 
 def read_mlp_speculator(
@@ -57,7 +59,9 @@ def mlp_config_of(head: MlpSpeculator) -> dict[str, Any]:
         "model_type": "mlp_speculator",
         "emb_dim": config.emb_dim,
         "inner_dim": config.inner_dim,
+        "n_candidates": _WIDEST,
         "n_predict": config.n_predict,
+        "top_k_tokens_per_head": [max(1, _WIDEST - step) for step in range(config.n_predict)],
         "scale_input": config.scale_input,
         "tie_weights": config.tie_weights,
         "vocab_size": config.vocab_size,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -34,28 +35,32 @@ Cache = tuple[Tensor, Tensor]
 
 
 class NativeHead(NativeModel):
-    """An EAGLE or EAGLE-3 head on its packed weights and the cache of its one layer."""
+    """An EAGLE or EAGLE-3 head on its packed weights and the caches of its layers."""
 
-    def __init__(self, library: NativeLibrary, head: EagleHead | Eagle3Head, cache: Cache, num_threads: int) -> None:
+    def __init__(
+        self, library: NativeLibrary, head: EagleHead | Eagle3Head, caches: Sequence[Cache], num_threads: int
+    ) -> None:
         """Pack the weights of a head that :meth:`build` found suitable. Its module runs on the packed weights too."""
-        config, layer = head.config.layer, _layer(head)
+        config, own_layers = head.config.layer, _layers(head)
         weight_dtype = matrix_of(head.fc).weight.dtype
-        groups = [[matrix_of(head.fc)], *layer_groups(layer), [matrix_of(head.lm_head)]]
+        of_layers = [group for layer in own_layers for group in layer_groups(layer)]
+        groups = [[matrix_of(head.fc)], *of_layers, [matrix_of(head.lm_head)]]
         packing = Packing(library, groups, num_threads)
         outputs = head.lm_head.out_features
         fuse, fuse_bias = packing.linears(head, ["fc"])
-        layers = packing.array([packing.layer(layer, None)])
+        layers = packing.array([packing.layer(layer, None) for layer in own_layers])
         lm_head, _ = packing.linears(head, ["lm_head"])
         own = CHead(fuse=fuse, fuse_bias=fuse_bias, kind=_EAGLE, num_features=config.hidden_size)
         if isinstance(head, Eagle3Head):
             norms = _feature_norms(head)
             own.kind = _EAGLE3
-            own.num_features = head.fc.in_features
+            own.num_features = head.num_features
             own.feature_norm = packing.floats(torch.cat(norms)) if norms else None
             own.feature_parts = len(norms)
-            own.embedding_norm = packing.norm(layer, "input_layernorm")
-            own.state_norm = packing.norm(layer, "hidden_norm")
+            own.embedding_norm = packing.norm(head.midlayer, "input_layernorm")
+            own.state_norm = packing.norm(head.midlayer, "hidden_norm")
             own.norms_residual = head.config.norm_before_residual
+            own.norms_output = head.config.norm_output
         embedding = packing.keep(head.embed_tokens.weight.detach())
         target_ids = packing.keep(_target_ids(head, outputs))
         super().__init__(
@@ -67,7 +72,7 @@ class NativeHead(NativeModel):
                 lm_head=lm_head,
                 head=ctypes.addressof(packing.keep(own)),
                 target_ids=None if target_ids is None else target_ids.data_ptr(),
-                num_layers=1,
+                num_layers=len(own_layers),
                 hidden=config.hidden_size,
                 intermediate=config.intermediate_size,
                 vocab=head.config.vocab_size,
@@ -79,9 +84,9 @@ class NativeHead(NativeModel):
                 scale=config.head_dim**-0.5,
                 weight_dtype=WEIGHT_DTYPES[weight_dtype],
                 embedding_dtype=DTYPES[embedding.dtype],
-                cache_dtype=DTYPES[cache[0].dtype],
+                cache_dtype=DTYPES[caches[0][0].dtype],
             ),
-            [cache],
+            caches,
             partial(_rotary_tables, Rotary(config.rope, config.head_dim)),
         )
         self.num_features: int = own.num_features
@@ -89,22 +94,22 @@ class NativeHead(NativeModel):
         self.hidden_size = config.hidden_size
 
     @classmethod
-    def build(cls, head: nn.Module, cache: Cache, num_threads: int) -> NativeHead | None:
+    def build(cls, head: nn.Module, caches: Sequence[Cache], num_threads: int) -> NativeHead | None:
         """A head on the native kernels, or None where there are none or the head is not one they compute.
 
-        cache: keys and values [num_blocks, Hkv, block, D], float32 or bfloat16. The head's linear layers are replaced
-        by packed ones, so it can still be run by itself; their own weights are freed one by one.
+        caches: of each layer keys and values [num_blocks, Hkv, block, D], float32 or bfloat16. The head's linear layers
+        are replaced by packed ones, so it can still be run by itself; their own weights are freed one by one.
         """
         library = load()
         if library is None:
             return None
-        reason = _unknown(head, cache)
+        reason = _unknown(head, caches)
         if reason is not None:
             logger.info("the native kernels do not know this head: %s", reason)
             return None
         assert isinstance(head, EagleHead | Eagle3Head)
         with torch.inference_mode(False), torch.no_grad():
-            return cls(library, head, cache, num_threads)
+            return cls(library, head, caches, num_threads)
 
     def forward(
         self, token_ids: Tensor, states: Tensor, plan: BatchPlan, logit_rows: Tensor, *, are_features: bool
@@ -134,8 +139,8 @@ class NativeHead(NativeModel):
         return logits, stream[:num_logits, : self.hidden_size]
 
 
-def _layer(head: EagleHead | Eagle3Head) -> nn.Module:
-    return head.midlayer if isinstance(head, Eagle3Head) else head.layers[0]
+def _layers(head: EagleHead | Eagle3Head) -> list[nn.Module]:
+    return [head.midlayer, *head.layers.values()] if isinstance(head, Eagle3Head) else list(head.layers)
 
 
 def _feature_norms(head: Eagle3Head) -> list[Tensor]:
@@ -159,11 +164,13 @@ def _rotary_tables(rotary: Rotary, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _unknown(  # noqa: PLR0911
-    head: nn.Module, cache: Cache
+    head: nn.Module, caches: Sequence[Cache]
 ) -> str | None:
     """Why a head is not one these kernels compute, or None."""
     if not isinstance(head, EagleHead | Eagle3Head):
         return f"it is a {type(head).__name__}"
+    if isinstance(head, Eagle3Head) and not head.config.has_fc:
+        return "no fc"
     linears = [module for module in head.modules() if isinstance(module, nn.Linear | Int8Linear)]
     kind, dtype = type(head.fc), matrix_of(head.fc).weight.dtype
     for linear in linears:
@@ -177,8 +184,8 @@ def _unknown(  # noqa: PLR0911
         return "a norm over norms before its fc"
     if head.config.layer.head_dim % 2:
         return "an odd head_dim"
-    for part in cache:
-        if part.dtype != cache[0].dtype or part.dtype not in DTYPES or not part.is_contiguous():
+    for part in (part for cache in caches for part in cache):
+        if part.dtype != caches[0][0].dtype or part.dtype not in DTYPES or not part.is_contiguous():
             return f"a cache of {part.dtype}"
     ids = head.to_target_ids(torch.arange(head.lm_head.out_features))
     if int(ids.min()) < 0 or int(ids.max()) >= head.config.vocab_size or len(set(ids.tolist())) < len(ids):

@@ -112,6 +112,9 @@ def eagle3_tensors(
     fc_norm: bool = False,
     draft_vocab: int = DRAFT_VOCAB,
     target_hidden: int = HIDDEN,
+    num_layers: int = 1,
+    qk_norm: bool = False,
+    fc: bool = True,
 ) -> dict[str, Tensor]:
     """``keep`` sorted ids are the draft vocabulary; ``d2t`` is their distance from 0, 1, 2, …"""
     draw = _Draw(seed)
@@ -130,6 +133,14 @@ def eagle3_tensors(
         tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, keep, True)
     if embeddings:
         tensors["embed_tokens.weight"] = draw(VOCAB, HIDDEN)
+    for i in range(1, num_layers):
+        tensors |= _layer_tensors(draw, f"layers.{i}.", HIDDEN, qkv_bias=False)
+        tensors[f"layers.{i}.input_layernorm.weight"] = draw.norm(HIDDEN)
+    if qk_norm:
+        prefixes = [layer, *(f"layers.{i}." for i in range(1, num_layers))]
+        tensors |= {f"{name}self_attn.{part}_norm.weight": draw.norm(HEAD_DIM) for name in prefixes for part in "qk"}
+    if not fc:
+        del tensors["fc.weight"]
     if input_norm:
         tensors["input_norm.weight"] = draw.norm(3 * target_hidden)
     if fc_norm:
@@ -159,6 +170,16 @@ def medusa_tensors(seed: int = 3, *, num_heads: int = 4, num_layers: int = 1, pr
             tensors[f"{prefix}{head}.{layer}.linear.bias"] = draw(HIDDEN)
         tensors[f"{prefix}{head}.{num_layers}.weight"] = draw(VOCAB, HIDDEN)
     return tensors
+
+
+def as_vllm_names_them(tensors: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+    """Medusa's ``blocks.{head}.layers.{block}.*`` and ``lm_heads.{head}.weight``."""
+    renamed = {}
+    for name, value in tensors.items():
+        head, layer, rest = name.split(".", 2)
+        is_output = layer == str(num_layers)
+        renamed[f"lm_heads.{head}.weight" if is_output else f"blocks.{head}.layers.{layer}.{rest[7:]}"] = value
+    return renamed
 
 
 def mlp_config(**changes: Any) -> dict[str, Any]:

@@ -44,14 +44,21 @@ def eagle(*, bias: bool = True, **changes: object) -> EagleHead:
 
 
 def eagle3(
-    layer: LayerConfig | None = None, *, draft_vocab: int = 41, target_hidden: int = 24, **flags: bool
+    layer: LayerConfig | None = None,
+    *,
+    draft_vocab: int = 41,
+    target_hidden: int = 24,
+    num_layers: int = 1,
+    states: tuple[int, ...] = (2, 3, 4),
+    **flags: bool,
 ) -> Eagle3Head:
     config = Eagle3Config(
         layer=layer or layer_config(),
         target_hidden_size=target_hidden,
         vocab_size=VOCAB,
         draft_vocab_size=draft_vocab,
-        hidden_state_layers=(2, 3, 4),
+        hidden_state_layers=states,
+        num_layers=num_layers,
         owns_embeddings=True,
         **flags,
     )
@@ -75,6 +82,9 @@ HEADS: dict[str, Callable[[], Head]] = {
     "eagle3, normed residual": lambda: eagle3(norm_before_residual=True),
     "eagle3, one norm before fc": lambda: eagle3(norm_before_fc=True),
     "eagle3, norms before fc": lambda: eagle3(fc_norm=True, norm_before_residual=True),
+    "eagle3.1": lambda: eagle3(fc_norm=True, norm_output=True),
+    "eagle3 of three layers": lambda: eagle3(num_layers=3, norm_output=True),
+    "eagle3, qwen3": lambda: eagle3(layer_config(qk_norm=True), num_layers=2, norm_before_residual=True),
     "eagle3, yarn": lambda: eagle3(
         layer_config(
             rope=RopeConfig(rope_type="yarn", options=(("factor", 4.0), ("original_max_position_embeddings", 32)))
@@ -98,7 +108,7 @@ def shaken(head: M) -> M:
 
 def num_features(head: Head) -> int:
     """Numbers of the target's states for each row."""
-    return head.fc.in_features if isinstance(head, Eagle3Head) else head.config.layer.hidden_size
+    return head.num_features
 
 
 def random_features(head: Head, count: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -106,7 +116,7 @@ def random_features(head: Head, count: int, seed: int, dtype: torch.dtype = torc
     return features.to(dtype)
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def causal(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
     """Attention of rows [T, heads, D] to those before them and themselves."""
     count, group = query.shape[0], query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))

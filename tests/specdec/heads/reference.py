@@ -60,12 +60,14 @@ class EagleReference:
         theta: float,
         scaling: dict[str, Any] | None = None,
         norm_before_residual: bool = False,
+        norm_output: bool = False,
     ) -> None:
         """``tensors`` under their canonical names; ``embeddings`` and ``lm_head`` are the target's."""
         self.w = {name: value.double() if value.is_floating_point() else value for name, value in tensors.items()}
         layer = config.get("transformer_layer_config", config)
         self.is_eagle3 = "midlayer.hidden_norm.weight" in self.w
-        self.prefix = "midlayer." if self.is_eagle3 else "layers.0."
+        first = "midlayer." if self.is_eagle3 else "layers.0."
+        self.prefixes = [first, *(f"layers.{i}." for i in range(1, layer["num_hidden_layers"]))]
         self.heads, self.kv_heads = layer["num_attention_heads"], layer["num_key_value_heads"]
         self.head_dim = layer.get("head_dim") or layer["hidden_size"] // self.heads
         self.eps = layer["rms_norm_eps"]
@@ -74,6 +76,7 @@ class EagleReference:
         self.lm_head = self.w.get("lm_head.weight", lm_head.double())
         self.vocab_size = len(embeddings)
         self.norm_before_residual = norm_before_residual
+        self.norm_output = norm_output
         self.target_ids = list(range(len(self.lm_head)))
         if "d2t" in self.w:
             self.target_ids = [i + int(self.w["d2t"][i]) for i in range(len(self.lm_head))]
@@ -90,33 +93,42 @@ class EagleReference:
         if "fc_norm.0.weight" in self.w:
             parts = states.chunk(3)
             states = torch.cat([rms(part, self.w[f"fc_norm.{i}.weight"], self.eps) for i, part in enumerate(parts)])
-        return self.w["fc.weight"] @ states
+        return self.w["fc.weight"] @ states if "fc.weight" in self.w else states
 
     def outputs(self, token_ids: Sequence[int], features: Sequence[Tensor], positions: Sequence[int]) -> list[Tensor]:
-        """The layer over all pairs of a token and the feature before it."""
+        """The layers over all pairs of a token and the feature before it: what is fed back."""
         inputs = [self._attention_input(token, feature) for token, feature in zip(token_ids, features, strict=True)]
-        keys = [self._heads("k", read, position) for (read, _), position in zip(inputs, positions, strict=True)]
-        values = [self._heads("v", read, None) for read, _ in inputs]
+        out = self._layer(self.prefixes[0], inputs, positions)
+        for prefix in self.prefixes[1:]:
+            norm = self.w[prefix + "input_layernorm.weight"]
+            out = self._layer(prefix, [(rms(x, norm, self.eps), x) for x in out], positions)
+        return [rms(x, self.w["norm.weight"], self.eps) for x in out] if self.norm_output else out
+
+    def _layer(self, prefix: str, inputs: list[tuple[Tensor, Tensor]], positions: Sequence[int]) -> list[Tensor]:
+        """One layer; the inputs are what attention reads, and what its result is added to."""
+        keys = [
+            self._heads(prefix + "self_attn.k", read, position)
+            for (read, _), position in zip(inputs, positions, strict=True)
+        ]
+        values = [self._heads(prefix + "self_attn.v", read, None) for read, _ in inputs]
         out = []
         for row, (read, residual) in enumerate(inputs):
-            queries = self._heads("q", read, positions[row])
+            queries = self._heads(prefix + "self_attn.q", read, positions[row])
             attended = []
             for head in range(self.heads):
                 shared = head // (self.heads // self.kv_heads)
                 seen = torch.stack([keys[other][shared] for other in range(row + 1)])
                 weights = torch.softmax(seen @ queries[head] / math.sqrt(self.head_dim), dim=0)
                 attended.append(weights @ torch.stack([values[other][shared] for other in range(row + 1)]))
-            x = residual + self._w("self_attn.o_proj.weight") @ torch.cat(attended)
-            y = rms(x, self._w("post_attention_layernorm.weight"), self.eps)
-            gate = self._w("mlp.gate_proj.weight") @ y
-            out.append(
-                x + self._w("mlp.down_proj.weight") @ (gate * torch.sigmoid(gate) * (self._w("mlp.up_proj.weight") @ y))
-            )
+            x = residual + self.w[prefix + "self_attn.o_proj.weight"] @ torch.cat(attended)
+            y = rms(x, self.w[prefix + "post_attention_layernorm.weight"], self.eps)
+            gate, up = (self.w[f"{prefix}mlp.{part}_proj.weight"] @ y for part in ("gate", "up"))
+            out.append(x + self.w[prefix + "mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up))
         return out
 
     def logits(self, x: Tensor) -> Tensor:
         """Over the target's vocabulary; -inf for tokens that cannot be drafted."""
-        if self.is_eagle3:
+        if self.is_eagle3 and not self.norm_output:
             x = rms(x, self.w["norm.weight"], self.eps)
         own = self.lm_head @ x
         whole = torch.full((self.vocab_size,), -torch.inf, dtype=torch.float64)
@@ -142,7 +154,7 @@ class EagleReference:
         return lambda drafted: self.logits(output(tuple(drafted)))
 
     def _w(self, name: str) -> Tensor:
-        return self.w[self.prefix + name]
+        return self.w[self.prefixes[0] + name]
 
     def _attention_input(self, token: int, feature: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads, and what its result is added to."""
@@ -156,10 +168,12 @@ class EagleReference:
         return read, normed if self.norm_before_residual else feature
 
     def _heads(self, part: str, x: Tensor, position: int | None) -> list[Tensor]:
-        flat = self._w(f"self_attn.{part}_proj.weight") @ x
-        if self.prefix + f"self_attn.{part}_proj.bias" in self.w:
-            flat = flat + self._w(f"self_attn.{part}_proj.bias")
+        flat = self.w[part + "_proj.weight"] @ x
+        if part + "_proj.bias" in self.w:
+            flat = flat + self.w[part + "_proj.bias"]
         heads = flat.split(self.head_dim)
+        if part + "_norm.weight" in self.w:
+            heads = [rms(head, self.w[part + "_norm.weight"], self.eps) for head in heads]
         return [head if position is None else turned(head, position, self.angles) for head in heads]
 
 

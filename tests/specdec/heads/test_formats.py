@@ -47,7 +47,7 @@ def target(tmp_path_factory):
     return Target(model, files.write_target(tmp_path_factory.mktemp("target"), model))
 
 
-def causal(query, key, value):
+def causal(query, key, value, layer):
     """[T, heads, D] each."""
     q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
@@ -92,8 +92,17 @@ def eagle_reference(model, published, canonical=None, **options):
         ({"qkv_bias": True}, {"qkv_bias": True}),
         ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, {"qkv_bias": True}),
         ({"model_type": "mistral", "sliding_window": None}, {}),
+        # Heads of qwq, phi-4 and Mixtral: the config is the target's, the layer is a Llama's without biases.
+        ({"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False, "max_window_layers": 64}, {}),
+        ({"model_type": "phi3", "partial_rotary_factor": 1.0, "original_max_position_embeddings": 16384}, {}),
+        ({"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "attention_bias": True}, {}),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 1, "is_causal": True, "logit_scale": 1.0}, {}),
+        ({"modelopt_version": "0.40", "ttt_length": 7, "eos_token_ids": [2, 3], "_attn_implementation": "sdpa"}, {}),
     ],
-    ids=["no field", "bias", "no bias", "biases of attention", "qwen2", "mistral"],
+    ids=[
+        *("no field", "bias", "no bias", "biases of attention", "qwen2", "mistral"),
+        *("qwq", "phi-4", "mixtral", "neutral values", "bookkeeping"),
+    ],
 )
 def test_eagle(tmp_path, target, file, fields, options):
     published = files.write_head_files(tmp_path, files.eagle_config(**fields), files.eagle_tensors(**options), file)
@@ -182,18 +191,86 @@ def test_eagle3(tmp_path, target, file, options):
         ({"norm_before_fc": True}, {"input_norm": True}, False),
         ({"eagle_config": {"norm_before_fc": True}}, {"input_norm": True}, False),
         ({"fc_norm": True, "norm_output": False}, {"fc_norm": True}, False),
+        ({"fc_norm": True, "norm_output": True}, {"fc_norm": True}, False),
+        ({"eagle_config": {"fc_norm": True, "norm_output": True}}, {"fc_norm": True}, False),
+        ({"norm_output": True, "norm_before_residual": True}, {"num_layers": 3}, True),
+        ({"norm_output": True}, {"num_layers": 2, "qk_norm": True}, False),
     ],
-    ids=["plain", "norm_before_residual", "by default", "norm_before_fc", "in eagle_config", "fc_norm"],
+    ids=[
+        *("plain", "norm_before_residual", "by default", "norm_before_fc", "in eagle_config", "fc_norm"),
+        *("EAGLE-3.1", "EAGLE-3.1 in eagle_config", "three layers", "two layers of qwen3"),
+    ],
 )
 def test_eagle3_of_the_speculators_library(tmp_path, target, fields, options, before_residual):
     tensors = files.eagle3_tensors(layer="layers.0.", embeddings=True, **options)
-    published = files.write_head_files(tmp_path, files.eagle3_speculators_config(**fields), tensors)
+    config = files.eagle3_speculators_config(**fields)
+    layer = {
+        "num_hidden_layers": options.get("num_layers", 1),
+        "model_type": "qwen3" if "qk_norm" in options else "llama",
+    }
+    config["transformer_layer_config"] |= layer
+    published = files.write_head_files(tmp_path, config, tensors)
     head = read_head(tmp_path, target.folder)
     states = reference.target_states(target.model, TEXT, head.hidden_state_layers)[:-1]
     canonical = files.eagle3_tensors(embeddings=True, **options)
+    flags = {**config, **config.get("eagle_config", {})}
     model = eagle_reference(
-        target.model, published, canonical, theta=files.DRAFT_ROPE, norm_before_residual=before_residual
+        target.model,
+        published,
+        canonical,
+        theta=files.DRAFT_ROPE,
+        norm_before_residual=before_residual,
+        norm_output=flags.get("norm_output", False),
     )
+    assert_agrees(head, model.after(TEXT, list(states)), states)
+
+
+def test_names_of_sglang(tmp_path, target):
+    """Norms before ``fc`` and of later layers under SGLang's names."""
+    tensors = files.eagle3_tensors(fc_norm=True, num_layers=2)
+    names = {"fc_norm.0.": "aux_norm_low.", "fc_norm.1.": "aux_norm_mid.", "fc_norm.2.": "aux_norm_high."}
+    names["layers.1.input_layernorm."] = "layers.1.hidden_norm."
+    renamed = dict(tensors)
+    for new, old in names.items():
+        renamed[f"{old}weight"] = renamed.pop(f"{new}weight")
+    config = files.eagle3_config(num_hidden_layers=2, use_aux_norm=True, num_aux_hidden_states=3)
+    published = files.write_head_files(tmp_path, config, renamed)
+    states = reference.target_states(target.model, TEXT, (2, 3, 4))[:-1]
+    model = eagle_reference(target.model, published, tensors, theta=10000.0)
+    assert_agrees(read_head(tmp_path, target.folder), model.after(TEXT, list(states)), states)
+
+
+def test_a_head_on_the_last_state_alone(tmp_path, target):
+    """``use_aux_hidden_state: false``: the state after the final norm, without ``fc``."""
+    config = files.eagle3_config(eagle_config={"use_aux_hidden_state": False})
+    published = files.write_head_files(tmp_path, config, files.eagle3_tensors(fc=False))
+    head = read_head(tmp_path, target.folder)
+    assert head.hidden_state_layers == (-1,)
+    states = reference.target_states(target.model, TEXT, (-1,))[:-1]
+    assert_agrees(head, eagle_reference(target.model, published, theta=10000.0).after(TEXT, list(states)), states)
+
+
+@pytest.mark.parametrize(
+    ("method", "tensors"),
+    [
+        ("eagle", files.eagle_tensors(bias=False)),
+        ("eagle3", files.eagle3_tensors()),
+    ],
+)
+def test_the_layers_config_may_be_nested_as_vllm_does(tmp_path, target, method, tensors):
+    config = files.eagle_config() if method == "eagle" else files.eagle3_config(rope_theta=files.DRAFT_ROPE)
+    around = {"architectures": [f"{method.title()}LlamaForCausalLM"], "model_type": "eagle"}
+    nested = around | {
+        "truncated_vocab_size": files.VOCAB,
+        "model": config | {"vocab_size": 96},
+        "vocab_size": files.VOCAB,
+    }
+    files.write_head_files(tmp_path, nested, tensors)
+    head = read_head(tmp_path, target.folder)
+    assert head.method == method
+    states = reference.target_states(target.model, TEXT, head.hidden_state_layers)[:-1]
+    published = files.Published(tmp_path, config, tensors)
+    model = eagle_reference(target.model, published, theta=files.DRAFT_ROPE)
     assert_agrees(head, model.after(TEXT, list(states)), states)
 
 
@@ -205,8 +282,10 @@ def test_eagle3_of_the_speculators_library(tmp_path, target, fields, options, be
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, (2, 4, 6)),  # layers whose output is meant
         ({"eagle_config": {"use_aux_hidden_state": True}}, (2, 3, 4)),
         ({"eagle_config": MODELOPT}, (2, 3, 4)),
+        ({"eagle_aux_hidden_state_layer_ids": [5, 1, 3]}, (1, 3, 5)),  # they are collected while the target runs
+        ({"eagle_config": MODELOPT | {"eagle_aux_hidden_state_layer_ids": [5, 1, 3]}}, (2, 4, 6)),
     ],
-    ids=["default", "top level", "eagle_config", "no ids", "as ModelOpt writes it"],
+    ids=["default", "top level", "eagle_config", "no ids", "as ModelOpt writes it", "unsorted", "ModelOpt's unsorted"],
 )
 def test_layer_ids_mean_states_or_outputs(tmp_path, target, fields, layers):
     published = files.write_head_files(tmp_path, files.eagle3_config(**fields), files.eagle3_tensors())
@@ -261,14 +340,31 @@ def test_medusa(tmp_path, target, file, prefix, num_layers):
 
 
 def test_medusa_as_vllm_converts_it(tmp_path, target):
-    tensors = {}
-    for name, value in files.medusa_tensors(num_layers=2).items():
-        head, layer, rest = name.split(".", 2)
-        is_output = layer == "2"
-        tensors[f"lm_heads.{head}.weight" if is_output else f"blocks.{head}.layers.{layer}.{rest[7:]}"] = value
+    tensors = files.as_vllm_names_them(files.medusa_tensors(num_layers=2), num_layers=2)
     config = {"model_type": "medusa", "num_heads": 4, "num_hidden_layers": 2, "medusa_fc_bias": True, "vocab_size": 97}
     files.write_head_files(tmp_path, {"architectures": ["MedusaModel"], **config}, tensors)
     assert_medusa_agrees(read_head(tmp_path, target.folder), files.medusa_tensors(num_layers=2), target.model, 2)
+
+
+@pytest.mark.parametrize("fields", [{}, {"medusa_fc_bias": False}, {"medusa_fc_bias": True}], ids=str)
+@pytest.mark.parametrize("is_converted", [False, True], ids=["original", "vLLM"])
+def test_medusa_biases_are_those_of_the_library_whose_layout_it_is(tmp_path, target, fields, is_converted):
+    """The original repository has biases, vLLM has them where the field says so."""
+    tensors = files.medusa_tensors()
+    written = files.as_vllm_names_them(tensors, num_layers=1) if is_converted else tensors
+    files.write_head_files(tmp_path, files.medusa_config(**fields), written)
+    if not fields.get("medusa_fc_bias", not is_converted):
+        tensors = {name: value * (not name.endswith("bias")) for name, value in tensors.items()}
+    assert_medusa_agrees(read_head(tmp_path, target.folder), tensors, target.model, 1)
+
+
+def test_vllms_own_medusa_config(tmp_path, target):
+    config = {"max_paths": 64, "topk": 10, "max_seq_len": 2**20, "decoding_strategy": None, "num_lookahead_tokens": 4}
+    sizes = {"hidden_size": files.HIDDEN, "vocab_size": files.VOCAB, "truncated_vocab_size": files.VOCAB}
+    heads = {"num_heads": 4, "num_hidden_layers": 1, "model_type": "medusa", "medusa_fc_bias": True}
+    written = files.as_vllm_names_them(files.medusa_tensors(), num_layers=1)
+    files.write_head_files(tmp_path, config | sizes | heads, written)
+    assert_medusa_agrees(read_head(tmp_path, target.folder), files.medusa_tensors(), target.model, 1)
 
 
 def assert_medusa_agrees(heads, tensors, model, num_layers):
@@ -332,11 +428,16 @@ def test_tied_weights_are_one(tmp_path, target):
             files.eagle3_speculators_config(norm_before_residual=True, fc_norm=True, norm_before_fc=True),
             files.eagle3_tensors(layer="layers.0.", embeddings=True, fc_norm=True, input_norm=True),
         ),
+        (files.eagle3_config(norm_output=True, num_hidden_layers=2), files.eagle3_tensors(num_layers=2, qk_norm=True)),
+        (files.eagle3_config(eagle_config={"use_aux_hidden_state": False}), files.eagle3_tensors(fc=False)),
         (files.medusa_config(), files.medusa_tensors(num_layers=2)),
         (files.mlp_config(), files.mlp_tensors()),
         (files.mlp_config(tie_weights=True, scale_input=True), files.mlp_tensors(tied=True)),
     ],
-    ids=["eagle", "eagle without bias", "eagle3", "eagle3 with norms", "medusa", "mlp", "mlp tied"],
+    ids=[
+        *("eagle", "eagle without bias", "eagle3", "eagle3 with norms", "eagle3 of two layers"),
+        *("eagle3 on the last state", "medusa", "mlp", "mlp tied"),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_written_and_read_back(tmp_path, target, config, tensors, dtype):
@@ -364,7 +465,7 @@ def test_written_and_read_back(tmp_path, target, config, tensors, dtype):
         (files.eagle_config(add_para_norm=True), files.eagle_tensors(), "add_para_norm"),
         (files.eagle_config(hidden_size=64), files.eagle_tensors(), "hidden_size"),
         (files.eagle_config(hidden_act="gelu"), files.eagle_tensors(), "hidden_act"),
-        (files.eagle_config(model_type="qwen3"), files.eagle_tensors(), "model_type"),
+        (files.eagle_config(model_type="gemma2"), files.eagle_tensors(), "model_type"),
         (files.eagle_config(model_type="qwen2", use_sliding_window=True), files.eagle_tensors(), "use_sliding_window"),
         (files.eagle_config(model_type="mistral", sliding_window=8), files.eagle_tensors(), "sliding_window"),
         (files.eagle_config(vocab_size=96), files.eagle_tensors(), "vocab_size"),
@@ -372,14 +473,17 @@ def test_written_and_read_back(tmp_path, target, config, tensors, dtype):
         (files.eagle_config(rope_scaling={"type": "dynamic", "factor": 2.0}), files.eagle_tensors(), "rope_scaling"),
         (files.eagle_config(layer_types=["sliding_attention"]), files.eagle_tensors(), "layer_types"),
         (files.eagle_config(), files.eagle_tensors() | {"norm.weight": torch.ones(32)}, "norm.weight"),
-        (files.eagle3_config(norm_output=True), files.eagle3_tensors(), "norm_output"),
+        (files.eagle_config(truncated_vocab_size=41), files.eagle_tensors(), "truncated_vocab_size"),
+        (files.eagle_config(partial_rotary_factor=0.5), files.eagle_tensors(), "partial_rotary_factor"),
+        (files.eagle3_config(num_hidden_layers=2), files.eagle3_tensors(), "layers.1.input_layernorm.weight"),
+        (files.eagle3_config(), files.eagle3_tensors(num_layers=2), "layers.1.input_layernorm.weight"),
+        (files.eagle3_config(num_aux_hidden_states=4), files.eagle3_tensors(), "eagle_config"),
         (files.eagle3_config(norm_before_fc=True), files.eagle3_tensors(), "input_norm.weight"),
         (files.eagle3_config(), files.eagle3_tensors(input_norm=True), "input_norm.weight"),
         (files.eagle3_config(fc_norm=True), files.eagle3_tensors(), "fc_norm.0.weight"),
         (files.eagle3_config(draft_vocab_size=40), files.eagle3_tensors(), "draft_vocab_size"),
         (files.eagle3_config(), files.eagle3_tensors(maps=()), "draft_vocab_size"),
         (files.eagle3_config(target_hidden_size=64), files.eagle3_tensors(), "target_hidden_size"),
-        (files.eagle3_config(eagle_config={"use_aux_hidden_state": False}), files.eagle3_tensors(), "eagle_config"),
         (files.eagle3_config(eagle_config={"parallel": 2}), files.eagle3_tensors(), "parallel = 2"),
         (files.eagle3_config(eagle_config={"use_last_layernorm": False}), files.eagle3_tensors(), "use_last_layernorm"),
         (files.eagle3_config(eagle_config={"use_mtp_layernorm": True}), files.eagle3_tensors(), "use_mtp_layernorm"),

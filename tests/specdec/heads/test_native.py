@@ -37,8 +37,8 @@ class Runner:
         self.pool = KVPool(100, block)
         layer = head.config.layer
         size = (101, layer.num_key_value_heads, block, layer.head_dim)
-        cache = torch.full((2, *size), torch.nan, dtype=cache_dtype)
-        built = NativeHead.build(head, (cache[0], cache[1]), num_threads)
+        caches = [torch.full((2, *size), torch.nan, dtype=cache_dtype).unbind() for _ in head.attentions]
+        built = NativeHead.build(head, caches, num_threads)
         assert built is not None
         self.native = built
 
@@ -315,7 +315,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_unknown_heads_are_left_to_their_modules() -> None:
-    cache = (torch.zeros(3, 2, 8, 8), torch.zeros(3, 2, 8, 8))
+    caches = [(torch.zeros(3, 2, 8, 8), torch.zeros(3, 2, 8, 8))]
     doubled = eagle3()
     doubled.d2t[1] = doubled.d2t[0] - 1
     beyond = eagle3()
@@ -323,8 +323,8 @@ def test_unknown_heads_are_left_to_their_modules() -> None:
     mixed = eagle3()
     mixed.midlayer.mlp.down_proj.bfloat16()
     for head in (doubled, beyond, mixed, torch.nn.Linear(3, 3)):
-        assert NativeHead.build(head, cache, 1) is None
+        assert NativeHead.build(head, caches, 1) is None
     both = random_heads.eagle3(norm_before_fc=True, fc_norm=True)
-    assert NativeHead.build(both, cache, 1) is None
-    assert NativeHead.build(eagle3(), (cache[0].half(), cache[1].half()), 1) is None
-    assert NativeHead.build(eagle3(), cache, 1) is not None
+    assert NativeHead.build(both, caches, 1) is None
+    assert NativeHead.build(eagle3(), [(part.half(), part.half()) for part, _ in caches], 1) is None
+    assert NativeHead.build(eagle3(), caches, 1) is not None

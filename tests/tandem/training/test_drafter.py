@@ -83,8 +83,15 @@ def test_a_drafter_learns_and_loads(
     if isinstance(head, Eagle3Head):
         assert head.hidden_state_layers == (1, 2, 3)
         assert head.t2d.sum() == len(head.d2t) == 200
+    config = json.loads((tmp_path / "output" / "config.json").read_text())
     if isinstance(head, MlpSpeculator):
         assert head.config.tie_weights
+        assert len(config["top_k_tokens_per_head"]) == head.config.n_predict
+    if method == "eagle":  # vLLM: true means biases of the attention, and fc has none
+        assert config["bias"] is False
+        assert "fc.bias" not in stored
+    if method == "medusa":  # vLLM drops the biases else
+        assert config["medusa_fc_bias"] is True
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

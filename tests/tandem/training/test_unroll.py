@@ -1,5 +1,7 @@
 """The unrolled chains against chains drafted one at a time, and the loss over a smaller vocabulary."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -36,12 +38,15 @@ def make_head(kind: str) -> EagleHead | Eagle3Head:
             EagleConfig(layer=LAYER, vocab_size=VOCAB), embeddings=embeddings, lm_head=lm_head
         )
     else:
+        is_deep = kind == "eagle3 of two layers"
         config = Eagle3Config(
-            layer=LAYER,
+            layer=replace(LAYER, qk_norm=is_deep),
             target_hidden_size=20,
             vocab_size=VOCAB,
             draft_vocab_size=13,
             hidden_state_layers=(1, 2, 3),
+            num_layers=1 + is_deep,
+            norm_output=is_deep,
             owns_embeddings=True,
         )
         head = Eagle3Head(config)
@@ -54,15 +59,17 @@ class CachedAttention:
     """One chain's: every key so far is seen."""
 
     def __init__(self) -> None:
-        self.keys = self.values = torch.empty(0, 2, 4)
+        self.cached: dict[int, Tensor] = {}
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
         """[1, 4, 4], [1, 2, 4] and [1, 2, 4]."""
-        self.keys, self.values = torch.cat([self.keys, key]), torch.cat([self.values, value])
+        both = torch.stack((key, value))
+        self.cached[layer] = torch.cat((self.cached[layer], both), 1) if layer in self.cached else both
+        keys, values = self.cached[layer]
         outputs = []
         for head in range(4):
-            scores = self.keys[:, head // 2] @ query[0, head] / 2
-            outputs.append(scores.softmax(0) @ self.values[:, head // 2])
+            scores = keys[:, head // 2] @ query[0, head] / 2
+            outputs.append(scores.softmax(0) @ values[:, head // 2])
         return torch.stack(outputs)[None]
 
 
@@ -79,7 +86,7 @@ def draft_one(head: EagleHead | Eagle3Head, rows: Tensor, states: Tensor, start:
     return logits
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle3 of two layers"])
 def test_unrolled_chains_are_those_drafted_one_at_a_time(kind: str) -> None:
     head = make_head(kind)
     lesson = make_lesson(HIDDEN if kind == "eagle" else 60)
@@ -100,9 +107,10 @@ def test_a_chain_that_forgets_its_own_steps_is_another(monkeypatch: pytest.Monke
     right = [guess.logits for guess in unroll_eagle(head, lesson, STEPS)]
     attend = ChainAttention.__call__
 
-    def forget(self: ChainAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = attend(self, query, key, value)
-        del self._keys[1:], self._values[1:]
+    def forget(self: ChainAttention, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
+        out = attend(self, query, key, value, layer)
+        for parts in self._steps[layer]:
+            del parts[1:]
         return out
 
     monkeypatch.setattr(ChainAttention, "__call__", forget)

@@ -58,7 +58,7 @@ def on_device(head):
 def test_chains_on_a_cache(build):
     head = build()
     paged = on_device(head)
-    width = head.fc.in_features if build is eagle3 else head.config.layer.hidden_size
+    width = head.num_features
     jobs = [
         ChainJob(paged.pool.open(30), TOKENS[1:], 1 + i % 3, state, rule, features=torch.zeros(3, width))
         for i, (state, rule) in enumerate(states_of_every_rule() * 2)
