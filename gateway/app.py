@@ -7,12 +7,15 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Final
 
 import uvicorn
 
+from gateway.access.keys import KeyRing
 from gateway.backends.fleet import Fleet
 from gateway.generation import Generation
+from gateway.grpc.access import enter_call
 from gateway.grpc.servicer import GenerationServicer
 from gateway.pacing.pace import Pacer
 from gateway.pacing.target_pacer import TargetPacer
@@ -48,7 +51,7 @@ class Gateway:
         compare another policy of drafting.
 
         Raises:
-            InvalidRequest: the tokenizer or the chat template cannot be read, or no target is named.
+            InvalidRequest: the tokenizer, the chat template or the keys cannot be read, or no target is named.
         """
         if router is None and not settings.targets:
             raise InvalidRequest("targets is empty; name at least one target service as host:port", param="targets")
@@ -59,9 +62,10 @@ class Gateway:
             self._fleet = Fleet(settings.targets, settings.drafts)
             router = self._fleet.router
         self.generation = Generation(router, settings, tokenizer, make_pacer=make_pacer)
+        keys = KeyRing(settings)
         self._rest = _Uvicorn(
             uvicorn.Config(
-                make_app(self.generation),
+                make_app(self.generation, keys),
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -80,7 +84,8 @@ class Gateway:
                 drain_s=settings.drain_s,
                 # What is above the limit of requests gets its own answer, with the time to wait.
                 max_concurrent_rpcs=2 * settings.max_concurrent_requests,
-            )
+            ),
+            enter=partial(enter_call, keys),
         )
         name = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
         self._rpc.add(add_GenerationServiceServicer_to_server, GenerationServicer(self.generation), name)

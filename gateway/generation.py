@@ -11,6 +11,8 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
+from gateway.access.caller import current_caller
+from gateway.access.usage import Clients
 from gateway.decoding.context import DecodingContext
 from gateway.decoding.loop import Decoding
 from gateway.decoding.request import DecodingRequest
@@ -53,6 +55,7 @@ class Generation:
         self.metrics = metrics or GatewayMetrics()
         self.context = DecodingContext(router, self.settings, make_pacer=make_pacer)
         self.metrics.registry.register(PacingStatsCollector(lambda: self.context.pacing_stats))
+        self.clients = Clients(self.metrics.refuse)
         self.num_requests = 0
         #: New requests are refused; those in flight continue.
         self.draining = False
@@ -94,22 +97,23 @@ class Generation:
             )
 
     @contextmanager
-    def admission(self) -> Iterator[None]:
-        """A place among the requests in flight; REST and gRPC take one per call.
+    def admission(self, num_sequences: int) -> Iterator[None]:
+        """A place among the requests in flight for a request of so many sequences; REST and gRPC take one per call.
 
         Raises:
-            Overloaded: all places are taken.
+            Overloaded: all places are taken, or a limit of the caller is reached.
             Unavailable: the gateway is shutting down.
         """
         if self.draining:
             raise Unavailable("the gateway is shutting down; use another one")
         if self.num_requests >= self.settings.max_concurrent_requests:
             raise Overloaded(f"{self.num_requests} requests are in flight, which is the limit; try again later")
-        self.num_requests += 1
-        try:
-            yield
-        finally:
-            self.num_requests -= 1
+        with self.clients.request(current_caller(), num_sequences):
+            self.num_requests += 1
+            try:
+                yield
+            finally:
+                self.num_requests -= 1
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         """The chunks of all samples as they come; each sample's last one has ``final``. Use it within ``aclosing``.
@@ -126,13 +130,16 @@ class Generation:
         samples = self._preparation.prepare(request, prompt, self.router.model(), deadline=deadline)
         request_id = request.request_id or uuid.uuid4().hex
         stops = StopStrings(request.params.stop)
-        with self._pinned(samples):
+        num_tokens = len(prompt) + sum(sample.params.max_tokens or 0 for sample in samples)
+        with self.clients.tokens(current_caller(), num_tokens) as tokens, self._pinned(samples):
+            tokens.num_used = len(prompt)
             streams = [
                 self._sample(request, request_id, index, sample, stops=stops, started=started)
                 for index, sample in enumerate(samples)
             ]
             async with aclosing(merge(streams)) as chunks:
                 async for chunk in chunks:
+                    tokens.num_used += len(chunk.token_ids)
                     yield chunk
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -205,6 +212,7 @@ class Generation:
         decoding = Decoding(self.context, sample)
         assembler = SampleAssembler(request_id, index, request.params, decoding, tokenizer=self.tokenizer, stops=stops)
         outcome, last = "cancelled", 0.0
+        key = current_caller().key
         self.metrics.running.inc()
         try:
             async with aclosing(decoding.verdicts()) as verdicts:
@@ -235,6 +243,7 @@ class Generation:
                 decoding.metrics,
                 None if opened is None else assembler.usage,
                 None if opened is None else opened.rule,
+                key=key,
             )
 
     @contextmanager

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from gateway.access.caller import Caller
 from gateway.decoding.metrics import METRICS, Metric, SpeculationMetrics
 from gateway.types import Usage
 from specdec.rules import Rule
@@ -25,6 +26,12 @@ class GatewayMetrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens")
         self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens found in a parked cache")
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens")
+        self.refusals = self._counter("client_refusals", "Requests above a limit of their client", ("key", "limit"))
+        self._by_key = [
+            self._counter("key_requests", "Finished samples by API key", ("key", "outcome")),
+            self._counter("key_prompt_tokens", "Prompt tokens by API key", ("key",)),
+            self._counter("key_generation_tokens", "Generated tokens by API key", ("key",)),
+        ]
         self.ttft = self._histogram("time_to_first_token_seconds", "From the request to its first token")
         self.itl = self._histogram("inter_token_latency_seconds", "Between the verdicts of a sample, per token")
         self.latency = self._histogram("request_latency_seconds", "From the request to its last token")
@@ -36,18 +43,34 @@ class GatewayMetrics:
         }
 
     def finish(
-        self, outcome: str, speculation: SpeculationMetrics, usage: Usage | None, rule: Rule | None = None
+        self,
+        outcome: str,
+        speculation: SpeculationMetrics,
+        usage: Usage | None,
+        rule: Rule | None = None,
+        *,
+        key: str = "",
     ) -> None:
         """Count a sample that ended; ``outcome`` is its finish reason or the name of its error, ``rule`` the one it ran
-        under.
+        under, ``key`` the name of its caller's API key.
         """
         self.requests.labels(outcome).inc()
         if usage is not None:
             self.prompt_tokens.inc(usage.prompt_tokens)
             self.cached_tokens.inc(usage.cached_tokens)
             self.generation_tokens.inc(usage.completion_tokens)
+        if key:
+            requests, prompt_tokens, generation_tokens = self._by_key
+            requests.labels(key, outcome).inc()
+            if usage is not None:
+                prompt_tokens.labels(key).inc(usage.prompt_tokens)
+                generation_tokens.labels(key).inc(usage.completion_tokens)
         for name, counter in self._speculation.items():
             self._add(counter, METRICS[name], getattr(speculation, name), rule)
+
+    def refuse(self, caller: Caller, limit: str) -> None:
+        """Count a request that was refused for a limit of its client."""
+        self.refusals.labels(caller.key, limit).inc()
 
     def _add(self, counter: Counter, metric: Metric, value: Any, rule: Rule | None) -> None:
         if isinstance(value, list):

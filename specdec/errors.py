@@ -26,6 +26,10 @@ class ContextLengthExceeded(InvalidRequest):
     """Prompt and answer together are longer than the model's context."""
 
 
+class Unauthenticated(TandemError):
+    """The caller sent no API key, or one that is not known here."""
+
+
 class NotFound(TandemError):
     """The named model does not exist here."""
 
@@ -76,6 +80,7 @@ class Status:
 _STATUS: Final[Mapping[type[TandemError], Status]] = {
     InvalidRequest: Status("INVALID_ARGUMENT", 400, "invalid_request_error"),
     ContextLengthExceeded: Status("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded"),
+    Unauthenticated: Status("UNAUTHENTICATED", 401, "invalid_request_error", "invalid_api_key"),
     NotFound: Status("NOT_FOUND", 404, "not_found_error"),
     ModelNotSupported: Status("FAILED_PRECONDITION", 400, "invalid_request_error"),
     StaleSession: Status("FAILED_PRECONDITION", 409, "conflict_error"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Container, Mapping, Sequence
 from types import NoneType
@@ -119,10 +120,19 @@ def settings_from(settings: type[S], args: argparse.Namespace, **given: Any) -> 
 def parsed_options(settings: type, args: argparse.Namespace) -> dict[str, Any]:
     """The values of a settings class's options that the parser knows."""
     return {
-        name: tuple(value) if isinstance(value, list) else value
+        name: from_environment(option.env) if option.env and not value else _plain(value)
         for name, option in options_of(settings).items()
         if option.flag and (value := getattr(args, name, _ABSENT)) is not _ABSENT
     }
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def from_environment(name: str) -> tuple[str, ...]:
+    """The values of a variable: empty where it is not set."""
+    return tuple(part.strip() for part in os.environ.get(name, "").split(",") if part.strip())
 
 
 def flags_of(settings: Any, *, skip: Container[str] = ()) -> tuple[str, ...]:

@@ -9,22 +9,25 @@ from contextlib import contextmanager
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from specdec.errors import InvalidRequest, NotFound, TandemError, Unavailable
+from specdec.errors import InvalidRequest, NotFound, TandemError, Unauthenticated, Unavailable
 
 #: Statuses below 500 that are not the caller's mistake: timeouts and overload.
 _PASSING: Final = (408, 429, 499)
 
 
 class Server:
-    """A gateway reached over HTTP at ``url``, with or without a trailing ``/v1``."""
+    """A gateway reached over HTTP at ``url``, with or without a trailing ``/v1``. ``api_key`` None sends none."""
 
-    def __init__(self, url: str, *, timeout_s: float | None = None) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float | None = None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidRequest(f"url is {url!r}; write it as http://host:port", param="url")
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._parts = parts
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout_s = timeout_s
 
     def get(self, path: str) -> Any:
@@ -63,7 +66,7 @@ class Server:
         connection = kind(self._parts.netloc, timeout=self._timeout_s)
         try:
             payload = None if body is None else json.dumps(body)
-            connection.request(method, self._prefix + path, payload, {"Content-Type": "application/json"})
+            connection.request(method, self._prefix + path, payload, self._headers)
             response = connection.getresponse()
             if response.status >= 400:
                 raise _error_of(response.status, response.read())
@@ -81,6 +84,8 @@ def _error_of(status: int, body: bytes | Mapping[str, Any]) -> TandemError:
         message = str(content["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = f"HTTP status {status}"
+    if status == 401:
+        return Unauthenticated(message)
     if status == 404:
         return NotFound(message)
     wrong_call = 400 <= status < 500 and status not in _PASSING

@@ -29,7 +29,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream one request. The call's deadline is the request's; a call that ends early closes its sessions."""
         asked = read_request(request, timeout_s=context.time_remaining())
-        with self._generation.admission():
+        with self._generation.admission(asked.params.n):
             async with aclosing(self._generation.stream(asked)) as chunks:
                 async for chunk in chunks:
                     yield write_chunk(chunk)

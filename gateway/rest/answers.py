@@ -91,7 +91,7 @@ async def run_all(
             async for chunk in chunks:
                 yield number, chunk
 
-    with generation.admission():
+    with generation.admission(sum(request.params.n for request in requests)):
         async with aclosing(merge([one(number, request) for number, request in enumerate(requests)])) as merged:
             async for numbered in merged:
                 yield numbered

@@ -8,27 +8,44 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from gateway.access.keys import KeyRing
 from gateway.generation import Generation
 from gateway.rest import errors
+from gateway.rest.access import KeyCheck
 from gateway.rest.chat import create_chat_completion
 from gateway.rest.completions import create_completion
 from gateway.rest.limits import MAX_BODY_BYTES, BodyLimit
 from gateway.rest.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from specdec import __version__
 from specdec.errors import InvalidRequest, NotFound, Unavailable
+from specdec.settings import AccessSettings
 
 
-def make_app(generation: Generation, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
-    """The ASGI application over one generation module."""
+def make_app(generation: Generation, keys: KeyRing, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+    """The ASGI application over one generation module, for the holders of ``keys``."""
     app = FastAPI(title="Tandem", version=__version__, description="Speculative decoding as a service")
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(KeyCheck, keys=keys)
+    _allow_origins(app, generation.settings)  # outside of the check of keys: browsers ask first without one
     errors.install(app)
     _add_generation(app, generation)
     _add_text(app, generation)
     _add_state(app, generation)
     return app
+
+
+def _allow_origins(app: FastAPI, settings: AccessSettings) -> None:
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods or ("*",),
+            allow_headers=settings.allowed_headers or ("*",),
+            allow_credentials=settings.allow_credentials,
+        )
 
 
 def _add_generation(app: FastAPI, generation: Generation) -> None:

@@ -11,7 +11,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from specdec.errors import InvalidRequest, Overloaded, TandemError, quote, status_of, text_of
+from specdec.errors import (
+    InvalidRequest,
+    Overloaded,
+    TandemError,
+    Unauthenticated,
+    quote,
+    status_of,
+    text_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +44,8 @@ def response_of(error: Exception) -> JSONResponse:
     headers = {}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif isinstance(error, Unauthenticated):
+        headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(body, status, headers)
 
 

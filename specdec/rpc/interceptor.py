@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,14 +16,21 @@ from google.protobuf.message import DecodeError
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.rpc.status import abort_with, being_cancelled
 
-#: Methods of these services are served while the server drains, and are not waited for.
-INFRASTRUCTURE = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+#: The health service answers everybody, while the server drains as well, and is not waited for.
+HEALTH = "/grpc.health.v1.Health/"
 GOING_DOWN = "the server is shutting down; use another replica"
 UNDECODABLE = "a message cannot be decoded; send what protos/specdec/v1 of this version describes"
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Guard: TypeAlias = Callable[[Context], AbstractAsyncContextManager[None]]
+#: Opens the context in which a call is served; raises a :class:`TandemError` for one that is not.
+EnterCall: TypeAlias = Callable[[Context], AbstractContextManager[None]]
+
+
+def enter_anyone(context: Context) -> AbstractContextManager[None]:
+    """Serve every call."""
+    return nullcontext()
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -33,7 +40,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     Cancellation and aborts pass through untouched. While :attr:`draining`, new calls get UNAVAILABLE.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, enter: EnterCall = enter_anyone) -> None:
+        """Each call but those of the health service is served within ``enter(context)``."""
+        self._enter = enter
         self.draining = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._evicted: set[asyncio.Task[Any]] = set()
@@ -70,7 +79,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         kind = ("stream" if handler.request_streaming else "unary") + (
             "_stream" if handler.response_streaming else "_unary"
         )
-        guard = _statuses if method.startswith(INFRASTRUCTURE) else self._guard
+        guard = _statuses if method.startswith(HEALTH) else self._guard
         wrapped = _wrap(handler, getattr(handler, kind), partial(guard, method=method))
         # The wrapper decodes a single request: gRPC answers one that it cannot decode with UNKNOWN and a traceback.
         decoder = handler.request_deserializer if handler.request_streaming else None
@@ -88,7 +97,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             async with _statuses(context, method):
                 if self.draining:
                     raise Unavailable(GOING_DOWN)
-                yield
+                with self._enter(context):
+                    yield
         except asyncio.CancelledError:
             if task not in self._evicted or task.uncancel() or context.cancelled():
                 raise

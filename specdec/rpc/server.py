@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from specdec.errors import InvalidRequest
 from specdec.rpc.channel import KEEPALIVE_OPTIONS, MESSAGE_OPTIONS, MIN_PING_INTERVAL_MS
-from specdec.rpc.interceptor import CallInterceptor
+from specdec.rpc.interceptor import CallInterceptor, EnterCall, enter_anyone
 from specdec.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -37,10 +37,11 @@ class RpcServer:
     Stopping is :meth:`drain` (refuse new calls, let open ones end) and then :meth:`stop`.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, *, enter: EnterCall = enter_anyone) -> None:
+        """``enter``: see :class:`CallInterceptor`."""
         self.settings = settings
         self.port = 0
-        self._calls = CallInterceptor()
+        self._calls = CallInterceptor(enter)
         self._server = grpc.aio.server(
             options=list(SERVER_OPTIONS),
             interceptors=[self._calls],

@@ -1,13 +1,17 @@
 """Settings of every service. Each option is one line: name, type, default, help and range."""
 
+from specdec.settings.access import API_KEY_VARIABLE, AccessSettings, ClientLimits
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.model import DTYPES, QUANTIZATIONS, ModelSettings, SchedulerSettings
 from specdec.settings.services import DraftSettings, ServerSettings, TargetSettings
 from specdec.settings.speculative import SpeculativeSettings
 
 __all__ = [
+    "API_KEY_VARIABLE",
     "DTYPES",
     "QUANTIZATIONS",
+    "AccessSettings",
+    "ClientLimits",
     "DraftSettings",
     "GatewaySettings",
     "ModelSettings",

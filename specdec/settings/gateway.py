@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdec.rules import Rule
-from specdec.settings.option import check_options, option
+from specdec.settings.access import AccessSettings
+from specdec.settings.option import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatewaySettings:
+class GatewaySettings(AccessSettings):
     """The gateway."""
 
     targets: tuple[str, ...] = option((), "target replicas: host:port, unix:/path or unix-abstract:name")
@@ -35,6 +36,3 @@ class GatewaySettings:
     max_concurrent_requests: int = option(512, "requests in flight; one more gets 429", ge=1)
     seed: int | None = option(None, "makes the seeds of requests that give none reproducible")
     drain_s: float = option(20.0, "seconds open requests get to finish after SIGTERM", ge=0)
-
-    def __post_init__(self) -> None:
-        check_options(self)

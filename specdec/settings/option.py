@@ -41,6 +41,8 @@ class Option:
     only: tuple[str, ...] = ()
     #: Whether command lines have a flag for it. Fields that several classes share get theirs by hand.
     flag: bool = True
+    #: The environment variable that command lines read where the flag is not given, values separated by commas.
+    env: str = ""
     # The rest is known once the class is made.
     name: str = ""
     required: bool = False
@@ -78,7 +80,8 @@ class Option:
     @property
     def text(self) -> str:
         """The help text, led by the methods that have the option."""
-        return f"{', '.join(self.only)}: {self.help}" if self.only else self.help
+        text = f"{', '.join(self.only)}: {self.help}" if self.only else self.help
+        return f"{text} (or {self.env})" if self.env else text
 
     def _in_range(self, value: Any) -> bool:
         """False for NaN, too."""

@@ -36,7 +36,7 @@ class RemoteServer:
 
 
 @asynccontextmanager
-async def connect(url: str, model: str | None) -> AsyncIterator[RemoteServer]:
+async def connect(url: str, model: str | None, api_key: str | None = None) -> AsyncIterator[RemoteServer]:
     """The server at ``http://host:port`` or ``grpc://host:port``.
 
     Raises :class:`Unavailable` where nothing answers.
@@ -44,14 +44,14 @@ async def connect(url: str, model: str | None) -> AsyncIterator[RemoteServer]:
     if url.startswith(GRPC_SCHEME):
         channel = open_channel(url.removeprefix(GRPC_SCHEME))
         try:
-            system = GrpcSystem(channel)
+            system = GrpcSystem(channel, api_key=api_key)
             target, draft = await system.models()
             name = target.name + (f", drafted by {draft.name}" if draft is not None else " (no draft)")
             yield RemoteServer(system, name, is_tandem=True)
         finally:
             await channel.close()
         return
-    server = Server(url, timeout_s=_SILENCE_S)
+    server = Server(url, api_key=api_key, timeout_s=_SILENCE_S)
     listed = (await asyncio.to_thread(server.get, "/v1/models"))["data"]
     chosen = next((entry for entry in listed if model in (None, entry["id"])), None)
     if chosen is None:

@@ -136,9 +136,16 @@ async def _connect(target: str, drafts: Sequence[str], stack: AsyncExitStack) ->
 class GrpcSystem:
     """The gateway's gRPC API."""
 
-    def __init__(self, channel: grpc.aio.Channel, router: Router | None = None, url: str | None = None) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        router: Router | None = None,
+        url: str | None = None,
+        api_key: str | None = None,
+    ) -> None:
         """``url`` is where the gateway's HTTP can be reached, its metrics for one."""
         self._stub = GenerationServiceStub(channel)
+        self._metadata = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self.router = router
         self.url = url
 
@@ -157,7 +164,8 @@ class GrpcSystem:
                 ignore_eos=params.ignore_eos,
                 seed=params.seed,
                 speculation=pb.SpeculationOptions(num_speculative_tokens=k, verification=codec.encode_rule(rule)),
-            )
+            ),
+            metadata=self._metadata,
         )
         try:
             async for response in call:
@@ -172,7 +180,7 @@ class GrpcSystem:
     async def models(self) -> tuple[ModelInfo, ModelInfo | None]:
         """The target behind the gateway and the draft, where there is one."""
         try:
-            answer = await self._stub.ListModels(pb.ListModelsRequest())
+            answer = await self._stub.ListModels(pb.ListModelsRequest(), metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from_status(error.code().name, error.details() or "") from None
         model = answer.models[0]

@@ -18,7 +18,7 @@ from specdec.flags import whole_numbers
 from specdec.params import SamplingParams
 from tandem.bench.modes import deployments_of, plain_mode, rules_of, speculative_modes
 from tandem.bench.plot import load_pyplot
-from tandem.cli.flags import add_deployment_flags
+from tandem.cli.flags import add_deployment_flags, add_key_flag, client_key
 from tandem.launcher.deployment import Deployment
 from tandem.launcher.environment import tune_environment
 
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--compare", choices=("hf",), help="hf: Hugging Face generate in the same run")
     group.add_argument("--pad-target", metavar="SIZE", help="measure the target padded to this size, such as 200M")
     group.add_argument("--url", help="a running server instead: http://host:port, or grpc://host:port for our own")
+    add_key_flag(group)
     group = parser.add_argument_group("measurement")
     group.add_argument("--prompts", metavar="FILE", help='your own prompts: lines of text, or of JSON with "prompt"')
     group.add_argument("--num-prompts", type=int, help="prompts per session (default: 8; 4 from 8 sessions on)")
@@ -94,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
     print_report(console, report.title, report.sections, report.notes)
     if args.json:
         sections = [section.summary() for section in report.sections]
-        content = {"title": report.title, "notes": report.notes, "arguments": vars(args), "sections": sections}
+        arguments = {name: value for name, value in vars(args).items() if name != "client_key"}
+        content = {"title": report.title, "notes": report.notes, "arguments": arguments, "sections": sections}
         Path(args.json).write_text(json.dumps(content, indent=1, default=str) + "\n")
     if pyplot is not None:
         draw_report(pyplot, report.title, report.sections, args.plot)
@@ -175,7 +177,7 @@ async def _measure_server(args: argparse.Namespace) -> BenchReport:
     plans = make_plans(args, None)
     k = args.num_speculative_tokens if args.k is None else args.k
     rules = rules_of(args)
-    async with connect(args.url, args.model) as remote:
+    async with connect(args.url, args.model, client_key(args)) as remote:
         if remote.is_tandem:
             modes = [plain_mode("server"), *speculative_modes({"server": k}, rules)]
         elif k is not None or rules != [None]:

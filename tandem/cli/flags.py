@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from specdec.flags import add_flags, flag_of
-from specdec.settings import GatewaySettings, ModelSettings, SchedulerSettings
+from specdec.flags import add_flags, flag_of, from_environment
+from specdec.settings import API_KEY_VARIABLE, GatewaySettings, ModelSettings, SchedulerSettings
 from tandem.launcher.deployment import DERIVED_OPTIONS, SERVER_OPTIONS
 from tandem.speculative_config import OLDER_NAMES
 
@@ -29,6 +29,22 @@ def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("decoding")
     add_flags(group, GatewaySettings, skip={*DERIVED_OPTIONS, *SERVER_OPTIONS})
     _add_speculation_flags(parser.add_argument_group("speculation"))
+
+
+def add_key_flag(parser: argparse._ActionsContainer) -> None:
+    """The key that a command shows to a server. It is not an option of the server that other flags may start."""
+    parser.add_argument(
+        "--api-key",
+        dest="client_key",
+        metavar="KEY",
+        help="key for the server at the address given (or TANDEM_API_KEY)",
+    )
+
+
+def client_key(args: argparse.Namespace) -> str | None:
+    """The key to show to a server: the flag's, or the first of the environment's."""
+    key: str | None = args.client_key or next(iter(from_environment(API_KEY_VARIABLE)), None)
+    return key
 
 
 def _add_speculation_flags(group: argparse._ArgumentGroup) -> None:

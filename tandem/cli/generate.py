@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from specdec.errors import InvalidRequest
 from specdec.params import Parameter, SamplingParams, parameters
-from tandem.cli.flags import add_deployment_flags
+from tandem.cli.flags import add_deployment_flags, add_key_flag, client_key
 from tandem.launcher.deployment import deployment_of
 from tandem.launcher.environment import tune_environment
 from tandem.rest_client import Server
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_answer_flags(parser: argparse.ArgumentParser) -> None:
     """Where the model is and how to sample from it."""
     parser.add_argument("--url", help="a running server; without it the model runs in this process")
+    add_key_flag(parser)
     parser.add_argument("--model", help="folder or hub name of the target, or a name the server answers to")
     group = parser.add_argument_group("sampling")
     for row in _FLAGS:
@@ -164,7 +165,7 @@ def open_model(args: argparse.Namespace) -> Iterator[RemoteModel | LocalModel]:
     if args.url:
         if args.speculative_config or args.speculative_model:
             raise InvalidRequest("--url names a running server, which has its own drafter; leave the other flags out")
-        server = Server(args.url)
+        server = Server(args.url, api_key=client_key(args))
         yield RemoteModel(server, args.model or server.model(), params)
         return
     deployment = deployment_of(args)

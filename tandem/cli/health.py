@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from specdec.errors import Unavailable
+from specdec.errors import Unauthenticated, Unavailable
+from tandem.cli.flags import add_key_flag, client_key
 from tandem.rest_client import Server
 
 
@@ -13,19 +14,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--url", default="http://127.0.0.1:8000", help="a gateway")
     where.add_argument("--grpc", metavar="HOST:PORT", help="any of the services, by the standard gRPC health check")
+    add_key_flag(parser)
     parser.add_argument("--timeout-s", type=float, default=5.0, help="seconds to wait for an answer")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print one line; 0 when the server is ready."""
-    print(_check_grpc(args.grpc, args.timeout_s) if args.grpc else _check_rest(args.url, args.timeout_s))
+    if args.grpc:
+        print(_check_grpc(args.grpc, args.timeout_s))
+    else:
+        print(_check_rest(Server(args.url, api_key=client_key(args), timeout_s=args.timeout_s)))
     return 0
 
 
-def _check_rest(url: str, timeout_s: float) -> str:
-    server = Server(url, timeout_s=timeout_s)
+def _check_rest(server: Server) -> str:
     server.get("/health")
-    models = ", ".join(str(model["id"]) for model in server.get("/v1/models")["data"])
+    try:
+        models = ", ".join(str(model["id"]) for model in server.get("/v1/models")["data"])
+    except Unauthenticated:  # health needs no key, everything else does
+        return f"{server.url} is ready; give --api-key to see what it serves"
     return f"{server.url} is ready and serves {models}"
 
 

@@ -20,6 +20,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "chat": ("tandem.cli.chat", "talk to a model in the terminal"),
     "bench": ("tandem.cli.bench", "measure plain against speculative decoding"),
     "health": ("tandem.cli.health", "ask a running server whether it is ready"),
+    "key": ("tandem.cli.key", "make an API key and its line of a key file"),
     "train": ("tandem.cli.train", "train a drafter for a target: a draft head or a small model"),
     "demo": ("tandem.cli.demo", "start the services, generate a few texts, stop"),
 }

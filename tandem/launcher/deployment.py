@@ -19,6 +19,8 @@ from typing import Any, Final
 from specdec.flags import flags_of, parsed_options, settings_from
 from specdec.methods import MODEL_METHODS
 from specdec.settings import (
+    API_KEY_VARIABLE,
+    AccessSettings,
     DraftSettings,
     GatewaySettings,
     ModelSettings,
@@ -26,6 +28,7 @@ from specdec.settings import (
     SpeculativeSettings,
     TargetSettings,
 )
+from specdec.settings.option import options_of
 from tandem.launcher.environment import tuned_environment
 from tandem.launcher.supervisor import ServiceSpec
 from tandem.speculative_config import OLDER_NAMES, ModelChoice, choose_models, read_speculation
@@ -41,6 +44,7 @@ DERIVED_OPTIONS: Final = (
 SERVER_OPTIONS: Final = (
     *("host", "port", "grpc_port", "served_model_name", "max_concurrent_requests", "request_timeout_s", "drain_s"),
     *("draft_timeout_s", "max_target_retries", "target_wait_s"),
+    *options_of(AccessSettings),
 )
 
 
@@ -192,7 +196,8 @@ def services_of(deployment: Deployment, *, target: str | None = None) -> list[Se
         ServiceSpec(
             name="gateway",
             module="gateway",
-            arguments=flags_of(gateway),
+            arguments=flags_of(gateway, skip={"api_key"}),
+            environment={API_KEY_VARIABLE: ",".join(gateway.api_key)},  # arguments can be read by everybody here
             address=f"{gateway.host}:{gateway.port}",
         )
     )

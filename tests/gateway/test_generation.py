@@ -290,12 +290,12 @@ async def test_deadlines(make_generation, backends):
 
 async def test_admission(make_generation):
     generation = make_generation(max_concurrent_requests=1)
-    with generation.admission():
-        with pytest.raises(Overloaded, match="limit"), generation.admission():
+    with generation.admission(1):
+        with pytest.raises(Overloaded, match="limit"), generation.admission(1):
             pass
         assert generation.num_requests == 1
     generation.draining = True
-    with pytest.raises(Unavailable, match="shutting down"), generation.admission():
+    with pytest.raises(Unavailable, match="shutting down"), generation.admission(1):
         pass
 
 

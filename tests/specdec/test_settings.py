@@ -30,6 +30,7 @@ PAIRED = {"prompt_lookup_min": {"prompt_lookup_max": 9}, "speculative_token_tree
 def other_value(option: Option) -> Any:
     """A value that is not the default."""
     chosen: dict[str, Any] = {
+        "allowed_origins": ("https://a", "https://b"),
         "method": "ngram",
         "socket": "unix:/s",
         "speculative_token_tree": "[(0,), (1,), (0, 0)]",

@@ -1,0 +1,1 @@
+"""Who calls: API keys, and what each client uses."""
