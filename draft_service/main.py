@@ -67,9 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser.add_argument_group("server"), ServerSettings)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str = "draft_service") -> argparse.ArgumentParser:
     """The command line of ``python -m draft_service``."""
-    parser = Parser("draft_service", description="Propose tokens for a target service.")
+    parser = Parser(prog, description="Propose tokens for a target service.")
     add_arguments(parser)
     return parser
 
@@ -93,9 +93,9 @@ def settings_of(args: argparse.Namespace) -> tuple[DraftSettings, ServerSettings
     return draft, settings_from(ServerSettings, args)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "draft_service") -> int:
     """Serve until SIGTERM; returns the exit status."""
-    parser = build_parser()
+    parser = build_parser(prog)
     args = parser.parse_args(argv)
     try:
         draft, server = settings_of(args)

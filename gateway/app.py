@@ -24,6 +24,7 @@ from gateway.routing import Router
 from gateway.text.tokenizer import TextTokenizer
 from specdec.errors import InvalidRequest
 from specdec.lifecycle import print_ready, run_until_stopped
+from specdec.ports import bind
 from specdec.rpc.server import RpcServer
 from specdec.settings import GatewaySettings, ServerSettings
 from specdec.v1 import generation_service_pb2 as pb
@@ -161,19 +162,9 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise InvalidRequest(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0 takes a free one)",
-            param="port",
-        ) from error
+    listener = bind(host, port)
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
     return listener
 
 

@@ -43,9 +43,9 @@ def _addresses(param: str, given: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(addresses))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "gateway") -> int:
     """Serve until SIGTERM; returns the exit status."""
-    parser = Parser("gateway", description="Serve text from target and draft services.")
+    parser = Parser(prog, description="Serve text from target and draft services.")
     add_arguments(parser)
     args = parser.parse_args(argv)
     try:

@@ -120,7 +120,7 @@ class LLM:
             text = self._embedded.generation.render_chat(
                 conversation,  # type: ignore[arg-type]
                 add_generation_prompt=add_generation_prompt,
-                **(chat_template_kwargs or {}),
+                variables=chat_template_kwargs,
             )
             # The template wrote the special tokens already.
             requests.append(GenerationRequest(prompt=text, params=param, add_special_tokens=False))

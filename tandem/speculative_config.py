@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from specdec.errors import InvalidRequest
@@ -31,7 +32,7 @@ class ModelChoice:
 
     #: Folder of the target.
     target: str
-    #: What the user called the target.
+    #: The name it is served under: the folder's, or the one on the hub.
     name: str
     speculative: SpeculativeSettings
 
@@ -129,4 +130,9 @@ def choose_models(
         speculative = replace(speculative, model=draft)
         if "draft_model" in speculative.methods:
             check_pair(target, draft, tokenizer=tokenizer)
-    return ModelChoice(target, model or TARGET, speculative)
+    return ModelChoice(target, _served_name(model or TARGET), speculative)
+
+
+def _served_name(model: str) -> str:
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else model

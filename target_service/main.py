@@ -68,9 +68,9 @@ def settings_of(args: argparse.Namespace) -> tuple[TargetSettings, ServerSetting
     return target, settings_from(ServerSettings, args)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "target_service") -> int:
     """Serve until SIGTERM; returns the exit status."""
-    parser = Parser("target_service", description="Score proposals with the target model.")
+    parser = Parser(prog, description="Score proposals with the target model.")
     add_arguments(parser)
     args = parser.parse_args(argv)
     try:

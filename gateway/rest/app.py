@@ -105,7 +105,7 @@ def _add_text(app: FastAPI, generation: Generation) -> None:
 
 
 def _add_state(app: FastAPI, generation: Generation) -> None:
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> dict[str, Any]:
         if generation.draining:
             raise Unavailable("the gateway is shutting down")

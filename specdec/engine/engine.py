@@ -94,6 +94,7 @@ class Engine:
             torch.cuda.set_device(device)  # of this thread: Triton launches on the current device
         config = checkpoint.load_config(settings)
         refusals.check_config(config)
+        max_model_len = refusals.resolve_max_model_len(config, settings.max_model_len)
         is_rounded = refusals.check_quantization(settings, config, device)
         model = checkpoint.load_model(settings, config, device)
         refusals.check_model(model)
@@ -103,7 +104,7 @@ class Engine:
             refusals.quantise(settings, model)
         text = config.get_text_config(decoder=True)
         shapes, vocab_size = record_layers(model, text.num_hidden_layers, device)
-        max_model_len = refusals.resolve_max_model_len(config, shapes, settings.max_model_len)
+        refusals.check_chunks(shapes, max_model_len)
 
         activation_bytes = 0
         model.set_attn_implementation(PAGED)
@@ -149,7 +150,7 @@ class Engine:
         engine.num_threads = num_threads
         engine._choose_path(settings, shapes, reference, num_threads)
         engine.info = ModelInfo(
-            name=os.path.basename(os.path.normpath(settings.model)),
+            name=os.path.basename(os.path.abspath(settings.model)),
             architecture=type(model).__name__,
             vocab_size=vocab_size,
             tokenizer_size=tokenizer.size,

@@ -11,12 +11,13 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_NAME
-from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from specdec.errors import InvalidRequest
+from specdec.ports import check_port
 from specdec.rpc.channel import KEEPALIVE_OPTIONS, MESSAGE_OPTIONS, MIN_PING_INTERVAL_MS
 from specdec.rpc.interceptor import CallInterceptor, EnterCall, enter_anyone
+from specdec.rpc.health import HealthServicer
 from specdec.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,9 @@ class RpcServer:
             interceptors=[self._calls],
             maximum_concurrent_rpcs=settings.max_concurrent_rpcs,
         )
-        self._health = health_aio.HealthServicer()
+        self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_generic_rpc_handlers((self._health.list_handler(),))
         self._names: list[str] = []
 
     @property
@@ -76,6 +78,7 @@ class RpcServer:
         reflection.enable_server_reflection(names, self._server)
         await self.set_serving(False)
         wanted = join_address(self.settings.host, self.settings.port)
+        check_port(self.settings.host, self.settings.port)  # gRPC would write a line of its own to stderr
         try:
             self.port = self._server.add_insecure_port(wanted)
         except RuntimeError as error:

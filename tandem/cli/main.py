@@ -48,13 +48,16 @@ def _run_command(argv: Sequence[str]) -> int:
     parser = Parser(prog="tandem", description="Speculative decoding as a service.")
     parser.add_argument("--version", action="version", version=f"tandem {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    command = None
+    command, chosen = None, parser
     for name, (module, text) in {**COMMANDS, **SERVICES}.items():
         subparser = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if argv and argv[0] == name:
             command = importlib.import_module(module)
             command.add_arguments(subparser)
-    args = parser.parse_args(argv)
+            chosen = subparser
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}")
     if command is None:
         parser.print_help(sys.stderr)
         return 2

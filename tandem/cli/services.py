@@ -23,7 +23,7 @@ def run_service(name: str, argv: Sequence[str]) -> int:
     """Run one service with its flags until it is told to stop; returns the exit status."""
     tune_environment()
     service = importlib.import_module(SERVICES[name][0])
-    status: int = service.main(_with_folders(hyphenate(argv)))
+    status: int = service.main(_with_folders(hyphenate(argv)), prog=f"tandem {name}")
     return status
 
 

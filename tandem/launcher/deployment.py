@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from specdec.flags import flags_of, parsed_options, settings_from
 from specdec.methods import MODEL_METHODS
+from specdec.ports import check_port
 from specdec.settings import (
     API_KEY_VARIABLE,
     AccessSettings,
@@ -78,8 +79,14 @@ class Deployment:
         return " | ".join(parts)
 
     def with_ports(self) -> Deployment:
-        """The same with a free port for each port that is 0: a restarted gateway must come back where it was."""
+        """The same with a free port for each port that is 0: a restarted gateway must come back where it was.
+
+        Raises:
+            InvalidRequest: a port is taken.
+        """
         gateway = self.gateway
+        check_port(gateway.host, gateway.port)
+        check_port(gateway.host, gateway.grpc_port, param="grpc_port")
         port, grpc_port = gateway.port or free_port(gateway.host), gateway.grpc_port or free_port(gateway.host)
         return replace(self, gateway=replace(gateway, port=port, grpc_port=grpc_port))
 

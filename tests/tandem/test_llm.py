@@ -162,6 +162,14 @@ def test_chat(llm: LLM) -> None:
     assert [output.outputs[0].text for output in two] == [one[0].outputs[0].text] * 2
 
 
+def test_chat_templates_get_their_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    with LLM("python-12m", chat_template="{{ mode }}{{ messages[0].content }}", dtype="float32") as llm:
+        output = llm.chat(
+            [{"role": "user", "content": "x"}], GREEDY, use_tqdm=False, chat_template_kwargs={"mode": "def "}
+        )
+    assert output[0].prompt == "def x"
+
+
 def test_errors_propagate_and_the_object_lives_on(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="max_tokens is 5000"):
         llm.generate(PROMPTS, SamplingParams(max_tokens=5000), use_tqdm=False)

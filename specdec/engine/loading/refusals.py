@@ -78,12 +78,12 @@ def check_model(model: PreTrainedModel) -> None:
         raise ModelNotSupported(f"{name} has an attention of its own, outside transformers' attention interface")
 
 
-def resolve_max_model_len(config: PreTrainedConfig, shapes: Sequence[LayerShape], wanted: int | None) -> int:
+def resolve_max_model_len(config: PreTrainedConfig, wanted: int | None) -> int:
     """The longest sequence: what is wanted, else what the checkpoint says.
 
     Raises:
         InvalidRequest: more is wanted than the model takes, or the checkpoint does not say and nothing is wanted.
-        ModelNotSupported: positions or chunks within that length would be computed wrongly.
+        ModelNotSupported: positions within that length would be computed wrongly.
     """
     text = config.get_text_config(decoder=True)
     own = getattr(text, "max_position_embeddings", None)
@@ -109,13 +109,17 @@ def resolve_max_model_len(config: PreTrainedConfig, shapes: Sequence[LayerShape]
         raise InvalidRequest(
             f"max_model_len is {length} but the model takes {own} tokens; lower it", param="max_model_len"
         )
+    return length
+
+
+def check_chunks(shapes: Sequence[LayerShape], max_model_len: int) -> None:
+    """Refuse a model that attends within chunks shorter than its longest sequence."""
     chunk = min((shape.chunk for shape in shapes if shape.chunk is not None), default=None)
-    if chunk is not None and length > chunk:
+    if chunk is not None and max_model_len > chunk:
         raise ModelNotSupported(
             f"the model attends within chunks of {chunk} tokens, which paged attention does not do: set max_model_len"
-            f" to {chunk} or less, got {length}"
+            f" to {chunk} or less, got {max_model_len}"
         )
-    return length
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[Mapping[str, Any]]:

@@ -192,6 +192,8 @@ async def test_models_version_health_and_root(stand):
     assert (await stand.http.get("/v1/models/toy-model")).json()["max_model_len"] == 512
     assert (await stand.http.get("/version")).json() == {"version": __version__}
     assert (await stand.http.get("/health")).status_code == 200
+    head = await stand.http.head("/health")
+    assert (head.status_code, head.content) == (200, b"")
     assert (await stand.http.get("/")).status_code == 200
     stand.generation.router.targets.replicas[0].healthy = False
     assert (await stand.http.get("/health")).status_code == 503

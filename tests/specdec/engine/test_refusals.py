@@ -16,7 +16,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from specdec.engine import engine as engine_module
 from specdec.engine.engine import Engine
 from specdec.engine.layers import PagedLayer
-from specdec.engine.loading import acceleration
+from specdec.engine.loading import acceleration, checkpoint
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.settings import ModelSettings
 
@@ -53,9 +53,11 @@ def test_encoder_decoders_are_refused_before_weights_are_read(tmp_path: Path) ->
         Engine.load(ModelSettings(model=str(tmp_path)))
 
 
-def test_settings_the_model_cannot_meet(load_engine: Callable[..., Engine]) -> None:
-    with pytest.raises(InvalidRequest, match="max_model_len is 129 but the model takes 128"):
-        load_engine("llama", max_model_len=129)
+def test_settings_the_model_cannot_meet(load_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.delattr(checkpoint, "load_model")  # it is refused before the weights are read
+        with pytest.raises(InvalidRequest, match="max_model_len is 129 but the model takes 128"):
+            load_engine("llama", max_model_len=129)
     with pytest.raises(InvalidRequest, match=r"max_model_len is 128 but the KV cache holds \d+ tokens"):
         load_engine("llama", max_model_len=128, kv_cache_memory_bytes=20_000)
     with pytest.raises(InvalidRequest, match="KV cache may take 1000 bytes"):

@@ -9,6 +9,7 @@ from functools import partial
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -248,12 +249,15 @@ async def test_messages_above_grpcs_default_limit_pass_and_above_ours_do_not():
                 await stream.exchange(open_message("s" * (MAX_MESSAGE_BYTES + 1)))
 
 
-async def test_a_taken_port_is_a_clear_error():
+async def test_a_taken_port_is_a_clear_error(capfd):
     async with serving() as (server, _):
         other = RpcServer(ServerSettings(port=server.port))
-        with pytest.raises(errors.InvalidRequest, match=rf"cannot listen on 127\.0\.0\.1:{server.port}: the port is"):
+        with pytest.raises(
+            errors.InvalidRequest, match=rf"cannot listen on 127\.0\.0\.1:{server.port}: Address already in use"
+        ):
             await other.start()
         await other.stop()
+    assert not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["unix-abstract:", "unix:"])
@@ -278,6 +282,32 @@ async def test_sockets_that_cannot_be_had_are_clear_errors(tmp_path):
     await server.stop()
 
 
+def read_list(data):
+    """A HealthListResponse, read by protobuf itself from the published definition."""
+    pool = descriptor_pool.DescriptorPool()
+    health_pb2.DESCRIPTOR.CopyToProto(file := descriptor_pb2.FileDescriptorProto())
+    pool.Add(file)
+    answer = descriptor_pb2.FileDescriptorProto(
+        name="list.proto", package="grpc.health.v1", syntax="proto3", dependency=[file.name]
+    )
+    message = answer.message_type.add(name="HealthListResponse")
+    optional, repeated = (
+        descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL,
+        descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED,
+    )
+    text, inner = descriptor_pb2.FieldDescriptorProto.TYPE_STRING, descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE
+    prefix = ".grpc.health.v1."
+    entry = message.nested_type.add(name="StatusesEntry", options={"map_entry": True})
+    entry.field.add(name="key", number=1, type=text, label=optional)
+    entry.field.add(name="value", number=2, type=inner, label=optional, type_name=prefix + "HealthCheckResponse")
+    message.field.add(
+        name="statuses", number=1, type=inner, label=repeated, type_name=prefix + "HealthListResponse.StatusesEntry"
+    )
+    pool.Add(answer)
+    made = message_factory.GetMessageClass(pool.FindMessageTypeByName("grpc.health.v1.HealthListResponse"))
+    return {name: state.status for name, state in made.FromString(data).statuses.items()}
+
+
 async def test_health_and_reflection():
     server = RpcServer(ServerSettings())
     server.add(target_grpc.add_TargetServiceServicer_to_server, Echo(), NAME)
@@ -290,6 +320,8 @@ async def test_health_and_reflection():
             return (await health.Check(health_pb2.HealthCheckRequest(service=name))).status
 
         assert [await check(name) for name in ("", NAME)] == [state.NOT_SERVING] * 2
+        listed = channel.unary_unary("/grpc.health.v1.Health/List")
+        assert read_list(await listed(b"")) == {"": state.NOT_SERVING, NAME: state.NOT_SERVING}
         watch = health.Watch(health_pb2.HealthCheckRequest(service=NAME))
         assert (await watch.read()).status == state.NOT_SERVING
         await server.set_serving(True)

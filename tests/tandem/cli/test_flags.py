@@ -43,6 +43,21 @@ def test_nothing_given_serves_the_bundled_pair() -> None:
     assert deployment.describe() == "python-12m, drafted by python-1m, k = 4"
 
 
+@pytest.mark.parametrize("model", [TARGET, TARGET + "/", "."])
+def test_the_served_name_is_the_folders(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(TARGET)
+    assert deploy(model).gateway.served_model_name == ("python-12m",)
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "bench", "gateway"])
+def test_a_wrong_flag_points_to_the_help_of_its_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--bad-flag"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "unrecognized arguments: --bad-flag" in line
+    assert line.endswith(f"(see tandem {command} --help)")
+
+
 def test_a_model_alone_runs_plain() -> None:
     deployment = deploy("python-12m")
     assert deployment.draft is None

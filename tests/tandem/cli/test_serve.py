@@ -177,9 +177,10 @@ def test_a_taken_port_is_named(launch: type[Launcher]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         launcher = launch("python-12m", "--port", str(port))
-        assert launcher.process.wait(TIMEOUT_S) == 1
+        assert launcher.process.wait(TIMEOUT_S) == 2
     launcher.close()
-    assert f"cannot listen on 127.0.0.1:{port}" in launcher.lines[-1]
+    remedy = "Address already in use; choose another --port (0 takes a free one)"
+    assert launcher.lines == [f"tandem: error: cannot listen on 127.0.0.1:{port}: {remedy}"]
 
 
 def test_embedded(launch: type[Launcher]) -> None:
