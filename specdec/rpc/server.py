@@ -16,8 +16,8 @@ from grpc_reflection.v1alpha import reflection
 from specdec.errors import InvalidRequest
 from specdec.ports import check_port
 from specdec.rpc.channel import KEEPALIVE_OPTIONS, MESSAGE_OPTIONS, MIN_PING_INTERVAL_MS
-from specdec.rpc.interceptor import CallInterceptor, EnterCall, enter_anyone
 from specdec.rpc.health import HealthServicer
+from specdec.rpc.interceptor import CallInterceptor, EnterCall, enter_anyone
 from specdec.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
