@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from gateway.access.caller import Caller, current_caller
 from gateway.decoding.request import DecodingRequest
 from gateway.text.tokenizer import TextTokenizer
 from gateway.types import GenerationRequest
@@ -51,7 +52,8 @@ class Preparation:
         fixed = self._fix(params, len(prompt), model)
         rule = self._rule(request)
         k = _num_speculative_tokens(request, self._settings, max_tokens=fixed.max_tokens)
-        session_id = _session_id(request)
+        caller = current_caller()
+        session_id = _session_id(request, caller)
         return [
             DecodingRequest(
                 prompt=tuple(prompt),
@@ -60,6 +62,7 @@ class Preparation:
                 num_speculative_tokens=k,
                 # The first sample continues the caches of a conversation.
                 session_id=session_id if index == 0 else None,
+                caller=caller,
                 deadline=deadline,
             )
             for index in range(params.n)
@@ -155,13 +158,14 @@ def _num_speculative_tokens(request: GenerationRequest, settings: GatewaySetting
     return min(limit if asked is None else asked, limit, (max_tokens or 1) - 1)
 
 
-def _session_id(request: GenerationRequest) -> str | None:
+def _session_id(request: GenerationRequest, caller: Caller) -> str | None:
+    """The name of the caches: the request's own, below that of the caller's key, which has no slash."""
     if len(request.session_id) > MAX_SESSION_ID_LENGTH:
         raise InvalidRequest(
             f"session_id has {len(request.session_id)} characters; {MAX_SESSION_ID_LENGTH} are allowed",
             param="session_id",
         )
-    return request.session_id or None
+    return f"{caller.key}/{request.session_id}" if request.session_id else None
 
 
 def _bad_words(words: Sequence[str], tokenizer: TextTokenizer | None) -> list[tuple[int, ...]]:

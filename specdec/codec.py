@@ -161,6 +161,7 @@ def _opening(message: type[Message], spec: SessionSpec) -> dict[str, Any]:
         "verification": encode_rule(spec.rule),
         "num_speculative_tokens": spec.num_speculative_tokens,
         "park": spec.park,
+        "owner": spec.owner,
         **write_parameters(message, spec.params),
     }
 
@@ -182,6 +183,7 @@ def decode_open_draft(message: target_pb.OpenTargetSession | draft_pb.OpenDraftS
         rule=decode_rule(message.verification),
         num_speculative_tokens=message.num_speculative_tokens,
         park=message.park,
+        owner=message.owner,
     )
 
 

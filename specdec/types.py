@@ -194,6 +194,8 @@ class SessionSpec:
     num_speculative_tokens: int = 0
     #: Keep the cache under ``session_id`` at the end, and reuse what is kept there.
     park: bool = False
+    #: Name of the API key that the session belongs to; empty where no keys are asked for. Owners share nothing.
+    owner: str = ""
     #: Target only: tokens to decode in multi-step right after the first one.
     multi_step_tokens: int = 0
     #: Target only: the hidden states each verdict carries, by their numbers (see :class:`HiddenStates`); empty: none.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from gateway.access.caller import Caller
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.types import SessionSpec
@@ -24,6 +25,8 @@ class DecodingRequest:
     num_speculative_tokens: int = 0
     #: Name that pins the caches; None means a fresh one and nothing is kept.
     session_id: str | None = None
+    #: Who asks; the sessions belong to its key.
+    caller: Caller = field(default_factory=Caller)
     #: Moment of the event loop's clock at which the request fails; None means never.
     deadline: float | None = None
 
@@ -78,4 +81,5 @@ class RequestState:
             rule=request.rule,
             num_speculative_tokens=request.num_speculative_tokens,
             park=pinned,
+            owner=request.caller.key,
         )

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specdec.v1 import types_pb2 as specdec_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspecdec/v1/target_service.proto\x12\nspecdec.v1\x1a\x16specdec/v1/types.proto\"\xa4\x01\n\rVerifyRequest\x12-\n\x04open\x18\x01 \x01(\x0b\x32\x1d.specdec.v1.OpenTargetSessionH\x00\x12\"\n\x05round\x18\x02 \x01(\x0b\x32\x11.specdec.v1.RoundH\x00\x12\x38\n\x11multi_step_decode\x18\x03 \x01(\x0b\x32\x1b.specdec.v1.MultiStepDecodeH\x00\x42\x06\n\x04kind\"\xbd\x03\n\x11OpenTargetSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x12\n\nprompt_len\x18\x04 \x01(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.specdec.v1.SamplingParams\x12\x32\n\x0cverification\x18\x06 \x01(\x0e\x32\x1c.specdec.v1.VerificationRule\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x1e\n\x16num_speculative_tokens\x18\x08 \x01(\r\x12\x0c\n\x04park\x18\t \x01(\x08\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11multi_step_tokens\x18\r \x01(\r\x12\x1f\n\x13hidden_state_layers\x18\x0e \x03(\x11\x42\x02\x10\x01\x12\x1e\n\x16last_hidden_state_only\x18\x0f \x01(\x08\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsJ\x04\x08\x0c\x10\r\"U\n\x05Round\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x15\n\rcommitted_len\x18\x02 \x01(\r\x12&\n\x08proposal\x18\x03 \x01(\x0b\x32\x14.specdec.v1.Proposal\"K\n\x0fMultiStepDecode\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x15\n\rcommitted_len\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"\xa6\x01\n\x0eVerifyResponse\x12\x31\n\x06opened\x18\x01 \x01(\x0b\x32\x1f.specdec.v1.TargetSessionOpenedH\x00\x12&\n\x07verdict\x18\x02 \x01(\x0b\x32\x13.specdec.v1.VerdictH\x00\x12\x31\n\rhidden_states\x18\x03 \x01(\x0b\x32\x18.specdec.v1.HiddenStatesH\x00\x42\x06\n\x04kind\"\xd0\x01\n\x13TargetSessionOpened\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x35\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1c.specdec.v1.PositionLogprobs\x12\x10\n\x08queue_ns\x18\x04 \x01(\x04\x12\x12\n\nprefill_ns\x18\x05 \x01(\x04\x12\x32\n\x0cverification\x18\x06 \x01(\x0e\x32\x1c.specdec.v1.VerificationRule\"\xe2\x02\n\x07Verdict\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12.\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1c.specdec.v1.PositionLogprobs\x12)\n\x07timings\x18\n \x01(\x0b\x32\x18.specdec.v1.RoundTimings\x12/\n\rhidden_states\x18\x0b \x03(\x0b\x32\x18.specdec.v1.HiddenStatesB\x10\n\x0e_stop_token_idJ\x04\x08\t\x10\n\"\x8a\x01\n\x0cRoundTimings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x11\n\tverify_ns\x18\x03 \x01(\x04\x12\x16\n\x0e\x62\x61tch_sessions\x18\x04 \x01(\r\x12\x12\n\nbatch_rows\x18\x05 \x01(\r\x12\x15\n\rbatch_context\x18\x06 \x01(\x04\x32\xa7\x01\n\rTargetService\x12\x43\n\x06Verify\x12\x19.specdec.v1.VerifyRequest\x1a\x1a.specdec.v1.VerifyResponse(\x01\x30\x01\x12Q\n\x0cGetModelInfo\x12\x1f.specdec.v1.GetModelInfoRequest\x1a .specdec.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspecdec/v1/target_service.proto\x12\nspecdec.v1\x1a\x16specdec/v1/types.proto\"\xa4\x01\n\rVerifyRequest\x12-\n\x04open\x18\x01 \x01(\x0b\x32\x1d.specdec.v1.OpenTargetSessionH\x00\x12\"\n\x05round\x18\x02 \x01(\x0b\x32\x11.specdec.v1.RoundH\x00\x12\x38\n\x11multi_step_decode\x18\x03 \x01(\x0b\x32\x1b.specdec.v1.MultiStepDecodeH\x00\x42\x06\n\x04kind\"\xcc\x03\n\x11OpenTargetSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x12\n\nprompt_len\x18\x04 \x01(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.specdec.v1.SamplingParams\x12\x32\n\x0cverification\x18\x06 \x01(\x0e\x32\x1c.specdec.v1.VerificationRule\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x1e\n\x16num_speculative_tokens\x18\x08 \x01(\r\x12\x0c\n\x04park\x18\t \x01(\x08\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11multi_step_tokens\x18\r \x01(\r\x12\x1f\n\x13hidden_state_layers\x18\x0e \x03(\x11\x42\x02\x10\x01\x12\x1e\n\x16last_hidden_state_only\x18\x0f \x01(\x08\x12\r\n\x05owner\x18\x10 \x01(\tB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsJ\x04\x08\x0c\x10\r\"U\n\x05Round\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x15\n\rcommitted_len\x18\x02 \x01(\r\x12&\n\x08proposal\x18\x03 \x01(\x0b\x32\x14.specdec.v1.Proposal\"K\n\x0fMultiStepDecode\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x15\n\rcommitted_len\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"\xa6\x01\n\x0eVerifyResponse\x12\x31\n\x06opened\x18\x01 \x01(\x0b\x32\x1f.specdec.v1.TargetSessionOpenedH\x00\x12&\n\x07verdict\x18\x02 \x01(\x0b\x32\x13.specdec.v1.VerdictH\x00\x12\x31\n\rhidden_states\x18\x03 \x01(\x0b\x32\x18.specdec.v1.HiddenStatesH\x00\x42\x06\n\x04kind\"\xd0\x01\n\x13TargetSessionOpened\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x35\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1c.specdec.v1.PositionLogprobs\x12\x10\n\x08queue_ns\x18\x04 \x01(\x04\x12\x12\n\nprefill_ns\x18\x05 \x01(\x04\x12\x32\n\x0cverification\x18\x06 \x01(\x0e\x32\x1c.specdec.v1.VerificationRule\"\xe2\x02\n\x07Verdict\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12.\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1c.specdec.v1.PositionLogprobs\x12)\n\x07timings\x18\n \x01(\x0b\x32\x18.specdec.v1.RoundTimings\x12/\n\rhidden_states\x18\x0b \x03(\x0b\x32\x18.specdec.v1.HiddenStatesB\x10\n\x0e_stop_token_idJ\x04\x08\t\x10\n\"\x8a\x01\n\x0cRoundTimings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x11\n\tverify_ns\x18\x03 \x01(\x04\x12\x16\n\x0e\x62\x61tch_sessions\x18\x04 \x01(\r\x12\x12\n\nbatch_rows\x18\x05 \x01(\r\x12\x15\n\rbatch_context\x18\x06 \x01(\x04\x32\xa7\x01\n\rTargetService\x12\x43\n\x06Verify\x12\x19.specdec.v1.VerifyRequest\x1a\x1a.specdec.v1.VerifyResponse(\x01\x30\x01\x12Q\n\x0cGetModelInfo\x12\x1f.specdec.v1.GetModelInfoRequest\x1a .specdec.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,19 +41,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFYREQUEST']._serialized_start=72
   _globals['_VERIFYREQUEST']._serialized_end=236
   _globals['_OPENTARGETSESSION']._serialized_start=239
-  _globals['_OPENTARGETSESSION']._serialized_end=684
-  _globals['_ROUND']._serialized_start=686
-  _globals['_ROUND']._serialized_end=771
-  _globals['_MULTISTEPDECODE']._serialized_start=773
-  _globals['_MULTISTEPDECODE']._serialized_end=848
-  _globals['_VERIFYRESPONSE']._serialized_start=851
-  _globals['_VERIFYRESPONSE']._serialized_end=1017
-  _globals['_TARGETSESSIONOPENED']._serialized_start=1020
-  _globals['_TARGETSESSIONOPENED']._serialized_end=1228
-  _globals['_VERDICT']._serialized_start=1231
-  _globals['_VERDICT']._serialized_end=1585
-  _globals['_ROUNDTIMINGS']._serialized_start=1588
-  _globals['_ROUNDTIMINGS']._serialized_end=1726
-  _globals['_TARGETSERVICE']._serialized_start=1729
-  _globals['_TARGETSERVICE']._serialized_end=1896
+  _globals['_OPENTARGETSESSION']._serialized_end=699
+  _globals['_ROUND']._serialized_start=701
+  _globals['_ROUND']._serialized_end=786
+  _globals['_MULTISTEPDECODE']._serialized_start=788
+  _globals['_MULTISTEPDECODE']._serialized_end=863
+  _globals['_VERIFYRESPONSE']._serialized_start=866
+  _globals['_VERIFYRESPONSE']._serialized_end=1032
+  _globals['_TARGETSESSIONOPENED']._serialized_start=1035
+  _globals['_TARGETSESSIONOPENED']._serialized_end=1243
+  _globals['_VERDICT']._serialized_start=1246
+  _globals['_VERDICT']._serialized_end=1600
+  _globals['_ROUNDTIMINGS']._serialized_start=1603
+  _globals['_ROUNDTIMINGS']._serialized_end=1741
+  _globals['_TARGETSERVICE']._serialized_start=1744
+  _globals['_TARGETSERVICE']._serialized_end=1911
 # @@protoc_insertion_point(module_scope)

@@ -77,6 +77,7 @@ class OpenTargetSession(_message.Message):
     MULTI_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     HIDDEN_STATE_LAYERS_FIELD_NUMBER: _builtins.int
     LAST_HIDDEN_STATE_ONLY_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Name for metrics and routing; with `park` also the key under which the cache is kept. Unique among open sessions."""
     epoch: _builtins.int
@@ -99,6 +100,8 @@ class OpenTargetSession(_message.Message):
     """Decode in multi-step this many tokens right after the first one, as if MultiStepDecode had followed; 0 waits."""
     last_hidden_state_only: _builtins.bool
     """Send one position's only with each verdict: that from which the verdict's last token was predicted."""
+    owner: _builtins.str
+    """Name of the API key that the session belongs to; empty where no keys are asked for. Owners share nothing."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and, after a move from another replica, the tokens generated so far."""
@@ -131,10 +134,11 @@ class OpenTargetSession(_message.Message):
         multi_step_tokens: _builtins.int = ...,
         hidden_state_layers: _abc.Iterable[_builtins.int] | None = ...,
         last_hidden_state_only: _builtins.bool = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "epoch", b"epoch", "hidden_state_layers", b"hidden_state_layers", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "epoch", b"epoch", "hidden_state_layers", b"hidden_state_layers", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

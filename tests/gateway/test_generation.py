@@ -270,7 +270,7 @@ async def test_a_conversation_is_pinned_once(make_generation, backends):
     requests = [GenerationRequest(prompt=[5], params=greedy(n=n), session_id="chat") for n in (2, 1)]
     await asyncio.gather(*(generation.generate(request) for request in requests))
     assert sorted(spec.park for spec in target.specs) == [False, False, True]
-    assert [spec.session_id for spec in target.specs].count("chat") == 1
+    assert [spec.session_id for spec in target.specs].count("/chat") == 1
     await generation.generate(requests[1])
     assert target.specs[-1].park
 

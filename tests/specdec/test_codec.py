@@ -78,6 +78,7 @@ def specs(draw, *, target: bool) -> SessionSpec:
         rule=draw(some_rules),
         num_speculative_tokens=draw(uint32),
         park=draw(st.booleans()),
+        owner=draw(text),
         multi_step_tokens=draw(uint32) if target else 0,
         hidden_state_layers=draw(layers) if target else (),
         last_hidden_state_only=draw(st.booleans()) if target else False,

@@ -8,21 +8,17 @@ meaning are vLLM's. No model; a proposal is as long as its match is worth. The t
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Final, Self
 
 from draft_service.drafters.lookup.base import LookupDrafter, Match
-from draft_service.drafters.lookup.suffix_tree import SuffixCache, SuffixText
+from draft_service.drafters.lookup.past_outputs import PastOutputsByOwner
+from draft_service.drafters.lookup.suffix_tree import SuffixText
 from specdec.settings import DraftSettings, SpeculativeSettings
 from specdec.types import SessionSpec
 
-#: Tokens of past outputs that are kept at most: 265 MB of tree if nothing repeats.
-MAX_CACHED_TOKENS: Final = 2_000_000
 #: A match of so many tokens is better than a model's draft; docs/drafters.md has the measurement.
 LONG_MATCH: Final = 8
-#: Suffixes put into the tree of past outputs at once: less than a millisecond.
-_MAX_SUFFIXES_AT_ONCE: Final = 1024
 
 
 class SuffixSession(SuffixText):
@@ -32,6 +28,7 @@ class SuffixSession(SuffixText):
         super().__init__(spec.token_ids, depth)
         self.prompt_len = spec.prompt_len
         self.seed = spec.params.seed
+        self.owner = spec.owner
         self.is_draft_invariant = spec.is_draft_invariant
 
 
@@ -48,13 +45,7 @@ class SuffixDrafter(LookupDrafter[SuffixSession]):
         self._depth = settings.suffix_decoding_max_tree_depth
         self._max_spec_factor = settings.suffix_decoding_max_spec_factor
         self._min_token_prob = settings.suffix_decoding_min_token_prob
-        max_requests = settings.suffix_decoding_max_cached_requests
-        self.past = SuffixCache(self._depth, max_requests, MAX_CACHED_TOKENS)
-        self._max_requests = max_requests
-        #: Seeds of past outputs for as long as they may be kept, in order, and how many there are of each.
-        self._seeds: deque[int | None] = deque()
-        self._num_outputs_of: Counter[int | None] = Counter()
-        self._is_updating = False
+        self.past = PastOutputsByOwner(self._depth, settings.suffix_decoding_max_cached_requests)
 
     @classmethod
     async def load(cls, settings: DraftSettings) -> Self:
@@ -77,35 +68,15 @@ class SuffixDrafter(LookupDrafter[SuffixSession]):
         had the same noise at the same positions: what it wrote there is no draft for this one. (With p = (.6, .4) the
         first writes token 1 where u >= .6; proposed to the second, it would be accepted where u < .4, so never.)
         """
+        past = self.past.of(state.owner)
         return state.look_up(
             num_tokens,
-            self.past if state.is_draft_invariant or not self._num_outputs_of[state.seed] else None,
+            past.cache if state.is_draft_invariant or not past.has_seed(state.seed) else None,
             max_spec_factor=self._max_spec_factor,
             min_token_prob=self._min_token_prob,
             assumed=assumed,
         )
 
     def close(self, state: SuffixSession, park_as: str | None = None) -> None:
-        """Add the output to the past ones."""
-        output = state.token_ids[state.prompt_len :]
-        if output and self._max_requests:
-            self.past.add(output)
-            self._remember(state.seed)
-            if not self._is_updating:
-                self._update_past()
-
-    def _remember(self, seed: int | None) -> None:
-        self._seeds.append(seed)
-        self._num_outputs_of[seed] += 1
-        if len(self._seeds) > self._max_requests:
-            oldest = self._seeds.popleft()
-            self._num_outputs_of[oldest] -= 1
-            if not self._num_outputs_of[oldest]:
-                del self._num_outputs_of[oldest]
-
-    def _update_past(self) -> None:
-        """Put outputs into the tree, and take the oldest out, some at a time."""
-        self.past.apply_pending(_MAX_SUFFIXES_AT_ONCE)
-        self._is_updating = not self.past.is_up_to_date
-        if self._is_updating:
-            asyncio.get_running_loop().call_soon(self._update_past)
+        """Add the output to the past ones of its owner."""
+        self.past.add(state.owner, state.token_ids[state.prompt_len :], state.seed)
