@@ -77,6 +77,9 @@ class GatewayMetrics:
             for index, each in enumerate(value):
                 if each:
                     counter.labels(str(index)).inc(each)
+        elif isinstance(value, str):
+            if value:
+                counter.labels(value).inc()
         elif metric.label is None:
             counter.inc(value * metric.scale)
         elif rule is not None:

@@ -95,8 +95,10 @@ class SampleAssembler:
         stop_reason: str | int | None = self._stop
         if stop_reason is None and verdict.stop_token_id in self._params.stop_token_ids:
             stop_reason = verdict.stop_token_id
+        metrics = self._decoding.metrics
+        metrics.plain_reason = self._decoding.plain_reason()
         reason = verdict.finish_reason if self._stop is None else FinishReason.STOP
-        return FinalChunk(reason or FinishReason.STOP, stop_reason, self.usage, self._decoding.metrics)
+        return FinalChunk(reason or FinishReason.STOP, stop_reason, self.usage, metrics)
 
     def _prompt(self) -> PromptReport:
         opened = self._decoding.opened

@@ -100,6 +100,8 @@ class DraftClient:
         self._epoch = 0
         self._num_failures = 0
         self._num_proposals = 0
+        #: A session was open at some time.
+        self.was_open = False
         #: No draft will ever propose for this request.
         self.off = state.request.num_speculative_tokens == 0 or not len(router.drafts)
 
@@ -230,7 +232,7 @@ class DraftClient:
             return
         self._opening = None
         if not task.cancelled() and task.exception() is None and (draft := task.result()) is not None:
-            self._draft = draft
+            self._draft, self.was_open = draft, True
             draft.reader = asyncio.create_task(self._read(draft))
 
     async def _read(self, draft: OpenDraft) -> None:

@@ -16,6 +16,7 @@ from typing import Final
 from gateway.decoding.context import DecodingContext
 from gateway.decoding.draft_client import DraftClient
 from gateway.decoding.metrics import SpeculationMetrics
+from gateway.decoding.plain_reason import PlainReason
 from gateway.decoding.request import DecodingRequest, RequestState
 from gateway.decoding.target_client import TargetClient
 from gateway.pacing.pace import FixedPace, Pace
@@ -40,6 +41,8 @@ LOST: Final = (Unavailable, StaleSession, Overloaded, Cancelled, InternalError)
 
 #: Multi-step tokens at most while a draft may come back; the chunks double from one token.
 MAX_CHUNK: Final = 16
+#: Tokens up to which an answer ends before a draft can help.
+SHORT_ANSWER: Final = 2
 
 
 class Decoding:
@@ -75,11 +78,29 @@ class Decoding:
         #: Since when the loop waits for a proposal; None while it does not.
         self._waiting_since_ns: int | None = None
         self._chunk = 1
+        #: Whether drafted tokens were ever wanted, and whether ever too many sequences were open for them.
+        self._wanted_draft = self._was_crowded = False
 
     @property
     def opened(self) -> TargetOpened | None:
         """What the first target found on opening; None before the first verdict."""
         return self._target.opened
+
+    def plain_reason(self) -> PlainReason:
+        """Why nothing was speculated by now, in case nothing was."""
+        draft, request = self._draft, self.request
+        is_short = request.params.max_tokens == 1 or self._state.num_output_tokens <= SHORT_ANSWER
+        reasons = (
+            (not len(self._context.router.drafts), PlainReason.NO_DRAFT),
+            (request.num_speculative_tokens == 0 and request.params.max_tokens != 1, PlainReason.OFF),
+            (self.metrics.num_draft_failures > 0, PlainReason.FAILED),
+            (draft.off and request.num_speculative_tokens > 0, PlainReason.DECLINED),
+            (self._wanted_draft and draft.was_open, PlainReason.NO_PROPOSAL),
+            (self._wanted_draft, PlainReason.NOT_READY),
+            (self._was_crowded, PlainReason.CROWDED),
+            (is_short, PlainReason.TOO_SHORT),
+        )
+        return next((reason for holds, reason in reasons if holds), PlainReason.PACING)
 
     async def verdicts(self) -> AsyncGenerator[Verdict, None]:
         """Everything that is committed, as it is committed; the last verdict has a finish reason.
@@ -247,8 +268,12 @@ class Decoding:
 
     def _num_draft_tokens(self, num_remaining: int) -> int:
         """Drafted tokens wanted in the next round, with so many tokens still to be generated."""
-        idle = self._context.crowded or self._draft.off
-        return self._pace.num_draft_tokens(0 if idle else num_remaining, time.perf_counter_ns())
+        crowded = self._context.crowded
+        idle = crowded or self._draft.off
+        wanted = self._pace.num_draft_tokens(0 if idle else num_remaining, time.perf_counter_ns())
+        self._was_crowded |= crowded
+        self._wanted_draft |= wanted > 0
+        return wanted
 
     def _next_chunk(self, num_remaining: int) -> int:
         """Tokens of the next multi-step decode: all that remain when no draft can come back; as many as the pace says

@@ -16,7 +16,7 @@ class Metric:
     text: str
     #: Name of its Prometheus counter without ``tandem_`` and ``_total``; None: it has none.
     counter: str | None = None
-    #: The counter's label: "rule" under which the sample ran, or the index in a list.
+    #: The counter's label: "rule" under which the sample ran, the index in a list, or the value of a text.
     label: str | None = None
     #: The counter's value for a value of 1.
     scale: float = 1.0
@@ -32,10 +32,12 @@ def _count(text: str, counter: str | None = None, *, label: str | None = None, s
     return field(default=0, metadata={"metric": Metric(text, counter, label, scale)})
 
 
-def _derived(counter: str | None = None) -> Callable[[Callable[[Any], float]], _Derived]:
-    def make(getter: Callable[[Any], float]) -> _Derived:
+def _derived(
+    counter: str | None = None, *, label: str | None = None
+) -> Callable[[Callable[[Any], float | str]], _Derived]:
+    def make(getter: Callable[[Any], float | str]) -> _Derived:
         result = _Derived(getter)
-        result.metric = Metric((getter.__doc__ or "").rstrip("."), counter)
+        result.metric = Metric((getter.__doc__ or "").rstrip("."), counter, label)
         return result
 
     return make
@@ -80,6 +82,8 @@ class SpeculationMetrics:
         "spec_decode_wire_seconds",
         scale=1e-9,
     )
+    #: Why nothing was speculated, had nothing been speculated; not reported.
+    plain_reason: str = ""
     #: Drafted tokens the draft sent, verified or not; not reported.
     num_received_draft_tokens: int = 0
 
@@ -97,6 +101,11 @@ class SpeculationMetrics:
     def mean_acceptance_length(self) -> float:
         """Mean tokens committed per round with drafts, the target's own included; 0 without such rounds."""
         return 1.0 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
+
+    @_derived("spec_decode_plain_samples", label="reason")
+    def no_speculation_reason(self) -> str:
+        """Why no round had a drafted token; empty where one had."""
+        return "" if self.num_spec_steps else self.plain_reason
 
     def report(self) -> dict[str, Any]:
         """The values of all :data:`METRICS`, by their names in REST and in the proto."""
@@ -124,6 +133,7 @@ class SpeculationMetrics:
         """Add the counts of another sample of the same request."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.plain_reason = self.plain_reason or other.plain_reason
         mine, theirs = self.acceptance_histogram, other.acceptance_histogram
         mine.extend([0] * (len(theirs) - len(mine)))
         for accepted, rounds in enumerate(theirs):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from gateway.decoding.plain_reason import PlainReason
 from specdec.errors import InvalidRequest
 from specdec.params import Parameter, SamplingParams, parameters
 from tandem.cli.flags import add_deployment_flags, add_key_flag, client_key
@@ -33,6 +34,8 @@ class AnswerPart:
     num_tokens: int | None = None
     acceptance_length: float = 0.0
     acceptance_rate: float = 0.0
+    #: Why nothing was speculated, where nothing was.
+    plain_reason: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,11 +86,16 @@ def show(pieces: Iterator[AnswerPart], *, quiet: bool) -> str:
         speculation = (
             f", acceptance length {last.acceptance_length:.2f}, acceptance rate {last.acceptance_rate:.2f}"
             if last.acceptance_length
-            else ", no speculation"
+            else f", no speculation{_explain(last.plain_reason)}"
         )
         rate = last.num_tokens / took_s
         print(f"{last.num_tokens} tokens in {took_s:.2f} s, {rate:.1f} tokens/s{speculation}", file=sys.stderr)
     return text
+
+
+def _explain(reason: str) -> str:
+    """The end of a sentence that says why nothing was speculated; servers may know other reasons than this one."""
+    return f": {PlainReason(reason).text if reason in {*PlainReason} else reason}" if reason else ""
 
 
 class RemoteModel:
@@ -123,6 +131,7 @@ def _piece(event: Mapping[str, Any], text_of: Any) -> AnswerPart:
         int(usage["completion_tokens"]),
         float(speculation.get("mean_acceptance_length", 0.0)),
         float(speculation.get("draft_acceptance_rate", 0.0)),
+        str(speculation.get("no_speculation_reason", "")),
     )
 
 
@@ -152,6 +161,7 @@ class LocalModel:
                     chunk.final.usage.completion_tokens,
                     speculation.mean_acceptance_length,
                     speculation.draft_acceptance_rate,
+                    speculation.no_speculation_reason,
                 )
 
 

@@ -23,7 +23,7 @@ def test_the_proto_has_the_same_fields():
     report = filled().report()
     message = pb.SpeculationMetrics(**report)
     assert {name: getattr(message, name) for name in METRICS} == report
-    assert all(report.values())
+    assert [name for name, value in report.items() if not value] == ["no_speculation_reason"]
 
 
 def test_prometheus_counts_every_metric_that_names_a_counter():
@@ -34,7 +34,16 @@ def test_prometheus_counts_every_metric_that_names_a_counter():
         if metric.counter is None:
             continue
         value = getattr(speculation, name)
-        expected = sum(value) if isinstance(value, list) else value * metric.scale
+        expected = sum(value) if isinstance(value, list) else (value or 0) * metric.scale
         found = [line for line in lines if line.startswith(f"tandem_{metric.counter}_total")]
         assert sum(float(line.rpartition(" ")[2]) for line in found) == expected
         assert f"# HELP tandem_{metric.counter}_total {metric.text}" in lines
+
+
+def test_prometheus_counts_plain_samples_by_reason():
+    metrics = GatewayMetrics()
+    for reason in ("pacing", "pacing", "no_draft"):
+        metrics.finish("stop", SpeculationMetrics(plain_reason=reason), Usage(1, 2))
+    lines = metrics.render().decode().splitlines()
+    assert 'tandem_spec_decode_plain_samples_total{reason="pacing"} 2.0' in lines
+    assert 'tandem_spec_decode_plain_samples_total{reason="no_draft"} 1.0' in lines

@@ -1,0 +1,65 @@
+"""Each reason why nothing was speculated, reported where it holds."""
+
+import pytest
+
+from gateway.decoding.plain_reason import PlainReason
+from gateway.pacing.pace import FixedPace
+from gateway.types import GenerationRequest
+from specdec.errors import Unavailable
+from specdec.params import SamplingParams
+
+
+async def reason_of(generation, *, max_tokens=12, **given):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    result = await generation.generate(GenerationRequest(prompt=[5, 6], params=params, **given))
+    return result.speculation.no_speculation_reason
+
+
+async def test_none_where_something_was(make_generation):
+    assert await reason_of(make_generation()) == ""
+
+
+@pytest.mark.parametrize(("given", "settings", "reason"), [
+    ({"num_speculative_tokens": 0}, {}, PlainReason.OFF),
+    ({}, {"num_speculative_tokens": 0}, PlainReason.OFF),
+    ({"max_tokens": 1}, {}, PlainReason.TOO_SHORT),
+    ({"max_tokens": 2}, {"fixed_draft_length": False}, PlainReason.TOO_SHORT),
+])  # fmt: skip
+async def test_by_request_and_settings(make_generation, given, settings, reason):
+    assert await reason_of(make_generation(**settings), **given) == reason
+
+
+async def test_no_draft(backends, make_generation):
+    backends[1].clear()
+    assert await reason_of(make_generation()) == PlainReason.NO_DRAFT
+
+
+async def test_a_draft_that_fails(backends, make_generation, short_pauses):
+    async def fail(spec):
+        raise Unavailable("gone")
+
+    backends[1][0].open = fail
+    assert await reason_of(make_generation()) == PlainReason.FAILED
+
+
+async def test_a_draft_that_is_down(make_generation):
+    generation = make_generation()
+    (replica,) = generation.router.drafts.replicas
+    generation.router.down(replica, "a test")
+    assert await reason_of(generation) == PlainReason.NOT_READY
+
+
+async def test_too_many_sequences(make_generation):
+    generation = make_generation(disable_by_batch_size=1)
+    generation.context.open_sessions += 1
+    assert await reason_of(generation) == PlainReason.CROWDED
+
+
+async def test_pacing_that_says_no(make_generation):
+    generation = make_generation(fixed_draft_length=False)
+    generation.context.pace = lambda replica, limit: FixedPace(0)
+    assert await reason_of(generation) == PlainReason.PACING
+
+
+def test_every_reason_has_its_words():
+    assert all(reason.text for reason in PlainReason)
