@@ -28,6 +28,7 @@ from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 from specdec.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tandem.launcher.deployment import make_deployment, services_of
+from tandem.launcher.socket_folder import socket_folder
 from tandem.launcher.supervisor import Supervisor
 from tandem.speculative_config import choose_models
 
@@ -42,8 +43,9 @@ async def started() -> AsyncIterator[tuple[str, dict[str, int]]]:
     choice = choose_models(None, None)
     deployment = make_deployment(choice, ModelSettings(model=choice.target))
     free = replace(deployment, gateway=replace(deployment.gateway, port=0, grpc_port=0)).with_ports()
-    async with Supervisor(services_of(free), drain_s=2.0, log=lambda *_: None) as supervisor:
-        yield f"{free.gateway.host}:{free.gateway.grpc_port}", supervisor.pids()
+    with socket_folder() as sockets:
+        async with Supervisor(services_of(free, sockets), drain_s=2.0, log=lambda *_: None) as supervisor:
+            yield f"{free.gateway.host}:{free.gateway.grpc_port}", supervisor.pids()
 
 
 def running() -> dict[str, int]:

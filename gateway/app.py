@@ -25,8 +25,10 @@ from gateway.text.tokenizer import TextTokenizer
 from specdec.errors import InvalidRequest
 from specdec.lifecycle import print_ready, run_until_stopped
 from specdec.ports import bind
+from specdec.rpc.certificates import Certificates
 from specdec.rpc.server import RpcServer
 from specdec.settings import GatewaySettings, ServerSettings
+from specdec.settings.listening import TlsFiles
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1.generation_service_pb2_grpc import add_GenerationServiceServicer_to_server
 
@@ -60,7 +62,8 @@ class Gateway:
         tokenizer = TextTokenizer.load(settings.tokenizer) if settings.tokenizer else None
         self._fleet: Fleet | None = None
         if router is None:
-            self._fleet = Fleet(settings.targets, settings.drafts)
+            backend_tls = Certificates(settings.backend_tls) if settings.backend_tls else None
+            self._fleet = Fleet(settings.targets, settings.drafts, certificates=backend_tls)
             router = self._fleet.router
         self.generation = Generation(router, settings, tokenizer, make_pacer=make_pacer)
         keys = KeyRing(settings)
@@ -73,7 +76,8 @@ class Gateway:
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=max(1, round(settings.drain_s)),
                 timeout_keep_alive=30,
-            )
+            ),
+            settings.tls,
         )
         self._rest_task: asyncio.Task[None] | None = None
         self._health: asyncio.Task[None] | None = None
@@ -82,6 +86,10 @@ class Gateway:
             ServerSettings(
                 host=settings.host,
                 port=settings.grpc_port,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
+                ssl_ca_certs=settings.ssl_ca_certs,
+                insecure=True,  # checked by the gateway's settings
                 drain_s=settings.drain_s,
                 # What is above the limit of requests gets its own answer, with the time to wait.
                 max_concurrent_rpcs=2 * settings.max_concurrent_requests,
@@ -154,7 +162,13 @@ class Gateway:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Uvicorn without its own signal handlers: the process has one place for signals."""
+    """Uvicorn without its own signal handlers: the process has one place for signals. Certificates are ours, too."""
+
+    def __init__(self, config: uvicorn.Config, tls: TlsFiles) -> None:
+        super().__init__(config)
+        config.load()
+        if tls:
+            config.ssl = Certificates(tls).server_context()
 
     def capture_signals(self) -> nullcontext[None]:  # type: ignore[override]
         """Leave the signals alone."""

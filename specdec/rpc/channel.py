@@ -8,6 +8,8 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
+from specdec.rpc.certificates import Certificates
+
 #: Largest message in either direction, on servers and channels. A prompt of a million tokens is about 4 MiB; q rows,
 #: prompt log-probabilities and metadata stay well below the rest.
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
@@ -43,10 +45,15 @@ CHANNEL_OPTIONS: Final = (
 )
 
 
-def open_channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+def open_channel(
+    address: str, options: Sequence[tuple[str, Any]] = (), *, certificates: Certificates | None = None
+) -> grpc.aio.Channel:
     """A channel to ``host:port`` or to a Unix domain socket (``unix:/path``, ``unix-abstract:name``).
 
-    ``options`` are added to ours and win over them. Close it when done.
+    With ``certificates`` it speaks TLS, but not to a socket of this machine. ``options`` are added to ours and win over
+    them. Close it when done.
     """
-    ours = dict(CHANNEL_OPTIONS) | dict(options)
-    return grpc.aio.insecure_channel(address, options=list(ours.items()))
+    ours = list((dict(CHANNEL_OPTIONS) | dict(options)).items())
+    if certificates is None or address.startswith("unix"):
+        return grpc.aio.insecure_channel(address, options=ours)
+    return grpc.aio.secure_channel(address, certificates.channel_credentials(), options=ours)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from specdec.errors import InvalidRequest
 from specdec.ports import check_port
+from specdec.rpc.certificates import Certificates
 from specdec.rpc.channel import KEEPALIVE_OPTIONS, MESSAGE_OPTIONS, MIN_PING_INTERVAL_MS
 from specdec.rpc.health import HealthServicer
 from specdec.rpc.interceptor import CallInterceptor, EnterCall, enter_anyone
@@ -77,25 +79,36 @@ class RpcServer:
         names = [*self._names, HEALTH_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
         await self.set_serving(False)
-        wanted = join_address(self.settings.host, self.settings.port)
-        check_port(self.settings.host, self.settings.port)  # gRPC would write a line of its own to stderr
+        if self.settings.port is not None:
+            self.port = self._listen_on_port(self.settings.host, self.settings.port)
+        if self.settings.socket is not None:
+            self._listen_on_socket(self.settings.socket)
+        await self._server.start()
+
+    def _listen_on_port(self, host: str, port: int) -> int:
+        check_port(host, port)  # gRPC would write a line of its own to stderr
+        address, tls = join_address(host, port), self.settings.tls
         try:
-            self.port = self._server.add_insecure_port(wanted)
+            if not tls:
+                return self._server.add_insecure_port(address)
+            return self._server.add_secure_port(address, Certificates(tls).server_credentials())
         except RuntimeError as error:
             raise InvalidRequest(
-                f"cannot listen on {wanted}: the port is taken or the host is not this machine's; choose another port"
+                f"cannot listen on {address}: the port is taken or the host is not this machine's; choose another port"
                 " (0 takes a free one)",
                 param="port",
             ) from error
-        if (socket := self.settings.socket) is not None:
-            try:
-                self._server.add_insecure_port(socket)
-            except RuntimeError as error:
-                raise InvalidRequest(
-                    f"cannot listen on {socket}: the name is taken or not allowed; choose another socket",
-                    param="socket",
-                ) from error
-        await self._server.start()
+
+    def _listen_on_socket(self, address: str) -> None:
+        try:
+            self._server.add_insecure_port(address)
+            if (path := address.removeprefix("unix:")) != address:
+                os.chmod(path, 0o600)
+        except (RuntimeError, OSError) as error:
+            raise InvalidRequest(
+                f"cannot listen on {address}: the name is taken, too long or not allowed; choose another socket",
+                param="socket",
+            ) from error
 
     async def set_serving(self, serving: bool) -> None:
         """Tell health checks whether calls are welcome."""

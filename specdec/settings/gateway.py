@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 from specdec.rules import Rule
 from specdec.settings.access import AccessSettings
-from specdec.settings.option import option
+from specdec.settings.listening import (
+    INSECURE,
+    SSL_CA_CERTS,
+    SSL_CERTFILE,
+    SSL_KEYFILE,
+    TlsFiles,
+    require_authentication,
+    server_files,
+)
+from specdec.settings.option import option, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +27,14 @@ class GatewaySettings(AccessSettings):
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port of the REST API; 0 takes a free one", ge=0, le=65535)
     grpc_port: int = option(50051, "port of the gRPC API; 0 takes a free one", ge=0, le=65535)
+    ssl_certfile: str | None = option(None, SSL_CERTFILE)
+    ssl_keyfile: str | None = option(None, SSL_KEYFILE)
+    ssl_ca_certs: str | None = option(None, SSL_CA_CERTS)
+    insecure: bool = option(False, INSECURE)
+    published_host: str | None = option(None, "address a container publishes the ports on: counts in place of host")
+    backend_ssl_certfile: str | None = option(None, "PEM file of the certificate for targets and drafts")
+    backend_ssl_keyfile: str | None = option(None, "PEM file of its private key")
+    backend_ssl_ca_certs: str | None = option(None, "PEM file of the CAs of targets and drafts: speaks TLS to them")
     served_model_name: tuple[str, ...] = option((), "names the model answers to; by default the target's own")
     tokenizer: str | None = option(None, "folder of the tokenizer; without one only token ids are served")
     chat_template: str | None = option(None, "Jinja text, or a file with it, in place of the tokenizer's chat template")
@@ -36,3 +53,29 @@ class GatewaySettings(AccessSettings):
     max_concurrent_requests: int = option(512, "requests in flight; one more gets 429", ge=1)
     seed: int | None = option(None, "makes the seeds of requests that give none reproducible")
     drain_s: float = option(20.0, "seconds open requests get to finish after SIGTERM", ge=0)
+
+    def __post_init__(self) -> None:
+        AccessSettings.__post_init__(self)
+        require_authentication(
+            self.published_host or self.host,
+            is_authenticated=self.asks_for_key or self.tls.ca_certs is not None or self.insecure,
+            remedy="give --api-key or --api-key-file (tandem key makes keys), or --ssl-ca-certs for client certificates",
+        )
+        require(
+            self.backend_tls.ca_certs is not None or not self.backend_tls,
+            "backend_ssl_ca_certs",
+            "backend_ssl_certfile is given without backend_ssl_ca_certs; targets and drafts are asked over TLS only"
+            " with the CAs that signed their certificates",
+        )
+
+    @property
+    def tls(self) -> TlsFiles:
+        """The certificates of both ports; empty: plain text."""
+        return server_files(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
+
+    @property
+    def backend_tls(self) -> TlsFiles:
+        """The certificates for calls to targets and drafts; empty: plain text."""
+        return TlsFiles(
+            self.backend_ssl_certfile, self.backend_ssl_keyfile, self.backend_ssl_ca_certs, prefix="backend_ssl"
+        )

@@ -5,6 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdec.rules import DEFAULT_RULE, Rule
+from specdec.settings.listening import (
+    INSECURE,
+    SSL_CA_CERTS,
+    SSL_CERTFILE,
+    SSL_KEYFILE,
+    TlsFiles,
+    require_authentication,
+    server_files,
+)
 from specdec.settings.model import ModelSettings, SchedulerSettings
 from specdec.settings.option import check_options, option, require
 from specdec.settings.speculative import SpeculativeSettings
@@ -46,8 +55,14 @@ class ServerSettings:
     """Where a gRPC server listens and how it stops."""
 
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(0, "port to listen on; 0 takes a free one", ge=0, le=65535)
-    socket: str | None = option(None, "Unix domain socket to listen on as well: unix:/path or unix-abstract:name")
+    port: int | None = option(
+        None, "port to listen on; 0 takes a free one, which is the default unless a socket is given", ge=0, le=65535
+    )
+    socket: str | None = option(None, "Unix domain socket to listen on: unix:/path or unix-abstract:name")
+    ssl_certfile: str | None = option(None, SSL_CERTFILE)
+    ssl_keyfile: str | None = option(None, SSL_KEYFILE)
+    ssl_ca_certs: str | None = option(None, SSL_CA_CERTS)
+    insecure: bool = option(False, INSECURE)
     drain_s: float = option(20.0, "seconds open streams get to finish after SIGTERM", ge=0)
     max_concurrent_rpcs: int = option(1024, "streams and calls at once; one more gets RESOURCE_EXHAUSTED", ge=1)
 
@@ -58,3 +73,15 @@ class ServerSettings:
             "socket",
             f"socket is {self.socket!r}; write unix:/path or unix-abstract:name",
         )
+        if self.port is None and self.socket is None:
+            object.__setattr__(self, "port", 0)
+        require_authentication(
+            self.host,
+            is_authenticated=self.port is None or self.tls.ca_certs is not None or self.insecure,
+            remedy="give --ssl-certfile, --ssl-keyfile and --ssl-ca-certs (tandem certs makes them)",
+        )
+
+    @property
+    def tls(self) -> TlsFiles:
+        """The certificates of the port; empty: plain text. The socket is protected by its permissions instead."""
+        return server_files(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)

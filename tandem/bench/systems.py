@@ -29,8 +29,9 @@ from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 from specdec.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tandem.bench.answers import Piece
-from tandem.launcher.deployment import Deployment, nearest, services_of
+from tandem.launcher.deployment import Deployment, services_of
 from tandem.launcher.embedded import Embedded
+from tandem.launcher.socket_folder import socket_folder
 from tandem.launcher.supervisor import ServiceSpec, Supervisor
 
 #: Seconds to connect to services that are ready.
@@ -102,7 +103,7 @@ async def _start_processes(
     target = ""
     for name, deployment in deployments.items():
         free = replace(deployment, gateway=replace(deployment.gateway, port=0, grpc_port=0)).with_ports()
-        added = services_of(free, target=target or None)
+        added = services_of(free, stack.enter_context(socket_folder()), target=target or None)
         target = target or added[0].address
         drafts = [service.address for service in added if service.name == "draft"]
         host, port, grpc_port = free.gateway.host, free.gateway.port, free.gateway.grpc_port
@@ -124,7 +125,7 @@ def _named(service: ServiceSpec, drafter: str) -> ServiceSpec:
 
 async def _connect(target: str, drafts: Sequence[str], stack: AsyncExitStack) -> Router:
     """A router of our own to the services behind a gateway, over connections like the gateway's."""
-    fleet = Fleet([nearest(target)], [nearest(draft) for draft in drafts])
+    fleet = Fleet([target], drafts)
     await fleet.start()
     stack.push_async_callback(fleet.stop)
     async with asyncio.timeout(_CONNECT_S):

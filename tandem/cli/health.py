@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 
 from specdec.errors import Unauthenticated, Unavailable
+from specdec.settings.listening import TlsFiles
 from tandem.cli.flags import add_key_flag, client_key
 from tandem.rest_client import Server
 
@@ -15,13 +17,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--url", default="http://127.0.0.1:8000", help="a gateway")
     where.add_argument("--grpc", metavar="HOST:PORT", help="any of the services, by the standard gRPC health check")
     add_key_flag(parser)
+    group = parser.add_argument_group("TLS of --grpc")
+    group.add_argument("--ssl-ca-certs", metavar="FILE", help="PEM file of the CAs of the server; it turns TLS on")
+    group.add_argument("--ssl-certfile", metavar="FILE", help="PEM file of a certificate to show to the server")
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="PEM file of its private key")
     parser.add_argument("--timeout-s", type=float, default=5.0, help="seconds to wait for an answer")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print one line; 0 when the server is ready."""
     if args.grpc:
-        print(_check_grpc(args.grpc, args.timeout_s))
+        tls = TlsFiles(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs)
+        print(asyncio.run(_check_grpc(args.grpc, args.timeout_s, tls)))
     else:
         print(_check_rest(Server(args.url, api_key=client_key(args), timeout_s=args.timeout_s)))
     return 0
@@ -36,14 +43,17 @@ def _check_rest(server: Server) -> str:
     return f"{server.url} is ready and serves {models}"
 
 
-def _check_grpc(address: str, timeout_s: float) -> str:
-    import grpc  # noqa: PLC0415 (`tandem --help` needs none)
+async def _check_grpc(address: str, timeout_s: float, tls: TlsFiles) -> str:
+    import grpc.aio  # noqa: PLC0415 (`tandem --help` needs none)
     from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415
 
-    with grpc.insecure_channel(address) as channel:
+    from specdec.rpc.certificates import Certificates  # noqa: PLC0415
+    from specdec.rpc.channel import open_channel  # noqa: PLC0415
+
+    async with open_channel(address, certificates=Certificates(tls) if tls else None) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except grpc.RpcError as error:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
             raise Unavailable(f"{address} does not answer: {error.details()}") from None
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

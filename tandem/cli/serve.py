@@ -13,6 +13,7 @@ from tandem.cli.flags import add_deployment_flags, add_ignored_flags
 from tandem.launcher import deployment as deployments
 from tandem.launcher.deployment import SERVER_OPTIONS, Deployment
 from tandem.launcher.environment import tune_environment
+from tandem.launcher.socket_folder import socket_folder
 from tandem.launcher.supervisor import Supervisor
 
 
@@ -60,12 +61,13 @@ def run(args: argparse.Namespace) -> int:
 
 async def serve(deployment: Deployment, *, startup_timeout_s: float) -> int:
     """Run the processes until SIGINT or SIGTERM; a second signal kills them."""
-    services = deployments.services_of(deployment)
-    supervisor = Supervisor(services, drain_s=deployment.gateway.drain_s, startup_timeout_s=startup_timeout_s)
-    addresses = {service.name: service.address for service in services if service.name != "gateway"}
-    await run_until_stopped(
-        SupervisedProcesses(supervisor), on_ready=lambda: print(deployment.ready_line(addresses), flush=True)
-    )
+    with socket_folder() as sockets:
+        services = deployments.services_of(deployment, sockets)
+        supervisor = Supervisor(services, drain_s=deployment.gateway.drain_s, startup_timeout_s=startup_timeout_s)
+        addresses = {service.name: service.address for service in services if service.name != "gateway"}
+        await run_until_stopped(
+            SupervisedProcesses(supervisor), on_ready=lambda: print(deployment.ready_line(addresses), flush=True)
+        )
     return 0
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,11 +39,13 @@ _DRAFT_GPU_SHARE: Final = 0.15
 #: Options of the gateway that follow from the rest of a deployment, or from its services running on one machine.
 DERIVED_OPTIONS: Final = (
     *("targets", "drafts", "tokenizer", "num_speculative_tokens", "disable_by_batch_size", "untrusted_drafts"),
+    *("backend_ssl_certfile", "backend_ssl_keyfile", "backend_ssl_ca_certs", "published_host"),
 )
 #: Options of the gateway that mean something to a server only. All others are those of :class:`tandem.LLM`, too.
 SERVER_OPTIONS: Final = (
     *("host", "port", "grpc_port", "served_model_name", "max_concurrent_requests", "request_timeout_s", "drain_s"),
     *("draft_timeout_s", "max_target_retries", "target_wait_s"),
+    *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "insecure"),
     *options_of(AccessSettings),
 )
 
@@ -160,27 +161,27 @@ def _share_device(model: ModelSettings, speculative: SpeculativeSettings) -> tup
     return draft, model
 
 
-def services_of(deployment: Deployment, *, target: str | None = None) -> list[ServiceSpec]:
-    """The processes of a deployment, in the order they start; free ports are chosen for target and draft.
+def services_of(deployment: Deployment, sockets: Path, *, target: str | None = None) -> list[ServiceSpec]:
+    """The processes of a deployment, in the order they start; target and draft listen on sockets in a folder.
 
     ``target`` is the address of one that runs already: then there is no target among them.
     """
     drain = ("--drain-s", f"{deployment.gateway.drain_s:g}")
     # Progress bars of the loaders would fill the log.
     environment = {**tuned_environment(os.environ), "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    target_port = free_port()
+    target_socket, draft_socket = (f"unix:{sockets}/{name}.sock" for name in ("target", "draft"))
     services = [
         ServiceSpec(
             name="target",
             module="target_service",
             arguments=(*flags_of(deployment.target.model), *flags_of(deployment.target.scheduler),
-                       *flags_of(deployment.target), *_listening_flags(target_port), *drain),
+                       *flags_of(deployment.target), "--socket", target_socket, *drain),
             environment=environment,
-            address=f"127.0.0.1:{target_port}",
+            address=target_socket,
         )
     ]  # fmt: skip
     if deployment.draft is not None:
-        draft, port = deployment.draft, free_port()
+        draft = deployment.draft
         model = flags_of(draft.model, skip={"model", "tensor_parallel_size"}) if draft.model else ()
         services.append(
             ServiceSpec(
@@ -189,15 +190,15 @@ def services_of(deployment: Deployment, *, target: str | None = None) -> list[Se
                 arguments=(
                     *flags_of(draft.speculative),
                     *flags_of(draft),
-                    *model, *flags_of(draft.scheduler, skip={"max_wait_s"}), *_listening_flags(port), *drain),
+                    *model, *flags_of(draft.scheduler, skip={"max_wait_s"}), "--socket", draft_socket, *drain),
                 environment=environment,
-                address=f"127.0.0.1:{port}",
+                address=draft_socket,
             )
         )  # fmt: skip
     gateway = replace(
         deployment.gateway,
-        targets=(nearest(target or services[0].address),),
-        drafts=tuple(nearest(service.address) for service in services[1:]),
+        targets=(target or services[0].address,),
+        drafts=tuple(service.address for service in services[1:]),
     )
     services.append(
         ServiceSpec(
@@ -209,17 +210,6 @@ def services_of(deployment: Deployment, *, target: str | None = None) -> list[Se
         )
     )
     return services[1:] if target else services
-
-
-def _listening_flags(port: int) -> tuple[str, ...]:
-    address = f"127.0.0.1:{port}"
-    socket = nearest(address)
-    return ("--port", str(port)) if socket == address else ("--port", str(port), "--socket", socket)
-
-
-def nearest(address: str) -> str:
-    """How the gateway reaches a service of this machine: past TCP where the system has sockets without a file."""
-    return f"unix-abstract:tandem-{address.rpartition(':')[2]}" if sys.platform == "linux" else address
 
 
 def free_port(host: str = "127.0.0.1") -> int:

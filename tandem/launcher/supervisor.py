@@ -49,7 +49,7 @@ class ServiceSpec:
     arguments: tuple[str, ...] = ()
     #: Added to this process's environment.
     environment: Mapping[str, str] = field(default_factory=dict)
-    #: "host:port" it listens on.
+    #: "host:port" or "unix:/path" it listens on.
     address: str = ""
     #: Whether it answers as ready; None waits for the line ``{"event": "ready", …}`` that our services print.
     is_ready: Callable[[], Awaitable[bool]] | None = None

@@ -168,9 +168,9 @@ async def test_too_many_requests(stand, stub):
 class Service:
     """A fake backend behind the real skin of its service, on a port of its own."""
 
-    def __init__(self, backend, port=0):
+    def __init__(self, backend, port=0, **settings):
         self.backend = backend
-        self.server = RpcServer(ServerSettings(port=port, drain_s=0.1))
+        self.server = RpcServer(ServerSettings(port=port, drain_s=0.1, **settings))
         if isinstance(backend, FakeTarget):
             add, self.servicer = target_grpc.add_TargetServiceServicer_to_server, TargetServicer(backend)
         else:

@@ -265,7 +265,7 @@ async def test_a_socket_serves_beside_the_port(kind, tmp_path):
     if kind == "unix-abstract:" and sys.platform != "linux":
         pytest.skip("abstract sockets are Linux's")
     socket = kind + (f"tandem-test-{os.getpid()}" if kind == "unix-abstract:" else str(tmp_path / "socket"))
-    async with serving(socket=socket) as (server, by_port), open_channel(socket) as by_socket:
+    async with serving(port=0, socket=socket) as (server, by_port), open_channel(socket) as by_socket:
         assert server.port > 0
         for channel in (by_port, by_socket):
             async with streaming(target_grpc.TargetServiceStub(channel).Verify) as stream:

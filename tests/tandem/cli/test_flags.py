@@ -17,6 +17,7 @@ from tandem.launcher.deployment import Deployment, deployment_of, services_of
 
 TARGET, DRAFT = str(MODELS / "python-12m"), str(MODELS / "python-1m")
 PAIR = json.dumps({"model": "python-1m", "num_speculative_tokens": 5})
+SOCKETS = Path("/sockets")
 NGRAM = json.dumps({"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4})
 
 
@@ -119,7 +120,7 @@ def test_vllms_call_for_suffix_decoding() -> None:
     deployment = deploy("python-12m", "-sc", '{"method": "suffix"}')
     assert deployment.gateway.num_speculative_tokens == 24
     arguments = json.dumps({"method": ["suffix"], "suffix_decoding_max_tree_depth": 12})
-    draft = services_of(deploy("python-12m", "-sc", arguments))[1]
+    draft = services_of(deploy("python-12m", "-sc", arguments), SOCKETS)[1]
     assert draft.arguments[:6] == (
         *("--method", "suffix", "--num-speculative-tokens", "12", "--suffix-decoding-max-tree-depth", "12"),
     )
@@ -131,7 +132,7 @@ def test_two_methods_reach_the_draft_service() -> None:
     assert deployment.draft.speculative.method == ("suffix", "draft_model")
     assert deployment.draft.model is not None  # the bundled draft of the bundled target
     assert deployment.describe() == "python-12m, drafted by suffix and python-1m, k = 5"
-    arguments = " ".join(services_of(deployment)[1].arguments)
+    arguments = " ".join(services_of(deployment, SOCKETS)[1].arguments)
     assert "--method suffix --method draft_model" in arguments
 
 
@@ -141,12 +142,13 @@ def test_a_head_is_told_where_the_target_is(tmp_path: Path) -> None:
     assert deployment.draft is not None
     assert deployment.draft.speculative.method == "eagle3"
     assert deployment.draft.target_model == TARGET
-    assert f"--target-model {TARGET}" in " ".join(services_of(deployment)[1].arguments)
+    assert f"--target-model {TARGET}" in " ".join(services_of(deployment, SOCKETS)[1].arguments)
 
 
 def test_the_other_flags_reach_their_settings() -> None:
     deployment = deploy(
-        *("python-12m", "--host", "0.0.0.0", "--port", "81", "--grpc-port", "82", "--served-model-name", "a", "b"),
+        *("python-12m", "--host", "0.0.0.0", "--insecure", "--port", "81", "--grpc-port", "82"),
+        *("--served-model-name", "a", "b"),
         *("--dtype", "bfloat16", "--seed", "42", "--max-model-len", "512", "--gpu_memory_utilization", "0.8"),
         *("--kv-cache-memory-bytes", "1000000", "-tp", "1", "--trust-remote-code", "--verification", "token"),
         *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--chat-template", "x", "--enforce-eager"),
@@ -218,7 +220,8 @@ def test_unknown_flags_leave_with_2(argv: tuple[str, ...], capsys: pytest.Captur
 
 
 def test_services_get_what_differs_from_the_defaults() -> None:
-    services = {service.name: service for service in services_of(deploy("--dtype", "float32", "--drain-s", "3"))}
+    deployment = deploy("--dtype", "float32", "--drain-s", "3")
+    services = {service.name: service for service in services_of(deployment, SOCKETS)}
     assert list(services) == ["target", "draft", "gateway"]
     target, draft, gateway = (" ".join(services[name].arguments) for name in services)
     assert f"--model {TARGET}" in target
@@ -229,13 +232,10 @@ def test_services_get_what_differs_from_the_defaults() -> None:
     assert "--quantization auto" in draft
     assert "--quantization" not in target
     for name, arguments in (("target", target), ("draft", draft)):
-        host, port = services[name].address.split(":")
-        assert f"--port {port}" in arguments
-        if sys.platform == "linux":  # the gateway goes past TCP
-            assert f"--socket unix-abstract:tandem-{port}" in arguments
-            assert f"--{name}s unix-abstract:tandem-{port}" in gateway
-        else:
-            assert f"--{name}s {host}:{port}" in gateway
+        assert services[name].address == f"unix:/sockets/{name}.sock"
+        assert f"--socket unix:/sockets/{name}.sock" in arguments
+        assert "--port" not in arguments
+        assert f"--{name}s unix:/sockets/{name}.sock" in gateway
     assert all("--drain-s 3" in arguments for arguments in (target, draft))
 
 

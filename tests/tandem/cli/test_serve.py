@@ -105,16 +105,30 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
+def check_reach(ready: str, children: dict[str, psutil.Process]) -> None:
+    """Other users of this machine reach the gateway's ports and nothing else."""
+    sockets = [Path(path) for path in re.findall(r"unix:(\S+\.sock)", ready)]
+    assert [path.name for path in sockets] == ["target.sock", "draft.sock"]
+    assert all(path.is_socket() for path in sockets)
+    assert {path.stat().st_mode & 0o777 for path in sockets} == {0o600}
+    assert sockets[0].parent.stat().st_mode & 0o777 == 0o700
+    for name, child in children.items():
+        listening = [each.laddr for each in child.net_connections("all") if each.status == psutil.CONN_LISTEN]
+        assert len(listening) == (2 if name == "gateway" else 0), listening
+        assert not [each for each in child.net_connections("unix") if str(each.laddr).startswith(("@", "\0"))]
+
+
 def test_a_whole_life(launch: type[Launcher], capsys: pytest.CaptureFixture[str]) -> None:
     launcher = launch("--dtype", "float32", "--drain-s", "5", "--fixed-draft-length")
     ready = launcher.wait_for("ready:")
     assert re.fullmatch(
         rf"ready: http://127\.0\.0\.1:{launcher.port}/v1, gRPC 127\.0\.0\.1:{launcher.grpc_port}"
-        r" \| python-12m, drafted by python-1m, k = 4 \| target 127\.0\.0\.1:\d+, draft 127\.0\.0\.1:\d+",
+        r" \| python-12m, drafted by python-1m, k = 4 \| target unix:(.+)/target\.sock, draft unix:\1/draft\.sock",
         ready,
     )
     children = launcher.children()
     assert set(children) == {"target_service", "draft_service", "gateway"}
+    check_reach(ready, children)
     text = complete(launcher.server)
     assert text
 
@@ -142,6 +156,7 @@ def test_a_whole_life(launch: type[Launcher], capsys: pytest.CaptureFixture[str]
     children = launcher.children()
     assert launcher.end(signal.SIGINT) == 0
     assert gone(list(children.values()))
+    assert not Path(re.findall(r"unix:(\S+)/target", ready)[0]).exists()
     launcher.close()
     assert sum(line.startswith("ready:") for line in launcher.lines) == 1
     assert not [line for line in launcher.lines if "Traceback" in line]
