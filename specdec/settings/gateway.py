@@ -59,7 +59,7 @@ class GatewaySettings(AccessSettings):
         require_authentication(
             self.published_host or self.host,
             is_authenticated=self.asks_for_key or self.tls.ca_certs is not None or self.insecure,
-            remedy="give --api-key or --api-key-file (tandem key makes keys), or --ssl-ca-certs for client certificates",
+            remedy="give --api-key, --api-key-file (tandem key makes keys) or --ssl-ca-certs (client certificates)",
         )
         require(
             self.backend_tls.ca_certs is not None or not self.backend_tls,

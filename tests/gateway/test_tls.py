@@ -161,6 +161,8 @@ def test_a_gateway_that_anybody_could_use_stays_on_this_machine(host, folder):
         GatewaySettings(published_host=host)
     GatewaySettings(host=host, published_host="127.0.0.1")
     GatewaySettings(host=host, insecure=True)
+    GatewaySettings(host=host, api_key=("k",))
+    GatewaySettings(host=host, api_key_file="keys")
     GatewaySettings(host=host, **ssl_flags(folder, "gateway"))
 
 
