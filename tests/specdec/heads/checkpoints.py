@@ -23,6 +23,7 @@ HEAD_DIM = HIDDEN // HEADS
 TARGET_LAYERS = 7
 TARGET_ROPE, DRAFT_ROPE = 50000.0, 700.0
 EPS = 1e-5
+MEDUSA_SIZES = {"hidden_size": HIDDEN, "vocab_size": VOCAB}
 
 
 @dataclass(frozen=True)
