@@ -34,7 +34,6 @@ from vllm.transformers_utils.configs.mlp_speculator import MLPSpeculatorConfig
 from tests.specdec.heads import checkpoints as files
 from tests.specdec.heads.judges.cases import CASES, CHAIN, TEXT, Case, checksum, states_of
 
-
 OUTPUT = Path(__file__).parent / "vllm.safetensors"
 
 
