@@ -109,8 +109,9 @@ class ServerProcess:
 
     def restart_on_same_port(self):
         """Start again where it listened before."""
-        port = str(self.ready["port"])
-        self.command = [*self.command, "--port", port]
+        self.command = [*self.command, "--port", str(self.ready["port"])]
+        if "grpc_port" in self.ready:
+            self.command += ["--grpc-port", str(self.ready["grpc_port"])]
         return self.start()
 
     @property

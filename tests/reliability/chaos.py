@@ -1,0 +1,70 @@
+"""``python -m tests.reliability.chaos``: services and links are hurt at random under ten streams, and nothing is lost.
+
+Every finished text equals the undisturbed one, every other one is its beginning and ends with a clear error, nothing
+hangs, and in the end no service holds a session or a KV block. The faults are a function of ``--seed``.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Callable
+
+from tests.e2e.conftest import PROMPTS
+from tests.e2e.servers import draft_process, fake_draft, fake_target, target_process
+from tests.reliability.faults import Disturbance, faults_of
+from tests.reliability.load import Load, questions
+from tests.reliability.rig import Rig
+
+NUM_STREAMS = 10
+
+
+async def cause_chaos(make: Callable[[random.Random], Rig], *, seed: int, seconds: float, num_tokens: int) -> str:
+    """Hurt the services of a rig for so long; a line of figures. Raises AssertionError where something was lost."""
+    rng = random.Random(seed)
+    rig = make(rng)
+    try:
+        await rig.start("--draft-timeout-s", "0.5")
+        load = Load(rig, questions(PROMPTS, num_tokens), rng)
+        await load.learn()
+        await rig.wait_until_free()
+        disturbance = Disturbance(faults_of(rig, rng), rng)
+        started = time.monotonic()
+        async with disturbance.running():
+            await load.run(seconds, NUM_STREAMS)
+        took_s = time.monotonic() - started
+        await rig.recover()
+        await load.check_all()
+        await rig.wait_until_free()
+        assert not load.tally.wrong, "\n".join(load.tally.wrong)
+        assert not rig.tracebacks(), "\n".join(rig.tracebacks())
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(disturbance.counts.items()))
+        return f"{disturbance.counts.total()} faults in {took_s:.0f} s ({counts}); {load.tally.describe()}"
+    finally:
+        await rig.close()
+
+
+def toys(rng: random.Random) -> Rig:
+    """Toy engines behind the real gateway, servicers and transport: they are back within a second."""
+    return Rig([fake_target(), fake_target()], [fake_draft(), fake_draft()], rng)
+
+
+def bundled_pair(rng: random.Random) -> Rig:
+    """The real engines."""
+    return Rig([target_process(), target_process()], [draft_process()], rng)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=120, help="for each of the two kinds of services")
+    args = parser.parse_args()
+    for make, num_tokens in ((toys, 300), (bundled_pair, 120)):
+        report = asyncio.run(cause_chaos(make, seed=args.seed, seconds=args.seconds, num_tokens=num_tokens))
+        print(f"{make.__name__}, seed {args.seed}: {report}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
