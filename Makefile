@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive lint protos docs bench dist install clean
+.PHONY: demo test test-exhaustive chaos soak lint protos docs bench dist install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -29,6 +29,16 @@ test: $(STAMP)
 # The same, and all combinations and seeds that `make test` leaves out.
 test-exhaustive: $(STAMP)
 	$(TEST) -m "exhaustive or not exhaustive" --timeout 900
+
+# Faults at random under ten streams: SECONDS for toy services and as long for the bundled pair, drawn from SEED.
+chaos: SECONDS ?= 120
+chaos: $(STAMP)
+	$(BIN)/python -m tests.reliability.chaos --seconds $(SECONDS) --seed $(or $(SEED),1)
+
+# A mixed load for SECONDS; memory and file descriptors must stay flat.
+soak: SECONDS ?= 600
+soak: $(STAMP)
+	$(BIN)/python -m tests.reliability.soak --seconds $(SECONDS) --seed $(or $(SEED),1)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -101,19 +101,20 @@ class Load:
         self._questions = asked
         self._rng = rng
         self._cancelled_share = cancelled_share
-        self._texts: dict[Question, str] = {}
+        #: The undisturbed text of every question.
+        self.texts: dict[Question, str] = {}
         self.tally = Tally()
 
     async def learn(self) -> None:
         """Ask every question while nothing is disturbed."""
         for question in self._questions:
-            self._texts[question] = "".join([text async for text in self._over_grpc(question)])
+            self.texts[question] = "".join([text async for text in self._over_grpc(question)])
 
     async def check_all(self) -> None:
         """Ask every question again, over REST and gRPC; nothing is disturbed, so all must finish."""
         before = sum(self.tally.unfinished.values())
         await asyncio.gather(
-            *(self._ask(q, over) for q in self._questions for over in (self._over_grpc, self._over_rest))
+            *(self.ask(q, over) for q in self._questions for over in (self._over_grpc, self._over_rest))
         )
         if sum(self.tally.unfinished.values()) > before:
             self.tally.wrong.append(f"requests failed although everything was mended: {self.tally.unfinished}")
@@ -127,12 +128,12 @@ class Load:
         over = self._over_rest if index % 4 == 3 else self._over_grpc
         while time.monotonic() < end and not self.tally.wrong:
             is_cut = self._rng.random() < self._cancelled_share
-            if not await self._ask(self._rng.choice(self._questions), over, cut=is_cut):
+            if not await self.ask(self._rng.choice(self._questions), over, cut=is_cut):
                 await asyncio.sleep(0.2)
 
-    async def _ask(self, question: Question, over, *, cut: bool = False) -> bool:
+    async def ask(self, question: Question, over, *, cut: bool = False) -> bool:
         """Whether it was answered; any answer is compared."""
-        tally, wanted = self.tally, self._texts[question]
+        tally, wanted = self.tally, self.texts[question]
         text, error = "", None
         limit = self._rng.randrange(len(wanted)) if cut else len(wanted) + 1
         answer = over(question)
