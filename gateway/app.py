@@ -20,6 +20,7 @@ from gateway.grpc.servicer import GenerationServicer
 from gateway.pacing.pace import Pacer
 from gateway.pacing.target_pacer import TargetPacer
 from gateway.rest.app import make_app
+from gateway.rest.http_protocol import limited_http
 from gateway.routing import Router
 from gateway.text.tokenizer import TextTokenizer
 from specdec.errors import InvalidRequest
@@ -70,6 +71,7 @@ class Gateway:
         self._rest = _Uvicorn(
             uvicorn.Config(
                 make_app(self.generation, keys),
+                http=limited_http(settings.max_header_bytes),
                 log_level="warning",
                 access_log=False,
                 lifespan="off",

@@ -16,6 +16,7 @@ from gateway.access.usage import Clients
 from gateway.decoding.context import DecodingContext
 from gateway.decoding.loop import Decoding
 from gateway.decoding.request import DecodingRequest
+from gateway.limits import check_request, check_text
 from gateway.merging import merge
 from gateway.metrics import GatewayMetrics
 from gateway.pacing.pace import Pacer
@@ -126,6 +127,7 @@ class Generation:
         self.check_model(request.model)
         timeout_s = self.settings.request_timeout_s if request.timeout_s is None else request.timeout_s
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        check_request(request, self.settings, self.router.model())
         prompt = await self.encode_prompt(request)
         samples = self._preparation.prepare(request, prompt, self.router.model(), deadline=deadline)
         request_id = request.request_id or uuid.uuid4().hex
@@ -161,6 +163,7 @@ class Generation:
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
         tokenizer = self._need_tokenizer("prompt")
+        check_text(text, self.settings, self.router.model())
         if len(text) <= SHORT_TEXT:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)

@@ -15,6 +15,7 @@ from fastapi import Request
 
 from gateway.decoding.metrics import SpeculationMetrics
 from gateway.generation import Generation
+from gateway.limits import check_name
 from gateway.merging import merge
 from gateway.rest.schemas import SamplingBody
 from gateway.types import FinalChunk, GenerationChunk, GenerationRequest, TokenLogprobs, TokenText, Usage
@@ -54,6 +55,7 @@ class Head:
 def head_of(prefix: str, kind: str, request: Request, body: SamplingBody, model: str) -> Head:
     """The head of a new answer; its id holds the client's request id where there is one."""
     request_id = body.request_id or request.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
+    check_name("request_id", request_id)
     return Head(f"{prefix}-{request_id}", kind, int(time.time()), model)
 
 

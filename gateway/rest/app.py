@@ -17,17 +17,17 @@ from gateway.rest import errors
 from gateway.rest.access import KeyCheck
 from gateway.rest.chat import create_chat_completion
 from gateway.rest.completions import create_completion
-from gateway.rest.limits import MAX_BODY_BYTES, BodyLimit
+from gateway.rest.limits import BodyLimit
 from gateway.rest.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from specdec import __version__
 from specdec.errors import InvalidRequest, NotFound, Unavailable
 from specdec.settings import AccessSettings
 
 
-def make_app(generation: Generation, keys: KeyRing, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+def make_app(generation: Generation, keys: KeyRing) -> FastAPI:
     """The ASGI application over one generation module, for the holders of ``keys``."""
     app = FastAPI(title="Tandem", version=__version__, description="Speculative decoding as a service")
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=generation.settings.max_body_bytes)
     app.add_middleware(KeyCheck, keys=keys)
     _allow_origins(app, generation.settings)  # outside of the check of keys: browsers ask first without one
     errors.install(app)

@@ -10,9 +10,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.rest.errors import error_body
 
-#: A prompt of a million tokens as JSON numbers, and room to spare.
-MAX_BODY_BYTES: Final = 16 * 2**20
-
 #: Limits' worth of a refused body that are read before the answer is sent regardless.
 PATIENCE: Final = 8
 
@@ -20,10 +17,10 @@ PATIENCE: Final = 8
 class BodyLimit:
     """ASGI middleware that answers 413 to bodies above the limit, announced or not."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int = MAX_BODY_BYTES) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
-        self._text = f"the body is above the limit of {max_bytes} bytes; send a smaller one"
+        self._text = f"the body is above the limit of {max_bytes} bytes (--max-body-bytes); send a smaller one"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the call on unless its body is too large."""

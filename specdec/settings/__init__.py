@@ -2,6 +2,7 @@
 
 from specdec.settings.access import API_KEY_VARIABLE, AccessSettings, ClientLimits
 from specdec.settings.gateway import GatewaySettings
+from specdec.settings.limits import RequestLimits
 from specdec.settings.model import DTYPES, QUANTIZATIONS, ModelSettings, SchedulerSettings
 from specdec.settings.services import DraftSettings, ServerSettings, TargetSettings
 from specdec.settings.speculative import SpeculativeSettings
@@ -15,6 +16,7 @@ __all__ = [
     "DraftSettings",
     "GatewaySettings",
     "ModelSettings",
+    "RequestLimits",
     "SchedulerSettings",
     "ServerSettings",
     "SpeculativeSettings",

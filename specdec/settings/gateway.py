@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdec.rules import Rule
-from specdec.settings.access import AccessSettings
+from specdec.settings.limits import RequestLimits
 from specdec.settings.listening import (
     INSECURE,
     SSL_CA_CERTS,
@@ -19,7 +19,7 @@ from specdec.settings.option import option, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatewaySettings(AccessSettings):
+class GatewaySettings(RequestLimits):
     """The gateway."""
 
     targets: tuple[str, ...] = option((), "target replicas: host:port, unix:/path or unix-abstract:name")
@@ -55,7 +55,7 @@ class GatewaySettings(AccessSettings):
     drain_s: float = option(20.0, "seconds open requests get to finish after SIGTERM", ge=0)
 
     def __post_init__(self) -> None:
-        AccessSettings.__post_init__(self)
+        RequestLimits.__post_init__(self)
         require_authentication(
             self.published_host or self.host,
             is_authenticated=self.asks_for_key or self.tls.ca_certs is not None or self.insecure,

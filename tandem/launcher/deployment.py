@@ -20,10 +20,10 @@ from specdec.methods import MODEL_METHODS
 from specdec.ports import check_port
 from specdec.settings import (
     API_KEY_VARIABLE,
-    AccessSettings,
     DraftSettings,
     GatewaySettings,
     ModelSettings,
+    RequestLimits,
     SchedulerSettings,
     SpeculativeSettings,
     TargetSettings,
@@ -46,7 +46,7 @@ SERVER_OPTIONS: Final = (
     *("host", "port", "grpc_port", "served_model_name", "max_concurrent_requests", "request_timeout_s", "drain_s"),
     *("draft_timeout_s", "max_target_retries", "target_wait_s"),
     *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "insecure"),
-    *options_of(AccessSettings),
+    *options_of(RequestLimits),
 )
 
 

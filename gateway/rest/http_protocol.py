@@ -1,0 +1,71 @@
+"""HTTP/1.1 with a limit on what is read beside bodies."""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.rest.errors import error_body
+
+#: Bytes between the parts of a header line, and of a request line.
+SEPARATORS: Final = 4
+
+
+def limited_http(max_header_bytes: int) -> type[HttpToolsProtocol]:
+    """Uvicorn's protocol, which by itself keeps headers of any size, with a limit on them."""
+
+    class LimitedHttp(HttpToolsProtocol):
+        """Answers 431 to a request whose line and headers, or trailers, are above the limit."""
+
+        #: Bytes read since the last piece of a body or the last complete head.
+        _num_pending = 0
+        _is_moving = False
+        _is_refused = False
+
+        def data_received(self, data: bytes) -> None:
+            """Parse what came. Bytes that complete nothing count until something is complete."""
+            self._is_moving = False
+            super().data_received(data)
+            self._num_pending = 0 if self._is_moving else self._num_pending + len(data)
+            if self._num_pending > max_header_bytes:
+                self._refuse()
+
+        def on_headers_complete(self) -> None:
+            """Start the request, unless its head is too large."""
+            self._is_moving = True
+            size = len(self.url) + sum(len(name) + len(value) + SEPARATORS for name, value in self.headers)
+            if size > max_header_bytes:
+                self._refuse()
+            else:
+                super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            """Pass a piece of a body on."""
+            self._is_moving = True
+            if not self._is_refused:
+                super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            """End a request."""
+            self._is_moving = True
+            if not self._is_refused:
+                super().on_message_complete()
+
+        def _refuse(self) -> None:
+            if self._is_refused:
+                return
+            self._is_refused = True
+            text = (
+                f"the request's line and headers are above the limit of {max_header_bytes} bytes (--max-header-bytes);"
+                " send shorter ones"
+            )
+            content = json.dumps(error_body(text, "invalid_request_error", 431)).encode()
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json\r\n"
+                b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
+            )
+            self.transport.close()
+
+    return LimitedHttp
