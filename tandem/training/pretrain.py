@@ -64,7 +64,7 @@ def pretrain(
     schedule = Schedule(settings.schedule)
     counts = {False: 0, True: 0}  # batches seen of short and of long rows
     if settings.state_path and settings.state_path.exists():
-        state = torch.load(settings.state_path, weights_only=False)
+        state = torch.load(settings.state_path, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         schedule.step, counts = state["step"], state["counts"]

@@ -8,6 +8,8 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Final
 
 import torch
@@ -15,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.settings import ModelSettings
+from specdec.weight_map import check_weight_maps
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, device: torch.
         ModelNotSupported: not a decoder-only language model, or weights are missing (transformers would fill them in
             at random).
     """
+    check_weight_maps(Path(settings.model))
     dtype = _DTYPES.get(settings.dtype, "auto")
     options: dict[str, Any] = {}
     if getattr(config, "quantization_config", None) is not None:
@@ -71,10 +75,16 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, device: torch.
             attn_implementation="eager",
             trust_remote_code=settings.trust_remote_code,
             output_loading_info=True,
+            weights_only=True,
             **options,
         )
     except OSError as error:
         raise InvalidRequest(f"the weights in {settings.model} cannot be read: {error}", param="model") from error
+    except UnpicklingError as error:
+        raise InvalidRequest(
+            f"the weights in {settings.model} hold more than tensors, or are damaged; nothing in them was run",
+            param="model",
+        ) from error
     except (ImportError, KeyError, RuntimeError, ValueError) as error:
         raise ModelNotSupported(f"{settings.model} cannot be loaded as a language model: {error}") from error
     model, report = loaded

@@ -13,12 +13,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from specdec.errors import InvalidRequest, ModelNotSupported
+from specdec.weight_map import INDEXES, read_weight_map
 
 H = TypeVar("H", bound=nn.Module)
 
 #: Weights of a head, the first that there are.
 _WEIGHTS: Final = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt")
-_INDEX: Final = "model.safetensors.index.json"
 #: Names of the embedding and the output layer in the architectures of transformers, after any prefix.
 _EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _OUTPUTS: Final = ("lm_head.weight", "embed_out.weight")
@@ -172,13 +172,9 @@ def text_config(folder: Path) -> dict[str, Any]:
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:
     """The safetensors file of every tensor."""
-    index = folder / _INDEX
+    index = folder / INDEXES[0]
     if index.is_file():
-        try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {str(name): folder / str(file) for name, file in names.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidRequest(f"{index} cannot be read: {error}", param="target_model") from None
+        return read_weight_map(index)
     files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt", device="cpu") as file:
