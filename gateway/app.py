@@ -21,6 +21,7 @@ from gateway.pacing.pace import Pacer
 from gateway.pacing.target_pacer import TargetPacer
 from gateway.rest.app import make_app
 from gateway.rest.http_protocol import limited_http
+from gateway.rest.request_id import RequestIds
 from gateway.routing import Router
 from gateway.text.tokenizer import TextTokenizer
 from specdec.errors import InvalidRequest
@@ -70,8 +71,9 @@ class Gateway:
         keys = KeyRing(settings)
         self._rest = _Uvicorn(
             uvicorn.Config(
-                make_app(self.generation, keys),
+                RequestIds(make_app(self.generation, keys), self.generation.request_log),
                 http=limited_http(settings.max_header_bytes),
+                log_config=None,  # uvicorn's own handlers go; its warnings are those of the process
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -96,7 +98,7 @@ class Gateway:
                 # What is above the limit of requests gets its own answer, with the time to wait.
                 max_concurrent_rpcs=2 * settings.max_concurrent_requests,
             ),
-            enter=partial(enter_call, keys),
+            enter=partial(enter_call, keys, self.generation.request_log),
         )
         name = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
         self._rpc.add(add_GenerationServiceServicer_to_server, GenerationServicer(self.generation), name)

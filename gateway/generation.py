@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
 from gateway.access.caller import current_caller
+from gateway.access.request_id import current_request_id
 from gateway.access.usage import Clients
 from gateway.decoding.context import DecodingContext
 from gateway.decoding.loop import Decoding
@@ -23,6 +23,7 @@ from gateway.pacing.pace import Pacer
 from gateway.pacing.stats import PacingStatsCollector
 from gateway.pacing.target_pacer import TargetPacer
 from gateway.preparation import Preparation
+from gateway.request_log import RequestLog
 from gateway.routing import Router
 from gateway.samples import SampleAssembler
 from gateway.text.chat_template import ChatTemplate, read_template
@@ -57,6 +58,7 @@ class Generation:
         self.context = DecodingContext(router, self.settings, make_pacer=make_pacer)
         self.metrics.registry.register(PacingStatsCollector(lambda: self.context.pacing_stats))
         self.clients = Clients(self.metrics.refuse)
+        self.request_log = RequestLog(self.metrics, enabled=self.settings.log_requests)
         self.num_requests = 0
         #: New requests are refused; those in flight continue.
         self.draining = False
@@ -130,10 +132,14 @@ class Generation:
         check_request(request, self.settings, self.router.model())
         prompt = await self.encode_prompt(request)
         samples = self._preparation.prepare(request, prompt, self.router.model(), deadline=deadline)
-        request_id = request.request_id or uuid.uuid4().hex
+        request_id = request.request_id or current_request_id()
         stops = StopStrings(request.params.stop)
         num_tokens = len(prompt) + sum(sample.params.max_tokens or 0 for sample in samples)
-        with self.clients.tokens(current_caller(), num_tokens) as tokens, self._pinned(samples):
+        with (
+            self.request_log.request(request_id) as record,
+            self.clients.tokens(current_caller(), num_tokens) as tokens,
+            self._pinned(samples),
+        ):
             tokens.num_used = len(prompt)
             streams = [
                 self._sample(request, request_id, index, sample, stops=stops, started=started)
@@ -142,6 +148,8 @@ class Generation:
             async with aclosing(merge(streams)) as chunks:
                 async for chunk in chunks:
                     tokens.num_used += len(chunk.token_ids)
+                    if record is not None:
+                        record.add(chunk)
                     yield chunk
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:

@@ -50,7 +50,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "gateway") -> int:
     args = parser.parse_args(argv)
     try:
         gateway_settings = settings_of(args)
-        run_main(lambda: _serve(gateway_settings))
+        run_main(
+            lambda: _serve(gateway_settings),
+            log_level=gateway_settings.log_level,
+            log_format=gateway_settings.log_format,
+        )
     except InvalidRequest as error:
         parser.error(str(error))
     except TandemError as error:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, Protocol
 
+from specdec.logs import start_log
+
 #: Signals that end a process in order; a second one skips the draining.
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class Process(Protocol):
@@ -84,10 +84,12 @@ def print_ready(service: str, host: str, port: int, **more: int) -> None:
     print(json.dumps(line), flush=True)
 
 
-def run_main(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def run_main(
+    main: Callable[[], Coroutine[Any, Any, None]], *, log_level: str = "info", log_format: str = "text"
+) -> None:
     """Run a process's coroutine on the fastest event loop, with a log on stderr."""
     import uvloop  # noqa: PLC0415 (callers with an event loop of their own do without)
 
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    start_log(log_level, log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc.aio
 
 from gateway.access.caller import calling
 from gateway.access.keys import KeyRing
+from gateway.access.request_id import use_request_id
+from gateway.request_log import RequestLog
 
 
-def enter_call(keys: KeyRing, context: grpc.aio.ServicerContext[Any, Any]) -> AbstractContextManager[None]:
-    """Serve a call in its caller's name.
+@contextmanager
+def enter_call(keys: KeyRing, log: RequestLog, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
+    """Serve a call in its caller's name, under the id of the metadata ``x-request-id`` or one that is drawn.
 
     Raises:
         Unauthenticated: a key is asked for, and the metadata ``authorization`` holds none that is known here.
     """
-    sent = dict(context.invocation_metadata() or ()).get("authorization")
-    return calling(
-        keys.caller(sent.decode("latin-1") if isinstance(sent, bytes) else sent, _address_of(context.peer()))
-    )
+    sent = dict(context.invocation_metadata() or ())
+    with log.refusals(use_request_id(_text(sent.get("x-request-id")))):
+        with calling(keys.caller(_text(sent.get("authorization")), _address_of(context.peer()))):
+            yield
+
+
+def _text(value: str | bytes | None) -> str | None:
+    return value.decode("latin-1") if isinstance(value, bytes) else value
 
 
 def _address_of(peer: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
@@ -13,6 +12,7 @@ from typing import Any
 
 from fastapi import Request
 
+from gateway.access.request_id import current_request_id, use_request_id
 from gateway.decoding.metrics import SpeculationMetrics
 from gateway.generation import Generation
 from gateway.limits import check_name
@@ -27,7 +27,6 @@ LOWEST_LOGPROB = -9999.0
 
 TIMEOUT_HEADER = "X-Request-Timeout-S"
 IGNORED_HEADER = "X-Ignored-Fields"
-REQUEST_ID_HEADER = "X-Request-Id"
 
 
 logger = logging.getLogger(__name__)
@@ -52,11 +51,12 @@ class Head:
         }  # fmt: skip
 
 
-def head_of(prefix: str, kind: str, request: Request, body: SamplingBody, model: str) -> Head:
-    """The head of a new answer; its id holds the client's request id where there is one."""
-    request_id = body.request_id or request.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
-    check_name("request_id", request_id)
-    return Head(f"{prefix}-{request_id}", kind, int(time.time()), model)
+def head_of(prefix: str, kind: str, body: SamplingBody, model: str) -> Head:
+    """The head of a new answer; its id holds the request's."""
+    if body.request_id:
+        check_name("request_id", body.request_id)
+        use_request_id(body.request_id)
+    return Head(f"{prefix}-{body.request_id or current_request_id()}", kind, int(time.time()), model)
 
 
 def timeout_of(request: Request) -> float | None:

@@ -44,7 +44,7 @@ class Chat:
         self._generation = generation
         self._body = body
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self._head = head_of("chatcmpl", kind, request, body, generation.check_model(body.model or ""))
+        self._head = head_of("chatcmpl", kind, body, generation.check_model(body.model or ""))
         self._n = body.n or 1
         self._ignored = set(body.ignored())
         self._request = self._make_request(timeout_of(request))

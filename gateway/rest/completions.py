@@ -48,7 +48,7 @@ class Completion:
         body.check_stream()
         self._generation = generation
         self._body = body
-        self._head = head_of("cmpl", "text_completion", request, body, generation.check_model(body.model or ""))
+        self._head = head_of("cmpl", "text_completion", body, generation.check_model(body.model or ""))
         self._n = body.n or 1
         #: With echo, no tokens at all may be asked for; one is generated all the same, and left out.
         self._prompt_only = bool(body.echo) and body.limit_tokens() == 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from specdec.errors import (
     InvalidRequest,
@@ -22,6 +24,9 @@ from specdec.errors import (
 )
 
 logger = logging.getLogger(__name__)
+
+#: Where the state of a scope keeps why its request was refused.
+REFUSAL: Final = "refusal"
 
 
 def error_body(message: str, kind: str, code: int | str, param: str | None = None) -> dict[str, Any]:
@@ -38,7 +43,20 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
     return status.http, error_body(text_of(error), status.openai_type, status.openai_code or status.http, param)
 
 
-def response_of(error: Exception) -> JSONResponse:
+class ErrorResponse(JSONResponse):
+    """An error, whose message is also left in the scope's state for the log of requests."""
+
+    def __init__(self, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(body, status, headers)
+        self._message = body["error"]["message"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        scope.setdefault("state", {})[REFUSAL] = self._message
+        await super().__call__(scope, receive, send)
+
+
+def response_of(error: Exception) -> ErrorResponse:
     """The response to an error; overload says when to come again."""
     status, body = body_of(error)
     headers = {}
@@ -46,29 +64,29 @@ def response_of(error: Exception) -> JSONResponse:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     elif isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(body, status, headers)
+    return ErrorResponse(status, body, headers)
 
 
 def install(app: FastAPI) -> None:
     """Add the handlers to an application."""
 
     @app.exception_handler(TandemError)
-    async def on_tandem_error(request: Request, error: TandemError) -> JSONResponse:
+    async def on_tandem_error(request: Request, error: TandemError) -> ErrorResponse:
         return response_of(error)
 
     @app.exception_handler(Exception)
-    async def on_error(request: Request, error: Exception) -> JSONResponse:
+    async def on_error(request: Request, error: Exception) -> ErrorResponse:
         return response_of(error)
 
     @app.exception_handler(RequestValidationError)
-    async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    async def on_invalid(request: Request, error: RequestValidationError) -> ErrorResponse:
         return response_of(invalid_request_of(error, request.headers.get("content-type", "")))
 
     @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+    async def on_http_error(request: Request, error: HTTPException) -> ErrorResponse:
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         body = error_body(str(error.detail), kind, error.status_code)
-        return JSONResponse(body, error.status_code, error.headers)
+        return ErrorResponse(error.status_code, body, error.headers)
 
 
 def invalid_request_of(error: RequestValidationError, content_type: str) -> InvalidRequest:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.rest.errors import error_body
+from gateway.rest.errors import ErrorResponse, error_body
 
 #: Limits' worth of a refused body that are read before the answer is sent regardless.
 PATIENCE: Final = 8
@@ -54,4 +53,4 @@ class BodyLimit:
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = error_body(self._text, "invalid_request_error", 413)
-        await JSONResponse(body, 413, {"Connection": "close"})(scope, receive, send)
+        await ErrorResponse(413, body, {"Connection": "close"})(scope, receive, send)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specdec.logs import FORMATS, LEVELS
 from specdec.rules import Rule
 from specdec.settings.limits import RequestLimits
 from specdec.settings.listening import (
@@ -51,6 +52,9 @@ class GatewaySettings(RequestLimits):
     max_target_retries: int = option(3, "times a session is reopened on a target before its request fails", ge=0)
     target_wait_s: float = option(60.0, "seconds a request whose target was lost waits for one to return", ge=0)
     max_concurrent_requests: int = option(512, "requests in flight; one more gets 429", ge=1)
+    log_level: str = option("info", "least severe messages in the log", choices=LEVELS)
+    log_format: str = option("text", "lines of the log on stderr", choices=FORMATS)
+    log_requests: bool = option(False, "log each request as it ends or is refused; prompts and texts are left out")
     seed: int | None = option(None, "makes the seeds of requests that give none reproducible")
     drain_s: float = option(20.0, "seconds open requests get to finish after SIGTERM", ge=0)
 

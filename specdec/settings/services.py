@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specdec.logs import FORMATS, LEVELS
 from specdec.rules import DEFAULT_RULE, Rule
 from specdec.settings.listening import (
     INSECURE,
@@ -64,6 +65,8 @@ class ServerSettings:
     ssl_ca_certs: str | None = option(None, SSL_CA_CERTS)
     insecure: bool = option(False, INSECURE)
     drain_s: float = option(20.0, "seconds open streams get to finish after SIGTERM", ge=0)
+    log_level: str = option("info", "least severe messages in the log", choices=LEVELS)
+    log_format: str = option("text", "lines of the log on stderr", choices=FORMATS)
     max_concurrent_rpcs: int = option(1024, "streams and calls at once; one more gets RESOURCE_EXHAUSTED", ge=1)
 
     def __post_init__(self) -> None:

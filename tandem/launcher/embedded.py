@@ -68,7 +68,8 @@ def _load_tokenizer(folder: str | None) -> TextTokenizer | None:
 
 def serve_embedded(deployment: Deployment) -> int:
     """Serve the gateway's REST and gRPC faces over the cores of this process, until SIGINT or SIGTERM."""
-    run_main(lambda: _serve(deployment))
+    gateway = deployment.gateway
+    run_main(lambda: _serve(deployment), log_level=gateway.log_level, log_format=gateway.log_format)
     return 0
 
 

@@ -1,0 +1,42 @@
+"""The log of a process on stderr: lines of text, or of JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Any, Final
+
+LEVELS: Final = ("debug", "info", "warning", "error")
+FORMATS: Final = ("text", "json")
+_TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line. ``extra={"fields": {…}}`` of a logging call adds its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        if record.exc_info:
+            fields = fields | {"exception": self.formatException(record.exc_info)}
+        return json_line(record.getMessage(), record.levelname.lower(), at_s=record.created, logger=record.name, **fields)
+
+
+def json_line(message: str, level: str = "info", *, at_s: float | None = None, **fields: Any) -> str:
+    """One line of a JSON log; ``at_s`` is its moment in seconds since 1970, by default now."""
+    at_s = time.time() if at_s is None else at_s
+    moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at_s)) + f".{int(at_s % 1 * 1000):03d}Z"
+    return json.dumps({"time": moment, "level": level, "message": message, **fields}, ensure_ascii=False)
+
+
+def start_log(level: str = "info", form: str = "text") -> None:
+    """Send the log of this process to stderr, unless the program that embeds it has a log already."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(_TEXT))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def printable(text: str) -> str:
+    """A text as one line: what cannot be printed is escaped."""
+    return text if text.isprintable() else ascii(text)[1:-1]
