@@ -22,7 +22,9 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Finished samples by outcome", ("outcome",))
-        self.rejected = self._counter("requests_rejected", "Requests answered with an error, by HTTP status", ("status",))
+        self.rejected = self._counter(
+            "requests_rejected", "Requests answered with an error, by HTTP status", ("status",)
+        )
         self.running = Gauge("tandem_requests_running", "Samples being generated", registry=self.registry)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens")
         self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens found in a parked cache")

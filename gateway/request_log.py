@@ -63,7 +63,7 @@ class RequestRecord:
 
 
 class RequestLog:
-    """The log of one gateway's requests. Refusals are counted in any case; lines are written where it is ``enabled``."""
+    """The log of one gateway's requests. Refusals are counted in any case, and lines written if it is ``enabled``."""
 
     def __init__(self, metrics: GatewayMetrics, *, enabled: bool) -> None:
         self._metrics = metrics

@@ -20,7 +20,9 @@ class JsonFormatter(logging.Formatter):
         fields: dict[str, Any] = getattr(record, "fields", {})
         if record.exc_info:
             fields = fields | {"exception": self.formatException(record.exc_info)}
-        return json_line(record.getMessage(), record.levelname.lower(), at_s=record.created, logger=record.name, **fields)
+        return json_line(
+            record.getMessage(), record.levelname.lower(), at_s=record.created, logger=record.name, **fields
+        )
 
 
 def json_line(message: str, level: str = "info", *, at_s: float | None = None, **fields: Any) -> str:

@@ -22,9 +22,9 @@ def enter_call(keys: KeyRing, log: RequestLog, context: grpc.aio.ServicerContext
         Unauthenticated: a key is asked for, and the metadata ``authorization`` holds none that is known here.
     """
     sent = dict(context.invocation_metadata() or ())
-    with log.refusals(use_request_id(_text(sent.get("x-request-id")))):
-        with calling(keys.caller(_text(sent.get("authorization")), _address_of(context.peer()))):
-            yield
+    request_id, key = _text(sent.get("x-request-id")), _text(sent.get("authorization"))
+    with log.refusals(use_request_id(request_id)), calling(keys.caller(key, _address_of(context.peer()))):
+        yield
 
 
 def _text(value: str | bytes | None) -> str | None:

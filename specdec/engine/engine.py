@@ -96,6 +96,7 @@ class Engine:
         refusals.check_config(config)
         max_model_len = refusals.resolve_max_model_len(config, settings.max_model_len)
         is_rounded = refusals.check_quantization(settings, config, device)
+        logger.info("reading the weights of %s", settings.model)
         model = checkpoint.load_model(settings, config, device)
         refusals.check_model(model)
         tokenizer = checkpoint.read_tokenizer(settings)
@@ -128,6 +129,7 @@ class Engine:
             activation_bytes=activation_bytes,
         )
         max_model_len = memory.fit_max_model_len(settings, max_model_len, num_blocks)
+        logger.info("comparing passes with the model's own modules")
         model.set_attn_implementation("eager")
         reference = Reference(
             model,

@@ -92,9 +92,7 @@ async def serve(
 def run(make_service: Callable[[], Service], settings: ServerSettings) -> int:
     """Serve in this process until it is told to stop; returns the exit status (0, or 1 when it could not start)."""
     try:
-        run_main(
-            lambda: serve(make_service(), settings), log_level=settings.log_level, log_format=settings.log_format
-        )
+        run_main(lambda: serve(make_service(), settings), log_level=settings.log_level, log_format=settings.log_format)
     except TandemError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

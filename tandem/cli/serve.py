@@ -14,7 +14,7 @@ from tandem.launcher import deployment as deployments
 from tandem.launcher.deployment import SERVER_OPTIONS, Deployment
 from tandem.launcher.environment import tune_environment
 from tandem.launcher.socket_folder import socket_folder
-from tandem.launcher.supervisor import Supervisor
+from tandem.launcher.supervisor import Supervisor, log_json_to_stderr, log_to_stderr
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,9 @@ async def serve(deployment: Deployment, *, startup_timeout_s: float) -> int:
     """Run the processes until SIGINT or SIGTERM; a second signal kills them."""
     with socket_folder() as sockets:
         services = deployments.services_of(deployment, sockets)
-        supervisor = Supervisor(services, drain_s=deployment.gateway.drain_s, startup_timeout_s=startup_timeout_s)
+        gateway = deployment.gateway
+        log = log_json_to_stderr if gateway.log_format == "json" else log_to_stderr
+        supervisor = Supervisor(services, drain_s=gateway.drain_s, startup_timeout_s=startup_timeout_s, log=log)
         addresses = {service.name: service.address for service in services if service.name != "gateway"}
         await run_until_stopped(
             SupervisedProcesses(supervisor), on_ready=lambda: print(deployment.ready_line(addresses), flush=True)

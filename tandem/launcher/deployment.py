@@ -44,7 +44,7 @@ DERIVED_OPTIONS: Final = (
 #: Options of the gateway that mean something to a server only. All others are those of :class:`tandem.LLM`, too.
 SERVER_OPTIONS: Final = (
     *("host", "port", "grpc_port", "served_model_name", "max_concurrent_requests", "request_timeout_s", "drain_s"),
-    *("draft_timeout_s", "max_target_retries", "target_wait_s"),
+    *("draft_timeout_s", "max_target_retries", "target_wait_s", "log_level", "log_format", "log_requests"),
     *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "insecure"),
     *options_of(RequestLimits),
 )
@@ -166,7 +166,8 @@ def services_of(deployment: Deployment, sockets: Path, *, target: str | None = N
 
     ``target`` is the address of one that runs already: then there is no target among them.
     """
-    drain = ("--drain-s", f"{deployment.gateway.drain_s:g}")
+    gateway = deployment.gateway
+    shared = ("--drain-s", f"{gateway.drain_s:g}", "--log-level", gateway.log_level, "--log-format", gateway.log_format)
     # Progress bars of the loaders would fill the log.
     environment = {**tuned_environment(os.environ), "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     target_socket, draft_socket = (f"unix:{sockets}/{name}.sock" for name in ("target", "draft"))
@@ -175,7 +176,7 @@ def services_of(deployment: Deployment, sockets: Path, *, target: str | None = N
             name="target",
             module="target_service",
             arguments=(*flags_of(deployment.target.model), *flags_of(deployment.target.scheduler),
-                       *flags_of(deployment.target), "--socket", target_socket, *drain),
+                       *flags_of(deployment.target), "--socket", target_socket, *shared),
             environment=environment,
             address=target_socket,
         )
@@ -190,13 +191,13 @@ def services_of(deployment: Deployment, sockets: Path, *, target: str | None = N
                 arguments=(
                     *flags_of(draft.speculative),
                     *flags_of(draft),
-                    *model, *flags_of(draft.scheduler, skip={"max_wait_s"}), "--socket", draft_socket, *drain),
+                    *model, *flags_of(draft.scheduler, skip={"max_wait_s"}), "--socket", draft_socket, *shared),
                 environment=environment,
                 address=draft_socket,
             )
         )  # fmt: skip
     gateway = replace(
-        deployment.gateway,
+        gateway,
         targets=(target or services[0].address,),
         drafts=tuple(service.address for service in services[1:]),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from specdec.errors import Unavailable
+from specdec.logs import json_line
 
 #: Seconds between two questions whether a starting service is ready.
 _POLL_S: Final = 0.1
@@ -29,6 +31,8 @@ _LONGEST_PAUSE_S: Final = 30.0
 _SETTLED_S: Final = 60.0
 #: Seconds from SIGTERM to SIGKILL for a service nobody uses any more.
 _QUIET_STOP_S: Final = 10.0
+#: Seconds after which services that still load are named again.
+_PROGRESS_S: Final = 10.0
 
 Log = Callable[[str, str], None]
 
@@ -36,6 +40,20 @@ Log = Callable[[str, str], None]
 def log_to_stderr(name: str, line: str) -> None:
     """Write one line of a service's log."""
     sys.stderr.write(f"[{name}] {line}\n")
+    sys.stderr.flush()
+
+
+def log_json_to_stderr(name: str, line: str) -> None:
+    """Write one line of a service's log as JSON that names the service."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        fields = None
+    if isinstance(fields, dict):
+        line = json.dumps({**fields, "service": name}, ensure_ascii=False)
+    else:
+        line = json_line(line, service=name)
+    sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
 
@@ -197,6 +215,7 @@ class Supervisor:
         log: Log = log_to_stderr,
     ) -> None:
         self.children = {service.name: Child(service, log) for service in services}
+        self._log = log
         self._drain_s = drain_s
         self._startup_timeout_s = startup_timeout_s
         self._tasks: list[asyncio.Task[None]] = []
@@ -207,7 +226,7 @@ class Supervisor:
         Raises :class:`Unavailable` when one ends, or is still not ready after the startup timeout.
         """
         self._tasks = [asyncio.create_task(child.run()) for child in self.children.values()]
-        all_ready = asyncio.gather(*(child.ready.wait() for child in self.children.values()))
+        all_ready = asyncio.create_task(self._wait_ready())
         try:
             waited: set[asyncio.Future[Any]] = {all_ready, *self._tasks}
             await asyncio.wait(waited, timeout=self._startup_timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -218,6 +237,21 @@ class Supervisor:
         finally:
             all_ready.cancel()
             await asyncio.gather(all_ready, return_exceptions=True)
+
+    async def _wait_ready(self) -> None:
+        """Return once every service is ready; the log tells which are."""
+        started = time.monotonic()
+        waits = {asyncio.create_task(child.ready.wait()): name for name, child in self.children.items()}
+        try:
+            while waits:
+                done, _ = await asyncio.wait(waits, timeout=_PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
+                ready = [waits.pop(wait) for wait in done]
+                news = [f"{name} is ready after {time.monotonic() - started:.1f} s" for name in ready]
+                rest = [f"waiting for {', '.join(waits.values())}"] if waits else []
+                self._log("tandem", "; ".join([*news, *rest]))
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def stop(self) -> None:
         """Stop the services in reverse order: the last one started drains first, while the others still serve it.

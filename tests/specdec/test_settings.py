@@ -35,6 +35,8 @@ def other_value(option: Option) -> Any:
         "socket": "unix:/s",
         "speculative_token_tree": "[(0,), (1,), (0, 0)]",
         "dtype": "bfloat16",
+        "log_format": "json",
+        "log_level": "debug",
         "quantization": "int8",
         "verification": Rule.COUPLED,
     }

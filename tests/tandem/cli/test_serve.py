@@ -1,5 +1,6 @@
 """``tandem serve`` with real processes."""
 
+import json
 import queue
 import re
 import shutil
@@ -163,9 +164,22 @@ def test_a_whole_life(launch: type[Launcher], capsys: pytest.CaptureFixture[str]
 
 
 def test_a_killed_launcher_leaves_no_orphans(launch: type[Launcher]) -> None:
-    launcher = launch("python-12m", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
+    ngram = '{"method": "ngram", "num_speculative_tokens": 3}'
+    launcher = launch("python-12m", "--speculative-config", ngram, "--log-format", "json", "--log-requests")
     assert "python-12m, drafted by ngram, k = 3" in launcher.wait_for("ready:")
     assert complete(launcher.server)
+    request = json.loads(launcher.wait_for('"tokens_per_s"'))
+    assert (request["service"], request["level"], request["outcome"], request["tokens"]) == (
+        "gateway",
+        "info",
+        "length",
+        16,
+    )
+    log = [json.loads(line) for line in launcher.lines if not line.startswith("ready:")]
+    assert {line["service"] for line in log} == {"target", "draft", "gateway", "tandem"}
+    news = [line["message"] for line in log if line["service"] == "tandem"]
+    assert len(news) >= 3
+    assert " is ready after " in news[-1]
     children = list(launcher.children().values())
     assert len(children) == 3
     launcher.end(signal.SIGKILL)
