@@ -169,14 +169,9 @@ def test_a_killed_launcher_leaves_no_orphans(launch: type[Launcher]) -> None:
     assert "python-12m, drafted by ngram, k = 3" in launcher.wait_for("ready:")
     assert complete(launcher.server)
     request = json.loads(launcher.wait_for('"tokens_per_s"'))
-    assert (request["service"], request["level"], request["outcome"], request["tokens"]) == (
-        "gateway",
-        "info",
-        "length",
-        16,
-    )
+    assert (request["service"], request["outcome"], request["tokens"]) == ("gateway", "length", 16)
     log = [json.loads(line) for line in launcher.lines if not line.startswith("ready:")]
-    assert {line["service"] for line in log} == {"target", "draft", "gateway", "tandem"}
+    assert {line["service"] for line in log} == {"target", "gateway", "tandem"}  # n-gram lookup has nothing to say
     news = [line["message"] for line in log if line["service"] == "tandem"]
     assert len(news) >= 3
     assert " is ready after " in news[-1]
