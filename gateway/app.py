@@ -12,6 +12,7 @@ from typing import Final
 
 import uvicorn
 
+from gateway.acceptance_check import StartUpCheck
 from gateway.access.keys import KeyRing
 from gateway.backends.fleet import Fleet
 from gateway.generation import Generation
@@ -86,6 +87,8 @@ class Gateway:
         self._rest_task: asyncio.Task[None] | None = None
         self._health: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
+        self._check: asyncio.Task[None] | None = None
+        self._heads_checked = asyncio.Event()
         self._rpc = RpcServer(
             ServerSettings(
                 host=settings.host,
@@ -123,11 +126,13 @@ class Gateway:
         if self._fleet is not None:
             await self._fleet.start()
         self._health = asyncio.create_task(self._follow_health())
+        self._check = asyncio.create_task(self._check_heads())
         logger.info("listening on %s:%d and gRPC %d", self.settings.host, self.port, self.grpc_port)
 
     async def wait_ready(self) -> None:
-        """Return once a target can be used and both ports answer."""
+        """Return once a target can be used, both ports answer, and a head that is up already was checked."""
         await self._ready.wait()
+        await self._heads_checked.wait()
 
     async def drain(self) -> None:
         """Refuse new requests and let those in flight finish, for ``drain_s`` seconds at most."""
@@ -140,9 +145,10 @@ class Gateway:
 
     async def stop(self) -> None:
         """End what is left and close everything."""
-        if self._health is not None:
-            self._health.cancel()
-            await asyncio.wait((self._health,))
+        if tasks := [task for task in (self._health, self._check) if task is not None]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
         if self._rest_task is not None:
             self._rest.should_exit = self._rest.force_exit = True
             await asyncio.wait((self._rest_task,))
@@ -162,6 +168,18 @@ class Gateway:
             if serving and not self._ready.is_set() and self._rest.started:
                 self.generation.check_tokenizer()
                 self._ready.set()
+            await asyncio.sleep(LOOK_S)
+
+    async def _check_heads(self) -> None:
+        """Check draft heads as they come up."""
+        check = StartUpCheck(self.generation)
+        await self.generation.router.wait_ready()
+        while not self.generation.draining:
+            try:
+                await check.run()
+            except Exception:
+                logger.exception("the self-test of the draft failed")
+            self._heads_checked.set()
             await asyncio.sleep(LOOK_S)
 
 

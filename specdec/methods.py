@@ -27,6 +27,8 @@ class Method:
     is_head: bool = False
     #: It looks up what stood in some text before. Of two methods, the first is one of these.
     is_lookup: bool = False
+    #: Tokens a round commits with a good head, of up to three drafted ones; heads that reach far less are warned of.
+    usual_acceptance_length: float = 0.0
     #: How its checkpoints are recognised: ``speculators_model_type`` of the speculators library; a field of
     #: ``config.json``; a pattern in ``architectures`` or ``model_type``, lower case; a tensor, in files with the config
     #: of a Llama of one layer.
@@ -50,6 +52,7 @@ _BUILT_IN: Final = (
         name="eagle",
         needs_model=True,
         is_head=True,
+        usual_acceptance_length=2.2,
         speculators_type="eagle",
         architecture="eagle",
         tensor="fc.weight",
@@ -60,6 +63,7 @@ _BUILT_IN: Final = (
         name="eagle3",
         needs_model=True,
         is_head=True,
+        usual_acceptance_length=2.4,
         speculators_type="eagle3",
         config_field="eagle_config",
         architecture="eagle3",
@@ -71,6 +75,7 @@ _BUILT_IN: Final = (
         name="medusa",
         needs_model=True,
         is_head=True,
+        usual_acceptance_length=1.9,
         config_field="medusa_num_heads",
         architecture="medusa",
         training_name="medusa",
@@ -80,6 +85,7 @@ _BUILT_IN: Final = (
         name="mlp_speculator",
         needs_model=True,
         is_head=True,
+        usual_acceptance_length=1.9,
         speculators_type="mlp",
         architecture="^mlp_?speculator",
         training_name="mlp",
@@ -97,6 +103,12 @@ MODEL_METHODS: Final = tuple(method.name for method in _BUILT_IN if method.needs
 LOOKUP_METHODS: Final = tuple(method.name for method in _BUILT_IN if method.is_lookup)
 #: Methods by their names in ``tandem train``.
 TRAINABLE: Final = {method.training_name: method for method in _BUILT_IN if method.training_name}
+
+
+def head_method(name: str) -> Method | None:
+    """The head among the methods of a drafter, as its server names them: one, or a lookup and another ("a+b")."""
+    method = METHODS.get(name.rsplit("+", maxsplit=1)[-1])
+    return method if method is not None and method.is_head else None
 
 
 def method_of(folder: str) -> str:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, aclosing, nullcontext
 from types import TracebackType
 from typing import Any, Final, Self
 
+from gateway.acceptance_check import StartUpCheck
 from gateway.types import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
 from specdec.errors import InvalidRequest
 from specdec.params import SamplingParams
@@ -77,6 +78,7 @@ class LLM:
         self._loop = BackgroundLoop("tandem-llm")
         try:
             self._embedded = self._loop.run(Embedded.start(self.deployment))
+            self._loop.run(StartUpCheck(self._embedded.generation).run())
         except BaseException:
             self._loop.close()
             raise

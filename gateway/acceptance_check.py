@@ -1,0 +1,116 @@
+"""The self-test of draft heads at start: does the target accept what a head of its kind should get right?
+
+A head whose files are read wrongly, or that belongs to another target, drafts nonsense without any error. The text
+stays right, but drafting is slower than none. Only the gateway, where target and draft meet, can see that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Final
+
+from gateway.decoding.context import DecodingContext
+from gateway.decoding.loop import Decoding
+from gateway.decoding.metrics import SpeculationMetrics
+from gateway.decoding.request import DecodingRequest
+from gateway.generation import Generation
+from specdec.errors import InvalidRequest, TandemError
+from specdec.methods import head_method
+from specdec.params import SamplingParams
+from specdec.types import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+#: Tokens the target generates in each look, and drafted tokens of a round.
+NUM_TOKENS: Final = 24
+NUM_DRAFT_TOKENS: Final = 3
+#: Share of the usual gain below which a head is not what it should be.
+LEAST_SHARE: Final = 0.25
+#: Rounds below which nothing can be said, and seconds a look may take.
+MIN_ROUNDS: Final = 5
+TIMEOUT_S: Final = 20.0
+#: Code and prose, which every head has learned. The second is looked at only if the first looks bad.
+PROMPTS: Final = (
+    "Write a Python function that adds two numbers, then one that sorts a list.\n\n```python\ndef ",
+    "Explain in simple words why the sky is blue and why the sea is salty.",
+)
+
+
+async def check_acceptance(generation: Generation, head: ModelInfo, usual: float) -> None:
+    """Let a head draft for text that the target generates, and warn if hardly anything is accepted.
+
+    ``usual``: tokens a round commits with a good head of its kind.
+    """
+    context = DecodingContext(generation.router, replace(generation.settings, fixed_draft_length=True))
+    counted = SpeculationMetrics()
+    for text in PROMPTS:
+        try:
+            request = await _request(generation, head, text)
+            if request is None:
+                return
+            decoding = Decoding(context, request)
+            async with aclosing(decoding.verdicts()) as verdicts:
+                async for _ in verdicts:
+                    pass
+        except TandemError as error:
+            logger.info("the self-test of draft %s was given up: %s", head.name, error)
+            return
+        counted.add(decoding.metrics)
+        gain = counted.mean_acceptance_length - 1
+        if counted.num_spec_steps < MIN_ROUNDS or gain >= LEAST_SHARE * (usual - 1):
+            return
+    logger.warning(
+        "SELF-TEST FAILED: the target accepted %d of %d tokens that draft %s (%s) proposed: %.2f tokens a round, where"
+        " %.1f are usual for this kind. The text is right, but drafting costs time. Usual causes: the head was trained for"
+        " another target, or for another version or quantization of it; its config means other hidden states, norms or"
+        " rotary embeddings here than where it was trained; its weights are incomplete or untrained"
+        " (docs/drafters.md#draft-heads)",
+        counted.num_accepted_draft_tokens,
+        counted.num_draft_tokens,
+        head.name,
+        head.method,
+        counted.mean_acceptance_length,
+        usual,
+    )
+
+
+async def _request(generation: Generation, head: ModelInfo, text: str) -> DecodingRequest | None:
+    """Greedy text on a prompt; None where nothing is drafted or there is no room."""
+    k = min(NUM_DRAFT_TOKENS, head.num_speculative_tokens, generation.settings.num_speculative_tokens)
+    if generation.tokenizer is None:
+        return None
+    try:
+        prompt = await generation.encode(
+            generation.render_chat([{"role": "user", "content": text}]), add_special_tokens=False
+        )
+    except InvalidRequest:  # without a template, or one that wants other messages
+        prompt = await generation.encode(text)
+    if not k or len(prompt) + NUM_TOKENS > generation.router.model().max_model_len:
+        return None
+    return DecodingRequest(
+        prompt=tuple(prompt),
+        params=SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, seed=0),
+        num_speculative_tokens=k,
+        deadline=asyncio.get_running_loop().time() + TIMEOUT_S,
+    )
+
+
+class StartUpCheck:
+    """Checks each head once, when it comes up."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._checked: set[str] = set()
+
+    async def run(self) -> None:
+        """Check those that can be used now and were not checked before."""
+        for replica in self._generation.router.drafts.usable:
+            head = replica.info
+            method = None if head is None else head_method(head.method)
+            if head is None or method is None or head.name in self._checked:
+                continue
+            self._checked.add(head.name)
+            await check_acceptance(self._generation, head, method.usual_acceptance_length)
