@@ -105,7 +105,8 @@ def _add_text(app: FastAPI, generation: Generation) -> None:
 
 
 def _add_state(app: FastAPI, generation: Generation) -> None:
-    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
     async def health() -> dict[str, Any]:
         if generation.draining:
             raise Unavailable("the gateway is shutting down")

@@ -19,11 +19,17 @@ from specdec.ports import check_port
 from specdec.rpc.certificates import Certificates
 from specdec.rpc.channel import KEEPALIVE_OPTIONS, MESSAGE_OPTIONS, MIN_PING_INTERVAL_MS
 from specdec.rpc.health import HealthServicer
-from specdec.rpc.interceptor import CallInterceptor, EnterCall, enter_anyone
+from specdec.rpc.interceptor import CallInterceptor, CallLimits, EnterCall, enter_anyone
 from specdec.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
+#: Calls of one connection, in multiples of the server's limit; more wait in the client.
+MAX_CALLS_PER_CONNECTION: Final = 2
+#: Milliseconds a new connection gets to begin with HTTP/2.
+HANDSHAKE_TIMEOUT_MS: Final = 10_000
+#: Milliseconds after which a connection without calls is closed; clients open another one when they need it.
+MAX_IDLE_MS: Final = 300_000
 SERVER_OPTIONS: Final = (
     *MESSAGE_OPTIONS,
     *KEEPALIVE_OPTIONS,
@@ -31,6 +37,8 @@ SERVER_OPTIONS: Final = (
     ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
     # With port sharing two servers on one port would both start and split the calls between them.
     ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+    ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
 )
 
 
@@ -44,12 +52,17 @@ class RpcServer:
         """``enter``: see :class:`CallInterceptor`."""
         self.settings = settings
         self.port = 0
-        self._calls = CallInterceptor(enter)
-        self._server = grpc.aio.server(
-            options=list(SERVER_OPTIONS),
-            interceptors=[self._calls],
-            maximum_concurrent_rpcs=settings.max_concurrent_rpcs,
+        self._calls = CallInterceptor(
+            CallLimits(
+                max_calls=settings.max_concurrent_rpcs,
+                first_message_timeout_s=settings.first_message_timeout_s,
+                write_timeout_s=settings.write_timeout_s,
+            ),
+            enter,
         )
+        # The limit of calls is ours: gRPC's own would count health checks and calls that have sent nothing.
+        streams = ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION * settings.max_concurrent_rpcs)
+        self._server = grpc.aio.server(options=[*SERVER_OPTIONS, streams], interceptors=[self._calls])
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._server.add_generic_rpc_handlers((self._health.list_handler(),))

@@ -1,0 +1,166 @@
+"""Clients that open calls and send nothing, or that never read: over real connections."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specdec.rpc.channel import open_channel
+from specdec.rpc.server import RpcServer
+from specdec.settings import ServerSettings
+from specdec.v1 import generation_service_pb2 as gen_pb
+from specdec.v1 import generation_service_pb2_grpc as gen_grpc
+from specdec.v1 import target_service_pb2 as target_pb
+from specdec.v1 import target_service_pb2_grpc as target_grpc
+from specdec.v1 import types_pb2 as pb
+
+VERIFY = "/specdec.v1.TargetService/Verify"
+INFO = "/specdec.v1.TargetService/GetModelInfo"
+GENERATE = "/specdec.v1.GenerationService/Generate"
+
+
+class Target(target_grpc.TargetServiceServicer):
+    """Sends without end what nobody may read."""
+
+    def __init__(self):
+        self.num_open = 0
+
+    async def Verify(self, request_iterator, context):
+        if await context.read() is grpc.aio.EOF:
+            return
+        self.num_open += 1
+        try:
+            while True:
+                states = target_pb.VerifyResponse(hidden_states=pb.HiddenStates(data=bytes(100_000)))
+                await context.write(states)
+        finally:
+            self.num_open -= 1
+
+    async def GetModelInfo(self, request, context):
+        return pb.GetModelInfoResponse(model=pb.ModelInfo(name="m"))
+
+
+class Texts(gen_grpc.GenerationServiceServicer):
+    def __init__(self):
+        self.num_open = 0
+
+    async def Generate(self, request, context):
+        self.num_open += 1
+        try:
+            while True:
+                yield gen_pb.GenerateResponse(text="x" * 100_000)
+        finally:
+            self.num_open -= 1
+
+
+@asynccontextmanager
+async def serving(**settings):
+    server = RpcServer(ServerSettings(**settings))
+    target, texts = Target(), Texts()
+    server.add(target_grpc.add_TargetServiceServicer_to_server, target, "specdec.v1.TargetService")
+    server.add(gen_grpc.add_GenerationServiceServicer_to_server, texts, "specdec.v1.GenerationService")
+    await server.start()
+    await server.set_serving(True)
+    try:
+        yield server, target, texts
+    finally:
+        await server.stop()
+
+
+async def ask(address):
+    """What an honest client does, on a connection of its own."""
+    async with open_channel(address) as channel:
+        stub = target_grpc.TargetServiceStub(channel)
+        return (await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10)).model.name
+
+
+async def check_health(channel):
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def read_all(call):
+    async with asyncio.timeout(10):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+
+def half_open(channel, method):
+    """A call that never sends its message. A client streams where the method takes one message: same bytes."""
+    return channel.stream_stream(method)()
+
+
+async def until(condition, seconds=10):
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 (no event tells it)
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("method", [VERIFY, INFO, GENERATE])
+async def test_a_call_without_a_message_ends(method):
+    async with serving(first_message_timeout_s=0.2) as (server, _, _), open_channel(server.address) as channel:
+        call = half_open(channel, method)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "no message came within 0.2 s" in await call.details()
+        await until(lambda: not server.num_active_calls)
+
+
+async def test_half_open_calls_keep_nobody_out():
+    """As many as the limit allows, long before their deadline: others are served, and health on the same connection."""
+    settings = {"max_concurrent_rpcs": 200, "first_message_timeout_s": 60.0}
+    async with serving(**settings) as (server, _, _), open_channel(server.address) as channel:
+        calls = [half_open(channel, (VERIFY, INFO, GENERATE)[i % 3]) for i in range(300)]
+        await until(lambda: server.num_active_calls >= 200)
+        begun = time.monotonic()
+        for _ in range(5):
+            assert await ask(server.address) == "m"
+        assert await check_health(channel)
+        assert time.monotonic() - begun < 5
+        ended = [call for call in calls if call.done()]
+        assert len(ended) >= 100
+        assert {await call.code() for call in ended} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        for call in calls:
+            call.cancel()
+
+
+async def test_calls_in_progress_are_not_ended_for_new_ones():
+    async with serving(max_concurrent_rpcs=2) as (server, target, _), open_channel(server.address) as channel:
+        calls = [target_grpc.TargetServiceStub(channel).Verify() for _ in range(2)]
+        for call in calls:
+            await call.write(target_pb.VerifyRequest())
+            await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(server.address)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await check_health(channel), "health is always answered"
+        assert target.num_open == 2
+        for call in calls:
+            call.cancel()
+
+
+async def test_a_client_that_never_reads_is_left():
+    async with serving(write_timeout_s=0.5) as (server, target, texts), open_channel(server.address) as channel:
+        session = target_grpc.TargetServiceStub(channel).Verify()
+        await session.write(target_pb.VerifyRequest())
+        text = gen_grpc.GenerationServiceStub(channel).Generate(gen_pb.GenerateRequest())
+        await until(lambda: target.num_open and texts.num_open)
+        await until(lambda: not target.num_open and not texts.num_open)
+        assert not server.num_active_calls
+        assert await ask(server.address) == "m"
+        for call in (text, session):  # once it reads, it is told
+            with pytest.raises(grpc.aio.AioRpcError, match=r"took no message for 0\.5 s"):
+                await read_all(call)
+
+
+async def test_a_server_stops_though_a_client_reads_nothing():
+    async with serving() as (server, target, _), open_channel(server.address) as channel:
+        session = target_grpc.TargetServiceStub(channel).Verify()
+        await session.write(target_pb.VerifyRequest())
+        await until(lambda: target.num_open)
+        await asyncio.sleep(0.5)
+        async with asyncio.timeout(5):
+            await server.stop()
+        assert not target.num_open
