@@ -50,7 +50,8 @@ class Server:
                     return
                 event = json.loads(text)
                 if "error" in event:
-                    raise _error_of(int(event["error"].get("code") or 500), event)
+                    code = event["error"].get("code")  # the HTTP status, or the name of a mistake in the call
+                    raise _error_of(code if isinstance(code, int) else 400 if code else 500, event)
                 yield event
         raise Unavailable(f"{self.url} ended the answer before it was complete")
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
-from gateway.decoding.plain_reason import PlainReason
 from specdec.errors import InvalidRequest
 from specdec.params import Parameter, SamplingParams, parameters
+from tandem.cli.answer import Answer, AnswerPart, show
 from tandem.cli.flags import add_deployment_flags, add_key_flag, client_key
 from tandem.launcher.deployment import deployment_of
 from tandem.launcher.environment import tune_environment
@@ -24,18 +22,6 @@ Messages = list[dict[str, str]]
 _FLAGS: Final = tuple(row for row in parameters() if row.has_flag)
 #: Their defaults where they are not those of :class:`SamplingParams`.
 _DEFAULTS: Final[Mapping[str, Any]] = {"max_tokens": 256, "temperature": 0.0}
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerPart:
-    """New text; the last piece also says how many tokens there were and what speculation did."""
-
-    text: str
-    num_tokens: int | None = None
-    acceptance_length: float = 0.0
-    acceptance_rate: float = 0.0
-    #: Why nothing was speculated, where nothing was.
-    plain_reason: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,32 +56,8 @@ def run(args: argparse.Namespace) -> int:
     """Stream the text to standard output and the speed to standard error."""
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     with open_model(args) as model:
-        show(model.complete(prompt), quiet=args.quiet)
+        show(model.complete(prompt), Answer(), quiet=args.quiet)
     return 0
-
-
-def show(pieces: Iterator[AnswerPart], *, quiet: bool) -> str:
-    """Print pieces as they come, then the speed; returns the whole text."""
-    started, text, last = time.perf_counter(), "", None
-    for piece in pieces:
-        text, last = text + piece.text, piece
-        print(piece.text, end="", flush=True)
-    print()
-    if last is not None and last.num_tokens is not None and not quiet:
-        took_s = time.perf_counter() - started
-        speculation = (
-            f", acceptance length {last.acceptance_length:.2f}, acceptance rate {last.acceptance_rate:.2f}"
-            if last.acceptance_length
-            else f", no speculation{_explain(last.plain_reason)}"
-        )
-        rate = last.num_tokens / took_s
-        print(f"{last.num_tokens} tokens in {took_s:.2f} s, {rate:.1f} tokens/s{speculation}", file=sys.stderr)
-    return text
-
-
-def _explain(reason: str) -> str:
-    """The end of a sentence that says why nothing was speculated; servers may know other reasons than this one."""
-    return f": {PlainReason(reason).text if reason in {*PlainReason} else reason}" if reason else ""
 
 
 class RemoteModel:
@@ -109,12 +71,12 @@ class RemoteModel:
             **{row.name: getattr(params, row.name) for row in params.in_use()},
         }
 
-    def complete(self, prompt: str) -> Iterator[AnswerPart]:
+    def complete(self, prompt: str) -> Generator[AnswerPart, None, None]:
         """Continue a text."""
         for event in self._server.stream("/v1/completions", {**self._body, "prompt": prompt}):
             yield _piece(event, lambda choice: str(choice["text"]))
 
-    def answer(self, messages: Messages) -> Iterator[AnswerPart]:
+    def answer(self, messages: Messages) -> Generator[AnswerPart, None, None]:
         """Answer a conversation."""
         for event in self._server.stream("/v1/chat/completions", {**self._body, "messages": messages}):
             yield _piece(event, lambda choice: str(choice["delta"].get("content") or ""))
@@ -142,15 +104,15 @@ class LocalModel:
         self._llm = llm
         self._params = params
 
-    def complete(self, prompt: str) -> Iterator[AnswerPart]:
+    def complete(self, prompt: str) -> Generator[AnswerPart, None, None]:
         """Continue a text."""
         return self._pieces(self._llm.stream(prompt, self._params))
 
-    def answer(self, messages: Messages) -> Iterator[AnswerPart]:
+    def answer(self, messages: Messages) -> Generator[AnswerPart, None, None]:
         """Answer a conversation."""
         return self._pieces(self._llm.stream_chat(messages, self._params))
 
-    def _pieces(self, chunks: Iterator[Any]) -> Iterator[AnswerPart]:
+    def _pieces(self, chunks: Iterator[Any]) -> Generator[AnswerPart, None, None]:
         for chunk in chunks:
             if chunk.final is None:
                 yield AnswerPart(chunk.text)
