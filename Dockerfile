@@ -6,22 +6,34 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 
-# Where pip finds torch: empty takes the default index (CUDA builds on x86-64); give an index with CPU builds for a
-# smaller image.
+# Empty: torch as locked, with its hashes (CUDA builds on x86-64). For a smaller image give a package index with CPU
+# builds; torch is then the version of constraints.txt as that index has it, and everything else as locked.
 ARG TORCH_INDEX=""
 
 WORKDIR /app
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY requirements.lock constraints.txt ./
+RUN if [ -z "${TORCH_INDEX}" ]; then \
+        pip install --no-cache-dir --require-hashes -r requirements.lock; \
+    else \
+        awk '/^[^ ]/ { keep = !/^(torch|triton|nvidia-|cuda-)/ } keep' requirements.lock > /tmp/rest.lock \
+        && pip install --no-cache-dir --require-hashes --no-deps -r /tmp/rest.lock \
+        && pip install --no-cache-dir --no-deps -c constraints.txt --extra-index-url "${TORCH_INDEX}" torch; \
+    fi
+
+COPY pyproject.toml README.md LICENSE ./
 COPY specdec specdec
 COPY draft_service draft_service
 COPY target_service target_service
 COPY gateway gateway
 COPY tandem tandem
-RUN PIP_CONSTRAINT=/app/constraints.txt PIP_EXTRA_INDEX_URL="${TORCH_INDEX}" pip install --no-cache-dir .
+RUN pip install --no-cache-dir --no-deps --no-build-isolation . && pip check
 
-RUN useradd --create-home tandem && mkdir -p /models /cache && chown tandem /models /cache
-USER tandem
-ENV XDG_CACHE_HOME=/cache PYTHONUNBUFFERED=1
+# Owners of volumes that are made on first use are those of these folders.
+RUN useradd --uid 10001 --create-home tandem \
+    && mkdir -p /models /cache /certs/ca /certs/gateway /certs/target /certs/draft \
+    && chown -R tandem /models /cache /certs
+USER 10001
+ENV XDG_CACHE_HOME=/cache PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tandem"]
 CMD ["--help"]

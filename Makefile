@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive chaos soak lint protos docs bench dist install clean
+.PHONY: demo test test-exhaustive chaos soak lint protos docs lock bench dist install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -55,6 +55,12 @@ protos: $(STAMP)
 # The tables of options in docs/; a test compares them with what this makes.
 docs: $(STAMP)
 	$(BIN)/python -m tandem.cli.reference
+
+# requirements.lock, what the image installs: every package with the hashes of its files.
+lock: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip compile pyproject.toml --constraints constraints.txt --python-version 3.11 --universal \
+	  --generate-hashes --no-annotate --custom-compile-command "make lock" --upgrade --output-file requirements.lock
 
 # Plain against speculative decoding, on the bundled target and on the same padded to 200 M parameters.
 bench: $(STAMP)
