@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive chaos soak lint protos docs lock bench dist install clean
+.PHONY: demo test test-exhaustive chaos soak lint protos docs lock compose bench dist install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -61,6 +61,10 @@ lock: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip compile pyproject.toml --constraints constraints.txt --python-version 3.11 --universal \
 	  --generate-hashes --no-annotate --custom-compile-command "make lock" --upgrade --output-file requirements.lock
+
+# The image and docker-compose.yml, tried as a user would; needs Docker.
+compose: $(STAMP)
+	$(BIN)/python -m tests.e2e.compose
 
 # Plain against speculative decoding, on the bundled target and on the same padded to 200 M parameters.
 bench: $(STAMP)

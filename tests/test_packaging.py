@@ -59,6 +59,43 @@ def test_the_image_holds_what_the_build_needs() -> None:
     assert all((ROOT / name).exists() for name in names)
 
 
+def test_the_lock_has_a_hash_of_everything_and_fits_the_pins() -> None:
+    """What `make lock` writes: each package one version per Python, the pinned ones as pinned, each with hashes."""
+    entries = re.split(r"\n(?=\S)", (ROOT / "requirements.lock").read_text().split("\n", 2)[2])
+    versions: dict[str, set[str]] = {}
+    for entry in entries:
+        name, version = re.match(r"([a-z0-9-]+)==([^ ;]+)", entry).groups()
+        versions.setdefault(name, set()).add(version)
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry
+    needed = {re.match(r"[a-z0-9-]+", line)[0] for line in METADATA["dependencies"]}
+    assert needed <= versions.keys()
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for name in pins.keys() & versions.keys():
+        assert versions[name] == {pins[name]}, f"{name}: run `make lock`"
+
+
+def test_compose_gives_no_service_more_than_it_needs() -> None:
+    """Each container is locked down, its certificates and its cache are its own, and only the gateway is published."""
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    writable: list[str] = []
+    for name, service in services.items():
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert "privileged" not in service
+        assert ("ports" in service) is (name == "gateway")
+        writable += [volume for volume in service["volumes"] if not volume.endswith(":ro")]
+        assert "--insecure" not in service["command"]
+        if name in ("target", "draft"):
+            assert {"--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"} <= set(service["command"])
+    assert len(writable) == len(set(writable))
+    assert all(port.startswith("${TANDEM_PUBLISH:-127.0.0.1}:") for port in services["gateway"]["ports"])
+    assert "--backend-ssl-ca-certs" in services["gateway"]["command"]
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert "--require-hashes" in dockerfile
+    assert re.search(r"^USER [1-9]\d*$", dockerfile, re.MULTILINE)
+
+
 def test_ci_runs_the_targets_of_make_on_every_supported_python() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     supported = [line.rpartition(" ")[2] for line in METADATA["classifiers"] if ":: 3." in line]

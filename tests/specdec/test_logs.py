@@ -3,7 +3,9 @@
 import json
 import logging
 
-from specdec.logs import JsonFormatter, json_line, printable
+import pytest
+
+from specdec.logs import JsonFormatter, TextFormatter, json_line, printable
 
 
 def test_a_record_is_one_json_object():
@@ -28,6 +30,22 @@ def test_an_exception_is_a_field():
     except ValueError as error:
         record = logging.LogRecord("a", logging.ERROR, "", 0, "x", (), (ValueError, error, error.__traceback__))
     assert json.loads(JsonFormatter().format(record))["exception"].endswith("ValueError: bad")
+
+
+FORGED = "s\n2026-01-01 00:00:00,000 INFO gateway: all is well\r\x1b[2K\x9b2K\u2028\u202e"
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
+def test_what_a_client_sent_forges_no_line(formatter):
+    try:
+        raise ValueError(FORGED)
+    except ValueError as error:
+        info = (ValueError, error, error.__traceback__)
+    record = logging.LogRecord("a", logging.ERROR, "", 0, "session %s lost", (FORGED,), info)
+    first, *rest = formatter.format(record).splitlines()
+    assert all(line.isprintable() and line.startswith("    ") for line in rest)
+    assert first.isprintable()
+    assert "session s\\n2026" in first
 
 
 def test_text_becomes_one_line():
