@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import specdec
 from specdec.cores import usable_cores
+from specdec.engine.adapters import adopt
 from specdec.engine.attention import PagedBatch
 from specdec.engine.batch import Batch, Segment, build_batch
 from specdec.engine.compaction import Kept, copy_blocks, keep_rows
@@ -98,6 +99,7 @@ class Engine:
         is_rounded = refusals.check_quantization(settings, config, device)
         logger.info("reading the weights of %s", settings.model)
         model = checkpoint.load_model(settings, config, device)
+        adopt(model)
         refusals.check_model(model)
         tokenizer = checkpoint.read_tokenizer(settings)
         num_parameters = model.num_parameters()

@@ -111,6 +111,14 @@ def _attend(
     return out.unsqueeze(0), None
 
 
+def positions_of(module: nn.Module, num_rows: int, device: torch.device) -> torch.Tensor:
+    """int64 [T]: where the rows of the pass stand in their sequences, for a module that is not told by its model."""
+    layer: PagedLayer | None = module.__dict__.get(_LAYER)
+    if layer is None or layer.state.batch is None:  # a recording pass
+        return torch.arange(num_rows, device=device)
+    return layer.state.batch.batch.plan.positions
+
+
 class _Recorder:
     """Collects the calls of one recording pass over ``num_rows`` rows."""
 

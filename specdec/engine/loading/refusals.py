@@ -24,6 +24,11 @@ def check_config(config: PreTrainedConfig) -> None:
             f"{config.model_type!r} is an encoder-decoder model; only decoder-only language models are supported"
         )
     text = config.get_text_config(decoder=True)
+    if getattr(text, "alibi", False):
+        raise ModelNotSupported(
+            f"{text.model_type!r} with ALiBi positions (alibi) attends in code of its own, outside transformers'"
+            " attention interface; it would attend across sequences"
+        )
     if getattr(text, "attn_temperature_tuning", False):
         raise ModelNotSupported(
             f"{text.model_type!r} scales its attention by a token's place in the batch, not in its sequence"

@@ -75,7 +75,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **MOE,
         },
     ),
+    "falcon": ("falcon", {"alibi": False}),
+    "falcon_heads": ("falcon", {"alibi": False, "multi_query": False, "bias": True, "parallel_attn": False}),
+    "falcon_groups": ("falcon", {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_alibi": ("falcon", {"alibi": True}),
+    "gptj": ("gptj", {"rotary_dim": 4, "n_inner": 48}),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2}),
+    "bloom_three_heads": ("bloom", {"n_head": 3, "n_layer": 2, "hidden_size": 24}),
     "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
     "mamba": ("mamba", {}),
     "jamba": (
@@ -127,7 +133,10 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
     """A random model with every weight well away from its initial value, norms included."""
     kind, special = ARCHITECTURES[name]
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**COMMON, **special, **changes}))
+    options = {**COMMON, **special, **changes}
+    if kind == "falcon":
+        del options["head_dim"]  # it follows from the others
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options))
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.normal_(1.0 if "norm" in key and weight.dim() == 1 and "bias" not in key else 0.0, 0.3)

@@ -31,6 +31,12 @@ SUPPORTED = [
     "qwen2_moe",
     "gpt_oss",
     "deepseek",
+    "falcon",
+    "falcon_heads",
+    "falcon_groups",
+    "gptj",
+    "bloom",
+    "bloom_three_heads",
 ]
 PROMPTS = (9, 2, 30)
 NEW_TOKENS = 24
@@ -78,7 +84,7 @@ def load_path(
         monkeypatch.setattr(acceleration, "native_attention", lambda: None)
 
     def load(name: str) -> Engine:
-        engine = load_engine(name, enforce_eager=path != "fastest")
+        engine = load_engine(name, enforce_eager=path != "fastest", max_model_len=128)  # BLOOM names no length
         assert path != "torch" or engine.path == "torch attention"
         return engine
 

@@ -45,7 +45,15 @@ def path_to(parents: Sequence[int], row: int) -> list[int]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_path_of_a_tree_gets_the_logits_of_a_chain(load: Load, load_stock: Any, tools: Any, name: str) -> None:
-    engine, stock = load(name), load_stock(name)
+    check_logits(load(name), load_stock(name), tools)
+
+
+def test_rows_of_a_tree_have_their_own_alibi(load_engine: Load, load_stock: Any, tools: Any) -> None:
+    """BLOOM's positions are not told to its attention."""
+    check_logits(load_engine("bloom", max_model_len=128), load_stock("bloom"), tools)
+
+
+def check_logits(engine: Engine, stock: Any, tools: Any) -> None:
     prompts = [tools.random_ids(count, seed=count) for count in (5, 18, 1)]
     trees: list[Sequence[int]] = [random_tree(14, 3), (), random_tree(20, 4)]
     fed = [tools.random_ids(len(tree) or 6, seed=90 + i) for i, tree in enumerate(trees)]
