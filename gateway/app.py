@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,12 +22,14 @@ from gateway.grpc.servicer import GenerationServicer
 from gateway.pacing.pace import Pacer
 from gateway.pacing.target_pacer import TargetPacer
 from gateway.rest.app import make_app
+from gateway.rest.connections import Connections, guarded_http
 from gateway.rest.http_protocol import limited_http
 from gateway.rest.request_id import RequestIds
 from gateway.routing import Router
 from gateway.text.tokenizer import TextTokenizer
 from specdec.errors import InvalidRequest
 from specdec.lifecycle import print_ready, run_until_stopped
+from specdec.open_files import cap_connections
 from specdec.ports import bind
 from specdec.rpc.certificates import Certificates
 from specdec.rpc.server import RpcServer
@@ -70,17 +73,18 @@ class Gateway:
             router = self._fleet.router
         self.generation = Generation(router, settings, tokenizer, make_pacer=make_pacer)
         keys = KeyRing(settings)
+        connections = Connections(settings, max_connections=cap_connections(settings.max_connections, num_servers=2))
         self._rest = _Uvicorn(
             uvicorn.Config(
                 RequestIds(make_app(self.generation, keys), self.generation.request_log),
-                http=limited_http(settings.max_header_bytes),
+                http=guarded_http(limited_http(settings.max_header_bytes), connections),
                 log_config=None,  # uvicorn's own handlers go; its warnings are those of the process
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=max(1, round(settings.drain_s)),
-                timeout_keep_alive=30,
+                timeout_keep_alive=math.ceil(settings.keep_alive_s),
             ),
             settings.tls,
         )
@@ -100,6 +104,9 @@ class Gateway:
                 drain_s=settings.drain_s,
                 # What is above the limit of requests gets its own answer, with the time to wait.
                 max_concurrent_rpcs=2 * settings.max_concurrent_requests,
+                max_connections=settings.max_connections,
+                first_message_timeout_s=settings.body_timeout_s,
+                write_timeout_s=settings.write_timeout_s,
             ),
             enter=partial(enter_call, keys, self.generation.request_log),
         )

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, Protocol
 
 from specdec.logs import start_log
+from specdec.open_files import raise_file_limit
 
 #: Signals that end a process in order; a second one skips the draining.
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -91,5 +92,6 @@ def run_main(
     import uvloop  # noqa: PLC0415 (callers with an event loop of their own do without)
 
     start_log(log_level, log_format)
+    raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())

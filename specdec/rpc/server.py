@@ -15,6 +15,7 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_NAME
 from grpc_reflection.v1alpha import reflection
 
 from specdec.errors import InvalidRequest
+from specdec.open_files import cap_connections
 from specdec.ports import check_port
 from specdec.rpc.certificates import Certificates
 from specdec.rpc.channel import KEEPALIVE_OPTIONS, MESSAGE_OPTIONS, MIN_PING_INTERVAL_MS
@@ -61,8 +62,12 @@ class RpcServer:
             enter,
         )
         # The limit of calls is ours: gRPC's own would count health checks and calls that have sent nothing.
-        streams = ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION * settings.max_concurrent_rpcs)
-        self._server = grpc.aio.server(options=[*SERVER_OPTIONS, streams], interceptors=[self._calls])
+        options = (
+            *SERVER_OPTIONS,
+            ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION * settings.max_concurrent_rpcs),
+            ("grpc.max_allowed_incoming_connections", cap_connections(settings.max_connections, num_servers=2)),
+        )
+        self._server = grpc.aio.server(options=options, interceptors=[self._calls])
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._server.add_generic_rpc_handlers((self._health.list_handler(),))

@@ -1,6 +1,7 @@
 """Settings of every service. Each option is one line: name, type, default, help and range."""
 
 from specdec.settings.access import API_KEY_VARIABLE, AccessSettings, ClientLimits
+from specdec.settings.connections import ConnectionSettings
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.limits import RequestLimits
 from specdec.settings.model import DTYPES, QUANTIZATIONS, ModelSettings, SchedulerSettings
@@ -13,6 +14,7 @@ __all__ = [
     "QUANTIZATIONS",
     "AccessSettings",
     "ClientLimits",
+    "ConnectionSettings",
     "DraftSettings",
     "GatewaySettings",
     "ModelSettings",

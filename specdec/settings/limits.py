@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdec.settings.access import AccessSettings
+from specdec.settings.connections import ConnectionSettings
 from specdec.settings.option import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestLimits(AccessSettings):
+class RequestLimits(ConnectionSettings):
     """What one request may hold, so that no request costs others their speed or the gateway its memory."""
 
     max_header_bytes: int = option(65536, "bytes of a request's line and headers", ge=1)

@@ -1,0 +1,20 @@
+"""Settings of how many connections and requests there are, and how long the gateway waits for their clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.settings.access import AccessSettings
+from specdec.settings.option import option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionSettings(AccessSettings):
+    """How many connections there are, and how long the gateway waits for clients."""
+
+    max_connections: int = option(4096, "HTTP connections at once; one more closes the one that idles longest", ge=1)
+    max_client_connections: int = option(1024, "the same of one address; more for a proxy in front", ge=1)
+    header_timeout_s: float = option(10.0, "seconds for a request's line and headers", gt=0)
+    body_timeout_s: float = option(30.0, "seconds for a body, or for the message of a gRPC call", gt=0)
+    write_timeout_s: float = option(30.0, "seconds a client may read nothing before its request ends", gt=0)
+    keep_alive_s: float = option(30.0, "seconds an idle HTTP connection is kept", gt=0)
