@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive chaos soak lint protos docs lock compose bench dist install clean
+.PHONY: demo test test-exhaustive chaos soak fuzz lint protos docs lock compose bench dist install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -39,6 +39,11 @@ chaos: $(STAMP)
 soak: SECONDS ?= 600
 soak: $(STAMP)
 	$(BIN)/python -m tests.reliability.soak --seconds $(SECONDS) --seed $(or $(SEED),1)
+
+# CASES invented inputs for REST, gRPC, the target and every drafter, drawn from SEED.
+fuzz: CASES ?= 100000
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.reliability.fuzz.trial --cases $(CASES) --seed $(or $(SEED),1)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

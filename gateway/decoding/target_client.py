@@ -188,7 +188,19 @@ class TargetClient:
         length = len(self._state)
         if verdict.base_len != length or not (verdict.token_ids or verdict.finish_reason):
             raise StaleSession(f"a verdict for length {verdict.base_len} came at length {length}")
+        if not self._is_possible(verdict):
+            raise Unavailable("the target sent a verdict that cannot be")
         return verdict
+
+    def _is_possible(self, verdict: Verdict) -> bool:
+        """Whether a verdict answers what was asked for; one that does not comes of a fault of the target."""
+        token_ids, num_asked = verdict.token_ids, len(self.round.token_ids) if self.round is not None else 0
+        return (
+            len(token_ids) <= self._state.num_remaining
+            and max(token_ids, default=0) < self._router.model().vocab_size
+            and verdict.num_accepted <= verdict.num_draft_tokens <= num_asked
+            and len(verdict.logprobs) in (0, len(token_ids))
+        )
 
     async def _drop(self) -> None:
         self.round = None

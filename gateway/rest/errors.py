@@ -31,7 +31,12 @@ REFUSAL: Final = "refusal"
 
 def error_body(message: str, kind: str, code: int | str, param: str | None = None) -> dict[str, Any]:
     """OpenAI's error object; ``code`` is the HTTP status, as with vLLM, or OpenAI's name of the error."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": _utf8(message), "type": kind, "param": param and _utf8(param), "code": code}}
+
+
+def _utf8(text: str) -> str:
+    """Escape halves of surrogate pairs: names of fields come from the client, and JSON can spell halves."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def body_of(error: Exception) -> tuple[int, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from specdec.errors import DeadlineExceeded, InvalidRequest, Overloaded, StaleSe
 from specdec.rules import Rule
 from specdec.settings import GatewaySettings
 from specdec.types import FinishReason
-from tests.gateway.fakes import EOS, FakeDraft, FakeTarget, Faults, params, reference, share
+from tests.gateway.fakes import EOS, FakeDraft, FakeTarget, Faults, logprobs_of, params, reference, share
 from tests.pairwise import parametrize_pairwise
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
@@ -184,6 +185,43 @@ async def test_a_request_waits_for_its_only_target_to_return(temperature, k):
     assert run_.metrics.num_target_failures == 1
     assert 19 < asyncio.get_running_loop().time() - started < 20
     assert_all_closed(target, draft)
+
+
+class Altered(asyncio.Queue):
+    """Verdicts with other fields than the target gave them."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def put_nowait(self, verdict):
+        super().put_nowait(replace(verdict, **self.change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_ids": (2**32 - 1,)},
+        {"token_ids": (3,) * 100},
+        {"num_accepted": 2**31, "num_draft_tokens": 2**31},
+        {"num_accepted": 5},
+        {"logprobs": logprobs_of(3, 1) * 7},
+    ],
+    ids=", ".join,
+)
+async def test_a_verdict_that_cannot_be_is_a_lost_target(change):
+    target, spare, drafts = FakeTarget(), FakeTarget(), [FakeDraft(quality=0.6)]
+    context = context_of([target, spare], drafts)
+    out, run_ = [], Decoding(context, request_of(4))
+    async with contextlib.aclosing(run_.verdicts()) as verdicts:
+        async for verdict in verdicts:
+            out += verdict.token_ids
+            for session in [*target.open_sessions, *spare.open_sessions] if len(out) < 9 else ():
+                if session.spec.epoch == 1:
+                    session.received = Altered(change)
+    assert out == reference(PROMPT, params())
+    assert run_.metrics.num_target_failures == 1
+    assert_all_closed(target, spare, *drafts)
 
 
 @pytest.mark.usefixtures("virtual_time")

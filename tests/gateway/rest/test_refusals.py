@@ -174,6 +174,10 @@ async def test_strange_but_legal_bodies(stand):
             response = await stand.http.post("/v1/completions", content=raw.encode(), headers=headers)
             good = 404 if field == "model" else 200
             assert response.status_code == (400 if "d800" in text else good), field
+    raw, headers = b'{"tokens": [5], "\\ud800": 1}', {"Content-Type": "application/json"}
+    response = await stand.http.post("/detokenize", content=raw, headers=headers)
+    assert response.status_code == 400
+    assert "ud800" in response.json()["error"]["message"]
     kwargs = {"add_generation_prompt": 1, "messages": 2, "self": 3, "x": 4}
     response = await post(stand, "/v1/chat/completions", **chat_of(chat_template_kwargs=kwargs))
     assert response.status_code == 200

@@ -17,8 +17,10 @@ from gateway.backends.draft import GrpcDraft
 from gateway.backends.target import GrpcTarget
 from gateway.generation import Generation
 from gateway.routing import Replica, Router
+from gateway.text.tokenizer import TextTokenizer
 from gateway.types import GenerationRequest
 from specdec.errors import DeadlineExceeded, Unavailable
+from specdec.params import SamplingParams
 from specdec.rpc.channel import open_channel
 from specdec.settings import GatewaySettings
 from specdec.v1 import draft_service_pb2 as draft_pb
@@ -29,13 +31,15 @@ from tests.reliability.fuzz.messages import Damage, damages, variations_of
 
 PROMPT = (5, 6, 7)
 NUM_TOKENS = 12
+SETTINGS = GatewaySettings(max_target_retries=0, target_wait_s=0.0, draft_timeout_s=0.02, fixed_draft_length=True)
 
 
 @dataclass(frozen=True)
 class Lie:
-    """Answers in order, and how the stream ends after them: with a status, or never."""
+    """Answers in order, all at once or each to a message, and how the stream ends: with a status, or never."""
 
     answers: list[bytes]
+    at_once: bool
     end: grpc.StatusCode | None
 
 
@@ -43,7 +47,9 @@ def _lies_of(*valid: Message) -> st.SearchStrategy[Lie]:
     one = st.builds(_damaged, st.one_of([variations_of(message, 2) for message in valid[1:]]), damages)
     first = st.builds(_damaged, variations_of(valid[0], 1), damages)
     ends = st.sampled_from([*[grpc.StatusCode.OK] * 6, grpc.StatusCode.INTERNAL, grpc.StatusCode.ABORTED, None])
-    return st.builds(lambda start, rest, end: Lie([start, *rest], end), first, st.lists(one, max_size=6), ends)
+    return st.builds(
+        lambda start, rest, *others: Lie([start, *rest], *others), first, st.lists(one, max_size=6), st.booleans(), ends
+    )
 
 
 def _damaged(message: Message, damage: Damage) -> bytes:
@@ -55,9 +61,15 @@ TARGET_LIES = _lies_of(
     target_pb.VerifyResponse(opened=target_pb.TargetSessionOpened(epoch=1, verification=pb.VERIFICATION_RULE_COUPLED)),
     *(
         target_pb.VerifyResponse(
-            verdict=target_pb.Verdict(epoch=1, base_len=base_len, token_ids=[9], finish_reason=reason)
+            verdict=target_pb.Verdict(
+                epoch=1,
+                base_len=base_len,
+                token_ids=[9] * num_tokens,
+                finish_reason=reason,
+                logprobs=[pb.PositionLogprobs(token=pb.TokenLogprob(token_id=9))],
+            )
         )
-        for base_len in (3, 4, 5)
+        for base_len, num_tokens in ((3, 1), (3, 2), (4, 1), (5, 1))
         for reason in (pb.FINISH_REASON_UNSPECIFIED, pb.FINISH_REASON_LENGTH)
     ),
     target_pb.VerifyResponse(hidden_states=_STATES),
@@ -75,7 +87,9 @@ class Liars:
     """A target service and a draft service that give the answers of :attr:`lie`, and a gateway for each."""
 
     def __init__(self) -> None:
-        self.lie = Lie([], grpc.StatusCode.OK)
+        #: Turns the target's tokens into text, whatever they are.
+        self.tokenizer: TextTokenizer | None = None
+        self.lie = Lie([], False, grpc.StatusCode.OK)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -95,8 +109,9 @@ class Liars:
             await server.stop(None)
 
     async def _answer(self, request_iterator: Any, context: Any) -> None:
-        for answer in self.lie.answers:
-            await context.read()
+        for index, answer in enumerate(self.lie.answers):
+            if not index or not self.lie.at_once:
+                await context.read()
             await context.write(answer)
         if self.lie.end is None:
             await asyncio.Event().wait()
@@ -106,11 +121,12 @@ class Liars:
     async def check_target(self, lie: Lie) -> None:
         """Whatever a target says, the request is answered, or the target counts as lost."""
         self.lie = lie
-        replica = Replica("liar", GrpcTarget(self._channel), info=target_info())
+        replica, info = Replica("liar", GrpcTarget(self._channel)), target_info(vocab_size=400, tokenizer_size=400)
         router = Router([replica])
-        router.target_up(replica, target_info())
+        router.target_up(replica, info)
+        wanted = params(max_tokens=NUM_TOKENS, logprobs=1, detokenize=True)
         with suppress(Unavailable, DeadlineExceeded):
-            await self._generate(router, k=0, timeout_s=0.15)
+            await self._generate(Generation(router, SETTINGS, self.tokenizer), wanted, k=0, timeout_s=0.05)
 
     async def check_draft(self, lie: Lie) -> None:
         """Whatever a draft says, the text is the target's."""
@@ -120,17 +136,13 @@ class Liars:
         router = Router([replicas[0]], [replicas[1]])
         router.target_up(replicas[0], target.model)
         router.draft_up(replicas[1], draft_info())
-        assert await self._generate(router, k=4, timeout_s=20) == reference(PROMPT, params(max_tokens=NUM_TOKENS))
+        wanted = params(max_tokens=NUM_TOKENS)
+        text = await self._generate(Generation(router, SETTINGS), wanted, k=4, timeout_s=20)
+        assert text == reference(PROMPT, wanted)
         assert not target.open_sessions
 
-    async def _generate(self, router: Router, *, k: int, timeout_s: float) -> list[int]:
-        settings = GatewaySettings(
-            max_target_retries=1, target_wait_s=0.0, draft_timeout_s=0.02, fixed_draft_length=True
-        )
-        generation = Generation(router, settings)
-        request = GenerationRequest(
-            prompt=PROMPT, params=params(max_tokens=NUM_TOKENS), num_speculative_tokens=k, timeout_s=timeout_s
-        )
+    async def _generate(self, generation: Generation, wanted: SamplingParams, *, k: int, timeout_s: float) -> list[int]:
+        request = GenerationRequest(prompt=PROMPT, params=wanted, num_speculative_tokens=k, timeout_s=timeout_s)
         result = await generation.generate(request)
         if generation.context.closings:
             await asyncio.wait(generation.context.closings)

@@ -74,7 +74,7 @@ def parts_of(services: Services, liars: Liars) -> list[Part]:
             Part(f"draft {'+'.join(methods)}", draft_talks(num), partial(check_draft, services, methods), 2.5)
             for methods, num in DRAFTERS.items()
         ),
-        Part("lying target", TARGET_LIES, liars.check_target, 5),
+        Part("lying target", TARGET_LIES, liars.check_target, 3),
         Part("lying draft", DRAFT_LIES, liars.check_draft, 5),
     ]
 

@@ -76,6 +76,7 @@ def trial() -> Iterator[Trial]:
         try:
             loop.run_until_complete(services.start())
             loop.run_until_complete(lying.__aenter__())
+            liars.tokenizer = services.gateway.generation.tokenizer
             yield Trial(loop, services, parts_of(services, liars))
         finally:
             loop.run_until_complete(lying.__aexit__(None, None, None))
