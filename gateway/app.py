@@ -18,7 +18,7 @@ from gateway.access.keys import KeyRing
 from gateway.backends.fleet import Fleet
 from gateway.generation import Generation
 from gateway.grpc.access import enter_call
-from gateway.grpc.servicer import GenerationServicer
+from gateway.grpc.servicer import SERVICE_NAME, GenerationServicer, add_to_server
 from gateway.pacing.pace import Pacer
 from gateway.pacing.target_pacer import TargetPacer
 from gateway.rest.app import make_app
@@ -26,7 +26,9 @@ from gateway.rest.connections import Connections, guarded_http
 from gateway.rest.http_protocol import limited_http
 from gateway.rest.request_id import RequestIds
 from gateway.routing import Router
+from gateway.text.processor import TextProcessor
 from gateway.text.tokenizer import TextTokenizer
+from gateway.workers.pool import WorkerPool
 from specdec.errors import InvalidRequest
 from specdec.lifecycle import print_ready, run_until_stopped
 from specdec.open_files import cap_connections
@@ -35,8 +37,6 @@ from specdec.rpc.certificates import Certificates
 from specdec.rpc.server import RpcServer
 from specdec.settings import GatewaySettings, ServerSettings
 from specdec.settings.listening import TlsFiles
-from specdec.v1 import generation_service_pb2 as pb
-from specdec.v1.generation_service_pb2_grpc import add_GenerationServiceServicer_to_server
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,9 @@ class Gateway:
             backend_tls = Certificates(settings.backend_tls) if settings.backend_tls else None
             self._fleet = Fleet(settings.targets, settings.drafts, certificates=backend_tls)
             router = self._fleet.router
-        self.generation = Generation(router, settings, tokenizer, make_pacer=make_pacer)
+        num_workers = settings.tokenizer_pool_size
+        self._workers = WorkerPool(num_workers, TextProcessor.load, settings) if num_workers else None
+        self.generation = Generation(router, settings, tokenizer, make_pacer=make_pacer, workers=self._workers)
         keys = KeyRing(settings)
         connections = Connections(settings, max_connections=cap_connections(settings.max_connections, num_servers=2))
         self._rest = _Uvicorn(
@@ -103,6 +105,7 @@ class Gateway:
                 insecure=True,  # checked by the gateway's settings
                 drain_s=settings.drain_s,
                 # What is above the limit of requests gets its own answer, with the time to wait.
+                max_message_bytes=settings.max_body_bytes,
                 max_concurrent_rpcs=2 * settings.max_concurrent_requests,
                 max_connections=settings.max_connections,
                 first_message_timeout_s=settings.body_timeout_s,
@@ -110,8 +113,7 @@ class Gateway:
             ),
             enter=partial(enter_call, keys, self.generation.request_log),
         )
-        name = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
-        self._rpc.add(add_GenerationServiceServicer_to_server, GenerationServicer(self.generation), name)
+        self._rpc.add(add_to_server, GenerationServicer(self.generation), SERVICE_NAME)
         #: The bound ports.
         self.port = 0
         self.grpc_port = 0
@@ -160,6 +162,8 @@ class Gateway:
             self._rest.should_exit = self._rest.force_exit = True
             await asyncio.wait((self._rest_task,))
         await self._rpc.stop()
+        if self._workers is not None:
+            await self._workers.close()
         if closings := self.generation.context.closings:
             await asyncio.wait(closings)
         if self._fleet is not None:

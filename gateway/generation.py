@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final, TypeVar
 
 from gateway.access.caller import current_caller
 from gateway.access.request_id import current_request_id
@@ -26,17 +26,23 @@ from gateway.preparation import Preparation
 from gateway.request_log import RequestLog
 from gateway.routing import Router
 from gateway.samples import SampleAssembler
-from gateway.text.chat_template import ChatTemplate, read_template
+from gateway.text.processor import TextProcessor
 from gateway.text.stop_strings import StopStrings
 from gateway.text.tokenizer import TextTokenizer
 from gateway.types import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
-from specdec.errors import InvalidRequest, NotFound, Overloaded, Unavailable, quote
+from gateway.workers.pool import WorkerPool
+from specdec.errors import NotFound, Overloaded, Unavailable, quote
 from specdec.settings import GatewaySettings
+from specdec.types import ModelInfo
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 #: Longer texts are tokenized on a thread: the event loop is never held for more than about a millisecond.
 SHORT_TEXT: Final = 4096
+#: Larger requests, in bytes, are read by workers: parsing holds Python's lock, whatever the thread.
+SMALL_REQUEST: Final = 8192
 
 
 class Generation:
@@ -50,7 +56,9 @@ class Generation:
         metrics: GatewayMetrics | None = None,
         *,
         make_pacer: Callable[[], Pacer] = TargetPacer,
+        workers: WorkerPool | None = None,
     ) -> None:
+        """``workers`` hold a :class:`TextProcessor` of the same settings; None: large requests hold up the loop."""
         self.router = router
         self.settings = settings or GatewaySettings()
         self.tokenizer = tokenizer
@@ -63,7 +71,8 @@ class Generation:
         #: New requests are refused; those in flight continue.
         self.draining = False
         self._preparation = Preparation(self.settings, tokenizer)
-        self._template = self._make_template()
+        self.text = TextProcessor(tokenizer, self.settings)
+        self._workers = workers
         self._session_ids: set[str] = set()
 
     @property
@@ -170,45 +179,21 @@ class Generation:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
-        tokenizer = self._need_tokenizer("prompt")
         check_text(text, self.settings, self.router.model())
         if len(text) <= SHORT_TEXT:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+            return self.text.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.text.encode, text, add_special_tokens=add_special_tokens)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
-        tokenizer = self._need_tokenizer("tokens")
-        for token_id in token_ids:
-            if not 0 <= token_id < tokenizer.size:
-                raise InvalidRequest(
-                    f"tokens holds {quote(token_id)}, outside the tokenizer's [0, {tokenizer.size})", param="tokens"
-                )
-        return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    @property
-    def chat_variables(self) -> frozenset[str]:
-        """The names that the chat template reads beyond those it always gets."""
-        return frozenset() if self._template is None else self._template.variables
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt of a conversation; it holds its special tokens already, so encode it without adding any.
+    async def read(self, function: Callable[[TextProcessor, bytes, ModelInfo, bool], T], raw: bytes) -> T:
+        """``function(text, raw, model, is_large)``, in a worker where ``raw`` is large.
 
         Raises:
-            InvalidRequest: there is no chat template, or it refuses the messages.
+            Overloaded: too many large requests wait to be read.
         """
-        if self._template is None:
-            raise InvalidRequest(
-                "this model has no chat template; start the gateway with --chat-template, or use /v1/completions",
-                param="messages",
-            )
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+        model = self.router.model()
+        if len(raw) <= SMALL_REQUEST or self._workers is None:
+            return function(self.text, raw, model, False)
+        return await self._workers.run(function, raw, model, True)
 
     async def _sample(
         self,
@@ -272,17 +257,3 @@ class Generation:
             yield
         finally:
             self._session_ids.discard(session_id)
-
-    def _need_tokenizer(self, param: str) -> TextTokenizer:
-        if self.tokenizer is None:
-            raise InvalidRequest(
-                "this server has no tokenizer: give token ids, or start the gateway with --tokenizer", param=param
-            )
-        return self.tokenizer
-
-    def _make_template(self) -> ChatTemplate | None:
-        special = self.tokenizer.special_tokens if self.tokenizer else {}
-        if self.settings.chat_template is not None:
-            return ChatTemplate(read_template(self.settings.chat_template), special)
-        source = self.tokenizer.chat_template if self.tokenizer else None
-        return None if source is None else ChatTemplate(source, special)

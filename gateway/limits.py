@@ -29,11 +29,20 @@ def check_request(request: GenerationRequest, limits: RequestLimits, model: Mode
 
 def check_text(text: str, limits: RequestLimits, model: ModelInfo) -> None:
     """Refuse a text whose tokens cannot fit in the model's context."""
-    limit = limits.max_characters_per_token * model.max_model_len
-    if len(text) > limit:
+    if len(text) > limits.max_characters_per_token * model.max_model_len:
         raise ContextLengthExceeded(
             f"this model's maximum context length is {model.max_model_len} tokens, and the text has {len(text)}"
             f" characters, above {limits.max_characters_per_token} per token (--max-characters-per-token); shorten it",
+            param="prompt",
+        )
+
+
+def check_length(num_tokens: int, model: ModelInfo) -> None:
+    """Refuse a prompt that leaves no room for an answer."""
+    if num_tokens >= model.max_model_len:
+        raise ContextLengthExceeded(
+            f"this model's maximum context length is {model.max_model_len} tokens, and the prompt has {num_tokens};"
+            " shorten it, so that there is room for an answer",
             param="prompt",
         )
 

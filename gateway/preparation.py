@@ -9,6 +9,7 @@ from typing import Final
 
 from gateway.access.caller import current_caller
 from gateway.decoding.request import DecodingRequest
+from gateway.limits import check_length
 from gateway.text.tokenizer import TextTokenizer
 from gateway.types import GenerationRequest
 from specdec.errors import ContextLengthExceeded, InvalidRequest, quote
@@ -115,12 +116,7 @@ def _check_prompt(prompt: Sequence[int], model: ModelInfo) -> None:
     if not prompt:
         raise InvalidRequest("the prompt is empty; give at least one token", param="prompt")
     _check_token_ids("prompt", prompt, model)
-    if len(prompt) >= model.max_model_len:
-        raise ContextLengthExceeded(
-            f"this model's maximum context length is {model.max_model_len} tokens, and the prompt has {len(prompt)};"
-            " shorten it, so that there is room for an answer",
-            param="prompt",
-        )
+    check_length(len(prompt), model)
 
 
 def _max_tokens(params: SamplingParams, prompt_len: int, model: ModelInfo) -> int:

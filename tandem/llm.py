@@ -119,7 +119,7 @@ class LLM:
         params = _list_params(sampling_params, len(conversations))
         requests = []
         for conversation, param in zip(conversations, params, strict=True):
-            text = self._embedded.generation.render_chat(
+            text = self._embedded.generation.text.render_chat(
                 conversation,  # type: ignore[arg-type]
                 add_generation_prompt=add_generation_prompt,
                 variables=chat_template_kwargs,
@@ -149,7 +149,7 @@ class LLM:
         self, messages: Messages, sampling_params: SamplingParams | None = None
     ) -> Iterator[GenerationChunk]:
         """The same for the answer to a conversation."""
-        text = self._embedded.generation.render_chat(messages)
+        text = self._embedded.generation.text.render_chat(messages)
         params = sampling_params or SamplingParams()
         return self._iterate(GenerationRequest(prompt=text, params=params, add_special_tokens=False))
 

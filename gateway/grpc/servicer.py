@@ -2,52 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
+import grpc
 import grpc.aio
 
 from gateway.generation import Generation
-from gateway.types import FinalChunk, GenerationChunk, GenerationRequest, TokenLogprobs, TokenText
+from gateway.grpc.reading import read_detokenize, read_generate, read_tokenize
+from gateway.text.processor import TextProcessor
+from gateway.types import FinalChunk, GenerationChunk, TokenLogprobs, TokenText
 from specdec import codec
-from specdec.errors import InvalidRequest
-from specdec.params import SamplingParams
+from specdec.types import ModelInfo
 from specdec.v1 import generation_service_pb2 as pb
-from specdec.v1 import generation_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
+
+SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class GenerationServicer(pb_grpc.GenerationServiceServicer):
-    """Serves a :class:`Generation`. The interceptor turns its errors into statuses."""
+class GenerationServicer:
+    """Serves a :class:`Generation`. The interceptor turns its errors into statuses.
+
+    Messages of any size come as bytes: :mod:`gateway.grpc.reading` decodes them, large ones in a worker.
+    """
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(self, raw: bytes, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream one request. The call's deadline is the request's; a call that ends early closes its sessions."""
-        asked = read_request(request, timeout_s=context.time_remaining())
+        request = await self._generation.read(read_generate, raw)
+        asked = replace(request, timeout_s=context.time_remaining())
         with self._generation.admission(asked.params.n):
             async with aclosing(self._generation.stream(asked)) as chunks:
                 async for chunk in chunks:
                     yield write_chunk(chunk)
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """Text to token ids."""
-        self._generation.check_model(request.model)
-        add = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        token_ids = await self._generation.encode(request.text, add_special_tokens=add)
-        return pb.TokenizeResponse(token_ids=token_ids, max_model_len=self._generation.router.model().max_model_len)
+    async def Tokenize(self, raw: bytes, context: Context) -> bytes:
+        """Text to token ids: a ``TokenizeRequest`` to a ``TokenizeResponse``."""
+        return await self._answer(read_tokenize, raw)
 
-    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        """Token ids to text."""
-        self._generation.check_model(request.model)
-        text = self._generation.decode(request.token_ids, skip_special_tokens=request.skip_special_tokens)
-        return pb.DetokenizeResponse(text=text)
+    async def Detokenize(self, raw: bytes, context: Context) -> bytes:
+        """Token ids to text: a ``DetokenizeRequest`` to a ``DetokenizeResponse``."""
+        return await self._answer(read_detokenize, raw)
 
-    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+    async def ListModels(self, raw: bytes, context: Context) -> pb.ListModelsResponse:
         """The served names and what is behind them."""
         self._generation.check_model("")
         target = codec.encode_model_info(self._generation.router.model())
@@ -56,33 +59,26 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         names = self._generation.model_names
         return pb.ListModelsResponse(models=[pb.ServedModel(id=name, target=target, draft=draft) for name in names])
 
-
-def read_request(message: pb.GenerateRequest, *, timeout_s: float | None) -> GenerationRequest:
-    """The request behind a message.
-
-    Raises:
-        InvalidRequest: it has no prompt, or a value is out of range.
-    """
-    kind = message.WhichOneof("prompt")
-    if kind is None:
-        raise InvalidRequest("the request has no prompt; set text or token_ids", param="prompt")
-    speculation = message.speculation
-    k = speculation.num_speculative_tokens if speculation.HasField("num_speculative_tokens") else None
-    return GenerationRequest(
-        prompt=message.text if kind == "text" else tuple(message.token_ids.ids),
-        params=_read_params(message),
-        model=message.model,
-        rule=codec.decode_rule(speculation.verification),
-        num_speculative_tokens=k,
-        session_id=message.session_id,
-        timeout_s=timeout_s,
-    )
+    async def _answer(
+        self, read: Callable[[TextProcessor, bytes, ModelInfo, bool], tuple[str, bytes]], raw: bytes
+    ) -> bytes:
+        model, answer = await self._generation.read(read, raw)
+        self._generation.check_model(model)
+        return answer
 
 
-def _read_params(message: pb.GenerateRequest) -> SamplingParams:
-    """The request's own fields come after its transforms, whose seed is ignored."""
-    transforms = codec.read_parameters(message.sampling)
-    return SamplingParams(**transforms | {"seed": None} | codec.read_parameters(message))
+def add_to_server(servicer: GenerationServicer, server: grpc.aio.Server) -> None:
+    """Register the service as the generated function does, but leave requests as bytes."""
+    unary = grpc.unary_unary_rpc_method_handler
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            servicer.Generate, response_serializer=pb.GenerateResponse.SerializeToString
+        ),
+        "Tokenize": unary(servicer.Tokenize),
+        "Detokenize": unary(servicer.Detokenize),
+        "ListModels": unary(servicer.ListModels, response_serializer=pb.ListModelsResponse.SerializeToString),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
 
 def write_chunk(chunk: GenerationChunk) -> pb.GenerateResponse:

@@ -18,9 +18,10 @@ from gateway.rest.access import KeyCheck
 from gateway.rest.chat import create_chat_completion
 from gateway.rest.completions import create_completion
 from gateway.rest.limits import BodyLimit
+from gateway.rest.route import body_route
 from gateway.rest.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from specdec import __version__
-from specdec.errors import InvalidRequest, NotFound, Unavailable
+from specdec.errors import NotFound, Unavailable
 from specdec.settings import AccessSettings
 
 
@@ -30,6 +31,7 @@ def make_app(generation: Generation, keys: KeyRing) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=generation.settings.max_body_bytes)
     app.add_middleware(KeyCheck, keys=keys)
     _allow_origins(app, generation.settings)  # outside of the check of keys: browsers ask first without one
+    app.router.route_class = body_route(generation)
     errors.install(app)
     _add_generation(app, generation)
     _add_text(app, generation)
@@ -80,28 +82,14 @@ def _add_generation(app: FastAPI, generation: Generation) -> None:
 
 def _add_text(app: FastAPI, generation: Generation) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         generation.check_model(body.model or "")
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("give either prompt or messages", param="prompt")
-        text, special = body.prompt, body.add_special_tokens is not False
-        if text is None:
-            special = body.add_special_tokens is True
-            text = generation.render_chat(
-                [message.as_template() for message in body.messages or []],
-                add_generation_prompt=body.add_generation_prompt is not False,
-                variables=body.chat_template_kwargs,
-            )
-        tokens = await generation.encode(text, add_special_tokens=special)
-        tokenizer = generation.tokenizer
-        strings = [tokenizer.raw_token(token) for token in tokens] if body.return_token_strs and tokenizer else None
-        limit = generation.router.model().max_model_len
-        return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}
+        return Response(body.answer, media_type="application/json")
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         generation.check_model(body.model or "")
-        return {"prompt": generation.decode(body.tokens, skip_special_tokens=False)}
+        return Response(body.answer, media_type="application/json")
 
 
 def _add_state(app: FastAPI, generation: Generation) -> None:

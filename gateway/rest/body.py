@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Final
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from gateway.text.tokenizer import encodable
 from specdec.errors import InvalidRequest
@@ -121,3 +121,15 @@ def _all_encodable(value: Any) -> bool:
     if isinstance(value, list) and value and not isinstance(value[0], int):
         return all(map(_all_encodable, value))
     return True
+
+
+def invalid_request_of(error: ValidationError) -> InvalidRequest:
+    """The first thing wrong with a body, naming its field. Lists and mappings stop at their first wrong entry."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = [str(part) for part in first["loc"]]
+    # A field of several possible types is named with each type that was tried; only the field itself helps.
+    field = path[0]
+    if first["type"] == "missing":
+        return InvalidRequest(f"the field {'.'.join(path)!r} is missing", param=field)
+    at = f" (at {'.'.join(path)})" if len(path) > 1 else ""
+    return InvalidRequest(f"{field}: {first['msg']}{at}", param=field)

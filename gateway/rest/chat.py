@@ -24,7 +24,6 @@ from gateway.rest.answers import (
 from gateway.rest.events import EventResponse, while_connected
 from gateway.rest.schemas import ChatBody
 from gateway.types import GenerationChunk, GenerationRequest, PromptReport, Sample
-from specdec.errors import InvalidRequest
 
 
 async def create_chat_completion(generation: Generation, body: ChatBody, request: Request) -> Response:
@@ -46,21 +45,12 @@ class Chat:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._head = head_of("chatcmpl", kind, body, generation.check_model(body.model or ""))
         self._n = body.n or 1
-        self._ignored = set(body.ignored())
         self._request = self._make_request(timeout_of(request))
         self._totals = Totals()
 
     def _make_request(self, timeout_s: float | None) -> GenerationRequest:
         body = self._body
-        if not body.messages:
-            raise InvalidRequest("messages is empty; give at least one message", param="messages")
-        variables, unread = body.variables(self._generation.chat_variables)
-        self._ignored.update(unread)
-        prompt = self._generation.render_chat(
-            [message.as_template() for message in body.messages],
-            add_generation_prompt=body.add_generation_prompt is not False,
-            variables=variables,
-        )
+        prompt = body.read.given[0]
         params = body.sampling(max_tokens=body.limit_tokens(), logprobs=body.num_logprobs())
         # The template has put the special tokens where they belong.
         return body.request(prompt, params, timeout_s=timeout_s, add_special_tokens=body.add_special_tokens is True)
@@ -68,7 +58,7 @@ class Chat:
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the answer."""
-        return name_ignored(self._ignored)
+        return name_ignored(self._body.read.ignored)
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer as one object."""

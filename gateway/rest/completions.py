@@ -34,7 +34,7 @@ from specdec.params import DEFAULT_MAX_TOKENS
 async def create_completion(generation: Generation, body: CompletionBody, request: Request) -> Response:
     """Answer one call."""
     completion = Completion(generation, body, request)
-    headers = name_ignored(body.ignored())
+    headers = name_ignored(body.read.ignored)
     if body.stream:
         return EventResponse(completion.events(), headers)
     return JSONResponse(await while_connected(request.receive, completion.answer()), headers=headers)
@@ -61,7 +61,7 @@ class Completion:
         body = self._body
         if body.best_of not in (None, self._n):
             raise InvalidRequest("best_of is not supported; leave it out, or equal to n", param="best_of")
-        prompts = body.prompts()
+        prompts = body.read.given
         if len(prompts) > 1 and body.session_id:
             raise InvalidRequest("session_id needs a single prompt", param="session_id")
         limit = self._generation.settings.max_concurrent_requests
@@ -156,8 +156,8 @@ class Completion:
         return result
 
     def _echo(self, number: int, prompt: PromptReport) -> str:
-        given = self._requests[number].prompt
-        return given if isinstance(given, str) else self._generation.decode(prompt.token_ids)
+        text = self._body.read.texts[number]
+        return self._generation.text.decode(prompt.token_ids) if text is None else text
 
     def _echo_logprobs(self, prompt: PromptReport) -> dict[str, list[Any]]:
         """The prompt's own log-probabilities; its first token has none."""

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
@@ -18,7 +17,6 @@ from specdec.errors import (
     Overloaded,
     TandemError,
     Unauthenticated,
-    quote,
     status_of,
     text_of,
 )
@@ -83,33 +81,8 @@ def install(app: FastAPI) -> None:
     async def on_error(request: Request, error: Exception) -> ErrorResponse:
         return response_of(error)
 
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid(request: Request, error: RequestValidationError) -> ErrorResponse:
-        return response_of(invalid_request_of(error, request.headers.get("content-type", "")))
-
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> ErrorResponse:
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         body = error_body(str(error.detail), kind, error.status_code)
         return ErrorResponse(error.status_code, body, error.headers)
-
-
-def invalid_request_of(error: RequestValidationError, content_type: str) -> InvalidRequest:
-    """The first thing wrong with a body, naming its field."""
-    if isinstance(error.body, bytes | None):
-        if not error.body:
-            return InvalidRequest("the body is empty; send a JSON object")
-        given = f"is {quote(content_type)}" if content_type else "is missing"
-        return InvalidRequest(f"the header Content-Type {given}; send application/json")
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part not in ("body", "query", "header")]
-    # A field of several possible types is named with each type that was tried; only the field itself helps.
-    field = path[0] if path and not path[0].isdigit() else None
-    if first["type"] == "json_invalid":
-        return InvalidRequest(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    if not path:
-        return InvalidRequest('the body is no JSON object; send one, such as {"prompt": "…"}')
-    if first["type"] == "missing":
-        return InvalidRequest(f"the field {'.'.join(path) or 'body'!r} is missing", param=field)
-    name = field or "the body"
-    return InvalidRequest(f"{name}: {first['msg']}" + (f" (at {'.'.join(path)})" if len(path) > 1 else ""), param=field)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, PrivateAttr, create_model, model_validator
 
 from gateway.rest.body import IGNORED, MEANINGFUL, REFUSED, Body, Refused
 from gateway.types import GenerationRequest
@@ -13,7 +14,11 @@ from specdec.errors import InvalidRequest, quote
 from specdec.params import MAX_LOGPROBS, Parameter, SamplingParams, parameters
 from specdec.rules import Rule
 
+#: Of many wrong entries only the first is reported.
+FAIL_FAST: Final = Field(fail_fast=True)
 TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], FAIL_FAST]
+Texts = Annotated[list[str], FAIL_FAST]
 #: Digits of the largest token id of a message, 2^32 - 1.
 MAX_TOKEN_ID_DIGITS: Final = 10
 #: A field that clients send and that cannot change the answer.
@@ -24,6 +29,18 @@ if TYPE_CHECKING:
     RuleName = str
 else:
     RuleName = Literal[tuple(str(rule) for rule in Rule)]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts of a body, and what else is kept of the fields they were made from."""
+
+    #: As text or as token ids, for the model.
+    given: Sequence[str | Sequence[int]]
+    #: As text where the client gave text, to be given back.
+    texts: Sequence[str | None]
+    #: The names of the given fields that have no effect.
+    ignored: frozenset[str]
 
 
 class StreamOptions(Body):
@@ -48,10 +65,10 @@ class Speculation(Body):
 #: The sampling parameters of both endpoints, and the JSON types of those whose Python type JSON does not have.
 _ROWS: Final = tuple(row for row in parameters() if row.in_rest)
 _JSON_TYPES: Final[Mapping[Any, Any]] = {
-    Sequence[int]: list[TokenId],
-    Sequence[str]: list[str],
-    str | Sequence[str]: str | list[str],
-    Mapping[int, float]: dict[str, float],
+    Sequence[int]: TokenIds,
+    Sequence[str]: Texts,
+    str | Sequence[str]: str | Texts,
+    Mapping[int, float]: Annotated[dict[str, float], FAIL_FAST],
 }
 
 
@@ -80,6 +97,9 @@ else:
 
 class SamplingBody(SamplingFields):
     """The fields of both endpoints: the sampling parameters and more. ``None`` always means the default."""
+
+    #: The fields that prompts are made from.
+    _read_fields: ClassVar[tuple[str, ...]] = ()
 
     model: str | None = None
     stream: bool | None = None
@@ -117,6 +137,22 @@ class SamplingBody(SamplingFields):
     truncate_prompt_tokens: RefusedField = None
     use_beam_search: RefusedField = None
 
+    _prompts: Prompts = PrivateAttr()
+
+    @property
+    def read(self) -> Prompts:
+        """What reading the body made of it."""
+        return self._prompts
+
+    def keep(self, prompts: Prompts) -> None:
+        """Set :attr:`read`."""
+        self._prompts = prompts
+
+    def drop_what_was_read(self) -> None:
+        """Forget the values that only :attr:`read` was made from, and those that have no effect."""
+        for name in {*self._read_fields, *super().ignored()}:
+            setattr(self, name, None)
+
     def ignored(self) -> Iterator[str]:
         """The names of the given fields that have no effect, those of inner objects included."""
         yield from super().ignored()
@@ -148,7 +184,7 @@ class SamplingBody(SamplingFields):
         fixed = {"max_tokens": max_tokens, "logprobs": logprobs, "logit_bias": self._logit_bias()}
         return SamplingParams(**(values | given | fixed))
 
-    def request(self, prompt: str | list[int], params: SamplingParams, **given: Any) -> GenerationRequest:
+    def request(self, prompt: str | Sequence[int], params: SamplingParams, **given: Any) -> GenerationRequest:
         """The request for one prompt."""
         speculation = self.speculation or Speculation()
         return GenerationRequest(
@@ -173,7 +209,9 @@ class SamplingBody(SamplingFields):
 class CompletionBody(SamplingBody):
     """``POST /v1/completions``."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    _read_fields: ClassVar[tuple[str, ...]] = ("prompt",)
+
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], FAIL_FAST]
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -224,7 +262,7 @@ class Message(Body):
     path: ClassVar[str] = "messages"
 
     role: str
-    content: str | list[MessagePart] | None = None
+    content: str | Annotated[list[MessagePart], FAIL_FAST] | None = None
     name: str | None = None
     # Earlier thoughts of the model, for chat templates that read them.
     reasoning: str | None = None
@@ -265,7 +303,9 @@ class Message(Body):
 class ChatBody(SamplingBody):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Message]
+    _read_fields: ClassVar[tuple[str, ...]] = ("messages", "chat_template_kwargs", "documents")
+
+    messages: Annotated[list[Message], FAIL_FAST]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
@@ -316,20 +356,36 @@ class ChatBody(SamplingBody):
         return (given | (self.chat_template_kwargs or {}), [name for name in given if name not in known])
 
 
-class TokenizeBody(Body):
+class AnsweredBody(Body):
+    """A body whose answer is made where it is read."""
+
+    _answer: bytes = PrivateAttr()
+
+    @property
+    def answer(self) -> bytes:
+        """The answer, as JSON."""
+        return self._answer
+
+    def with_answer(self, answer: bytes) -> Self:
+        """Set :attr:`answer`."""
+        self._answer = answer
+        return self
+
+
+class TokenizeBody(AnsweredBody):
     """``POST /tokenize``: a prompt, or messages."""
 
     model: str | None = None
     prompt: Annotated[str | None, MEANINGFUL] = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], FAIL_FAST] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(AnsweredBody):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds

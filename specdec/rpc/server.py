@@ -64,6 +64,7 @@ class RpcServer:
         # The limit of calls is ours: gRPC's own would count health checks and calls that have sent nothing.
         options = (
             *SERVER_OPTIONS,
+            ("grpc.max_receive_message_length", settings.max_message_bytes),
             ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION * settings.max_concurrent_rpcs),
             ("grpc.max_allowed_incoming_connections", cap_connections(settings.max_connections, num_servers=2)),
         )

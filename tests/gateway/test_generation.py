@@ -234,7 +234,7 @@ async def test_without_a_tokenizer_only_token_ids(make_generation):
         with pytest.raises(InvalidRequest, match="tokenizer"):
             await bare.generate(request)
     with pytest.raises(InvalidRequest, match="no chat template"):
-        bare.render_chat([])
+        bare.text.render_chat([])
 
 
 async def test_no_target_yet(tokenizer, backends, info):

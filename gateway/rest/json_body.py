@@ -1,0 +1,59 @@
+"""JSON of a bounded number of values and levels."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Final
+
+from specdec.errors import InvalidRequest
+from specdec.settings import RequestLimits
+
+_TEXT: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+#: What stands before a value, or between two.
+_MARKS: Final = (b",", b"[", b"{")
+
+
+def parse_json(raw: bytes, limits: RequestLimits) -> Any:
+    """The value that a body holds.
+
+    Raises:
+        InvalidRequest: it is no JSON, or holds too many values or too many levels.
+    """
+    _check_num_values(raw, limits.max_json_values)
+    try:
+        value = json.loads(raw)
+    except RecursionError:
+        raise _too_deep(limits.max_json_depth) from None
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    _check_depth(value, limits.max_json_depth)
+    return value
+
+
+def _check_num_values(raw: bytes, limit: int) -> None:
+    """Refuse a body whose values would take too much memory, before they do."""
+    if len(raw) <= limit or sum(map(raw.count, _MARKS)) < limit:
+        return
+    count = end = 0
+    for text in _TEXT.finditer(raw):
+        count += sum(raw.count(mark, end, text.start()) for mark in _MARKS)
+        end = text.end()
+        if count >= limit:
+            break
+    if count + sum(raw.count(mark, end) for mark in _MARKS) >= limit:
+        raise InvalidRequest(f"the body holds more than {limit} values (--max-json-values); send fewer")
+
+
+def _check_depth(value: Any, limit: int) -> None:
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(limit):
+        children = (child for node in level for child in (node.values() if type(node) is dict else node))
+        level = [child for child in children if type(child) is dict or type(child) is list]
+        if not level:
+            return
+    raise _too_deep(limit)
+
+
+def _too_deep(limit: int) -> InvalidRequest:
+    return InvalidRequest(f"the body has more than {limit} levels of lists and objects (--max-json-depth); send fewer")

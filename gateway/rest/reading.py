@@ -1,0 +1,152 @@
+"""From the bytes of a body to a checked body. Workers call these functions for large bodies, and do the work on text as
+well, so that little is left for the event loop.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from gateway.limits import check_count, check_length, check_name, check_params, check_text
+from gateway.rest.body import Body, invalid_request_of
+from gateway.rest.json_body import parse_json
+from gateway.rest.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    Prompts,
+    SamplingBody,
+    TokenizeBody,
+)
+from gateway.text.processor import TextProcessor
+from specdec.errors import InvalidRequest
+from specdec.settings import GatewaySettings
+from specdec.types import ModelInfo
+
+B = TypeVar("B", bound=Body)
+
+
+def read_completion(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool) -> CompletionBody:
+    """The body of ``POST /v1/completions``."""
+    body = _parse(CompletionBody, raw, text.settings)
+    given = body.prompts()
+    check_count("prompt", len(given), "prompts", text.settings, "max_concurrent_requests")
+    special = body.add_special_tokens is not False
+    _keep(
+        body,
+        Prompts(given, [each if isinstance(each, str) else None for each in given], frozenset(body.ignored())),
+        text,
+        model,
+        special=special,
+        is_large=is_large,
+    )
+    return body
+
+
+def read_chat(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool) -> ChatBody:
+    """The body of ``POST /v1/chat/completions``, its prompt rendered."""
+    body = _parse(ChatBody, raw, text.settings)
+    if not body.messages:
+        raise InvalidRequest("messages is empty; give at least one message", param="messages")
+    variables, unread = body.variables(text.chat_variables)
+    prompt = _render(text, body, body.messages, variables)
+    # The template has put the special tokens where they belong.
+    special = body.add_special_tokens is True
+    prompts = Prompts([prompt], [None], frozenset([*body.ignored(), *unread]))
+    _keep(body, prompts, text, model, special=special, is_large=is_large)
+    return body
+
+
+def read_tokenize(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool) -> TokenizeBody:
+    """The body of ``POST /tokenize``, with its answer."""
+    body = _parse(TokenizeBody, raw, text.settings)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give either prompt or messages", param="prompt")
+    prompt, special = body.prompt, body.add_special_tokens is not False
+    if prompt is None:
+        special = body.add_special_tokens is True
+        prompt = _render(text, body, body.messages or [], body.chat_template_kwargs or {})
+    check_text(prompt, text.settings, model)
+    tokens = text.encode(prompt, add_special_tokens=special)
+    tokenizer = text.require_tokenizer("prompt")
+    strings = [tokenizer.raw_token(token) for token in tokens] if body.return_token_strs else None
+    limit = model.max_model_len
+    answer = {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}
+    return TokenizeBody(model=body.model).with_answer(_to_json(answer))
+
+
+def read_detokenize(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool) -> DetokenizeBody:
+    """The body of ``POST /detokenize``, with its answer."""
+    body = _parse(DetokenizeBody, raw, text.settings)
+    check_count("tokens", len(body.tokens), "token ids", text.settings, "max_detokenize_ids")
+    answer = {"prompt": text.decode(body.tokens, skip_special_tokens=False)}
+    return DetokenizeBody(model=body.model, tokens=[]).with_answer(_to_json(answer))
+
+
+def _parse(kind: type[B], raw: bytes, settings: GatewaySettings) -> B:
+    value = parse_json(raw, settings)
+    if not isinstance(value, dict):
+        raise InvalidRequest('the body is no JSON object; send one, such as {"prompt": "…"}')
+    _check_messages(value.get("messages"), settings)
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise invalid_request_of(error) from None
+
+
+def _check_messages(messages: Any, settings: GatewaySettings) -> None:
+    """Refuse a chat of too many pieces before each of them is looked at."""
+    if not isinstance(messages, list):
+        return
+    check_count("messages", len(messages), "messages", settings, "max_messages")
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    check_count("messages", num_parts, "content parts", settings, "max_content_parts")
+
+
+def _render(
+    text: TextProcessor, body: ChatBody | TokenizeBody, messages: Sequence[Message], variables: dict[str, Any]
+) -> str:
+    return text.render_chat(
+        [message.as_template() for message in messages],
+        add_generation_prompt=body.add_generation_prompt is not False,
+        variables=variables,
+    )
+
+
+def _keep(
+    body: SamplingBody, prompts: Prompts, text: TextProcessor, model: ModelInfo, *, special: bool, is_large: bool
+) -> None:
+    """Keep the prompts with their body; of a large one, keep their tokens, and nothing that is not needed any more."""
+    if is_large:
+        check_name("request_id", body.request_id or "")
+        check_name("session_id", body.session_id or "")
+        check_params(body.sampling(max_tokens=None, logprobs=None), text.settings, model)
+        tokens = [_token_ids(prompt, text, model, special=special) for prompt in prompts.given]
+        prompts = Prompts([_packed(ids) for ids in tokens], prompts.texts, prompts.ignored)
+        body.drop_what_was_read()
+    body.keep(prompts)
+
+
+def _token_ids(prompt: str | Sequence[int], text: TextProcessor, model: ModelInfo, *, special: bool) -> Sequence[int]:
+    if isinstance(prompt, str):
+        check_text(prompt, text.settings, model)
+        prompt = text.encode(prompt, add_special_tokens=special)
+    check_length(len(prompt), model)
+    return prompt
+
+
+def _packed(token_ids: Sequence[int]) -> Sequence[int]:
+    try:
+        return array("I", token_ids)
+    except OverflowError:
+        return token_ids  # refused later, by name
+
+
+def _to_json(answer: dict[str, Any]) -> bytes:
+    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,92 @@
+"""How the endpoints with bodies get them: read within limits, large ones by workers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+
+from gateway.generation import SMALL_REQUEST, Generation
+from gateway.rest.events import while_connected
+from gateway.rest.reading import read_chat, read_completion, read_detokenize, read_tokenize
+from gateway.rest.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from specdec.errors import InvalidRequest, Overloaded, quote
+
+_READERS: Final[Mapping[Any, Callable[..., Any]]] = {
+    CompletionBody: read_completion,
+    ChatBody: read_chat,
+    TokenizeBody: read_tokenize,
+    DetokenizeBody: read_detokenize,
+}
+
+
+def body_route(generation: Generation) -> type[APIRoute]:
+    """The class of the routes. FastAPI describes their bodies, but would parse and check them on the event loop, and
+    collect every error of a body.
+    """
+    buffers = BodyBuffers(generation.settings.max_buffered_bytes)
+
+    class BodyRoute(APIRoute):
+        """Calls its endpoint with a body that was read here, and the request."""
+
+        def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+            """The handler of one request."""
+            if self.body_field is None:
+                return super().get_route_handler()
+            read, endpoint = _READERS[self.body_field.field_info.annotation], self.endpoint
+
+            async def handle(request: Request) -> Response:
+                async with buffers.hold(request) as raw:
+                    _check_content(raw, request.headers.get("content-type", ""))
+                    reading = generation.read(read, raw)
+                    if len(raw) > SMALL_REQUEST:
+                        reading = while_connected(request.receive, reading)
+                    body = await reading
+                response: Response = await endpoint(body, request)
+                return response
+
+            return handle
+
+    return BodyRoute
+
+
+class BodyBuffers:
+    """The bodies that are being read."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    @asynccontextmanager
+    async def hold(self, request: Request) -> AsyncIterator[bytes]:
+        """The body of a request, while it is being read.
+
+        Raises:
+            Overloaded: all bodies together are above the limit.
+        """
+        pieces: list[bytes] = []
+        try:
+            async for piece in request.stream():
+                if self._num_bytes + len(piece) > self._max_bytes:
+                    raise Overloaded(
+                        f"the bodies being read have {self._num_bytes} bytes; {self._max_bytes} are allowed"
+                        " (--max-buffered-bytes); try again later"
+                    )
+                pieces.append(piece)
+                self._num_bytes += len(piece)
+            yield b"".join(pieces)
+        finally:
+            self._num_bytes -= sum(map(len, pieces))
+
+
+def _check_content(raw: bytes, content_type: str) -> None:
+    if not raw:
+        raise InvalidRequest("the body is empty; send a JSON object")
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        given = f"is {quote(content_type)}" if content_type else "is missing"
+        raise InvalidRequest(f"the header Content-Type {given}; send application/json")

@@ -1,0 +1,142 @@
+"""A bounded pool of worker processes, for work that would hold up the event loop.
+
+Threads would not do: reading JSON holds Python's lock throughout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+from gateway.workers.connection import Closed, receive, send
+from gateway.workers.worker import TOO_LARGE
+from specdec.errors import InvalidRequest, Overloaded
+
+T = TypeVar("T")
+
+#: Calls that wait for a worker, for each worker there is; one more is refused.
+MAX_WAITING: Final = 16
+
+
+class WorkerPool:
+    """Calls functions in processes, each of which starts at its first call. All methods belong to one event loop."""
+
+    def __init__(self, size: int, make: Callable[..., Any], *arguments: Any) -> None:
+        """Each worker calls ``make(*arguments)`` once; functions get the result. Both must be picklable."""
+        self._size = size
+        self._make = (make, arguments)
+        self._idle = [_Worker() for _ in range(size)]
+        self._turns = asyncio.Semaphore(size)
+        self._num_waiting = 0
+        self._threads = ThreadPoolExecutor(size, "worker")
+
+    async def run(self, function: Callable[..., T], raw: bytes, *arguments: Any) -> T:
+        """``function(state, raw, *arguments)`` of a worker, whose state is what ``make`` returned. A call that is
+        cancelled ends its worker.
+
+        Raises:
+            Overloaded: too many calls wait for a worker.
+            InvalidRequest: the call takes too much memory.
+        """
+        if self._num_waiting >= MAX_WAITING * self._size:
+            raise Overloaded(f"{self._num_waiting} large requests wait to be read, which is the limit; try again later")
+        self._num_waiting += 1
+        try:
+            await self._turns.acquire()
+        finally:
+            self._num_waiting -= 1
+        worker = self._idle.pop()
+        try:
+            result: T = await self._call(worker, function, raw, arguments)
+        finally:
+            self._idle.append(worker)
+            self._turns.release()
+        return result
+
+    async def _call(self, worker: _Worker, function: Callable[..., Any], raw: bytes, arguments: Any) -> Any:
+        # One that had ended or was killed from outside is started again; what ends two of them is the work.
+        for _ in range(2):
+            worker.is_cancelled = False
+            call = asyncio.get_running_loop().run_in_executor(
+                self._threads, worker.call, self._make, (function, arguments), raw
+            )
+            try:
+                result, error = await asyncio.shield(call)
+            except Closed:
+                continue
+            except asyncio.CancelledError:
+                worker.kill()
+                await asyncio.wait((call,))
+                call.exception()
+                raise
+            if error is not None:
+                raise error
+            return result
+        raise InvalidRequest(TOO_LARGE)
+
+    async def close(self) -> None:
+        """End all workers."""
+        for worker in self._idle:
+            worker.kill()
+        await asyncio.get_running_loop().run_in_executor(None, self._threads.shutdown)
+
+
+class _Worker:
+    """One process, started where there is none. :meth:`call` blocks; :meth:`kill` may come from another thread."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self.is_cancelled = False
+
+    def call(self, make: Any, job: Any, raw: bytes) -> tuple[Any, Exception | None]:
+        """The result of one call, or its error.
+
+        Raises:
+            Closed: the process has ended.
+        """
+        if self._process is not None and self._process.poll() is not None:
+            self._end()
+        if self._connection is None:
+            self._start(make)
+        assert self._connection is not None
+        try:
+            send(self._connection, job, raw)
+            (result, error), _ = receive(self._connection)
+        except BaseException:
+            self._end()
+            raise
+        return result, error
+
+    def kill(self) -> None:
+        """End the process now, or as soon as it has started."""
+        self.is_cancelled = True
+        if self._process is not None:
+            self._process.kill()
+
+    def _start(self, make: Any) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gateway.workers.worker"],
+                stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment,
+            )  # fmt: skip
+        self._connection = ours
+        if self.is_cancelled:
+            self._process.kill()
+        send(ours, make)
+
+    def _end(self) -> None:
+        assert self._connection is not None
+        assert self._process is not None
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+        self._connection = self._process = None
