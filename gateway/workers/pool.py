@@ -84,7 +84,9 @@ class WorkerPool:
         """End all workers."""
         for worker in self._idle:
             worker.kill()
-        await asyncio.get_running_loop().run_in_executor(None, self._threads.shutdown)
+        await asyncio.to_thread(self._threads.shutdown)
+        for worker in self._idle:
+            worker.end()
 
 
 class _Worker:
@@ -102,7 +104,7 @@ class _Worker:
             Closed: the process has ended.
         """
         if self._process is not None and self._process.poll() is not None:
-            self._end()
+            self.end()
         if self._connection is None:
             self._start(make)
         assert self._connection is not None
@@ -110,7 +112,7 @@ class _Worker:
             send(self._connection, job, raw)
             (result, error), _ = receive(self._connection)
         except BaseException:
-            self._end()
+            self.end()
             raise
         return result, error
 
@@ -133,10 +135,11 @@ class _Worker:
             self._process.kill()
         send(ours, make)
 
-    def _end(self) -> None:
-        assert self._connection is not None
-        assert self._process is not None
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
+    def end(self) -> None:
+        """End the process, if there is one, and forget it."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
         self._connection = self._process = None

@@ -50,15 +50,21 @@ def _call(function: Any, state: Any, raw: bytes, arguments: Any) -> tuple[Any, E
 
 
 def _limit_memory() -> None:
-    if sys.platform == "linux":
-        with open("/proc/self/status", encoding="ascii") as lines:
-            data = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
-        resource.setrlimit(resource.RLIMIT_DATA, (data + MAX_DATA_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    if sys.platform == "linux":  # elsewhere there is no such limit
+        most = _memory("VmData") + MAX_DATA_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def _resident_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    if sys.platform == "linux":
+        return _memory("VmRSS")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # the peak, in bytes, on macOS
+
+
+def _memory(name: str) -> int:
+    """A line of the kernel's account of this process, in bytes."""
+    with open("/proc/self/status", encoding="ascii") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
 
 
 if __name__ == "__main__":

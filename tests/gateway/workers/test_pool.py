@@ -1,0 +1,79 @@
+"""The pool of worker processes: calls, errors, and workers that end."""
+
+import asyncio
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from gateway.workers.pool import WorkerPool
+from specdec.errors import InvalidRequest, Overloaded
+from tests.gateway.workers import work
+
+
+@pytest.fixture
+async def pool():
+    pool = WorkerPool(1, work.make, 10)
+    yield pool
+    await pool.close()
+    assert not children()
+
+
+def children():
+    return [child for child in psutil.Process().children() if "gateway.workers.worker" in child.cmdline()]
+
+
+async def test_calls_errors_and_a_state_made_once(pool):
+    first, second = await pool.run(work.number, b""), await pool.run(work.number, b"")
+    assert (first[0], second) == (10, (11, first[1]))
+    assert await pool.run(work.size, b"x" * 10**7, 5) == 10**7 + 5
+    with pytest.raises(InvalidRequest, match="no") as caught:
+        await pool.run(work.refuse, b"")
+    assert caught.value.param == "stop"
+    with pytest.raises(ZeroDivisionError):
+        await pool.run(work.fail, b"")
+    assert await pool.run(work.number, b"") == (12, first[1])
+
+
+async def test_a_worker_that_ended_is_replaced(pool):
+    _, pid = await pool.run(work.number, b"")
+    os.kill(pid, signal.SIGKILL)
+    number, other = await pool.run(work.number, b"")
+    assert number == 10
+    assert other != pid
+
+
+async def test_work_that_ends_workers_or_takes_too_much_memory_is_refused(pool):
+    for call in (pool.run(work.die, b""), pool.run(work.grow, b"", 2**31)):
+        with pytest.raises(InvalidRequest, match="too much memory"):
+            await call
+    assert await pool.run(work.grow, b"", 2**27) == 2**27
+
+
+async def test_a_worker_that_grew_gives_its_memory_back(pool):
+    _, pid = await pool.run(work.number, b"")
+    await pool.run(work.keep, b"", 2**28)
+    assert (await pool.run(work.number, b""))[1] != pid
+
+
+async def test_a_cancelled_call_ends_its_worker(pool):
+    _, pid = await pool.run(work.number, b"")
+    call = asyncio.create_task(pool.run(work.sleep, b"", 60))
+    await asyncio.sleep(0.1)
+    started = time.monotonic()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (await pool.run(work.number, b""))[1] != pid
+    assert time.monotonic() - started < 20
+
+
+async def test_calls_wait_for_their_turn_up_to_a_limit(pool, monkeypatch):
+    monkeypatch.setattr("gateway.workers.pool.MAX_WAITING", 2)
+    calls = [asyncio.create_task(pool.run(work.number, b"")) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="2 large requests wait"):
+        await pool.run(work.number, b"")
+    assert sorted(number for number, _ in await asyncio.gather(*calls)) == [10, 11, 12]
