@@ -84,7 +84,7 @@ async def _request(generation: Generation, head: ModelInfo, text: str) -> Decodi
         return None
     try:
         prompt = await generation.encode(
-            generation.render_chat([{"role": "user", "content": text}]), add_special_tokens=False
+            generation.text.render_chat([{"role": "user", "content": text}]), add_special_tokens=False
         )
     except InvalidRequest:  # without a template, or one that wants other messages
         prompt = await generation.encode(text)
