@@ -1,5 +1,6 @@
 """`tandem certs`: what is written, and what is kept."""
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from specdec.rpc.server import RpcServer
+from specdec.settings import ServerSettings
+from tandem.certificates import write_certificates
 from tandem.cli import main as cli
 
 
@@ -51,6 +55,23 @@ def test_what_is_valid_is_kept_and_what_is_not_is_made_again(
     cli.main(["certs", str(tmp_path)])
     assert "target" not in (out := capsys.readouterr().out)
     assert str(tmp_path / "draft/key.pem") in out
+
+
+async def test_health_asks_a_service_that_wants_certificates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_certificates(tmp_path)
+    files = {"certfile": "cert.pem", "keyfile": "key.pem", "ca_certs": "ca.pem"}
+    server = RpcServer(
+        ServerSettings(**{f"ssl_{name}": str(tmp_path / "target" / file) for name, file in files.items()})
+    )
+    await server.start()
+    await server.set_serving(True)
+    flags = [f"--ssl-{name.replace('_', '-')}={tmp_path / 'gateway' / file}" for name, file in files.items()]
+    assert await asyncio.to_thread(cli.main, ["health", "--grpc", server.address, *flags]) == 0
+    assert capsys.readouterr().out == f"{server.address} is SERVING\n"
+    assert await asyncio.to_thread(cli.main, ["health", "--grpc", server.address, "--timeout-s", "2"]) == 1
+    await server.stop()
 
 
 def test_a_folder_with_other_files_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
