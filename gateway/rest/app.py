@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,6 +19,7 @@ from gateway.rest.access import KeyCheck
 from gateway.rest.chat import create_chat_completion
 from gateway.rest.completions import create_completion
 from gateway.rest.limits import BodyLimit
+from gateway.rest.openapi import describe
 from gateway.rest.route import body_route
 from gateway.rest.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from specdec import __version__
@@ -36,6 +38,7 @@ def make_app(generation: Generation, keys: KeyRing) -> FastAPI:
     _add_generation(app, generation)
     _add_text(app, generation)
     _add_state(app, generation)
+    app.openapi = partial(describe, app)  # type: ignore[method-assign]
     return app
 
 

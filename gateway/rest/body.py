@@ -58,7 +58,7 @@ class Body(BaseModel):
         """Drop what asks for nothing. The first field that is unknown or not supported raises InvalidRequest."""
         if not isinstance(given, Mapping):
             return given
-        kinds, kept = _kinds(cls), {}
+        kinds, kept = kinds_of(cls), {}
         for name, value in given.items():
             kind = kinds.get(name)
             if value is None or (_is_empty(value) and kind is not MEANINGFUL):
@@ -83,7 +83,7 @@ class Body(BaseModel):
 
     def ignored(self) -> Iterator[str]:
         """The names of the given fields that have no effect."""
-        kinds = _kinds(type(self))
+        kinds = kinds_of(type(self))
         return (self._place(name) for name in self.model_fields_set if kinds[name] is IGNORED)
 
     @classmethod
@@ -100,7 +100,7 @@ class Body(BaseModel):
 
 
 @cache
-def _kinds(body: type[Body]) -> Mapping[str, Ignored | Refused | Meaningful | None]:
+def kinds_of(body: type[Body]) -> Mapping[str, Ignored | Refused | Meaningful | None]:
     """The kind of each field; None: it has an effect."""
     result: dict[str, Ignored | Refused | Meaningful | None] = {}
     for name, field in body.model_fields.items():

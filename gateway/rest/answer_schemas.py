@@ -1,0 +1,266 @@
+"""What the REST API answers, for its OpenAPI description. Answers themselves are made as plain dictionaries."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from gateway.decoding.metrics import METRICS, SpeculationMetrics
+
+Logprob: TypeAlias = Annotated[float, Field(le=0)]
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+class Answer(BaseModel):
+    """Has no other fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetails(Answer):
+    """What is wrong, in OpenAI's shape."""
+
+    message: str
+    type: str
+    #: The field it is about.
+    param: str | None
+    #: The HTTP status, or OpenAI's name of the error.
+    code: int | str
+
+
+class ErrorAnswer(Answer):
+    """The body of every error."""
+
+    error: ErrorDetails
+
+
+class PromptTokensDetails(Answer):
+    """Where prompt tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(Answer):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+SpeculativeDecoding = create_model(
+    "SpeculativeDecoding",
+    __base__=Answer,
+    **{name: (type(getattr(SpeculationMetrics(), name)), ...) for name in METRICS},  # type: ignore[call-overload]
+)
+
+
+class Metrics(Answer):
+    """What speculation did."""
+
+    speculative_decoding: SpeculativeDecoding  # type: ignore[valid-type]
+
+
+class PromptToken(Answer):
+    """One candidate at a position of the prompt."""
+
+    logprob: Logprob
+    rank: int
+    decoded_token: str | None
+
+
+PromptLogprobs: TypeAlias = list[dict[str, PromptToken] | None]
+
+
+class CompletionLogprobs(Answer):
+    """OpenAI's log-probabilities of completions; one entry a token."""
+
+    text_offset: list[int]
+    token_logprobs: list[Logprob | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, Logprob] | None]
+
+
+class Choice(Answer):
+    """What all choices have."""
+
+    index: int
+    finish_reason: FinishReason | None
+    #: The stop string or token; null for end-of-sequence and limits.
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+
+
+class CompletionChoice(Choice):
+    """One sample, or a piece of it."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class ChatToken(Answer):
+    """One candidate at a position of the answer."""
+
+    token: str
+    logprob: Logprob
+    bytes: list[int]
+
+
+class ChatPosition(ChatToken):
+    """One position of the answer."""
+
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobs(Answer):
+    """OpenAI's log-probabilities of chats."""
+
+    content: list[ChatPosition]
+    refusal: None
+
+
+class ChatMessage(Answer):
+    """The model's message."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatDelta(Answer):
+    """A piece of the model's message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChoice(Choice):
+    """One sample."""
+
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatChunkChoice(Choice):
+    """A piece of one sample."""
+
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+
+
+class Head(Answer):
+    """What every object of an answer begins with."""
+
+    id: str
+    created: int
+    model: str
+
+
+class CompletionAnswer(Head):
+    """The answer of ``/v1/completions``."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+    metrics: Metrics
+
+
+class CompletionEvent(Head):
+    """One event of its stream."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    metrics: Metrics | None = None
+
+
+class ChatAnswer(Head):
+    """The answer of ``/v1/chat/completions``."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    metrics: Metrics
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class ChatEvent(Head):
+    """One event of its stream."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    metrics: Metrics | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class ModelCard(Answer):
+    """A served name."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(Answer):
+    """The answer of ``/v1/models``."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class TokenizeAnswer(Answer):
+    """The answer of ``/tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(Answer):
+    """The answer of ``/detokenize``."""
+
+    prompt: str
+
+
+class HealthAnswer(Answer):
+    """The answer of ``/health``."""
+
+    status: Literal["ok"]
+
+
+class VersionAnswer(Answer):
+    """The answer of ``/version``."""
+
+    version: str
+
+
+class RootAnswer(VersionAnswer):
+    """The answer of ``/``."""
+
+    name: str
+    api: str
+    docs: str
+
+
+#: By method and path: the answer, and one event of its stream where it has one.
+ANSWERS: dict[tuple[str, str], tuple[type[Answer], type[Answer] | None]] = {
+    ("post", "/v1/completions"): (CompletionAnswer, CompletionEvent),
+    ("post", "/v1/chat/completions"): (ChatAnswer, ChatEvent),
+    ("get", "/v1/models"): (ModelList, None),
+    ("get", "/v1/models/{name}"): (ModelCard, None),
+    ("post", "/tokenize"): (TokenizeAnswer, None),
+    ("post", "/detokenize"): (DetokenizeAnswer, None),
+    ("get", "/health"): (HealthAnswer, None),
+    ("get", "/version"): (VersionAnswer, None),
+    ("get", "/"): (RootAnswer, None),
+}

@@ -1,0 +1,110 @@
+"""The OpenAPI description: what FastAPI finds out of the code, with the real answers, errors and meanings of fields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from gateway.rest.answer_schemas import ANSWERS, ErrorAnswer
+from gateway.rest.body import MEANINGFUL, Body, Refused, kinds_of
+from gateway.rest.request_id import REQUEST_ID_HEADER
+from gateway.rest.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    MessagePart,
+    Speculation,
+    StreamOptions,
+    TokenizeBody,
+)
+from specdec.params import parameters
+
+_BODIES: Final[tuple[type[Body], ...]] = (
+    *(ChatBody, CompletionBody, DetokenizeBody, Message, MessagePart, Speculation, StreamOptions, TokenizeBody),
+)
+#: Values that mean the default of a field.
+_EMPTY: Final[list[Any]] = ["", [], {}]
+_ERRORS: Final[Mapping[str, str]] = {
+    "401": "no API key, or an unknown one",
+    "404": "no such model or path",
+    "4XX": "a mistake in the request",
+    "500": "a fault of the server",
+    "503": "no target can be used",
+}
+_BODY_ERRORS: Final[Mapping[str, str]] = {
+    "400": "an impossible value, or an unknown field",
+    "413": "the body is too large",
+    "429": "too many requests",
+    "504": "the deadline passed",
+}
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """The description of an application; made once."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        models = {model for pair in ANSWERS.values() for model in pair if model is not None} | {ErrorAnswer}
+        _, made = models_json_schema(
+            [(model, "serialization") for model in models], ref_template="#/components/schemas/{model}"
+        )
+        components = schema["components"]["schemas"]
+        for unused in ("HTTPValidationError", "ValidationError"):
+            components.pop(unused, None)
+        for body in _BODIES:
+            _describe_body(body, components[body.__name__])
+        components.update(made["$defs"])
+        for path, operations in schema["paths"].items():
+            for method, operation in operations.items():
+                operation["responses"] = _responses(method, path)
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+def _responses(method: str, path: str) -> dict[str, Any]:
+    answer, event = ANSWERS.get((method, path), (None, None))
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if answer is not None:
+        content = {"application/json": {"schema": _reference(answer)}}
+    if event is not None:
+        # With stream; the data is an event of the answer, an error, or [DONE]. OpenAPI 3.2 has itemSchema, 3.1 nothing.
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(event)}
+        content["text/event-stream"] = {"itemSchema": {"type": "object", "properties": {"data": data}}}
+    errors = dict(_ERRORS) | (dict(_BODY_ERRORS) if method == "post" else {})
+    named = {REQUEST_ID_HEADER: {"schema": {"type": "string"}}}
+    failed = {"application/json": {"schema": _reference(ErrorAnswer)}}
+    return {
+        "200": {"description": "the answer", "headers": named, "content": content},
+        **{
+            status: {"description": text, "headers": named, "content": failed}
+            for status, text in sorted(errors.items())
+        },
+    }
+
+
+def _describe_body(body: type[Body], schema: dict[str, Any]) -> None:
+    """Say which values of a body's fields mean the default, and the ranges of sampling parameters."""
+    rows = {row.name: row for row in parameters() if row.number is not None}
+    for name, kind in kinds_of(body).items():
+        field = schema["properties"][name]
+        if isinstance(kind, Refused):
+            schema["properties"][name] = {"enum": [None, *_EMPTY, False, *kind.allowed], "description": "not supported"}
+        elif kind is not MEANINGFUL and "anyOf" in field:
+            if name in rows:
+                field["anyOf"][0].update(_range(rows[name].low, rows[name].high, is_open=rows[name].is_low_open))
+            field["anyOf"].append({"enum": _EMPTY})
+    schema["additionalProperties"] = {"enum": [None, *_EMPTY]}
+
+
+def _range(low: float, high: float, *, is_open: bool) -> dict[str, float]:
+    result = {} if math.isinf(low) else {"exclusiveMinimum" if is_open else "minimum": low}
+    return result if math.isinf(high) else result | {"maximum": high}
+
+
+def _reference(model: type) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{model.__name__}"}

@@ -1,0 +1,57 @@
+"""The OpenAPI description is that of the real answers."""
+
+import pytest
+
+from gateway.decoding.metrics import METRICS
+from gateway.rest.answer_schemas import ANSWERS, ErrorAnswer, SpeculativeDecoding
+from gateway.rest.schemas import ChatBody, CompletionBody
+from tests.gateway.rest.test_rest import body_of, chat_of, events, post
+
+EVERYTHING = {"n": 2, "logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True, "stop": "fox"}
+CALLS = [
+    ("/v1/completions", body_of()),
+    ("/v1/completions", body_of(prompt="a b", echo=True, **EVERYTHING)),
+    ("/v1/completions", body_of(stream_options={"include_usage": True, "continuous_usage_stats": True}, **EVERYTHING)),
+    ("/v1/chat/completions", chat_of()),
+    ("/v1/chat/completions", chat_of(**(EVERYTHING | {"logprobs": True, "top_logprobs": 2}))),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), CALLS)
+async def test_generated_answers_are_as_described(stand, path, body):
+    answer, event = ANSWERS["post", path]
+    for piece in await events(stand, path, **body):
+        event.model_validate(piece, strict=True)
+    whole = {name: value for name, value in body.items() if name != "stream_options"}
+    answer.model_validate((await post(stand, path, **whole)).json(), strict=True)
+
+
+async def test_other_answers_are_as_described(stand):
+    sent = {"/tokenize": {"prompt": "a b", "return_token_strs": True}, "/detokenize": {"tokens": [5]}}
+    for (method, path), (answer, event) in ANSWERS.items():
+        if event is None:
+            url = path.replace("{name}", "toy-model")
+            response = await (post(stand, url, **sent[url]) if method == "post" else stand.http.get(url))
+            answer.model_validate(response.json(), strict=True)
+    for response in (await post(stand), await stand.http.get("/none"), await stand.http.get("/v1/completions")):
+        ErrorAnswer.model_validate(response.json(), strict=True)
+
+
+async def test_the_description_names_content_types_and_errors(stand):
+    schema = (await stand.http.get("/openapi.json")).json()
+    paths = {path for _, path in ANSWERS} | {"/metrics"}
+    assert set(schema["paths"]) == paths
+    responses = schema["paths"]["/v1/completions"]["post"]["responses"]
+    assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
+    assert set(responses) == {"200", "400", "401", "404", "413", "429", "4XX", "500", "503", "504"}
+    assert set(schema["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
+    components = schema["components"]["schemas"]
+    assert components["ErrorAnswer"]
+    for body in (CompletionBody, ChatBody):
+        assert set(components[body.__name__]["properties"]) == set(body.model_fields)
+    temperature = components["ChatBody"]["properties"]["temperature"]["anyOf"]
+    assert temperature[0] == {"type": "number", "minimum": 0.0}
+
+
+def test_the_described_metrics_are_the_reported_ones():
+    assert list(SpeculativeDecoding.model_fields) == list(METRICS)
