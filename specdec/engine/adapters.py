@@ -37,6 +37,8 @@ def adopt(model: PreTrainedModel) -> None:
     for module in modules:
         adapter = _ADAPTERS[type(module).__name__]
         module.forward = partial(_forward, module, model.config, adapter, module.forward)
+    if model.config.model_type == "mpt":
+        model.base_model.register_forward_pre_hook(partial(_give_mask, model.config), with_kwargs=True)
     type(model)._can_set_attn_implementation_cached_value = True  # type: ignore[attr-defined]
 
 
@@ -55,6 +57,13 @@ def _forward(
         return stock(hidden_states, *args, **kwargs)
     attend = partial(ALL_ATTENTION_FUNCTIONS[name], module, attention_mask=None)
     return adapter(module, attend, hidden_states, *args, **kwargs), None
+
+
+def _give_mask(config: Any, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """MPT cannot do without a mask, which no adapter reads: a small one, instead of none."""
+    if config._attn_implementation in (PAGED, RECORDING):
+        kwargs["attention_mask"] = torch.zeros(1, 1, 1, 1, device=args[0].device)
+    return args, kwargs
 
 
 def _falcon(
@@ -92,20 +101,42 @@ def _gptj(module: Any, attend: Forward, x: torch.Tensor, *, position_ids: torch.
 
 
 def _bloom(module: Any, attend: Forward, x: torch.Tensor, residual: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """BLOOM: ALiBi as four more numbers of queries and keys; the residual is added here."""
+    """BLOOM, with ALiBi; the residual is added here."""
     query, key, value = module._reshape(module.query_key_value(x))  # [1, heads, T, D] each
     scale = module.head_dim**-0.5
-    slopes = alibi_slopes(module.num_heads).to(x.device) / scale
-    high = slopes.to(x.dtype)
-    low = (slopes - high.float()).to(x.dtype)
-    positions = positions_of(module, x.shape[1], x.device)
-    parts = torch.stack((positions // _POSITION_STEP, positions % _POSITION_STEP), dim=-1).to(x.dtype)  # [T, 2]
-    steps = torch.tensor((_POSITION_STEP, 1), device=x.device, dtype=x.dtype)
-    slope_parts = torch.cat((high[:, None] * steps, low[:, None] * steps), dim=-1)  # [heads, 4]
-    query = torch.cat((query, slope_parts[None, :, None].expand(*query.shape[:3], -1)), dim=-1)
-    key = torch.cat((key, torch.cat((parts, parts), dim=-1).expand(*key.shape[:3], -1)), dim=-1)
+    query, key = _with_alibi(module, query, key, scale)
     out: torch.Tensor = residual + module.dense(attend(query, key, value, scaling=scale)[0].flatten(-2))
     return out
+
+
+def _mpt(module: Any, attend: Forward, x: torch.Tensor, **_: Any) -> torch.Tensor:
+    """MPT, with ALiBi."""
+    fused, scale = module.Wqkv(x), module.softmax_scale
+    if module.clip_qkv:
+        fused = fused.clamp(-module.clip_qkv, module.clip_qkv)
+    query, key, value = (part.unflatten(-1, (module.n_heads, -1)).transpose(1, 2) for part in fused.chunk(3, dim=-1))
+    query, key = _with_alibi(module, query, key, scale)
+    out: torch.Tensor = module.out_proj(attend(query, key, value, scaling=scale)[0].flatten(-2))
+    return out
+
+
+def _with_alibi(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys [1, heads, T, D] with four more numbers, whose product is slope · position / scale.
+
+    Both are split, so that the product is exact in 16 bits, too: 128 · high + low.
+    """
+    dtype, device = key.dtype, key.device
+    slopes = alibi_slopes(key.shape[1]).to(device) / scale
+    high = slopes.to(dtype)
+    low = (slopes - high.float()).to(dtype)
+    steps = torch.tensor((_POSITION_STEP, 1), device=device, dtype=dtype)
+    slope_parts = torch.cat((high[:, None] * steps, low[:, None] * steps), dim=-1)  # [heads, 4]
+    positions = positions_of(module, key.shape[2], device)
+    parts = torch.stack((positions // _POSITION_STEP, positions % _POSITION_STEP), dim=-1).to(dtype)  # [T, 2]
+    query = torch.cat((query, slope_parts[None, :, None].expand(*query.shape[:3], -1)), dim=-1)
+    return query, torch.cat((key, torch.cat((parts, parts), dim=-1).expand(*key.shape[:3], -1)), dim=-1)
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
@@ -122,4 +153,9 @@ def _helper(module: nn.Module, name: str) -> Callable[..., Any]:
     return found
 
 
-_ADAPTERS: Final[dict[str, Any]] = {"FalconAttention": _falcon, "GPTJAttention": _gptj, "BloomAttention": _bloom}
+_ADAPTERS: Final[dict[str, Any]] = {
+    "FalconAttention": _falcon,
+    "GPTJAttention": _gptj,
+    "BloomAttention": _bloom,
+    "MptAttention": _mpt,
+}

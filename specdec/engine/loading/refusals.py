@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from specdec.engine.native import library
 from specdec.engine.native.linears import quantise_linears
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.settings import ModelSettings
+
+#: What configs call the longest sequence: most of them, MPT, BLOOM.
+_LENGTHS: Final = ("max_position_embeddings", "max_seq_len", "seq_length")
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -91,7 +94,7 @@ def resolve_max_model_len(config: PreTrainedConfig, wanted: int | None) -> int:
         ModelNotSupported: positions within that length would be computed wrongly.
     """
     text = config.get_text_config(decoder=True)
-    own = getattr(text, "max_position_embeddings", None)
+    own = next((length for name in _LENGTHS if (length := getattr(text, name, None)) is not None), None)
     if own is None and wanted is None:
         raise InvalidRequest("the model's config names no longest sequence; set max_model_len", param="max_model_len")
     length = int(wanted or own or 0)

@@ -80,9 +80,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_groups": ("falcon", {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon_alibi": ("falcon", {"alibi": True}),
     "gptj": ("gptj", {"rotary_dim": 4, "n_inner": 48}),
-    "bloom": ("bloom", {"n_head": 4, "n_layer": 2}),
-    "bloom_three_heads": ("bloom", {"n_head": 3, "n_layer": 2, "hidden_size": 24}),
-    "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
+    "bloom": ("bloom", {"n_head": 4, "n_layer": 2, "seq_length": 128}),
+    "bloom_three_heads": ("bloom", {"n_head": 3, "n_layer": 2, "hidden_size": 24, "seq_length": 128}),
+    "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}),
+    "mpt_six_heads": (
+        "mpt",
+        {
+            "d_model": 24,
+            "n_heads": 6,
+            "n_layers": 2,
+            "max_seq_len": 128,
+            "attn_config": {"softmax_scale": 0.7, "clip_qkv": 2.0},
+        },
+    ),
+    "codegen": ("codegen", {"rotary_dim": 4}),
     "mamba": ("mamba", {}),
     "jamba": (
         "jamba",

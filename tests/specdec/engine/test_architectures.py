@@ -37,6 +37,8 @@ SUPPORTED = [
     "gptj",
     "bloom",
     "bloom_three_heads",
+    "mpt",
+    "mpt_six_heads",
 ]
 PROMPTS = (9, 2, 30)
 NEW_TOKENS = 24
@@ -84,7 +86,7 @@ def load_path(
         monkeypatch.setattr(acceleration, "native_attention", lambda: None)
 
     def load(name: str) -> Engine:
-        engine = load_engine(name, enforce_eager=path != "fastest", max_model_len=128)  # BLOOM names no length
+        engine = load_engine(name, enforce_eager=path != "fastest")
         assert path != "torch" or engine.path == "torch attention"
         return engine
 

@@ -27,7 +27,7 @@ from specdec.settings import ModelSettings
         ("mamba", {}, "MambaForCausalLM has 2 layers but 0 of them attend"),
         ("jamba", {}, "has 2 layers but 1 of them attend .* recurrent, linear or home-made attention"),
         ("falcon_alibi", {}, "'falcon' with ALiBi positions .* attends in code of its own"),
-        ("mpt", {}, "MptForCausalLM has an attention of its own"),
+        ("codegen", {}, "CodeGenForCausalLM has an attention of its own"),
         ("diffllama", {}, "attends twice in one pass"),
         ("llama4", {}, "chunks of 16 tokens.*set max_model_len to 16 or less"),
         ("llama4_tuned", {}, "scales its attention by a token's place in the batch"),

@@ -50,7 +50,7 @@ def test_each_path_of_a_tree_gets_the_logits_of_a_chain(load: Load, load_stock: 
 
 def test_rows_of_a_tree_have_their_own_alibi(load_engine: Load, load_stock: Any, tools: Any) -> None:
     """BLOOM's positions are not told to its attention."""
-    check_logits(load_engine("bloom", max_model_len=128), load_stock("bloom"), tools)
+    check_logits(load_engine("bloom"), load_stock("bloom"), tools)
 
 
 def check_logits(engine: Engine, stock: Any, tools: Any) -> None:
