@@ -71,8 +71,11 @@ class Gateway:
             backend_tls = Certificates(settings.backend_tls) if settings.backend_tls else None
             self._fleet = Fleet(settings.targets, settings.drafts, certificates=backend_tls)
             router = self._fleet.router
-        num_workers = settings.tokenizer_pool_size
-        self._workers = WorkerPool(num_workers, TextProcessor.load, settings) if num_workers else None
+        self._workers: WorkerPool | None = None
+        if settings.tokenizer_pool_size:
+            self._workers = WorkerPool(
+                settings.tokenizer_pool_size, settings.max_buffered_bytes, TextProcessor.load, settings
+            )
         self.generation = Generation(router, settings, tokenizer, make_pacer=make_pacer, workers=self._workers)
         keys = KeyRing(settings)
         connections = Connections(settings, max_connections=cap_connections(settings.max_connections, num_servers=2))

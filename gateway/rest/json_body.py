@@ -14,13 +14,13 @@ _TEXT: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _MARKS: Final = (b",", b"[", b"{")
 
 
-def parse_json(raw: bytes, limits: RequestLimits) -> Any:
-    """The value that a body holds.
+def parse_json(raw: bytes, limits: RequestLimits, *, max_model_len: int) -> Any:
+    """The value that a body holds. A prompt of token ids that fits the model's context is never too many values.
 
     Raises:
         InvalidRequest: it is no JSON, or holds too many values or too many levels.
     """
-    _check_num_values(raw, limits.max_json_values)
+    _check_num_values(raw, max(limits.max_json_values, 2 * max_model_len))
     try:
         value = json.loads(raw)
     except RecursionError:

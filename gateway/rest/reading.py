@@ -33,7 +33,7 @@ B = TypeVar("B", bound=Body)
 
 def read_completion(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool) -> CompletionBody:
     """The body of ``POST /v1/completions``."""
-    body = _parse(CompletionBody, raw, text.settings)
+    body = _parse(CompletionBody, raw, text, model)
     given = body.prompts()
     check_count("prompt", len(given), "prompts", text.settings, "max_concurrent_requests")
     special = body.add_special_tokens is not False
@@ -50,7 +50,7 @@ def read_completion(text: TextProcessor, raw: bytes, model: ModelInfo, is_large:
 
 def read_chat(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool) -> ChatBody:
     """The body of ``POST /v1/chat/completions``, its prompt rendered."""
-    body = _parse(ChatBody, raw, text.settings)
+    body = _parse(ChatBody, raw, text, model)
     if not body.messages:
         raise InvalidRequest("messages is empty; give at least one message", param="messages")
     variables, unread = body.variables(text.chat_variables)
@@ -64,7 +64,7 @@ def read_chat(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool)
 
 def read_tokenize(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool) -> TokenizeBody:
     """The body of ``POST /tokenize``, with its answer."""
-    body = _parse(TokenizeBody, raw, text.settings)
+    body = _parse(TokenizeBody, raw, text, model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     prompt, special = body.prompt, body.add_special_tokens is not False
@@ -82,17 +82,17 @@ def read_tokenize(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: b
 
 def read_detokenize(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool) -> DetokenizeBody:
     """The body of ``POST /detokenize``, with its answer."""
-    body = _parse(DetokenizeBody, raw, text.settings)
+    body = _parse(DetokenizeBody, raw, text, model)
     check_count("tokens", len(body.tokens), "token ids", text.settings, "max_detokenize_ids")
     answer = {"prompt": text.decode(body.tokens, skip_special_tokens=False)}
     return DetokenizeBody(model=body.model, tokens=[]).with_answer(_to_json(answer))
 
 
-def _parse(kind: type[B], raw: bytes, settings: GatewaySettings) -> B:
-    value = parse_json(raw, settings)
+def _parse(kind: type[B], raw: bytes, text: TextProcessor, model: ModelInfo) -> B:
+    value = parse_json(raw, text.settings, max_model_len=model.max_model_len)
     if not isinstance(value, dict):
         raise InvalidRequest('the body is no JSON object; send one, such as {"prompt": "…"}')
-    _check_messages(value.get("messages"), settings)
+    _check_messages(value.get("messages"), text.settings)
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -68,7 +68,7 @@ class BodyBuffers:
         Raises:
             Overloaded: all bodies together are above the limit.
         """
-        pieces: list[bytes] = []
+        body, size = bytearray(), 0
         try:
             async for piece in request.stream():
                 if self._num_bytes + len(piece) > self._max_bytes:
@@ -76,11 +76,14 @@ class BodyBuffers:
                         f"the bodies being read have {self._num_bytes} bytes; {self._max_bytes} are allowed"
                         " (--max-buffered-bytes); try again later"
                     )
-                pieces.append(piece)
+                body += piece
+                size += len(piece)
                 self._num_bytes += len(piece)
-            yield b"".join(pieces)
+            raw = bytes(body)
+            body.clear()
+            yield raw
         finally:
-            self._num_bytes -= sum(map(len, pieces))
+            self._num_bytes -= size
 
 
 def _check_content(raw: bytes, content_type: str) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from gateway.workers.connection import Closed, receive, send
 from gateway.workers.worker import TOO_LARGE
@@ -20,20 +20,19 @@ from specdec.errors import InvalidRequest, Overloaded
 
 T = TypeVar("T")
 
-#: Calls that wait for a worker, for each worker there is; one more is refused.
-MAX_WAITING: Final = 16
-
 
 class WorkerPool:
     """Calls functions in processes, each of which starts at its first call. All methods belong to one event loop."""
 
-    def __init__(self, size: int, make: Callable[..., Any], *arguments: Any) -> None:
-        """Each worker calls ``make(*arguments)`` once; functions get the result. Both must be picklable."""
-        self._size = size
+    def __init__(self, size: int, max_bytes: int, make: Callable[..., Any], *arguments: Any) -> None:
+        """``max_bytes`` bounds what all calls together are given to read. Each worker calls ``make(*arguments)`` once,
+        and functions get the result. Everything must be picklable.
+        """
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
         self._make = (make, arguments)
         self._idle = [_Worker() for _ in range(size)]
         self._turns = asyncio.Semaphore(size)
-        self._num_waiting = 0
         self._threads = ThreadPoolExecutor(size, "worker")
 
     async def run(self, function: Callable[..., T], raw: bytes, *arguments: Any) -> T:
@@ -41,22 +40,24 @@ class WorkerPool:
         cancelled ends its worker.
 
         Raises:
-            Overloaded: too many calls wait for a worker.
+            Overloaded: all calls have too many bytes.
             InvalidRequest: the call takes too much memory.
         """
-        if self._num_waiting >= MAX_WAITING * self._size:
-            raise Overloaded(f"{self._num_waiting} large requests wait to be read, which is the limit; try again later")
-        self._num_waiting += 1
+        if self._num_bytes + len(raw) > self._max_bytes:
+            raise Overloaded(
+                f"large requests of {self._num_bytes} bytes wait to be read; {self._max_bytes} are allowed"
+                " (--max-buffered-bytes); try again later"
+            )
+        self._num_bytes += len(raw)
         try:
-            await self._turns.acquire()
+            async with self._turns:
+                worker = self._idle.pop()
+                try:
+                    result: T = await self._call(worker, function, raw, arguments)
+                finally:
+                    self._idle.append(worker)
         finally:
-            self._num_waiting -= 1
-        worker = self._idle.pop()
-        try:
-            result: T = await self._call(worker, function, raw, arguments)
-        finally:
-            self._idle.append(worker)
-            self._turns.release()
+            self._num_bytes -= len(raw)
         return result
 
     async def _call(self, worker: _Worker, function: Callable[..., Any], raw: bytes, arguments: Any) -> Any:

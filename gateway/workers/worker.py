@@ -17,7 +17,7 @@ NICENESS: Final = 10
 #: Bytes of data of a worker above those it starts with; work that needs more is refused.
 MAX_DATA_BYTES: Final = 2**30
 #: A worker that has grown by more than this ends after its answer, and so gives its memory back.
-MAX_GROWTH_BYTES: Final = 96 * 2**20
+MAX_GROWTH_BYTES: Final = 32 * 2**20
 
 TOO_LARGE: Final = "reading the request takes too much memory; send a smaller one"
 

@@ -14,8 +14,8 @@ class RequestLimits(ConnectionSettings):
 
     max_header_bytes: int = option(65536, "bytes of a request's line and headers", ge=1)
     max_body_bytes: int = option(16 * 2**20, "bytes of a body or of a gRPC message", ge=1)
-    max_buffered_bytes: int = option(64 * 2**20, "bytes of all bodies being read; one more gets 429", ge=1)
-    max_json_values: int = option(2**20, "values in a body, each number of a list counted", ge=1)
+    max_buffered_bytes: int = option(32 * 2**20, "bytes of all bodies being read; one more gets 429", ge=1)
+    max_json_values: int = option(2**18, "values in a body; never fewer than twice the model's context", ge=1)
     max_json_depth: int = option(64, "levels of lists and objects in a body", ge=1, le=200)
     max_characters_per_token: int = option(128, "characters of a prompt per token of the model's context", ge=1)
     max_messages: int = option(4096, "messages of a chat", ge=1)
@@ -26,5 +26,5 @@ class RequestLimits(ConnectionSettings):
     max_bad_words: int = option(256, "bad words, or bad token sequences, of a request", ge=0)
     max_bad_word_characters: int = option(64, "characters of a bad word, or tokens of a bad sequence", ge=1)
     max_logit_bias: int = option(4096, "tokens with a logit bias in a request", ge=0)
-    max_detokenize_ids: int = option(2**20, "token ids of a call that asks for their text", ge=1)
-    tokenizer_pool_size: int = option(2, "processes that read large requests; 0: the gateway's own", ge=0, le=64)
+    max_detokenize_ids: int = option(2**18, "token ids of a call that asks for their text", ge=1)
+    tokenizer_pool_size: int = option(1, "processes that read large requests; 0: the gateway's own", ge=0, le=64)

@@ -15,7 +15,7 @@ from tests.gateway.workers import work
 
 @pytest.fixture
 async def pool():
-    pool = WorkerPool(1, work.make, 10)
+    pool = WorkerPool(1, 10**8, work.make, 10)
     yield pool
     await pool.close()
     assert not children()
@@ -70,10 +70,10 @@ async def test_a_cancelled_call_ends_its_worker(pool):
     assert time.monotonic() - started < 20
 
 
-async def test_calls_wait_for_their_turn_up_to_a_limit(pool, monkeypatch):
-    monkeypatch.setattr("gateway.workers.pool.MAX_WAITING", 2)
-    calls = [asyncio.create_task(pool.run(work.number, b"")) for _ in range(3)]
+async def test_calls_wait_for_their_turn_up_to_a_limit_of_bytes(pool):
+    calls = [asyncio.create_task(pool.run(work.number, b"x" * 4 * 10**7)) for _ in range(2)]
+    calls += [asyncio.create_task(pool.run(work.number, b"")) for _ in range(20)]
     await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="2 large requests wait"):
-        await pool.run(work.number, b"")
-    assert sorted(number for number, _ in await asyncio.gather(*calls)) == [10, 11, 12]
+    with pytest.raises(Overloaded, match="80000000 bytes wait to be read; 100000000 are allowed"):
+        await pool.run(work.number, b"x" * 3 * 10**7)
+    assert sorted(number for number, _ in await asyncio.gather(*calls)) == list(range(10, 32))
