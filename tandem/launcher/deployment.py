@@ -71,9 +71,9 @@ class Deployment:
 
     def ready_line(self, addresses: Mapping[str, str]) -> str:
         """The one line that says what is served where; ``addresses`` are those of the services behind the gateway."""
-        host = self.gateway.host
+        host, scheme = self.gateway.host, "https" if self.gateway.tls else "http"
         parts = [
-            f"ready: http://{host}:{self.gateway.port}/v1, gRPC {host}:{self.gateway.grpc_port}",
+            f"ready: {scheme}://{host}:{self.gateway.port}/v1, gRPC {host}:{self.gateway.grpc_port}",
             self.describe(),
             *([", ".join(f"{name} {address}" for name, address in addresses.items())] if addresses else []),
         ]

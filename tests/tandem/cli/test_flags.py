@@ -239,6 +239,12 @@ def test_services_get_what_differs_from_the_defaults() -> None:
     assert all("--drain-s 3" in arguments for arguments in (target, draft))
 
 
+def test_the_ready_line_says_how_to_connect() -> None:
+    assert deploy().ready_line({}).startswith("ready: http://127.0.0.1:8000/v1, gRPC 127.0.0.1:50051 | ")
+    with_tls = deploy("--ssl-certfile", "cert.pem", "--ssl-keyfile", "key.pem")
+    assert with_tls.ready_line({}).startswith("ready: https://127.0.0.1:8000/v1, ")
+
+
 def test_the_draft_is_rounded_unless_its_config_says_no() -> None:
     exact = deploy("--quantization", "int8", "--speculative-config", json.dumps({"model": DRAFT, "quantization": None}))
     assert exact.target.model.quantization == "int8"
