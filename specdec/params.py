@@ -159,7 +159,7 @@ class SamplingParams:
     )  # fmt: skip
     repetition_penalty: float = parameter(
         1.0, "divides the positive and multiplies the negative logits of tokens of prompt and output",
-        Stage.LOGITS, low=0.0, is_low_open=True, has_flag=True,
+        Stage.LOGITS, low=0.001, has_flag=True,
     )  # fmt: skip
     logit_bias: Mapping[int, float] = parameter(
         {}, "added to logits, by token id", Stage.LOGITS, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS

@@ -7,18 +7,34 @@ response names it. A field that would change the answer and cannot be honoured i
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from gateway.text.tokenizer import encodable
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, quote
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 #: Characters of an unknown name that are compared and reported.
 _NAME_LENGTH: Final = 64
+#: Kinds of errors of a wrong type, and what was expected.
+_WRONG_TYPES: Final[Mapping[str, str]] = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "text",
+}
+#: How pydantic names the types of a field that may have several.
+_TYPE_NAME: Final = re.compile(r"str|int|(list|dict)\[.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +141,30 @@ def _all_encodable(value: Any) -> bool:
 
 def invalid_request_of(error: ValidationError) -> InvalidRequest:
     """The first thing wrong with a body, naming its field. Lists and mappings stop at their first wrong entry."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    path = [str(part) for part in first["loc"]]
-    # A field of several possible types is named with each type that was tried; only the field itself helps.
-    field = path[0]
+    found = error.errors(include_url=False)
+    field = str(found[0]["loc"][0])
+    # A field of several types has an error for each. A wrong value tells more than a wrong type, an error in a later
+    # entry more than one in an earlier entry or in the field itself.
+    tried = [each for each in found if each["loc"][0] == field]
+    first = next((each for each in tried if each["type"] not in _WRONG_TYPES), None)
+    path = _path(first or max(tried, key=_entry))
+    where = ".".join(map(str, path))
+    if first is None:
+        names = dict.fromkeys(_WRONG_TYPES[each["type"]] for each in tried if _path(each) == path)
+        return InvalidRequest(f"{where} must be {' or '.join(names)}", param=field)
     if first["type"] == "missing":
-        return InvalidRequest(f"the field {'.'.join(path)!r} is missing", param=field)
-    at = f" (at {'.'.join(path)})" if len(path) > 1 else ""
-    return InvalidRequest(f"{field}: {first['msg']}{at}", param=field)
+        return InvalidRequest(f"the field {where!r} is missing", param=field)
+    if first["type"] == "greater_than_equal":
+        limit = first["ctx"]["ge"]
+        return InvalidRequest(f"{where} is {quote(first['input'])}; it must be at least {limit}", param=field)
+    return InvalidRequest(f"{where}: {first['msg']}", param=field)
+
+
+def _path(error: ErrorDetails) -> tuple[int | str, ...]:
+    """Where an error is, without the names of the types that were tried."""
+    return tuple(part for part in error["loc"] if isinstance(part, int) or not _TYPE_NAME.fullmatch(part))
+
+
+def _entry(error: ErrorDetails) -> list[int]:
+    """The numbers in the place of an error, to compare how far inside it is."""
+    return [part for part in _path(error) if isinstance(part, int)]

@@ -17,6 +17,7 @@ from specdec.errors import (
     Overloaded,
     TandemError,
     Unauthenticated,
+    quote,
     status_of,
     text_of,
 )
@@ -84,5 +85,11 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> ErrorResponse:
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        body = error_body(str(error.detail), kind, error.status_code)
+        text = str(error.detail)
+        if error.status_code == 404:
+            text = f"there is no {quote(request.url.path)} here; /openapi.json lists the paths"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            text = f"{request.method} does not work on {quote(request.url.path)}; use {allowed}"
+        body = error_body(text, kind, error.status_code)
         return ErrorResponse(error.status_code, body, error.headers)

@@ -75,7 +75,7 @@ async def test_refusals_are_counted_and_logged_with_their_reason(logged, lines):
     texts = [line.getMessage() for line in lines()]
     assert texts[0] == "request me-1 refused: 400 temperature is -1.0, outside [0.0, inf]"
     assert texts[1].startswith("request me-2 refused: 400 ")
-    assert texts[2] == "request me-3 refused: 404 Not Found"
+    assert texts[2] == "request me-3 refused: 404 there is no '/v1/nowhere' here; /openapi.json lists the paths"
     assert counts(logged) == {400: 2, 404: 1}
 
 

@@ -53,7 +53,7 @@ async def test_a_worker_reads_as_the_event_loop_does(stand):
 LIMITED = {"max_json_values": 60_000, "max_json_depth": 5, "max_messages": 3, "max_content_parts": 4}
 PART = {"type": "text", "text": "a"}
 HOSTILE = [
-    ("/v1/completions", {"prompt": [-1] * 50_000}, "prompt: Input should be a valid string"),
+    ("/v1/completions", {"prompt": [-1] * 50_000}, "prompt.0 is -1; it must be at least 0"),
     ("/v1/completions", {"prompt": [-1] * 70_000}, "more than 60000 values (--max-json-values)"),
     ("/v1/completions", {"prompt": ["a"] * 5000}, "5000 prompts; 512 are allowed (--max-concurrent-requests)"),
     ("/v1/completions", {"prompt": "a", "stop": ["a"] * 5000}, "5000 strings; 1024 are allowed (--max-stop-strings)"),

@@ -26,6 +26,7 @@ BAD_COMPLETIONS = [
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-40}, "repetition_penalty"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"4000": 1}}, "logit_bias"),
@@ -139,6 +140,30 @@ async def test_bodies_that_are_no_object(stand, content, headers, words):
     response = await stand.http.post("/v1/completions", content=content, headers=headers)
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"prompt": [-1]}, "prompt.0 is -1; it must be at least 0"),
+    ({"prompt": [[5, -1]]}, "prompt.0.1 is -1; it must be at least 0"),
+    ({"prompt": ["a", 1]}, "prompt.1 must be text"),
+    ({"prompt": {"a": 1}}, "prompt must be text or a list"),
+    ({"prompt": [1.5]}, "prompt.0 must be a whole number or text or a list"),
+    ({"stop": 5}, "stop must be text or a list"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias.1 must be a number"),
+    ({"n": "x"}, "n must be a whole number"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0 is -1; it must be at least 0"),
+])  # fmt: skip
+async def test_wrong_types_and_values_are_named_where_they_stand(stand, change, words):
+    response = await post(stand, **(body_of() | change))
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == words
+
+
+async def test_unknown_paths_and_methods_say_what_there_is(stand):
+    response = await stand.http.post("/v1/responses", json={})
+    assert "there is no '/v1/responses' here; /openapi.json lists the paths" in response.text
+    response = await stand.http.get("/v1/completions")
+    assert "GET does not work on '/v1/completions'; use POST" in response.text
 
 
 @pytest.mark.parametrize(("content", "words"), [
