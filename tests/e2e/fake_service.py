@@ -108,9 +108,19 @@ def main():
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-waiting", type=int, default=64)
     parser.add_argument("--max-wait-s", type=float, default=10.0)
+    for name in ("certfile", "keyfile", "ca-certs"):
+        parser.add_argument(f"--ssl-{name}")
     args = parser.parse_args()
     make = make_target if args.role == "target" else make_draft
-    return run(lambda: make(args), ServerSettings(port=args.port))
+    return run(
+        lambda: make(args),
+        ServerSettings(
+            port=args.port,
+            ssl_certfile=args.ssl_certfile,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ import argparse
 import asyncio
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from tests.e2e.conftest import PROMPTS
 from tests.e2e.servers import draft_process, fake_draft, fake_target, target_process
@@ -20,10 +22,15 @@ from tests.reliability.rig import Rig
 NUM_STREAMS = 10
 
 
-async def cause_chaos(make: Callable[[random.Random], Rig], *, seed: int, seconds: float, num_tokens: int) -> str:
-    """Hurt the services of a rig for so long; a line of figures. Raises AssertionError where something was lost."""
+async def cause_chaos(
+    make: Callable[[random.Random, Path], Rig], *, seed: int, seconds: float, num_tokens: int, folder: Path
+) -> str:
+    """Hurt the services of a rig for so long; a line of figures. Raises AssertionError where something was lost.
+
+    ``folder`` is empty and takes certificates.
+    """
     rng = random.Random(seed)
-    rig = make(rng)
+    rig = make(rng, folder)
     try:
         await rig.start("--draft-timeout-s", "0.5")
         load = Load(rig, questions(PROMPTS, num_tokens), rng)
@@ -45,13 +52,13 @@ async def cause_chaos(make: Callable[[random.Random], Rig], *, seed: int, second
         await rig.close()
 
 
-def toys(rng: random.Random) -> Rig:
-    """Toy engines behind the real gateway, servicers and transport: they are back within a second."""
-    return Rig([fake_target(), fake_target()], [fake_draft(), fake_draft()], rng)
+def toys(rng: random.Random, folder: Path) -> Rig:
+    """Toy engines behind the real gateway, servicers and mutual TLS: they are back within a second."""
+    return Rig([fake_target(), fake_target()], [fake_draft(), fake_draft()], rng, certificates=folder)
 
 
-def bundled_pair(rng: random.Random) -> Rig:
-    """The real engines."""
+def bundled_pair(rng: random.Random, folder: Path) -> Rig:
+    """The real engines, without TLS."""
     return Rig([target_process(), target_process()], [draft_process()], rng)
 
 
@@ -61,7 +68,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120, help="for each of the two kinds of services")
     args = parser.parse_args()
     for make, num_tokens in ((toys, 300), (bundled_pair, 120)):
-        report = asyncio.run(cause_chaos(make, seed=args.seed, seconds=args.seconds, num_tokens=num_tokens))
+        with tempfile.TemporaryDirectory() as folder:
+            chaos = cause_chaos(make, seed=args.seed, seconds=args.seconds, num_tokens=num_tokens, folder=Path(folder))
+            report = asyncio.run(chaos)
         print(f"{make.__name__}, seed {args.seed}: {report}", flush=True)
     return 0
 

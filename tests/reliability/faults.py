@@ -27,13 +27,15 @@ class Fault:
 
 
 def faults_of(rig: Rig, rng: random.Random) -> list[Fault]:
-    """Everything that can happen to the services of a rig."""
+    """Everything that can happen to the services of a rig. Where links speak TLS, single bits flip, too, and pieces
+    vanish: without TLS, TCP alone keeps bytes right and complete.
+    """
     faults = []
     for name, process in rig.processes.items():
         # A gateway that dies takes every stream with it: rarely.
         faults += _process_faults(name, process, weight=0.3 if name == "gateway" else 1.0)
     for name, link in rig.links.items():
-        faults += _link_faults(f"link to {name}", link, rng)
+        faults += _link_faults(f"link to {name}", link, rng, is_sealed=rig.certificates is not None)
     return faults
 
 
@@ -58,7 +60,7 @@ def _process_faults(name: str, process: ServerProcess, weight: float) -> list[Fa
     ]
 
 
-def _link_faults(part: str, link: FaultyProxy, rng: random.Random) -> list[Fault]:
+def _link_faults(part: str, link: FaultyProxy, rng: random.Random, *, is_sealed: bool) -> list[Fault]:
     def set_to(**fields: float) -> Callable[[], None]:
         def change() -> None:
             for field, value in fields.items():
@@ -69,7 +71,12 @@ def _link_faults(part: str, link: FaultyProxy, rng: random.Random) -> list[Fault
     def nothing() -> None:
         pass
 
+    subtle = [
+        Fault(part, "flipped", set_to(flipped_share=rng.choice([0.01, 0.1])), link.heal),
+        Fault(part, "lossy", set_to(lost_share=rng.choice([0.01, 0.1])), link.heal),
+    ]
     return [
+        *(subtle if is_sealed else ()),
         Fault(part, "delayed", set_to(delay_s=rng.choice([0.005, 0.05, 0.2])), link.heal),
         Fault(part, "throttled", set_to(bytes_per_s=rng.choice([200, 2000, 20_000])), link.heal),
         Fault(part, "partitioned", link.hold, link.heal, longest_s=4.0),

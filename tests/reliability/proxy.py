@@ -1,4 +1,4 @@
-"""A TCP proxy between two services that delays, throttles, holds, halves, resets and garbles what passes."""
+"""A TCP proxy between two services that delays, throttles, holds, halves, resets, garbles and loses what passes."""
 
 import asyncio
 import random
@@ -10,10 +10,13 @@ class FaultyProxy:
     def __init__(self, rng: random.Random) -> None:
         self.port = 0
         self.upstream_port = 0
-        #: Seconds that every piece waits, bytes a second, and the share of pieces that are replaced by random bytes.
+        #: Seconds that every piece waits, and bytes a second.
         self.delay_s = 0.0
         self.bytes_per_s: float | None = None
+        #: Shares of the pieces that are replaced by random bytes, that have one bit flipped, and that vanish.
         self.garbled_share = 0.0
+        self.flipped_share = 0.0
+        self.lost_share = 0.0
         self._rng = rng
         self._passing = asyncio.Event()
         self._passing.set()
@@ -51,7 +54,8 @@ class FaultyProxy:
 
     def heal(self) -> None:
         """Pass everything as it comes."""
-        self.delay_s, self.bytes_per_s, self.garbled_share = 0.0, None, 0.0
+        self.delay_s, self.bytes_per_s = 0.0, None
+        self.garbled_share = self.flipped_share = self.lost_share = 0.0
         self._passing.set()
 
     async def close(self) -> None:
@@ -82,6 +86,15 @@ class FaultyProxy:
         finally:
             self._forget(writer)
 
+    def _spoil(self, data: bytes) -> bytes:
+        rng = self._rng
+        if rng.random() < self.garbled_share:
+            return rng.randbytes(len(data))
+        if rng.random() < self.flipped_share:
+            place = rng.randrange(len(data))
+            return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
+        return b"" if rng.random() < self.lost_share else data
+
     def _forget(self, writer: asyncio.StreamWriter) -> None:
         self._writers.discard(writer)
         self._ended.discard(writer)
@@ -94,10 +107,8 @@ class FaultyProxy:
                 await asyncio.sleep(self.delay_s * self._rng.random())
             if self.bytes_per_s:
                 await asyncio.sleep(len(data) / self.bytes_per_s)
-            if self.garbled_share and self._rng.random() < self.garbled_share:
-                data = self._rng.randbytes(len(data))
             if writer not in self._ended:
-                writer.write(data)
+                writer.write(self._spoil(data))
                 await writer.drain()
         self._end(writer)
 

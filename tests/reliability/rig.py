@@ -5,12 +5,16 @@ import random
 import re
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 import httpx
 import psutil
 
+from specdec.rpc.certificates import Certificates
 from specdec.rpc.channel import open_channel
+from specdec.settings.listening import TlsFiles
 from specdec.v1 import draft_service_pb2_grpc, target_service_pb2_grpc, types_pb2
+from tandem.certificates import write_certificates
 from tests.e2e.servers import TARGET_MODEL, ServerProcess
 from tests.reliability.proxy import FaultyProxy
 
@@ -21,11 +25,36 @@ RECOVERY_S = 120.0
 class Rig:
     """A gateway, its targets and its drafts by name, and the proxy before each of the latter."""
 
-    def __init__(self, targets: Sequence[ServerProcess], drafts: Sequence[ServerProcess], rng: random.Random) -> None:
+    def __init__(
+        self,
+        targets: Sequence[ServerProcess],
+        drafts: Sequence[ServerProcess],
+        rng: random.Random,
+        *,
+        certificates: Path | None = None,
+    ) -> None:
+        """``certificates``: an empty folder for them; links then speak mutual TLS."""
         self.targets = {f"target {i}": process for i, process in enumerate(targets)}
         self.drafts = {f"draft {i}": process for i, process in enumerate(drafts)}
         self.links = {name: FaultyProxy(rng) for name in (*self.targets, *self.drafts)}
         self.gateway = ServerProcess("gateway")
+        self.certificates: Certificates | None = None
+        if certificates is not None:
+            self._seal(certificates)
+
+    def _seal(self, folder: Path) -> None:
+        write_certificates(folder)
+        own = folder / "gateway"
+        files = TlsFiles(str(own / "cert.pem"), str(own / "key.pem"), str(own / "ca.pem"))
+        self.certificates = Certificates(files)
+        for prefix, role, processes in (
+            ("ssl", "target", self.targets.values()),
+            ("ssl", "draft", self.drafts.values()),
+            ("backend-ssl", "gateway", [self.gateway]),
+        ):
+            for option, file in (("certfile", "cert"), ("keyfile", "key"), ("ca-certs", "ca")):
+                for process in processes:
+                    process.command += [f"--{prefix}-{option}", str(folder / role / f"{file}.pem")]
 
     @property
     def processes(self) -> dict[str, ServerProcess]:
@@ -85,7 +114,7 @@ class Rig:
             if name in self.targets
             else draft_service_pb2_grpc.DraftServiceStub
         )
-        async with open_channel(self.processes[name].address) as channel:
+        async with open_channel(self.processes[name].address, certificates=self.certificates) as channel:
             answer = await stub(channel).GetModelInfo(types_pb2.GetModelInfoRequest(), timeout=10)
         return answer.load
 
