@@ -52,7 +52,7 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
             await reading  # raises what ended the session, unless the client closed the stream
         finally:
             reading.cancel()
-            await (await closing)
+            await (await asyncio.shield(closing))  # a call may be cancelled twice
             with suppress(asyncio.CancelledError, Exception):  # the stream is over, whatever ended it
                 await reading
 

@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draft_service.main import DraftService, build_parser, settings_of
+from draft_service.servicer import DraftServicer
 from specdec import codec
 from specdec.errors import InvalidRequest, Overloaded, StaleSession, Unavailable
 from specdec.rpc.channel import open_channel
@@ -22,6 +23,8 @@ from specdec.settings import DraftSettings, SchedulerSettings, ServerSettings, S
 from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 from specdec.v1.draft_service_pb2_grpc import DraftServiceStub
+from tests.draft_service.conftest import make_spec
+from tests.gateway.fakes import FakeDraft
 from tests.streams import streaming
 
 PROMPT = [3, 14, 15, 9, 26, 5]
@@ -292,3 +295,31 @@ def test_process_without_torch():
         assert '"ready"' in process.stdout.readline()
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+
+
+async def test_a_call_that_is_cancelled_twice_closes_its_session():
+    """By its client and by the server's end: the second time while it waits for the first to take effect."""
+
+    class Context:
+        def __init__(self):
+            self.requests = [opening(make_spec(PROMPT))]
+            self.opened = asyncio.Event()
+
+        async def read(self):
+            return self.requests.pop() if self.requests else await asyncio.Event().wait()
+
+        async def write(self, message):
+            self.opened.set()
+
+    backend, context, complaints = FakeDraft(), Context(), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    call = asyncio.create_task(DraftServicer(backend).Draft(None, context))
+    await context.opened.wait()
+    for _ in range(2):
+        await asyncio.sleep(0)
+        call.cancel()
+    await asyncio.wait((call,))
+    async with asyncio.timeout(5):
+        while backend.open_sessions:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert not complaints
