@@ -28,6 +28,8 @@ CLEAR_CODES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 CLEAR_STATUSES = {429, 503, 504}
+#: Requests that never reached the gateway: it was not running.
+REFUSED = "no gateway there"
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class Load:
         while time.monotonic() < end and not self.tally.wrong:
             is_cut = self._rng.random() < self._cancelled_share
             if not await self.ask(self._rng.choice(self._questions), over, cut=is_cut):
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.5)
 
     async def ask(self, question: Question, over, *, cut: bool = False) -> bool:
         """Whether it was answered; any answer is compared."""
@@ -173,7 +175,8 @@ class Load:
                     yield piece.text
             except grpc.aio.AioRpcError as error:
                 code, details = error.code(), error.details() or ""
-                raise EndedEarly(code.name, details, code not in CLEAR_CODES or not details) from None
+                name = REFUSED if "failed to connect" in details else code.name
+                raise EndedEarly(name, details, code not in CLEAR_CODES or not details) from None
             finally:
                 call.cancel()
 
@@ -197,6 +200,8 @@ class Load:
                             status = event["error"]["code"]
                             raise EndedEarly(str(status), str(event["error"]), not event["error"]["message"])
                         yield "".join(choice["text"] for choice in event["choices"])
+        except httpx.ConnectError as error:
+            raise EndedEarly(REFUSED, repr(error), unclear=False) from None
         except httpx.TransportError as error:
             raise EndedEarly("connection lost", repr(error), unclear=False) from None
         if not is_done:
