@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import sys
 import tempfile
 import time
@@ -92,7 +93,7 @@ def main() -> int:
     with trial() as running:
         parts = [part for part in running.parts if (args.part or "") in part.name]
         for part in parts:
-            share = round(args.cases * part.weight / sum(each.weight for each in parts))
+            share = math.ceil(args.cases * part.weight / sum(each.weight for each in parts))
             started, before = time.monotonic(), running.num_cases
             for first in range(0, share, CHUNK):
                 running.run(part, min(CHUNK, share - first), seed=args.seed * 1_000_003 + first)
