@@ -71,7 +71,7 @@ class DraftCore:
             Unavailable: the service is shutting down.
         """
         self._check(spec)
-        state = await self._admission.admit(lambda: self._reserve(spec))
+        state = await self._admission.admit(lambda: self._reserve(spec), client=spec.client)
         session = CoreSession(self, spec, state)
         self._sessions.add(session)
         try:
@@ -124,7 +124,7 @@ class DraftCore:
         """Free what a session holds and admit the next one."""
         self._sessions.discard(session)
         self.drafter.close(session.state, park_as)
-        self._admission.leave()
+        self._admission.leave(session.client)
 
     def _check(self, spec: SessionSpec) -> None:
         if self._draining:

@@ -105,6 +105,8 @@ class CoreSession:
         self._owner = owner
         self.drafter = owner.drafter
         self.state = state
+        #: Whom admission counts it for.
+        self.client = spec.client
         self._park_as = spec.session_id if spec.park else None
         #: Committed length at which the output is complete.
         self._max_len = 2**62 if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens

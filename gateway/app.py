@@ -107,9 +107,9 @@ class Gateway:
                 ssl_ca_certs=settings.ssl_ca_certs,
                 insecure=True,  # checked by the gateway's settings
                 drain_s=settings.drain_s,
-                # What is above the limit of requests gets its own answer, with the time to wait.
+                # What is above the limits of requests gets its own answer, with the time to wait.
                 max_message_bytes=settings.max_body_bytes,
-                max_concurrent_rpcs=2 * settings.max_concurrent_requests,
+                max_concurrent_rpcs=2 * (settings.max_concurrent_sequences + settings.max_queued_requests),
                 max_connections=settings.max_connections,
                 first_message_timeout_s=settings.body_timeout_s,
                 write_timeout_s=settings.write_timeout_s,
@@ -149,7 +149,7 @@ class Gateway:
     async def drain(self) -> None:
         """Refuse new requests and let those in flight finish, for ``drain_s`` seconds at most."""
         logger.info("draining %d requests", self.generation.num_requests)
-        self.generation.draining = True
+        self.generation.drain()
         self._rest.should_exit = True
         await self._rpc.drain()
         if self._rest_task is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Final, TypeVar
 
@@ -31,7 +31,8 @@ from gateway.text.stop_strings import StopStrings
 from gateway.text.tokenizer import TextTokenizer
 from gateway.types import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
 from gateway.workers.pool import WorkerPool
-from specdec.errors import NotFound, Overloaded, Unavailable, quote
+from specdec.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, quote
+from specdec.scheduling.admission import Admission
 from specdec.settings import GatewaySettings
 from specdec.types import ModelInfo
 
@@ -43,6 +44,14 @@ T = TypeVar("T")
 SHORT_TEXT: Final = 4096
 #: Larger requests, in bytes, are read by workers: parsing holds Python's lock, whatever the thread.
 SMALL_REQUEST: Final = 8192
+
+
+GOING_DOWN: Final = "the gateway is shutting down; use another one"
+
+
+def _take() -> bool:
+    """A place; all are the same."""
+    return True
 
 
 class Generation:
@@ -68,6 +77,13 @@ class Generation:
         self.clients = Clients(self.metrics.refuse)
         self.request_log = RequestLog(self.metrics, enabled=self.settings.log_requests)
         self.num_requests = 0
+        self._admission: Admission[bool] = Admission(
+            max_open=self.settings.max_concurrent_sequences,
+            max_waiting=self.settings.max_queued_requests,
+            max_wait_s=self.settings.max_queue_wait_s,
+            undo=lambda _: None,
+            describe=self._describe,
+        )
         #: New requests are refused; those in flight continue.
         self.draining = False
         self._preparation = Preparation(self.settings, tokenizer)
@@ -108,24 +124,49 @@ class Generation:
                 self.router.model().name,
             )
 
-    @contextmanager
-    def admission(self, num_sequences: int) -> Iterator[None]:
-        """A place among the requests in flight for a request of so many sequences; REST and gRPC take one per call.
+    def drain(self) -> None:
+        """Refuse new requests and those that wait; those in flight continue."""
+        self.draining = True
+        self._admission.refuse(Unavailable(GOING_DOWN))
+
+    @asynccontextmanager
+    async def admission(self, *requests: GenerationRequest) -> AsyncIterator[Sequence[GenerationRequest]]:
+        """Places for the sequences of one call; REST and gRPC take them, and may wait for them. The requests then have
+        the time that is left to them.
 
         Raises:
-            Overloaded: all places are taken, or a limit of the caller is reached.
+            InvalidRequest: there are more sequences than places.
+            Overloaded: no place came free, too many are waiting, or a limit of the caller is reached.
+            DeadlineExceeded: the time of a request passed while it waited.
             Unavailable: the gateway is shutting down.
         """
         if self.draining:
-            raise Unavailable("the gateway is shutting down; use another one")
-        if self.num_requests >= self.settings.max_concurrent_requests:
-            raise Overloaded(f"{self.num_requests} requests are in flight, which is the limit; try again later")
-        with self.clients.request(current_caller(), num_sequences):
+            raise Unavailable(GOING_DOWN)
+        num_sequences, limit = sum(request.params.n for request in requests), self.settings.max_concurrent_sequences
+        if num_sequences > limit:
+            raise InvalidRequest(
+                f"the request has {num_sequences} sequences; {limit} are allowed (--max-concurrent-sequences); lower n"
+                " or send fewer prompts",
+                param="n",
+            )
+        caller, timeouts_s = current_caller(), [each.timeout_s for each in requests if each.timeout_s is not None]
+        with self.clients.request(caller, num_sequences):
+            begun_s = time.monotonic()
+            try:
+                async with asyncio.timeout(min(timeouts_s, default=None)):
+                    await self._admission.admit(_take, client=caller.client, num_places=num_sequences)
+            except TimeoutError:
+                raise DeadlineExceeded("the request's deadline passed while it waited for its turn") from None
+            waited_s = time.monotonic() - begun_s
             self.num_requests += 1
             try:
-                yield
+                yield [
+                    each if each.timeout_s is None else replace(each, timeout_s=each.timeout_s - waited_s)
+                    for each in requests
+                ]
             finally:
                 self.num_requests -= 1
+                self._admission.leave(caller.client, num_sequences)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         """The chunks of all samples as they come; each sample's last one has ``final``. Use it within ``aclosing``.
@@ -136,7 +177,8 @@ class Generation:
         """
         started = time.monotonic()
         self.check_model(request.model)
-        timeout_s = self.settings.request_timeout_s if request.timeout_s is None else request.timeout_s
+        timeouts_s = (request.timeout_s, self.settings.request_timeout_s)
+        timeout_s = min((each for each in timeouts_s if each is not None), default=None)
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         check_request(request, self.settings, self.router.model())
         prompt = await self.encode_prompt(request)
@@ -257,3 +299,7 @@ class Generation:
             yield
         finally:
             self._session_ids.discard(session_id)
+
+    def _describe(self) -> str:
+        num_open, limit = self._admission.num_open, self.settings.max_concurrent_sequences
+        return f"the gateway is full: {num_open} of {limit} sequences are in progress"

@@ -132,6 +132,7 @@ def encode_open_target(spec: SessionSpec) -> target_pb.OpenTargetSession:
         multi_step_tokens=spec.multi_step_tokens,
         hidden_state_layers=spec.hidden_state_layers,
         last_hidden_state_only=spec.last_hidden_state_only,
+        max_kv_share=spec.max_kv_share,
     )
 
 
@@ -142,6 +143,7 @@ def decode_open_target(message: target_pb.OpenTargetSession) -> SessionSpec:
         multi_step_tokens=message.multi_step_tokens,
         hidden_state_layers=tuple(message.hidden_state_layers),
         last_hidden_state_only=message.last_hidden_state_only,
+        max_kv_share=message.max_kv_share if message.HasField("max_kv_share") else None,
     )
 
 
@@ -162,6 +164,7 @@ def _opening(message: type[Message], spec: SessionSpec) -> dict[str, Any]:
         "num_speculative_tokens": spec.num_speculative_tokens,
         "park": spec.park,
         "owner": spec.owner,
+        "client": spec.client,
         **write_parameters(message, spec.params),
     }
 
@@ -184,6 +187,7 @@ def decode_open_draft(message: target_pb.OpenTargetSession | draft_pb.OpenDraftS
         num_speculative_tokens=message.num_speculative_tokens,
         park=message.park,
         owner=message.owner,
+        client=message.client,
     )
 
 

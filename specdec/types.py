@@ -196,6 +196,10 @@ class SessionSpec:
     park: bool = False
     #: Name of the API key that the session belongs to; empty where no keys are asked for. Owners share nothing.
     owner: str = ""
+    #: Whom places, memory and turns are counted for: the key, or an address.
+    client: str = ""
+    #: Target only: share of the KV cache that the client's open sessions may hold; None: all of it.
+    max_kv_share: float | None = None
     #: Target only: tokens to decode in multi-step right after the first one.
     multi_step_tokens: int = 0
     #: Target only: the hidden states each verdict carries, by their numbers (see :class:`HiddenStates`); empty: none.

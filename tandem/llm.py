@@ -242,7 +242,7 @@ def _deployment(
         choice,
         ModelSettings(model=choice.target, **given[ModelSettings]),
         scheduler=SchedulerSettings(**{"max_wait_s": _PATIENCE_S, "max_waiting": 2**31, **given[SchedulerSettings]}),
-        gateway={"draft_timeout_s": _PATIENCE_S, **given[GatewaySettings]},
+        gateway={"draft_timeout_s": _PATIENCE_S, "request_timeout_s": None, **given[GatewaySettings]},
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from specdec.engine.kv_pool import KVSequence
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.hidden_state_buffer import MAX_BYTES
 from specdec.sampling.state import SamplingState
-from specdec.scheduling.admission import Admission
+from specdec.scheduling.admission import Admission, ClientFull
 from specdec.settings import TargetSettings
 from specdec.types import HiddenStates, ModelInfo, ServerLoad, SessionSpec
 from target_service.scheduler.batcher import StepBatcher
@@ -47,11 +48,14 @@ class TargetCore:
             max_open=scheduler.max_num_seqs,
             max_waiting=scheduler.max_waiting,
             max_wait_s=scheduler.max_wait_s,
-            undo=engine.pool.release,
+            undo=self._give_back,
             describe=self._describe,
         )
         self._info = replace(engine.info, verification=settings.verification, version=specdec.__version__)
         self._sessions: set[Session] = set()
+        #: The client of each open sequence and its blocks, and the blocks of each client.
+        self._holders: dict[KVSequence, tuple[str, int]] = {}
+        self._blocks_of: Counter[str] = Counter()
         self._draining = False
         self._num_stale = 0
         self._num_superseded = 0
@@ -99,7 +103,9 @@ class TargetCore:
             tokenizer_size=self._info.tokenizer_size or None,
             device=self._engine.device,
         )
-        sequence = await self._admission.admit(partial(self._reserve, spec, stop_criteria.max_len - 1))
+        sequence = await self._admission.admit(
+            partial(self._reserve, spec, stop_criteria.max_len - 1), client=spec.client
+        )
         rule = spec.rule or self._settings.verification
         subject = StepSession(
             state,
@@ -197,9 +203,8 @@ class TargetCore:
         if park and session.spec.session_id and sequence.length:
             pool.park(sequence, session.spec.session_id, session.subject.state.token_ids[: sequence.length])
             self._expire_later()
-        else:
-            pool.release(sequence)
-        self._admission.leave()
+        self._give_back(sequence)
+        self._admission.leave(session.spec.client)
 
     # --- inside ---
 
@@ -210,8 +215,33 @@ class TargetCore:
 
     def _reserve(self, spec: SessionSpec, num_entries: int) -> KVSequence:
         """Blocks for all the entries the session may ever need, with what is parked for it where there is some."""
+        num_blocks, limit = self._num_blocks(num_entries), self._share_of(spec)
+        if (held := self._blocks_of[spec.client]) + num_blocks > limit:
+            raise ClientFull(f"the client holds {held} of the {limit} KV blocks that it may hold")
+        # What is left of the last block serves trees' siblings.
+        sequence = self._open_sequence(spec, num_blocks * self._engine.pool.block_size)
+        self._holders[sequence] = (spec.client, num_blocks)
+        self._blocks_of[spec.client] += num_blocks
+        return sequence
+
+    def _num_blocks(self, num_entries: int) -> int:
+        return -(-num_entries // self._engine.pool.block_size)
+
+    def _share_of(self, spec: SessionSpec) -> int:
+        """Blocks that the sessions of a client may hold together."""
+        total = self._engine.pool.total_blocks
+        return total if spec.max_kv_share is None else int(spec.max_kv_share * total)
+
+    def _give_back(self, sequence: KVSequence) -> None:
+        """Release a sequence, unless it is parked already."""
+        client, num_blocks = self._holders.pop(sequence)
+        self._blocks_of[client] -= num_blocks
+        if not self._blocks_of[client]:
+            del self._blocks_of[client]
+        self._engine.pool.release(sequence)
+
+    def _open_sequence(self, spec: SessionSpec, num_entries: int) -> KVSequence:
         pool = self._engine.pool
-        num_entries = -(-num_entries // pool.block_size) * pool.block_size  # what is left there serves trees' siblings
         # A prompt that is not computed has no log-probabilities.
         if spec.park and spec.session_id and spec.params.prompt_logprobs is None:
             resumed = pool.resume(spec.session_id, spec.token_ids, num_entries)
@@ -251,6 +281,13 @@ class TargetCore:
             raise InvalidRequest(
                 f"{num_tokens - spec.prompt_len} tokens were generated already and max_tokens is {params.max_tokens};"
                 " there is nothing left to generate",
+                param="max_tokens",
+            )
+        num_blocks, limit = self._num_blocks(max_len - 1), self._share_of(spec)
+        if spec.max_kv_share is not None and num_blocks > limit:
+            raise InvalidRequest(
+                f"the request needs {num_blocks} KV blocks and its client may hold {limit} of"
+                f" {self._engine.pool.total_blocks} (max_client_kv_share); shorten the prompt or lower max_tokens",
                 param="max_tokens",
             )
         return StopCriteria(spec.prompt_len, max_len, frozenset(params.stop_token_ids), params.min_tokens)

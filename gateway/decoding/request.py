@@ -82,4 +82,6 @@ class RequestState:
             num_speculative_tokens=request.num_speculative_tokens,
             park=pinned,
             owner=request.caller.key,
+            client=request.caller.client,
+            max_kv_share=request.caller.limits.max_client_kv_share,
         )

@@ -37,10 +37,12 @@ class GenerationServicer:
         """Stream one request. The call's deadline is the request's; a call that ends early closes its sessions."""
         request = await self._generation.read(read_generate, raw)
         asked = replace(request, timeout_s=context.time_remaining())
-        with self._generation.admission(asked.params.n):
-            async with aclosing(self._generation.stream(asked)) as chunks:
-                async for chunk in chunks:
-                    yield write_chunk(chunk)
+        async with (
+            self._generation.admission(asked) as (admitted,),
+            aclosing(self._generation.stream(admitted)) as chunks,
+        ):
+            async for chunk in chunks:
+                yield write_chunk(chunk)
 
     async def Tokenize(self, raw: bytes, context: Context) -> bytes:
         """Text to token ids: a ``TokenizeRequest`` to a ``TokenizeResponse``."""

@@ -93,10 +93,12 @@ async def run_all(
             async for chunk in chunks:
                 yield number, chunk
 
-    with generation.admission(sum(request.params.n for request in requests)):
-        async with aclosing(merge([one(number, request) for number, request in enumerate(requests)])) as merged:
-            async for numbered in merged:
-                yield numbered
+    async with (
+        generation.admission(*requests) as admitted,
+        aclosing(merge([one(number, request) for number, request in enumerate(admitted)])) as merged,
+    ):
+        async for numbered in merged:
+            yield numbered
 
 
 class Totals:

@@ -64,7 +64,7 @@ class Completion:
         prompts = body.read.given
         if len(prompts) > 1 and body.session_id:
             raise InvalidRequest("session_id needs a single prompt", param="session_id")
-        limit = self._generation.settings.max_concurrent_requests
+        limit = self._generation.settings.max_concurrent_sequences
         if len(prompts) * self._n > limit:
             raise InvalidRequest(
                 f"{len(prompts)} prompts times n = {quote(self._n)} is above the limit of {limit}", param="n"

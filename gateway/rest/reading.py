@@ -35,7 +35,7 @@ def read_completion(text: TextProcessor, raw: bytes, model: ModelInfo, is_large:
     """The body of ``POST /v1/completions``."""
     body = _parse(CompletionBody, raw, text, model)
     given = body.prompts()
-    check_count("prompt", len(given), "prompts", text.settings, "max_concurrent_requests")
+    check_count("prompt", len(given), "prompts", text.settings, "max_concurrent_sequences")
     special = body.add_special_tokens is not False
     _keep(
         body,

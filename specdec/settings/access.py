@@ -17,6 +17,9 @@ class ClientLimits:
 
     max_client_requests: int | None = option(None, "requests of one client at once; one more gets 429", ge=1)
     max_client_sequences: int | None = option(None, "sequences of one client at once; n samples are n", ge=1)
+    max_client_kv_share: float | None = option(
+        None, "share of a target's KV cache that open sessions of one client may hold; others wait", gt=0, le=1
+    )
     client_requests_per_minute: int | None = option(None, "requests of one client a minute", ge=1)
     client_tokens_per_minute: int | None = option(None, "prompt and generated tokens of one client a minute", ge=1)
 

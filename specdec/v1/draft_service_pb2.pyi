@@ -73,6 +73,7 @@ class OpenDraftSession(_message.Message):
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     PARK_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Name for metrics and routing; with `park` also the key under which the cache is kept."""
     epoch: _builtins.int
@@ -89,6 +90,8 @@ class OpenDraftSession(_message.Message):
     """Keep the cache under session_id after the stream ends, and reuse what is kept there."""
     owner: _builtins.str
     """Name of the API key that the session belongs to; empty where no keys are asked for. Owners share nothing."""
+    client: _builtins.str
+    """Whom places, memory and turns are counted for: the key, or an address."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Committed tokens: prompt and output so far."""
@@ -110,10 +113,11 @@ class OpenDraftSession(_message.Message):
         num_speculative_tokens: _builtins.int = ...,
         park: _builtins.bool = ...,
         owner: _builtins.str = ...,
+        client: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "max_tokens", b"max_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "park", b"park", "prompt_len", b"prompt_len", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "epoch", b"epoch", "max_tokens", b"max_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "park", b"park", "prompt_len", b"prompt_len", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,7 +22,7 @@ VOCAB, CONTEXT = 4096, 2048
 class AdmittedSession(FakeTargetSession):
     async def close(self):
         await super().close()
-        self.backend.admission.leave()
+        self.backend.admission.leave(self.spec.client)
 
 
 class AdmittingTarget(FakeTarget):
@@ -42,7 +42,7 @@ class AdmittingTarget(FakeTarget):
     async def open(self, spec, on_states=None):
         if self.is_draining:
             raise Unavailable("the target is shutting down")
-        await self.admission.admit(lambda: True)
+        await self.admission.admit(lambda: True, client=spec.client)
         return AdmittedSession(self, spec)
 
     async def load(self):

@@ -282,21 +282,39 @@ async def test_deadlines(make_generation, backends):
         await generation.generate(GenerationRequest(prompt=[5], params=greedy(max_tokens=200)))
     with pytest.raises(DeadlineExceeded):
         await generation.generate(GenerationRequest(prompt=[5], params=greedy(max_tokens=200), timeout_s=0.05))
-    assert (
-        await generation.generate(GenerationRequest(prompt=[5], params=greedy(max_tokens=20), timeout_s=60))
-    ).samples
-    assert b'tandem_requests_total{outcome="DeadlineExceeded"} 2.0' in generation.metrics.render()
+    with pytest.raises(DeadlineExceeded):  # a client may ask for fewer seconds, not for more
+        await generation.generate(GenerationRequest(prompt=[5], params=greedy(max_tokens=200), timeout_s=60))
+    assert b'tandem_requests_total{outcome="DeadlineExceeded"} 3.0' in generation.metrics.render()
 
 
 async def test_admission(make_generation):
-    generation = make_generation(max_concurrent_requests=1)
-    with generation.admission(1):
-        with pytest.raises(Overloaded, match="limit"), generation.admission(1):
-            pass
+    generation = make_generation(max_concurrent_sequences=2, max_queued_requests=1)
+    request = GenerationRequest(prompt=[5], params=greedy(n=2), timeout_s=30.0)
+
+    async def ask(request):
+        async with generation.admission(request) as (admitted,):
+            return admitted
+
+    with pytest.raises(InvalidRequest, match="has 3 sequences; 2 are allowed"):
+        await ask(replace(request, params=greedy(n=3)))
+    async with generation.admission(request):
         assert generation.num_requests == 1
-    generation.draining = True
-    with pytest.raises(Unavailable, match="shutting down"), generation.admission(1):
-        pass
+        waiting = asyncio.create_task(ask(request))
+        await asyncio.sleep(0.05)
+        with pytest.raises(Overloaded, match="2 of 2 sequences are in progress; the queue is full"):
+            await ask(request)
+        assert not waiting.done()
+    assert 29 < (await waiting).timeout_s < 29.97, "what it has waited is gone"
+    async with generation.admission(request):
+        with pytest.raises(DeadlineExceeded, match="waited for its turn"):
+            await ask(replace(request, timeout_s=0.05))
+        waiting = asyncio.create_task(ask(request))
+        await asyncio.sleep(0)
+        generation.drain()
+        with pytest.raises(Unavailable, match="shutting down"):
+            await waiting
+    with pytest.raises(Unavailable, match="shutting down"):
+        await ask(request)
 
 
 async def test_a_tokenizer_that_is_not_the_targets_is_told(make_generation, backends, tokenizer, caplog):

@@ -79,6 +79,8 @@ def specs(draw, *, target: bool) -> SessionSpec:
         num_speculative_tokens=draw(uint32),
         park=draw(st.booleans()),
         owner=draw(text),
+        client=draw(text),
+        max_kv_share=draw(st.none() | st.floats(0, 1)) if target else None,
         multi_step_tokens=draw(uint32) if target else 0,
         hidden_state_layers=draw(layers) if target else (),
         last_hidden_state_only=draw(st.booleans()) if target else False,

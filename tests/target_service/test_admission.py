@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -129,3 +130,26 @@ async def test_the_wait_is_reported(start_core):
         assert second.opened.queue_ns > 40_000_000
         assert 0 < second.opened.prefill_ns < time.perf_counter_ns() - closed_ns
         await second.close()
+
+
+async def test_a_client_holds_no_more_than_its_share_of_the_cache(start_core):
+    async with start_core(kv_blocks=10) as core:
+        tasks = []
+
+        def ask(client, max_tokens=20):  # two blocks of 16
+            spec = make_spec(make_prompt(len(tasks)), max_tokens)
+            tasks.append(asyncio.create_task(core.open(replace(spec, client=client, max_kv_share=0.5))))
+            return tasks[-1]
+
+        mine = [ask("greedy") for _ in range(4)]
+        await asyncio.wait(mine[:2])
+        other = await ask("other")
+        assert [task.done() for task in mine] == [True, True, False, False]
+        with pytest.raises(InvalidRequest, match="needs 6 KV blocks and its client may hold 5 of 10"):
+            await ask("greedy", max_tokens=84)
+        await mine[0].result().close()
+        await mine[2]
+        assert not mine[3].done()
+        for session in (mine[1].result(), mine[2].result(), other):
+            await session.close()
+        await (await mine[3]).close()

@@ -151,7 +151,7 @@ async def test_cancel_closes_the_sessions(stand, stub):
     stand.assert_all_closed()
 
 
-@pytest.mark.parametrize("stand", [{"max_concurrent_requests": 1}], indirect=True)
+@pytest.mark.parametrize("stand", [{"max_concurrent_sequences": 1, "max_queued_requests": 0}], indirect=True)
 async def test_too_many_requests(stand, stub):
     stand.targets[0].frozen.clear()
     call = stub.Generate(request_of())

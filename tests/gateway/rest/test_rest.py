@@ -224,7 +224,7 @@ async def test_tokenize_and_detokenize(stand, tokenizer):
     assert (await post(stand, "/tokenize", model="other", prompt="a")).status_code == 404
 
 
-@pytest.mark.parametrize("stand", [{"max_concurrent_requests": 1}], indirect=True)
+@pytest.mark.parametrize("stand", [{"max_concurrent_sequences": 1, "max_queued_requests": 0}], indirect=True)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_too_many_requests(stand, stream):
     stand.targets[0].frozen.clear()
