@@ -55,7 +55,7 @@ PART = {"type": "text", "text": "a"}
 HOSTILE = [
     ("/v1/completions", {"prompt": [-1] * 50_000}, "prompt.0 is -1; it must be at least 0"),
     ("/v1/completions", {"prompt": [-1] * 70_000}, "more than 60000 values (--max-json-values)"),
-    ("/v1/completions", {"prompt": ["a"] * 5000}, "5000 prompts; 512 are allowed (--max-concurrent-requests)"),
+    ("/v1/completions", {"prompt": ["a"] * 5000}, "5000 prompts; 512 are allowed (--max-concurrent-sequences)"),
     ("/v1/completions", {"prompt": "a", "stop": ["a"] * 5000}, "5000 strings; 1024 are allowed (--max-stop-strings)"),
     ("/v1/completions", {"prompt": "a", "bad_words": ["a" * 10**6]}, "1000000 characters; 64 are allowed"),
     ("/v1/completions", {"prompt": "a"} | {f"x{i}": 1 for i in range(50_000)}, "unknown field 'x0'"),
