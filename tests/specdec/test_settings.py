@@ -24,7 +24,17 @@ from tandem.training.settings import TrainSettings
 CLASSES = (ModelSettings, SchedulerSettings, SpeculativeSettings, ServerSettings, GatewaySettings)
 REQUIRED: dict[type, dict[str, Any]] = {ModelSettings: {"model": "m"}}
 #: Values that must fit together.
-PAIRED = {"prompt_lookup_min": {"prompt_lookup_max": 9}, "speculative_token_tree": {"num_speculative_tokens": 3}}
+PAIRED: dict[str, dict[str, Any]] = {
+    "prompt_lookup_min": {"prompt_lookup_max": 9},
+    "speculative_token_tree": {"num_speculative_tokens": 3},
+    "host": {"insecure": True},
+    "published_host": {"insecure": True},
+    "ssl_certfile": {"ssl_keyfile": "key"},
+    "ssl_keyfile": {"ssl_certfile": "certificate"},
+    "ssl_ca_certs": {"ssl_certfile": "certificate", "ssl_keyfile": "key"},
+    "backend_ssl_certfile": {"backend_ssl_keyfile": "key", "backend_ssl_ca_certs": "ca"},
+    "backend_ssl_keyfile": {"backend_ssl_certfile": "certificate", "backend_ssl_ca_certs": "ca"},
+}
 
 
 def other_value(option: Option) -> Any:
