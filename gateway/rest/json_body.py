@@ -9,7 +9,8 @@ from typing import Any, Final
 from specdec.errors import InvalidRequest
 from specdec.settings import RequestLimits
 
-_TEXT: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+#: A string without escapes, or the rest of a body in which one does not end.
+_TEXT: Final = re.compile(rb'"[^"]*+"?')
 #: What stands before a value, or between two.
 _MARKS: Final = (b",", b"[", b"{")
 
@@ -35,6 +36,7 @@ def _check_num_values(raw: bytes, limit: int) -> None:
     """Refuse a body whose values would take too much memory, before they do."""
     if len(raw) <= limit or sum(map(raw.count, _MARKS)) < limit:
         return
+    raw = raw.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of a quote begins or ends a string
     count = end = 0
     for text in _TEXT.finditer(raw):
         count += sum(raw.count(mark, end, text.start()) for mark in _MARKS)

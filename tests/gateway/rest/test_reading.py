@@ -1,6 +1,7 @@
 """Bodies are read within limits; large ones are read by a worker, and answered as small ones are."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -123,3 +124,11 @@ def test_values_and_levels_are_counted(value, ascii_only, max_values, max_depth)
         return
     with pytest.raises(InvalidRequest, match=words):
         parse_json(raw, limits, max_model_len=0)
+
+
+def test_a_string_without_an_end_is_counted_once():
+    raw = b"[" + b"," * 1000 + b'"' + rb"\"" * 20_000  # each quote but the first is escaped
+    started = time.monotonic()
+    with pytest.raises(InvalidRequest, match="more than 1000 values"):
+        parse_json(raw, RequestLimits(max_json_values=1000), max_model_len=0)
+    assert time.monotonic() - started < 0.5
