@@ -22,7 +22,7 @@ def test_the_bundled_pair_fits() -> None:
 
 def test_services_are_started_by_bundled_names(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
-    monkeypatch.setattr(draft_service.main, "main", lambda argv: calls.append(argv) or 0)
+    monkeypatch.setattr(draft_service.main, "main", lambda argv, prog: calls.append(argv) or 0)
     assert cli.main(["draft", "--model=python-1m", "--target_model", "python-12m", "--port", "0"]) == 0
     assert calls == [[f"--model={DRAFT}", "--target-model", str(TARGET), "--port", "0"]]
 

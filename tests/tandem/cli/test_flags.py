@@ -201,7 +201,7 @@ def test_the_other_flags_reach_their_settings() -> None:
         (("python-12m", "-sc", '{"method": "suffix", "suffix_decoding_min_token_prob": 1.5}'), "must be in [0, 1]"),
         (("python-12m", "--port", "99999"), "port is 99999; it must be in [0, 65535]"),
         (("python-12m", "--request-timeout-s", "0"), "must be above 0"),
-        (("python-12m", "--max-concurrent-requests", "0"), "must be at least 1"),
+        (("python-12m", "--max-concurrent-sequences", "0"), "must be at least 1"),
     ],
 )
 def test_mistakes_are_named(argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
