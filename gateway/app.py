@@ -83,6 +83,7 @@ class Gateway:
             uvicorn.Config(
                 RequestIds(make_app(self.generation, keys), self.generation.request_log),
                 http=guarded_http(limited_http(settings.max_header_bytes), connections),
+                ws="none",  # by default whatever library is installed would take connections over, uncounted
                 log_config=None,  # uvicorn's own handlers go; its warnings are those of the process
                 log_level="warning",
                 access_log=False,

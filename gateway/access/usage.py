@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
 from gateway.access.caller import Caller
-from specdec.errors import Overloaded
+from specdec.errors import InvalidRequest, Overloaded
 
 #: Clients after whose arrival those are forgotten that use nothing.
 FORGET_EVERY: Final = 1024
@@ -82,12 +82,20 @@ class Clients:
         """One request in progress, of so many sequences.
 
         Raises:
+            InvalidRequest: the client may never have so many sequences.
             Overloaded: a limit of the client is reached.
         """
         usage, limits = self._usage_of(caller), caller.limits
         if (most := limits.max_client_requests) is not None and usage.num_requests >= most:
             self._refuse(caller, "max_client_requests", f"{usage.num_requests} requests of {most} are in progress")
         most = limits.max_client_sequences
+        if most is not None and num_sequences > most:
+            self._on_refusal(caller, "max_client_sequences")
+            raise InvalidRequest(
+                f"the request has {num_sequences} sequences; {_who(caller)} may have {most} at once"
+                " (max_client_sequences); lower n or send fewer prompts",
+                param="n",
+            )
         if most is not None and usage.num_sequences + num_sequences > most:
             text = f"{usage.num_sequences} sequences of {most} are in progress, and this request has {num_sequences}"
             self._refuse(caller, "max_client_sequences", text)
@@ -125,8 +133,7 @@ class Clients:
 
     def _refuse(self, caller: Caller, limit: str, text: str, wait_s: float = 1.0) -> NoReturn:
         self._on_refusal(caller, limit)
-        who = f"the key {caller.key!r}" if caller.key else f"the client {caller.client}"
-        raise Overloaded(f"{limit} of {who} is reached: {text}; try again later", retry_after_s=wait_s)
+        raise Overloaded(f"{limit} of {_who(caller)} is reached: {text}; try again later", retry_after_s=wait_s)
 
     def _usage_of(self, caller: Caller) -> Usage:
         if caller.client not in self._usage:
@@ -139,3 +146,7 @@ class Clients:
                 }
             self._usage[caller.client] = Usage()
         return self._usage[caller.client]
+
+
+def _who(caller: Caller) -> str:
+    return f"the key {caller.key!r}" if caller.key else f"the client {caller.client}"

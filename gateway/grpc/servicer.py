@@ -36,6 +36,7 @@ class GenerationServicer:
     async def Generate(self, raw: bytes, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream one request. The call's deadline is the request's; a call that ends early closes its sessions."""
         request = await self._generation.read(read_generate, raw)
+        del raw  # may be many megabytes, of fields that nobody knows
         asked = replace(request, timeout_s=context.time_remaining())
         async with (
             self._generation.admission(asked) as (admitted,),

@@ -39,14 +39,14 @@ def body_route(generation: Generation) -> type[APIRoute]:
                 return super().get_route_handler()
             read, endpoint = _READERS[self.body_field.field_info.annotation], self.endpoint
 
-            async def handle(request: Request) -> Response:
+            async def body_of(request: Request) -> Any:
                 async with buffers.hold(request) as raw:
                     _check_content(raw, request.headers.get("content-type", ""))
                     reading = generation.read(read, raw)
-                    if len(raw) > SMALL_REQUEST:
-                        reading = while_connected(request.receive, reading)
-                    body = await reading
-                response: Response = await endpoint(body, request)
+                    return await (reading if len(raw) <= SMALL_REQUEST else while_connected(request.receive, reading))
+
+            async def handle(request: Request) -> Response:
+                response: Response = await endpoint(await body_of(request), request)
                 return response
 
             return handle

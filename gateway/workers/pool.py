@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from gateway.workers.connection import Closed, receive, send
@@ -31,13 +32,16 @@ class WorkerPool:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._make = (make, arguments)
-        self._idle = [_Worker() for _ in range(size)]
+        self._workers = [_Worker() for _ in range(size)]
+        self._idle = [*self._workers]
         self._turns = asyncio.Semaphore(size)
         self._threads = ThreadPoolExecutor(size, "worker")
 
     async def run(self, function: Callable[..., T], raw: bytes, *arguments: Any) -> T:
-        """``function(state, raw, *arguments)`` of a worker, whose state is what ``make`` returned. A call that is
-        cancelled ends its worker.
+        """``function(state, raw, *arguments)`` of a worker, whose state is what ``make`` returned.
+
+        A cancelled call leaves the queue. One that has begun keeps its worker to its end: a new worker takes longer to
+        start than most calls take, so clients that leave would hold up the others.
 
         Raises:
             Overloaded: all calls have too many bytes.
@@ -50,43 +54,38 @@ class WorkerPool:
             )
         self._num_bytes += len(raw)
         try:
-            async with self._turns:
-                worker = self._idle.pop()
-                try:
-                    result: T = await self._call(worker, function, raw, arguments)
-                finally:
-                    self._idle.append(worker)
-        finally:
+            await self._turns.acquire()
+        except BaseException:
             self._num_bytes -= len(raw)
+            raise
+        result: T = await asyncio.shield(self._call(function, raw, arguments))
         return result
 
-    async def _call(self, worker: _Worker, function: Callable[..., Any], raw: bytes, arguments: Any) -> Any:
-        # One that had ended or was killed from outside is started again; what ends two of them is the work.
-        for _ in range(2):
-            worker.is_cancelled = False
-            call = asyncio.get_running_loop().run_in_executor(
-                self._threads, worker.call, self._make, (function, arguments), raw
-            )
-            try:
-                result, error = await asyncio.shield(call)
-            except Closed:
-                continue
-            except asyncio.CancelledError:
-                worker.kill()
-                await asyncio.wait((call,))
-                call.exception()
-                raise
-            if error is not None:
-                raise error
-            return result
-        raise InvalidRequest(TOO_LARGE)
+    async def _call(self, function: Callable[..., Any], raw: bytes, arguments: Any) -> Any:
+        loop, worker = asyncio.get_running_loop(), self._idle.pop()
+        try:
+            # One that had ended or was killed from outside is started again; what ends two of them is the work.
+            for _ in range(2):
+                with suppress(Closed):
+                    result, error = await loop.run_in_executor(
+                        self._threads, worker.call, self._make, (function, arguments), raw
+                    )
+                    if error is not None:
+                        raise error
+                    return result
+            raise InvalidRequest(TOO_LARGE)
+        finally:
+            self._idle.append(worker)
+            self._turns.release()
+            self._num_bytes -= len(raw)
 
     async def close(self) -> None:
-        """End all workers."""
-        for worker in self._idle:
+        """End all workers, whatever they do."""
+        self._threads.shutdown(wait=False)
+        for worker in self._workers:
             worker.kill()
         await asyncio.to_thread(self._threads.shutdown)
-        for worker in self._idle:
+        for worker in self._workers:
             worker.end()
 
 
@@ -96,7 +95,7 @@ class _Worker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
-        self.is_cancelled = False
+        self._is_killed = False
 
     def call(self, make: Any, job: Any, raw: bytes) -> tuple[Any, Exception | None]:
         """The result of one call, or its error.
@@ -118,8 +117,8 @@ class _Worker:
         return result, error
 
     def kill(self) -> None:
-        """End the process now, or as soon as it has started."""
-        self.is_cancelled = True
+        """End the process now, or as soon as it has started; it is not needed any more."""
+        self._is_killed = True
         if self._process is not None:
             self._process.kill()
 
@@ -132,7 +131,7 @@ class _Worker:
                 stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment,
             )  # fmt: skip
         self._connection = ours
-        if self.is_cancelled:
+        if self._is_killed:
             self._process.kill()
         send(ours, make)
 

@@ -56,8 +56,16 @@ async def test_requests_and_sequences_at_once(stand_with_keys):
     assert "max_client_requests of the key 'alice' is reached: 2 requests of 2" in refusal(await post(stand, "alice"))
     target.frozen.set()
     assert [answer.status_code for answer in await asyncio.gather(*held)] == [200, 200]
-    assert "this request has 5" in refusal(await post(stand, "alice", n=5))
-    assert "this request has 6" in refusal(await post(stand, "alice", n=3, prompt=[[5], [6]]))
+    for body in ({"n": 5}, {"n": 5, "prompt": [[5], [6]]}):  # never possible, so that there is nothing to wait for
+        answer = await post(stand, "alice", **body)
+        assert answer.status_code == 400, answer.text
+        assert "the key 'alice' may have 4 at once (max_client_sequences)" in answer.json()["error"]["message"]
+    target.frozen.clear()
+    held = asyncio.create_task(post(stand, "alice", n=3))
+    await until(lambda: stand.generation.num_requests == 1)
+    assert "3 sequences of 4 are in progress, and this request has 2" in refusal(await post(stand, "alice", n=2))
+    target.frozen.set()
+    assert (await held).status_code == 200
     assert (await post(stand, "alice", n=4)).status_code == 200
     assert (await post(stand, "bob", n=5)).status_code == 200
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 
 import grpc
 import pytest
@@ -44,6 +45,31 @@ async def stub(stand):
 def request_of(**changes):
     given = {"token_ids": types_pb2.TokenIds(ids=[5, 6]), "sampling": GREEDY, "max_tokens": 12} | changes
     return pb.GenerateRequest(**given)
+
+
+@pytest.mark.parametrize("rest", [True, False])
+async def test_what_a_request_was_read_from_is_not_kept(stand, stub, monkeypatch, rest):
+    kept = []
+    read = stand.generation.read
+
+    async def watched(function, raw):
+        result = await read(function, raw)
+        kept.append(raw)
+        return result
+
+    monkeypatch.setattr(stand.generation, "read", watched)
+    (target,) = stand.targets
+    target.frozen.clear()
+    if rest:
+        call = asyncio.create_task(stand.http.post("/v1/completions", json={"prompt": [5], "user": "x" * 5000}))
+    else:
+        call = asyncio.create_task(stub.Generate(request_of(stop=["z" * 900])).read())
+    await until(lambda: stand.generation.num_requests == 1)
+    (raw,) = kept
+    kept.clear()
+    assert sys.getrefcount(raw) == 2  # this function's, and the count's own
+    target.frozen.set()
+    await call
 
 
 async def test_generate(stand, stub, tokenizer):

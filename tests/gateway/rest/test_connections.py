@@ -10,6 +10,7 @@ import time
 
 import httpx
 import pytest
+from uvicorn.protocols.websockets import auto
 
 from tests.e2e.servers import ROOT
 from tests.gateway.conftest import serve
@@ -187,3 +188,19 @@ async def test_a_process_with_few_files_is_not_locked():
         process.kill()
         await process.wait()
         await service.stop()
+
+
+async def test_an_upgrade_stays_a_counted_http_request(backends, info, script, monkeypatch):
+    class WebSockets(asyncio.Protocol):
+        """What uvicorn would find where a library for WebSockets is installed."""
+
+        def __init__(self, **_):
+            pass
+
+    monkeypatch.setattr(auto, "AutoWebSocketsProtocol", WebSockets)
+    upgrade = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+    async with serve(backends, info, script, api_key=("sk-1",)) as stand:
+        reader, writer = await connect(stand.gateway.port, upgrade)
+        async with asyncio.timeout(5):
+            assert await reader.readline() == b"HTTP/1.1 401 Unauthorized\r\n"
+        writer.close()

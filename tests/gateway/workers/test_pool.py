@@ -58,16 +58,33 @@ async def test_a_worker_that_grew_gives_its_memory_back(pool):
     assert (await pool.run(work.number, b""))[1] != pid
 
 
-async def test_a_cancelled_call_ends_its_worker(pool):
+async def test_a_cancelled_call_leaves_the_worker_to_the_next(pool):
     _, pid = await pool.run(work.number, b"")
+    begun = asyncio.create_task(pool.run(work.sleep, b"x" * 10**8, 0.5))
+    await asyncio.sleep(0.1)
+    waiting = asyncio.create_task(pool.run(work.number, b""))
+    await asyncio.sleep(0)
+    for call in (begun, waiting):
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    with pytest.raises(Overloaded):  # its bytes are still being read
+        await pool.run(work.number, b"x")
+    assert await pool.run(work.number, b"") == (11, pid)
+    assert await pool.run(work.size, b"x" * 10**8, 0) == 10**8
+
+
+async def test_closing_ends_work_in_progress():
+    pool = WorkerPool(1, 10**8, work.make, 10)
+    await pool.run(work.number, b"")
     call = asyncio.create_task(pool.run(work.sleep, b"", 60))
     await asyncio.sleep(0.1)
     started = time.monotonic()
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
+    await pool.close()
+    assert time.monotonic() - started < 10
+    assert not children()
+    with pytest.raises(RuntimeError, match="after shutdown"):
         await call
-    assert (await pool.run(work.number, b""))[1] != pid
-    assert time.monotonic() - started < 20
 
 
 async def test_calls_wait_for_their_turn_up_to_a_limit_of_bytes(pool):
