@@ -44,8 +44,6 @@ T = TypeVar("T")
 SHORT_TEXT: Final = 4096
 #: Larger requests, in bytes, are read by workers: parsing holds Python's lock, whatever the thread.
 SMALL_REQUEST: Final = 8192
-
-
 GOING_DOWN: Final = "the gateway is shutting down; use another one"
 
 
