@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 #: Connections waiting to be accepted.
 BACKLOG: Final = 2048
+#: gRPC calls whose message is received at once, each of which may take --max-body-bytes of memory.
+MAX_RECEIVING: Final = 12
 #: Seconds between two looks at whether targets are up.
 LOOK_S: Final = 0.05
 
@@ -110,6 +112,7 @@ class Gateway:
                 drain_s=settings.drain_s,
                 # What is above the limits of requests gets its own answer, with the time to wait.
                 max_message_bytes=settings.max_body_bytes,
+                max_receiving=MAX_RECEIVING,
                 max_concurrent_rpcs=2 * (settings.max_concurrent_sequences + settings.max_queued_requests),
                 max_connections=settings.max_connections,
                 first_message_timeout_s=settings.body_timeout_s,

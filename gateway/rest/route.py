@@ -8,13 +8,14 @@ from typing import Any, Final
 
 from fastapi import Request
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from gateway.generation import SMALL_REQUEST, Generation
 from gateway.rest.events import while_connected
 from gateway.rest.reading import read_chat, read_completion, read_detokenize, read_tokenize
 from gateway.rest.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from specdec.errors import InvalidRequest, Overloaded, quote
+from specdec.errors import Cancelled, InvalidRequest, Overloaded, quote
 
 _READERS: Final[Mapping[Any, Callable[..., Any]]] = {
     CompletionBody: read_completion,
@@ -67,6 +68,7 @@ class BodyBuffers:
 
         Raises:
             Overloaded: all bodies together are above the limit.
+            Cancelled: the client left.
         """
         body, size = bytearray(), 0
         try:
@@ -82,6 +84,8 @@ class BodyBuffers:
             raw = bytes(body)
             body.clear()
             yield raw
+        except ClientDisconnect:
+            raise Cancelled("the client closed the connection") from None
         finally:
             self._num_bytes -= size
 

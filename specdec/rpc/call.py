@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc.aio
 
-from specdec.errors import TandemError
+from specdec.errors import Overloaded, TandemError
+from specdec.rpc.receiving import ReceivingTurns
 
 #: Seconds after which a client that has not taken a message is taken for one that does not read.
 STUCK_S: Final = 0.25
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 class Call:
     """The context that handlers get: gRPC's own, which also remembers since when its client keeps it waiting."""
 
-    def __init__(self, context: Context, release: Callable[[Call], None]) -> None:
-        """``release``: see :meth:`release`."""
+    def __init__(self, context: Context, release: Callable[[Call], None], turns: ReceivingTurns) -> None:
+        """``release``: see :meth:`release`. ``turns``: those for receiving the first message."""
         task = asyncio.current_task()
         assert task is not None  # handlers always run in a task
         self.context = context
         self._release = release
+        self._turns = turns
         self._task = task
         #: Since when the first message is waited for; None once it is there.
         self.reading_since_s: float | None = time.monotonic()
@@ -40,9 +42,15 @@ class Call:
 
     async def read(self) -> Any:
         """The next message, or ``grpc.aio.EOF``."""
-        message = await self.context.read()
+        if self.reading_since_s is None:
+            return await self.context.read()
+        async with self._turns.turn(self._end_late):
+            message = await self.context.read()
         self.reading_since_s = None
         return message
+
+    def _end_late(self) -> None:
+        self.cancel(Overloaded("the message did not come at once while others waited to be received; try again later"))
 
     async def messages(self) -> AsyncIterator[Any]:
         """All messages."""

@@ -56,18 +56,21 @@ class RpcServer:
         self._calls = CallInterceptor(
             CallLimits(
                 max_calls=settings.max_concurrent_rpcs,
+                max_receiving=settings.max_receiving or settings.max_concurrent_rpcs,
                 first_message_timeout_s=settings.first_message_timeout_s,
                 write_timeout_s=settings.write_timeout_s,
             ),
             enter,
         )
         # The limit of calls is ours: gRPC's own would count health checks and calls that have sent nothing.
-        options = (
+        options: tuple[tuple[str, int], ...] = (
             *SERVER_OPTIONS,
             ("grpc.max_receive_message_length", settings.max_message_bytes),
             ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION * settings.max_concurrent_rpcs),
             ("grpc.max_allowed_incoming_connections", cap_connections(settings.max_connections, num_servers=2)),
         )
+        if settings.max_receiving is not None:
+            options += (("grpc.http2.bdp_probe", 0),)  # else calls that wait for a turn may send megabytes as well
         self._server = grpc.aio.server(options=options, interceptors=[self._calls])
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -69,6 +69,7 @@ class ServerSettings:
     log_format: str = option("text", "lines of the log on stderr", choices=FORMATS)
     max_connections: int = option(4096, "connections at once; one more is refused", ge=1)
     max_message_bytes: int = option(64 * 2**20, "bytes of a message", ge=1, flag=False)
+    max_receiving: int | None = option(None, "calls whose first message is received at once", ge=1, flag=False)
     max_concurrent_rpcs: int = option(1024, "streams and calls at once; one more gets RESOURCE_EXHAUSTED", ge=1)
     first_message_timeout_s: float = option(10.0, "seconds a call may take to send its first message", gt=0)
     write_timeout_s: float = option(30.0, "seconds a client may take to read a message before its call ends", gt=0)

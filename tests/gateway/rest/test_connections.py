@@ -70,6 +70,15 @@ async def test_half_a_request_is_given_up(impatient, data, what):
     writer.close()
 
 
+async def test_a_client_that_leaves_within_its_body_is_no_error_of_ours(impatient, caplog):
+    _, writer = await connect(impatient.gateway.port, HEAD + b'Content-Length: 100\r\n\r\n{"prompt"')
+    await asyncio.sleep(0.1)
+    writer.close()
+    await asyncio.sleep(0.1)
+    assert await healthy(impatient.gateway.port)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_a_drop_at_a_time_does_not_help(impatient):
     reader, writer = await connect(impatient.gateway.port, HEAD)
 

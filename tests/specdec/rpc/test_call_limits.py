@@ -126,6 +126,30 @@ async def test_half_open_calls_keep_nobody_out():
             call.cancel()
 
 
+async def test_few_messages_are_received_at_once():
+    """Each takes memory. Those that are late make room for others; one that is alone has its time."""
+    settings = {"max_receiving": 2, "first_message_timeout_s": 60.0}
+    async with serving(**settings) as (server, _, _), open_channel(server.address) as channel:
+        slow = half_open(channel, GENERATE)
+        await until(lambda: server.num_active_calls == 1)
+        for _ in range(6):
+            assert await ask(server.address) == "m"
+            await asyncio.sleep(0.1)
+        assert not slow.done()
+        crowd = [half_open(channel, INFO) for _ in range(20)]
+        await until(lambda: server.num_active_calls == 21)
+        begun = time.monotonic()
+        assert await ask(server.address) == "m"
+        assert await check_health(channel)
+        assert time.monotonic() - begun < 2
+        assert await slow.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "did not come at once while others waited" in await slow.details()
+        for call in crowd:
+            call.cancel()
+        await until(lambda: not server.num_active_calls)
+        assert await ask(server.address) == "m"
+
+
 async def test_calls_in_progress_are_not_ended_for_new_ones():
     async with serving(max_concurrent_rpcs=2) as (server, target, _), open_channel(server.address) as channel:
         calls = [target_grpc.TargetServiceStub(channel).Verify() for _ in range(2)]

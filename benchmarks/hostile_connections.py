@@ -1,0 +1,431 @@
+"""What clients that hold connections, calls and sequences cost everybody else.
+
+``python -m benchmarks.hostile_connections`` starts ``tandem serve`` with the bundled pair, keeps eight streams running
+and makes one attack at a time, from a process of its own. Meanwhile it asks for health over HTTP and gRPC on new
+connections, and sends ordinary requests. The limits are the defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import multiprocessing
+import re
+import socket
+import statistics
+import struct
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from benchmarks.hostile_requests import MB, NUM_STREAMS, Server, Streams, serving
+from specdec.v1 import generation_service_pb2 as pb
+from specdec.v1 import target_service_pb2_grpc, types_pb2
+
+GENERATE: Final = "/specdec.v1.GenerationService/Generate"
+HEAD: Final = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+#: Another client than the streams and the probes: an address of its own.
+OTHER_CLIENT: Final = ("127.0.0.2", 0)
+PROBE_TIMEOUT_S: Final = 20.0
+
+Outcomes = Counter[str]
+
+
+async def _hold(server: Server, data: bytes, outcomes: Outcomes, *, local: tuple[str, int] | None = None) -> None:
+    """Open a connection, send, and note how the server ends it."""
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.rest_port, local_addr=local)
+    except OSError:
+        outcomes["refused"] += 1
+        return
+    outcomes["open"] += 1
+    answer = b""
+    try:
+        writer.write(data)
+        await writer.drain()
+        while piece := await reader.read(2**16):
+            answer = answer or piece
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()
+        outcomes["open"] -= 1
+    outcomes[answer.split(maxsplit=2)[1].decode() if answer else "closed"] += 1
+
+
+async def _half_open_calls(server: Server, outcomes: Outcomes) -> None:
+    """1,024 calls on one connection that send no message."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        stubs: Any = channel
+
+        async def call() -> None:
+            outcomes["open"] += 1
+            answer = stubs.stream_stream(GENERATE)()
+            outcomes[(await answer.code()).name] += 1
+            outcomes["open"] -= 1
+
+        await asyncio.gather(*(call() for _ in range(1024)))
+
+
+def _connections(count: int, data: bytes) -> Callable[[Server, Outcomes], Coroutine[Any, Any, None]]:
+    async def attack(server: Server, outcomes: Outcomes) -> None:
+        await asyncio.gather(*(_hold(server, data, outcomes) for _ in range(count)))
+
+    return attack
+
+
+async def _unfinished_bodies(server: Server, outcomes: Outcomes) -> None:
+    """60 bodies of 16 MB without their last byte."""
+    size = 16 * MB
+    data = HEAD + b"Content-Length: %d\r\n\r\n" % size + b" " * (size - 1)
+    await asyncio.gather(*(_hold(server, data, outcomes) for _ in range(60)))
+
+
+def _frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
+    """A frame of HTTP/2."""
+    return struct.pack(">I", len(content))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + content
+
+
+def _header(name: str, value: str) -> bytes:
+    """A literal header of HPACK without Huffman coding."""
+    return b"\x00" + b"".join(bytes([len(text)]) + text.encode() for text in (name, value))
+
+
+_REQUEST_HEADERS: Final = b"".join(
+    _header(name, value)
+    for name, value in (
+        (":method", "POST"), (":scheme", "http"), (":path", GENERATE), (":authority", "x"),
+        ("content-type", "application/grpc"), ("te", "trailers"),
+    )
+)  # fmt: skip
+
+
+async def _unfinished_messages(server: Server, outcomes: Outcomes) -> None:
+    """60 messages of 16 MB over gRPC without their last byte, as far as the server's flow control lets them grow."""
+    size = 16 * MB
+
+    async def send() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.grpc_port)
+        outcomes["open"] += 1
+        connection_window = stream_window = 65_535
+        left = 5 + size - 1
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0) + _frame(1, 4, 1, _REQUEST_HEADERS))
+        first = b"\x00" + struct.pack(">I", size)
+        writer.write(_frame(0, 0, 1, first))
+        connection_window, stream_window, left = connection_window - 5, stream_window - 5, left - 5
+        how = "closed"
+        initial = 65_535
+        try:
+            while True:
+                while (room := min(connection_window, stream_window, left, 16_384)) > 0:
+                    writer.write(_frame(0, 0, 1, bytes(room)))
+                    await writer.drain()
+                    connection_window, stream_window, left = connection_window - room, stream_window - room, left - room
+                head = await reader.readexactly(9)
+                content = await reader.readexactly(int.from_bytes(head[:3], "big"))
+                kind, flags, stream = head[3], head[4], int.from_bytes(head[5:], "big")
+                if kind == 8:
+                    more = int.from_bytes(content, "big")
+                    connection_window, stream_window = (
+                        (connection_window + more, stream_window)
+                        if stream == 0
+                        else (connection_window, stream_window + more)
+                    )
+                elif kind == 4 and not flags & 1:
+                    for start in range(0, len(content), 6):
+                        number, value = struct.unpack(">HI", content[start : start + 6])
+                        if number == 4:
+                            initial, stream_window = value, stream_window + value - initial
+                    writer.write(_frame(4, 1, 0))
+                elif kind == 6 and not flags & 1:
+                    writer.write(_frame(6, 1, 0, content))
+                elif kind == 3 or (kind == 1 and flags & 1):
+                    how = "call ended"
+                    break
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            outcomes["MB sent"] += (size - left) // MB
+            outcomes["open"] -= 1
+            writer.close()
+        outcomes[how] += 1
+
+    await asyncio.gather(*(send() for _ in range(60)))
+
+
+def _post(**fields: Any) -> bytes:
+    body = json.dumps({"prompt": "def", "stream": True} | fields).encode()
+    return HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+def _never_reading(count: int) -> Callable[[Server, Outcomes], Coroutine[Any, Any, None]]:
+    """Clients that ask for 32 long samples with log-probabilities each and read nothing."""
+    raw = _post(n=32, max_tokens=1900, logprobs=20, ignore_eos=True)
+
+    async def client(server: Server, outcomes: Outcomes) -> None:
+        with socket.socket() as held:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            held.bind(OTHER_CLIENT)
+            held.connect(("127.0.0.1", server.rest_port))
+            held.sendall(raw)
+            outcomes["open"] += 1
+            while held.getsockopt(socket.SOL_TCP, socket.TCP_INFO, 1)[0] == 1:  # noqa: ASYNC110 (established)
+                await asyncio.sleep(0.2)
+            outcomes["open"] -= 1
+            outcomes["closed"] += 1
+
+    async def attack(server: Server, outcomes: Outcomes) -> None:
+        await asyncio.gather(*(client(server, outcomes) for _ in range(count)))
+
+    return attack
+
+
+async def _never_reading_calls(server: Server, outcomes: Outcomes) -> None:
+    """The same over gRPC: 60 calls on one connection."""
+    request = pb.GenerateRequest(
+        text="def", max_tokens=1900, ignore_eos=True, logprobs=20
+    ).SerializeToString()  # fmt: skip
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        stubs: Any = channel
+
+        async def call() -> None:
+            outcomes["open"] += 1
+            answer = stubs.unary_stream(GENERATE)(request)
+            outcomes[(await answer.code()).name] += 1
+            outcomes["open"] -= 1
+
+        await asyncio.gather(*(call() for _ in range(60)))
+
+
+def _crowd(count: int, **fields: Any) -> Callable[[Server, Outcomes], Coroutine[Any, Any, None]]:
+    """A client that always has so many requests open."""
+    raw = _post(**fields)
+
+    async def attack(server: Server, outcomes: Outcomes) -> None:
+        async def again() -> None:
+            while True:
+                await _hold(server, raw, outcomes, local=OTHER_CLIENT)
+                await asyncio.sleep(0.2)
+
+        await asyncio.gather(*(again() for _ in range(count)))
+
+    return attack
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """What is done, and for how many seconds."""
+
+    run: Callable[[Server, Outcomes], Coroutine[Any, Any, None]]
+    seconds: float = 13.0
+
+
+ATTACKS: Final[Mapping[str, Attack]] = {
+    "1,024 half-open gRPC calls": Attack(_half_open_calls),
+    "1,100 idle HTTP connections": Attack(_connections(1100, b"")),
+    "1,100 half-sent requests": Attack(_connections(1100, HEAD)),
+    "60 unfinished bodies of 16 MB": Attack(_unfinished_bodies),
+    "60 unfinished gRPC messages of 16 MB": Attack(_unfinished_messages),
+    "2 clients that never read": Attack(_never_reading(2), 42.0),
+    "20 clients that never read": Attack(_never_reading(20), 42.0),
+    "60 gRPC calls that never read": Attack(_never_reading_calls, 48.0),
+    "a client with 500 requests": Attack(_crowd(500, max_tokens=64)),
+    "4 requests with n = 128": Attack(_crowd(4, n=128, max_tokens=64)),
+    "the same, prompts of 1,800 tokens": Attack(_crowd(4, n=128, max_tokens=64, prompt=[300 + i for i in range(1800)])),
+}
+
+
+def _attacker(server: Server, orders: Any, reports: Any) -> None:
+    """A process that makes the attacks it is ordered."""
+
+    async def hold(name: str) -> Outcomes:
+        outcomes = Outcomes()
+        attack = asyncio.create_task(ATTACKS[name].run(server, outcomes))
+        reports.put(None)
+        await asyncio.to_thread(orders.get)
+        if attack.done():
+            attack.result()
+        outcomes = Outcomes(outcomes)
+        attack.cancel()
+        await asyncio.gather(attack, return_exceptions=True)
+        return outcomes
+
+    for name in iter(orders.get, None):
+        reports.put(dict(+asyncio.run(hold(name))))
+
+
+@dataclass(slots=True)
+class Probes:
+    """What an ordinary client meets: milliseconds by kind of request; infinity where there was no answer."""
+
+    times_ms: dict[str, list[float]] = field(default_factory=dict)
+
+    async def run(self, server: Server, target: str) -> None:
+        """Ask again and again."""
+        asks: Mapping[str, Callable[[Server], Awaitable[None]]] = {
+            "health": _ask_health,
+            "grpc": _ask_grpc_health,
+            "request": _ask_completion,
+        }
+
+        async def repeat(name: str, ask: Callable[[Server], Awaitable[None]]) -> None:
+            while True:
+                begun = time.perf_counter()
+                try:
+                    async with asyncio.timeout(PROBE_TIMEOUT_S):
+                        await ask(server)
+                    took_ms = 1e3 * (time.perf_counter() - begun)
+                except (OSError, TimeoutError, grpc.RpcError, RuntimeError, asyncio.IncompleteReadError):
+                    took_ms = float("inf")
+                self.times_ms.setdefault(name, []).append(took_ms)
+                await asyncio.sleep(0.5)
+
+        await asyncio.gather(*(repeat(name, ask) for name, ask in asks.items()))
+
+
+async def _first_data(server: Server, request: bytes, mark: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.rest_port)
+    try:
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b" 200 " not in head.split(b"\r\n", 1)[0]:
+            raise RuntimeError(head.decode())
+        await reader.readuntil(mark)
+    finally:
+        writer.close()
+
+
+async def _ask_health(server: Server) -> None:
+    await _first_data(server, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"}")
+
+
+async def _ask_completion(server: Server) -> None:
+    await _first_data(server, _post(max_tokens=8), b"data: {")
+
+
+async def _ask_grpc_health(server: Server) -> None:
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}", options) as channel:
+        await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S, wait_for_ready=True
+        )
+
+
+def _target_address(server: Server) -> str:
+    """The socket of the target behind the gateway."""
+    command = psutil.Process(server.gateway_pid).cmdline()
+    return command[command.index("--targets") + 1]
+
+
+async def _load(target: str) -> types_pb2.ServerLoad:
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub: Any = target_service_pb2_grpc.TargetServiceStub(channel)
+        return (await stub.GetModelInfo(types_pb2.GetModelInfoRequest(), timeout=10)).load
+
+
+async def measure(server: Server, names: list[str], orders: Any, reports: Any) -> None:
+    """Print a row for no attack, then one for each attack."""
+    target = _target_address(server)
+    streams, probes = Streams(), Probes()
+    tasks = [asyncio.create_task(streams.run(server, number)) for number in range(NUM_STREAMS)]
+    probing = asyncio.create_task(probes.run(server, target))
+    try:
+        await asyncio.sleep(3)
+        start = server.memory_bytes()
+        for name in ["", *names]:
+            seconds = ATTACKS[name].seconds if name else 8.0
+            streams.take()
+            probes.times_ms.clear()
+            if name:
+                orders.put(name)
+                await asyncio.to_thread(reports.get)
+            begun, most, busy_s = time.monotonic(), 0, 0.0
+            for number in itertools.count():
+                if (now_s := time.monotonic() - begun) > seconds:
+                    break
+                most = max(most, server.memory_bytes())
+                if number % 5 == 0:
+                    load = await _load(target)
+                    if load.open_sessions + load.waiting_sessions > NUM_STREAMS + 1:  # that of a probe
+                        busy_s = now_s
+                await asyncio.sleep(0.1)
+            p99, longest, count = streams.take()
+            times = {kind: list(each) for kind, each in probes.times_ms.items()}
+            outcomes: dict[str, int] = {}
+            if name:
+                orders.put("end")
+                outcomes = await asyncio.to_thread(reports.get)
+            freed_s = await _until_free(target)
+            after = server.memory_bytes()
+            cells = [name or "none", f"{p99:.1f}", f"{longest:.0f}", f"{count / seconds:.0f}"]
+            cells += [_describe(times.get(kind, [])) for kind in ("health", "grpc", "request")]
+            cells += [f"{(most - start) / MB:+.0f}", f"{(after - start) / MB:+.0f}", f"{busy_s:.0f}", f"{freed_s:.1f}"]
+            cells += [", ".join(f"{number} {what}" for what, number in outcomes.items())]
+            print(f"| {' | '.join(cells)} |", flush=True)
+            if any(task.done() for task in (*tasks, probing)):
+                raise RuntimeError("a stream or the probes ended")
+    finally:
+        for task in (*tasks, probing):
+            task.cancel()
+        results = await asyncio.gather(*tasks, probing, return_exceptions=True)
+        for result in results:
+            if not isinstance(result, asyncio.CancelledError):
+                print(repr(result))
+    await asyncio.sleep(2)
+    load = await _load(target)
+    print(f"in the end: {load.open_sessions} sessions, {load.waiting_sessions} waiting, {load.used_blocks} KV blocks")
+
+
+async def _until_free(target: str) -> float:
+    """Seconds until the sessions of the attack are gone."""
+    begun = time.monotonic()
+    while time.monotonic() - begun < 20:
+        load = await _load(target)
+        if load.open_sessions + load.waiting_sessions <= NUM_STREAMS + 1:
+            return time.monotonic() - begun
+        await asyncio.sleep(0.1)
+    return float("inf")
+
+
+def _describe(times_ms: list[float]) -> str:
+    """Median and longest time, and how many were answered."""
+    if not times_ms:
+        return "no answer"
+    answered = [each for each in times_ms if each != float("inf")]
+    text = f"{len(answered)}/{len(times_ms)}"
+    return f"{text}: {statistics.median(answered):.0f}, {max(answered):.0f}" if answered else text
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="regular expression of the attacks to make")
+    args = parser.parse_args()
+    names = [name for name in ATTACKS if re.search(args.only, name)]
+    context = multiprocessing.get_context("spawn")
+    orders, reports = context.Queue(), context.Queue()
+    print(
+        "| attack | ITL p99 ms | longest wait ms | tokens/s | /health ms | gRPC health ms | TTFT ms | MB at most |"
+        " MB after | s busy | s until free | connections |"
+    )
+    print("|" + " --- |" * 12)
+    with serving() as server:
+        attacker = context.Process(target=_attacker, args=(server, orders, reports), daemon=True)
+        attacker.start()
+        try:
+            asyncio.run(measure(server, names, orders, reports))
+        finally:
+            attacker.terminate()
+
+
+if __name__ == "__main__":
+    main()
