@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 #: Connections waiting to be accepted.
 BACKLOG: Final = 2048
 #: gRPC calls whose message is received at once, each of which may take --max-body-bytes of memory.
-MAX_RECEIVING: Final = 12
+MAX_RECEIVING: Final = 8
 #: Seconds between two looks at whether targets are up.
 LOOK_S: Final = 0.05
 
