@@ -329,7 +329,8 @@ def _target_address(server: Server) -> str:
 async def _load(target: str) -> types_pb2.ServerLoad:
     async with grpc.aio.insecure_channel(target) as channel:
         stub: Any = target_service_pb2_grpc.TargetServiceStub(channel)
-        return (await stub.GetModelInfo(types_pb2.GetModelInfoRequest(), timeout=10)).load
+        answer: types_pb2.GetModelInfoResponse = await stub.GetModelInfo(types_pb2.GetModelInfoRequest(), timeout=10)
+    return answer.load
 
 
 async def measure(server: Server, names: list[str], orders: Any, reports: Any) -> None:
