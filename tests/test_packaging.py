@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -34,8 +33,7 @@ def test_sdist_and_wheel_are_complete(tmp_path: Path) -> None:
     shutil.copytree(ROOT, checkout, ignore=NOT_OURS)
     build = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=checkout, check=True, capture_output=True)
-    with tarfile.open(tmp_path / f"tandem_specdec-{specdec.__version__}.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(tmp_path / f"tandem_specdec-{specdec.__version__}.tar.gz", tmp_path)
     unpacked = tmp_path / f"tandem_specdec-{specdec.__version__}"
     parts = (*PACKAGES, "benchmarks", "docs", "protos", "tests")
     shutil.rmtree(checkout / "tandem_specdec.egg-info")
