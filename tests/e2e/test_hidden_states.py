@@ -189,9 +189,10 @@ async def test_every_state_is_exact(  # noqa: PLR0917
     reader = StateReader(Guesser(texts), LAYERS)
     async with service(model_settings, reader, transport) as context:
         answers = await asyncio.gather(*(decode(context, prompt, 60) for prompt in prompts))
+    assert min(decoding.metrics.draft_acceptance_rate for _, decoding in answers) < 1
     for prompt, text, (out, decoding) in zip(prompts, texts, answers, strict=True):
         assert out == text[len(prompt) : len(prompt) + 60]
-        assert 0 < decoding.metrics.draft_acceptance_rate < 1
+        assert decoding.metrics.draft_acceptance_rate > 0
         assert decoding.metrics.num_spec_steps > 5
         (reading,) = [own for own in reader.readings if tuple(own.token_ids[: len(prompt)]) == prompt]
         assert len(reading.token_ids) > len(prompt) + 30

@@ -127,7 +127,7 @@ async def test_who_never_reads_loses_the_session(impatient):
         await until(lambda: len(target.open_sessions) == 64)
         target.latency_s = 0.0
         await until(lambda: not target.open_sessions)
-        assert not impatient.generation.num_requests
+        await until(lambda: not impatient.generation.num_requests)
     assert await healthy(impatient.gateway.port)
     await all_closed(*impatient.targets, *impatient.drafts)
 
