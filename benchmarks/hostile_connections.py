@@ -222,25 +222,27 @@ def _crowd(count: int, **fields: Any) -> Callable[[Server, Outcomes], Coroutine[
 
 
 @dataclass(frozen=True, slots=True)
-class Attack:
+class ConnectionAttack:
     """What is done, and for how many seconds."""
 
     run: Callable[[Server, Outcomes], Coroutine[Any, Any, None]]
     seconds: float = 13.0
 
 
-ATTACKS: Final[Mapping[str, Attack]] = {
-    "1,024 half-open gRPC calls": Attack(_half_open_calls),
-    "1,100 idle HTTP connections": Attack(_connections(1100, b"")),
-    "1,100 half-sent requests": Attack(_connections(1100, HEAD)),
-    "60 unfinished bodies of 16 MB": Attack(_unfinished_bodies),
-    "60 unfinished gRPC messages of 16 MB": Attack(_unfinished_messages),
-    "2 clients that never read": Attack(_never_reading(2), 42.0),
-    "20 clients that never read": Attack(_never_reading(20), 42.0),
-    "60 gRPC calls that never read": Attack(_never_reading_calls, 48.0),
-    "a client with 500 requests": Attack(_crowd(500, max_tokens=64)),
-    "4 requests with n = 128": Attack(_crowd(4, n=128, max_tokens=64)),
-    "the same, prompts of 1,800 tokens": Attack(_crowd(4, n=128, max_tokens=64, prompt=[300 + i for i in range(1800)])),
+ATTACKS: Final[Mapping[str, ConnectionAttack]] = {
+    "1,024 half-open gRPC calls": ConnectionAttack(_half_open_calls),
+    "1,100 idle HTTP connections": ConnectionAttack(_connections(1100, b"")),
+    "1,100 half-sent requests": ConnectionAttack(_connections(1100, HEAD)),
+    "60 unfinished bodies of 16 MB": ConnectionAttack(_unfinished_bodies),
+    "60 unfinished gRPC messages of 16 MB": ConnectionAttack(_unfinished_messages),
+    "2 clients that never read": ConnectionAttack(_never_reading(2), 42.0),
+    "20 clients that never read": ConnectionAttack(_never_reading(20), 42.0),
+    "60 gRPC calls that never read": ConnectionAttack(_never_reading_calls, 48.0),
+    "a client with 500 requests": ConnectionAttack(_crowd(500, max_tokens=64)),
+    "4 requests with n = 128": ConnectionAttack(_crowd(4, n=128, max_tokens=64)),
+    "the same, prompts of 1,800 tokens": ConnectionAttack(
+        _crowd(4, n=128, max_tokens=64, prompt=[300 + i for i in range(1800)])
+    ),
 }
 
 

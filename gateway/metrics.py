@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from gateway.access.caller import Caller
 from gateway.decoding.metrics import METRICS, Metric, SpeculationMetrics
-from gateway.types import Usage
+from gateway.types import TokenUsage
 from specdec.rules import Rule
 
 LATENCY_BUCKETS: Final = (
@@ -49,7 +49,7 @@ class GatewayMetrics:
         self,
         outcome: str,
         speculation: SpeculationMetrics,
-        usage: Usage | None,
+        usage: TokenUsage | None,
         rule: Rule | None = None,
         *,
         key: str = "",

@@ -6,7 +6,7 @@ from gateway.decoding.loop import Decoding
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop_strings import StopFinder, Stopped, StopStrings
 from gateway.text.tokenizer import TextTokenizer
-from gateway.types import FinalChunk, GenerationChunk, PromptReport, TokenLogprobs, TokenText, Usage
+from gateway.types import FinalChunk, GenerationChunk, PromptReport, TokenLogprobs, TokenText, TokenUsage
 from specdec.params import SamplingParams
 from specdec.types import FinishReason, PositionLogprobs, TokenLogprob, Verdict
 
@@ -43,10 +43,12 @@ class SampleAssembler:
         self._prompt_reported = index > 0
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Counts so far."""
         opened = self._decoding.opened
-        return Usage(len(self._decoding.request.prompt), self._num_tokens, opened.num_cached_tokens if opened else 0)
+        return TokenUsage(
+            len(self._decoding.request.prompt), self._num_tokens, opened.num_cached_tokens if opened else 0
+        )
 
     def feed(self, verdict: Verdict) -> GenerationChunk:
         """The chunk of a verdict. Where a stop string ends the text, the tokens after it are dropped."""

@@ -61,7 +61,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Token counts."""
 
     prompt_tokens: int
@@ -86,7 +86,7 @@ class FinalChunk:
     reason: FinishReason
     #: The stop string or the request's own stop token that ended the text; None for end-of-sequence and limits.
     stop_reason: str | int | None
-    usage: Usage
+    usage: TokenUsage
     speculation: SpeculationMetrics
 
 
@@ -133,10 +133,10 @@ class GenerationResult:
     samples: list[Sample]
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Counts over all samples; the prompt counts once."""
         finals = [sample.final.usage for sample in self.samples if sample.final is not None]
-        return Usage(
+        return TokenUsage(
             len(self.prompt.token_ids),
             sum(usage.completion_tokens for usage in finals),
             max((usage.cached_tokens for usage in finals), default=0),

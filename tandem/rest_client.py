@@ -15,7 +15,7 @@ from specdec.errors import InvalidRequest, NotFound, TandemError, Unauthenticate
 _PASSING: Final = (408, 429, 499)
 
 
-class Server:
+class RestClient:
     """A gateway reached over HTTP at ``url``, with or without a trailing ``/v1``. ``api_key`` None sends none."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float | None = None) -> None:

@@ -94,9 +94,8 @@ class TargetCore:
         if self._draining:
             raise Unavailable(GOING_DOWN)
         stop_criteria = self._check(spec)
-        params = spec.params
         state = SamplingState(
-            params,
+            spec.params,
             spec.token_ids,
             spec.prompt_len,
             self._info.vocab_size,
@@ -107,18 +106,8 @@ class TargetCore:
             partial(self._reserve, spec, stop_criteria.max_len - 1), client=spec.client
         )
         rule = spec.rule or self._settings.verification
-        subject = StepSession(
-            state,
-            sequence,
-            rule,
-            stop_criteria,
-            params.logprobs,
-            params.prompt_logprobs,
-            spec.hidden_state_layers,
-            self._first_state(spec),
-            spec.last_hidden_state_only,
-        )
-        session = Session(spec, subject, self, asked_ns, on_states=on_states)
+        step_session = StepSession(spec, state, sequence, rule, stop_criteria, self._first_state(spec))
+        session = Session(step_session, self, asked_ns, on_states=on_states)
         self._sessions.add(session)
         try:
             await session.start()
@@ -197,11 +186,11 @@ class TargetCore:
 
     def release(self, session: Session, *, park: bool) -> None:
         """Give back (or park) a session's cache and let the next one in."""
-        pool, sequence = self._engine.pool, session.subject.sequence
+        pool, sequence = self._engine.pool, session.step_session.sequence
         self._sessions.discard(session)
         self._batcher.forget(session)
         if park and session.spec.session_id and sequence.length:
-            pool.park(sequence, session.spec.session_id, session.subject.state.token_ids[: sequence.length])
+            pool.park(sequence, session.spec.session_id, session.step_session.state.token_ids[: sequence.length])
             self._expire_later()
         self._give_back(sequence)
         self._admission.leave(session.spec.client)
@@ -215,7 +204,7 @@ class TargetCore:
 
     def _reserve(self, spec: SessionSpec, num_entries: int) -> KVSequence:
         """Blocks for all the entries the session may ever need, with what is parked for it where there is some."""
-        num_blocks, limit = self._num_blocks(num_entries), self._share_of(spec)
+        num_blocks, limit = self._engine.pool.blocks_for(num_entries), self._share_of(spec)
         if (held := self._blocks_of[spec.client]) + num_blocks > limit:
             raise ClientFull(f"the client holds {held} of the {limit} KV blocks that it may hold")
         # What is left of the last block serves trees' siblings.
@@ -223,9 +212,6 @@ class TargetCore:
         self._holders[sequence] = (spec.client, num_blocks)
         self._blocks_of[spec.client] += num_blocks
         return sequence
-
-    def _num_blocks(self, num_entries: int) -> int:
-        return -(-num_entries // self._engine.pool.block_size)
 
     def _share_of(self, spec: SessionSpec) -> int:
         """Blocks that the sessions of a client may hold together."""
@@ -283,7 +269,7 @@ class TargetCore:
                 " there is nothing left to generate",
                 param="max_tokens",
             )
-        num_blocks, limit = self._num_blocks(max_len - 1), self._share_of(spec)
+        num_blocks, limit = self._engine.pool.blocks_for(max_len - 1), self._share_of(spec)
         if spec.max_kv_share is not None and num_blocks > limit:
             raise InvalidRequest(
                 f"the request needs {num_blocks} KV blocks and its client may hold {limit} of"

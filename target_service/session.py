@@ -12,7 +12,7 @@ from specdec.engine.kv_pool import KVSequence
 from specdec.errors import InvalidRequest, TandemError, Unavailable
 from specdec.pending_proposals import MAX_BYTES, MAX_PENDING_PROPOSALS, Path, PendingProposals, path_of
 from specdec.trees import is_chain
-from specdec.types import FinishReason, HiddenStates, PositionLogprobs, Proposal, SessionSpec, TargetOpened, Verdict
+from specdec.types import FinishReason, HiddenStates, PositionLogprobs, Proposal, TargetOpened, Verdict
 from target_service.rounds import check_draft
 from target_service.step import PartResult, ScheduledSequence, StepResult, StepSession
 from target_service.verdict_queue import VerdictQueue
@@ -53,14 +53,13 @@ class Session:
     and drops k-a (of a tree those off the accepted path, and the others are moved together). The end of prefilling is a
     round without drafts whose fed tokens are the prompt.
 
-    All calls are made on the event loop. While a step that carries the session runs (``in_flight``), its subject
-    belongs to the device thread; closing then waits for the end of the step.
+    All calls are made on the event loop. While a step that carries the session runs (``in_flight``), its
+    ``step_session`` belongs to the device thread; closing then waits for the end of the step.
     """
 
     def __init__(
         self,
-        spec: SessionSpec,
-        subject: StepSession,
+        step_session: StepSession,
         owner: SessionOwner,
         asked_ns: int,
         *,
@@ -70,12 +69,12 @@ class Session:
         ``on_states`` gets the hidden states of the prompt as they are
         computed, all but those of the last step; without it the first verdict carries them all.
         """
-        self.spec = spec
-        self.subject = subject
+        self.step_session = step_session
+        self.spec = spec = step_session.spec
         self.committed_len = len(spec.token_ids)
         self.finish_reason: FinishReason | None = None
         self.in_flight = False
-        self.num_cached_tokens = subject.sequence.length
+        self.num_cached_tokens = step_session.sequence.length
         self._owner = owner
         self._admitted_ns = self._asked_ns = time.perf_counter_ns()
         self._queue_ns = self._admitted_ns - asked_ns
@@ -90,7 +89,7 @@ class Session:
         self._multi_step_until = 0
         #: Everything since this length came of multi-step decode.
         self._multi_step_from = 0
-        self._verdicts = VerdictQueue(last_state_only=subject.last_state_only)
+        self._verdicts = VerdictQueue(last_state_only=spec.last_hidden_state_only)
         #: Gets the prompt's hidden states.
         self._on_states = on_states or self._verdicts.add_states
         self._waiter: asyncio.Future[None] | None = None
@@ -133,7 +132,7 @@ class Session:
             return
         path = None
         if self.finish_reason is None:
-            path = path_of(proposal, self.subject.state.token_ids[proposal.base_len : self.committed_len])
+            path = path_of(proposal, self.step_session.state.token_ids[proposal.base_len : self.committed_len])
         if path == () and not self._busy:
             self._start(proposal)
         elif path:
@@ -216,7 +215,7 @@ class Session:
         """Tokens of the prompt that are not fed yet."""
         if self._opened is not None or self._closing or self._failure is not None:
             return 0
-        return len(self.spec.token_ids) - self.subject.sequence.length
+        return len(self.spec.token_ids) - self.step_session.sequence.length
 
     @property
     def num_round_tokens(self) -> int:
@@ -230,21 +229,21 @@ class Session:
     def next_chunk(self, num_rows: int) -> ScheduledSequence:
         """The prompt's next ``num_rows`` tokens or fewer, now in flight."""
         self.in_flight = True
-        if self.subject.prompt_logprobs is not None:
+        if self.spec.params.prompt_logprobs is not None:
             num_rows = min(num_rows, MAX_SCORED_ROWS)
-        start = self.subject.sequence.length
+        start = self.step_session.sequence.length
         token_ids = self.spec.token_ids[start : start + num_rows]
-        return ScheduledSequence(self.subject, token_ids, decides=num_rows >= self.num_prefill, is_prefill=True)
+        return ScheduledSequence(self.step_session, token_ids, decides=num_rows >= self.num_prefill, is_prefill=True)
 
     def next_round(self) -> ScheduledSequence:
         """The round that is ready, now in flight."""
         self.in_flight = True
         asked, self._asked = self._asked, None
-        last = self.subject.state.token_ids[-1]
+        last = self.step_session.state.token_ids[-1]
         if asked is None:
-            return ScheduledSequence(self.subject, (last,), decides=True)
+            return ScheduledSequence(self.step_session, (last,), decides=True)
         return ScheduledSequence(
-            self.subject,
+            self.step_session,
             (last, *asked.token_ids),
             decides=True,
             draft_token_ids=asked.token_ids,
@@ -261,7 +260,7 @@ class Session:
         if result.error is not None:
             self.fail(result.error)
         elif part.decides:
-            self._owner.rollback(self.subject.sequence, len(self.subject.state) - 1)
+            self._owner.rollback(self.step_session.sequence, len(self.step_session.state) - 1)
         if self._closing:
             self._release()
             return
@@ -285,7 +284,7 @@ class Session:
         if self._opened is None:
             self._opened = TargetOpened(
                 epoch=self.spec.epoch,
-                rule=self.subject.rule,
+                rule=self.step_session.rule,
                 num_cached_tokens=self.num_cached_tokens,
                 prompt_logprobs=tuple(self._prompt_logprobs),
                 queue_ns=self._queue_ns,
@@ -328,7 +327,7 @@ class Session:
 
     def _limited(self, length: int) -> int:
         """``length``, or the longest the sequence may become."""
-        return min(length, self.subject.stop_criteria.max_len)
+        return min(length, self.step_session.stop_criteria.max_len)
 
     @property
     def _is_multi_step(self) -> bool:
@@ -345,8 +344,8 @@ class Session:
         """Ask for the proposal's round, without what it cannot bring: near its limit a sequence has no room for all
         drafted tokens.
         """
-        room = self.subject.stop_criteria.room(self.committed_len) - 1
-        num_entries = self.subject.sequence.max_tokens - self.committed_len  # siblings take room of their own
+        room = self.step_session.stop_criteria.room(self.committed_len) - 1
+        num_entries = self.step_session.sequence.max_tokens - self.committed_len  # siblings take room of their own
         self._asked = proposal.cut(num_entries, max_depth=room)
         self._multi_step_until = 0
         self._asked_ns = time.perf_counter_ns()
@@ -369,7 +368,7 @@ class Session:
                 f" num_speculative_tokens = {self.spec.num_speculative_tokens}",
                 param="token_ids",
             )
-        check_draft(proposal.token_ids, proposal.q_rows, self.subject.state.num_tokens, proposal.parents)
+        check_draft(proposal.token_ids, proposal.q_rows, self.step_session.state.num_tokens, proposal.parents)
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

@@ -15,7 +15,7 @@ from specdec.engine.kv_pool import KVSequence
 from specdec.errors import TandemError
 from specdec.rules import Rule, SparseRow
 from specdec.sampling.state import SamplingState
-from specdec.types import HiddenStates, PositionLogprobs, RoundTimings
+from specdec.types import HiddenStates, PositionLogprobs, RoundTimings, SessionSpec
 from target_service.logprobs import position_logprobs
 from target_service.rounds import Outcome, Round
 from target_service.stop_criteria import StopCriteria, Truncation
@@ -43,27 +43,27 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepSession:
-    """The session as the device thread sees it. ``state`` is touched there while a step runs, elsewhere otherwise."""
+    """The part of a session that a step reads and writes: its committed tokens (``state``) and its cache.
 
+    While a step carries the session, this object belongs to the device thread, otherwise to the event loop. What only
+    the event loop touches is in :class:`target_service.session.Session`, so the two threads share nothing else.
+    """
+
+    spec: SessionSpec
+    #: Parameters and committed tokens; rules and kernels know this part alone, and drafts have the same class.
     state: SamplingState
     sequence: KVSequence
     rule: Rule
     stop_criteria: StopCriteria
-    logprobs: int | None = None
-    #: Log-probabilities of this many tokens at each position of the prompt; None reports nothing.
-    prompt_logprobs: int | None = None
-    #: The hidden states its verdicts carry; those of the prompt from this position on, then of every committed position
-    #: or, with ``last_state_only``, of one a round.
-    state_layers: tuple[int, ...] = ()
+    #: The first position of the prompt whose hidden states the verdicts carry.
     first_state: int = 0
-    last_state_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """One session's part of a step: a chunk of its prompt, or a round [last committed token, drafted tokens…]."""
 
-    subject: StepSession
+    session: StepSession
     token_ids: Sequence[int]
     #: Whether the verifier decides what follows; False for a chunk of a prompt that is not the last one.
     decides: bool
@@ -76,19 +76,19 @@ class ScheduledSequence:
     @property
     def num_logits(self) -> int:
         """Rows of logits the part needs: the last ones."""
-        if self.is_prefill and self.subject.prompt_logprobs is not None:
+        if self.is_prefill and self.session.spec.params.prompt_logprobs is not None:
             return len(self.token_ids)
         return len(self.draft_token_ids) + 1 if self.decides else 0
 
     @property
     def num_states(self) -> int:
         """Rows of hidden states the part needs: the last ones. Of a round all: any of its tokens may be the last."""
-        subject, num_rows = self.subject, len(self.token_ids)
-        if not subject.state_layers:
+        session, num_rows = self.session, len(self.token_ids)
+        if not session.spec.hidden_state_layers:
             return 0
         if not self.is_prefill:
             return num_rows
-        return max(0, min(num_rows, subject.sequence.length + num_rows - subject.first_state))
+        return max(0, min(num_rows, session.sequence.length + num_rows - session.first_state))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +121,18 @@ def run_step(model: Model, verifier: Verifier, parts: Sequence[ScheduledSequence
     rounds: list[Round] = []
     row = 0
     for part in parts:
-        subject, num_logits = part.subject, part.num_logits
+        session, num_logits = part.session, part.num_logits
         follows = (-1, *(parent + 1 for parent in part.parents)) if part.parents else ()
         segments.append(
-            Segment(subject.sequence, part.token_ids, num_logits, part.num_states, subject.state_layers, follows)
+            Segment(
+                session.sequence, part.token_ids, num_logits, part.num_states, session.spec.hidden_state_layers, follows
+            )
         )
         row += num_logits
         if part.decides:
             start_row = row - len(part.draft_token_ids) - 1
-            drafted = (part.draft_token_ids, part.q_rows, subject.logprobs, part.parents)
-            rounds.append(Round(subject.state, subject.rule, start_row, *drafted))
+            drafted = (part.draft_token_ids, part.q_rows, session.spec.params.logprobs, part.parents)
+            rounds.append(Round(session.state, session.rule, start_row, *drafted))
     states: PassStates | None = None
     if any(segment.num_states for segment in segments):
         logits, states = model.forward_with_states(segments)
@@ -144,8 +146,10 @@ def run_step(model: Model, verifier: Verifier, parts: Sequence[ScheduledSequence
     row = 0
     for index, (part, segment) in enumerate(zip(parts, segments, strict=True)):
         scored: Sequence[PositionLogprobs] = ()
-        if part.is_prefill and part.subject.prompt_logprobs is not None:
-            scored = _score_prompt(part, part.subject.prompt_logprobs, logits[row : row + segment.num_logits])
+        if part.is_prefill and part.session.spec.params.prompt_logprobs is not None:
+            scored = _score_prompt(
+                part, part.session.spec.params.prompt_logprobs, logits[row : row + segment.num_logits]
+            )
         row += segment.num_logits
         own = (states, index, segment.num_states) if states is not None and segment.num_states else None
         if part.decides:
@@ -157,7 +161,7 @@ def run_step(model: Model, verifier: Verifier, parts: Sequence[ScheduledSequence
         verify_ns=time.perf_counter_ns() - forward_done_ns,
         batch_sessions=len(parts),
         batch_rows=sum(len(part.token_ids) for part in parts),
-        batch_context=sum(part.subject.sequence.length for part in parts),
+        batch_context=sum(part.session.sequence.length for part in parts),
     )
     return StepResult(results, started_ns, timings)
 
@@ -167,7 +171,7 @@ def _keep_paths(model: Model, parts: Sequence[ScheduledSequence], outcomes: Sequ
     kept = []
     for part, outcome in zip((part for part in parts if part.decides), outcomes, strict=True):
         if part.parents:
-            sequence = part.subject.sequence
+            sequence = part.session.sequence
             rows = (0, *(i + 1 for i in outcome.path))  # row 0 is the last committed token's
             kept.append(Kept(sequence, sequence.length - len(part.token_ids), rows))
     if kept:
@@ -179,9 +183,9 @@ def _commit(
 ) -> PartResult:
     if outcome.error is not None:
         return PartResult(error=outcome.error)
-    state = part.subject.state
+    state = part.session.state
     base_len = len(state)
-    cut = part.subject.stop_criteria.cut(base_len, outcome.token_ids)
+    cut = part.session.stop_criteria.cut(base_len, outcome.token_ids)
     state.commit(cut.token_ids)
     states = _states_of_chunk(part, own) if part.is_prefill else _states_of_round(part, outcome, base_len, cut, own)
     return PartResult(cut, outcome.num_accepted, outcome.logprobs[: len(cut.token_ids)], scored, states)
@@ -192,7 +196,7 @@ def _states_of_chunk(part: ScheduledSequence, own: OwnStates | None) -> HiddenSt
     if own is None:
         return None
     num_rows = own[2]
-    return _hidden_states(part, own, part.subject.sequence.length - num_rows, range(num_rows))
+    return _hidden_states(part, own, part.session.sequence.length - num_rows, range(num_rows))
 
 
 def _states_of_round(
@@ -202,7 +206,7 @@ def _states_of_round(
     count = len(cut.token_ids)
     if own is None or not count:
         return None
-    first = count - 1 if part.subject.last_state_only else 0
+    first = count - 1 if part.session.spec.last_hidden_state_only else 0
     rows: Sequence[int] = range(first, count)
     if part.parents:
         rows = (0, *(i + 1 for i in outcome.path))[first:count]
@@ -217,10 +221,10 @@ def _hidden_states(part: ScheduledSequence, own: OwnStates, start: int, rows: Se
 
 def _score_prompt(part: ScheduledSequence, num_top: int, logits: torch.Tensor) -> Sequence[PositionLogprobs]:
     """Log-probabilities of the prompt's tokens that follow those of the chunk; its last token decides the output."""
-    subject = part.subject
-    end = subject.sequence.length
+    session = part.session
+    end = session.sequence.length
     start = end - len(part.token_ids)
-    following = subject.state.token_ids[start + 1 : min(end + 1, subject.stop_criteria.prompt_len)]
+    following = session.state.token_ids[start + 1 : min(end + 1, session.stop_criteria.prompt_len)]
     if not following:
         return ()
-    return position_logprobs(logits[: len(following)], following, num_top, subject.state.num_tokens)
+    return position_logprobs(logits[: len(following)], following, num_top, session.state.num_tokens)

@@ -48,7 +48,7 @@ class MinuteBudget:
 
 
 @dataclass(slots=True)
-class Usage:
+class ClientUsage:
     """What one client uses now and has used in the last minute."""
 
     num_requests: int = 0
@@ -70,7 +70,7 @@ class Clients:
     def __init__(self, on_refusal: Callable[[Caller, str], None]) -> None:
         """``on_refusal`` gets the caller and the name of the limit whenever a request is refused."""
         self._on_refusal = on_refusal
-        self._usage: dict[str, Usage] = {}
+        self._usage: dict[str, ClientUsage] = {}
 
     @property
     def num_known(self) -> int:
@@ -135,7 +135,7 @@ class Clients:
         self._on_refusal(caller, limit)
         raise Overloaded(f"{limit} of {_who(caller)} is reached: {text}; try again later", retry_after_s=wait_s)
 
-    def _usage_of(self, caller: Caller) -> Usage:
+    def _usage_of(self, caller: Caller) -> ClientUsage:
         if caller.client not in self._usage:
             if len(self._usage) % FORGET_EVERY == FORGET_EVERY - 1:
                 now_s = time.monotonic()
@@ -144,7 +144,7 @@ class Clients:
                     for client, usage in self._usage.items()
                     if usage.num_requests or not (usage.requests.is_full(now_s) and usage.tokens.is_full(now_s))
                 }
-            self._usage[caller.client] = Usage()
+            self._usage[caller.client] = ClientUsage()
         return self._usage[caller.client]
 
 

@@ -151,7 +151,7 @@ class ChatChunkChoice(Choice):
     logprobs: ChatLogprobs | None
 
 
-class Head(Answer):
+class AnswerHead(Answer):
     """What every object of an answer begins with."""
 
     id: str
@@ -159,7 +159,7 @@ class Head(Answer):
     model: str
 
 
-class CompletionAnswer(Head):
+class CompletionAnswer(AnswerHead):
     """The answer of ``/v1/completions``."""
 
     object: Literal["text_completion"]
@@ -168,7 +168,7 @@ class CompletionAnswer(Head):
     metrics: Metrics
 
 
-class CompletionEvent(Head):
+class CompletionEvent(AnswerHead):
     """One event of its stream."""
 
     object: Literal["text_completion"]
@@ -177,7 +177,7 @@ class CompletionEvent(Head):
     metrics: Metrics | None = None
 
 
-class ChatAnswer(Head):
+class ChatAnswer(AnswerHead):
     """The answer of ``/v1/chat/completions``."""
 
     object: Literal["chat.completion"]
@@ -188,7 +188,7 @@ class ChatAnswer(Head):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class ChatEvent(Head):
+class ChatEvent(AnswerHead):
     """One event of its stream."""
 
     object: Literal["chat.completion.chunk"]

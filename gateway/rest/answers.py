@@ -18,7 +18,7 @@ from gateway.generation import Generation
 from gateway.limits import check_name
 from gateway.merging import merge
 from gateway.rest.schemas import SamplingBody
-from gateway.types import FinalChunk, GenerationChunk, GenerationRequest, TokenLogprobs, TokenText, Usage
+from gateway.types import FinalChunk, GenerationChunk, GenerationRequest, TokenLogprobs, TokenText, TokenUsage
 from specdec.errors import InvalidRequest, quote
 from specdec.types import PositionLogprobs
 
@@ -105,7 +105,7 @@ class Totals:
     """Usage and metrics over all prompts and samples of an answer."""
 
     def __init__(self) -> None:
-        self._prompts: dict[int, Usage] = {}
+        self._prompts: dict[int, TokenUsage] = {}
         self._completion_tokens: Counter[tuple[int, int]] = Counter()
         self._speculation = SpeculationMetrics()
 
@@ -113,7 +113,7 @@ class Totals:
         """Count a chunk of prompt ``number``; the prompt itself counts once."""
         final, sample = chunk.final, (number, chunk.index)
         if chunk.prompt is not None:
-            self._prompts.setdefault(number, Usage(len(chunk.prompt.token_ids), 0))
+            self._prompts.setdefault(number, TokenUsage(len(chunk.prompt.token_ids), 0))
         self._completion_tokens[sample] += len(chunk.token_ids)
         if final is None:
             return

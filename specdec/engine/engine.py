@@ -122,7 +122,7 @@ class Engine:
             )
             if not settings.enforce_eager:
                 activation_bytes += reserved_bytes(vocab_size, device)
-        num_blocks = memory.count_blocks(
+        num_blocks, max_model_len = memory.size_cache(
             settings,
             shapes,
             device=device,
@@ -130,7 +130,6 @@ class Engine:
             weight_bytes=model.get_memory_footprint(),  # type: ignore[no-untyped-call]
             activation_bytes=activation_bytes,
         )
-        max_model_len = memory.fit_max_model_len(settings, max_model_len, num_blocks)
         logger.info("comparing passes with the model's own modules")
         model.set_attn_implementation("eager")
         reference = Reference(

@@ -85,13 +85,13 @@ class KVPool:
             InvalidRequest: it can never fit.
             CacheFull: it does not fit now.
         """
-        blocks = self._allocate(self._blocks_for(max_tokens), max_tokens)
+        blocks = self._allocate(self.blocks_for(max_tokens), max_tokens)
         self._num_open += 1
         return KVSequence(blocks, max_tokens)
 
     def can_open(self, max_tokens: int) -> bool:
         """Whether :meth:`open` would succeed now (evicting parked sessions counts as success)."""
-        return -(-max_tokens // self.block_size) <= self.total_blocks - self._num_used
+        return self.blocks_for(max_tokens) <= self.total_blocks - self._num_used
 
     def branch(self, sequence: KVSequence, length: int, max_tokens: int) -> KVSequence | None:
         """Open a copy of the first ``length`` entries for a guessed continuation, to be adopted or released soon.
@@ -171,7 +171,7 @@ class KVPool:
         if not sequence.length:
             self.release(sequence)
             return
-        kept = sequence.blocks[: self._blocks_for(sequence.length)]
+        kept = sequence.blocks[: self.blocks_for(sequence.length)]
         self._refs[kept] += 1
         self.release(sequence)
         tokens = np.array(token_ids[: sequence.length], dtype=np.int64)
@@ -191,8 +191,8 @@ class KVPool:
         if length == 0:
             self.drop_parked(key)
             return None
-        num_blocks = self._blocks_for(max(max_tokens, length))
-        kept = parked.blocks[: self._blocks_for(length)]
+        num_blocks = self.blocks_for(max(max_tokens, length))
+        kept = parked.blocks[: self.blocks_for(length)]
         # The last kept block is written next; where a branch shares it, this sequence needs its own copy.
         copy_last = length % self.block_size > 0 and int(self._refs[kept[-1]]) > 1
         num_new = num_blocks - len(kept) + copy_last
@@ -252,7 +252,8 @@ class KVPool:
         """Open sequences."""
         return self._num_open
 
-    def _blocks_for(self, num_tokens: int) -> int:
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` entries; ValueError below 1."""
         if num_tokens < 1:
             raise ValueError(f"a sequence needs room for at least 1 token, not {num_tokens}")
         return -(-num_tokens // self.block_size)
@@ -278,7 +279,7 @@ class KVPool:
 
     def _allocate(self, count: int, max_tokens: int) -> BlockIds:
         """Take ``count`` blocks for an open sequence of ``max_tokens``, evicting parked sessions as needed."""
-        self._require(count, -(-max_tokens // self.block_size), max_tokens)
+        self._require(count, self.blocks_for(max_tokens), max_tokens)
         while self._num_free < count:
             key = next(iter(self._parked))
             self.drop_parked(key)
@@ -293,7 +294,7 @@ class KVPool:
         self._check_open(sequence)
         if not 0 <= length <= min(sequence.length, max_tokens):
             raise ValueError(f"cannot branch off {length} of {sequence.length} entries into room for {max_tokens}")
-        return self._blocks_for(max_tokens) - length // self.block_size
+        return self.blocks_for(max_tokens) - length // self.block_size
 
     def _share(self, sequence: KVSequence, length: int, own: BlockIds, max_tokens: int) -> KVSequence:
         """The first ``length`` entries of a sequence, continued in blocks ``own``."""

@@ -21,7 +21,7 @@ from specdec.engine.compaction import copy_blocks
 from specdec.engine.kv_pool import KVPool
 from specdec.engine.layers import LayerShape
 from specdec.engine.loading import acceleration
-from specdec.engine.loading.memory import allocate_caches, count_blocks, fit_max_model_len
+from specdec.engine.loading.memory import allocate_caches, size_cache
 from specdec.engine.native import chains as native
 from specdec.engine.native.linears import pack_linears
 from specdec.engine.native.sampling import knows
@@ -61,7 +61,7 @@ class PagedHead:
             )
             for attention in head.attentions
         ]
-        num_blocks = count_blocks(
+        num_blocks, self.max_model_len = size_cache(
             settings,
             shapes,
             device=device,
@@ -70,7 +70,6 @@ class PagedHead:
         )
         self.head = head
         self.device = device
-        self.max_model_len = fit_max_model_len(settings, max_model_len, num_blocks)
         self.pool = KVPool(num_blocks, settings.block_size)
         self._scale = head.config.layer.head_dim**-0.5
         self._caches = allocate_caches(shapes, num_blocks, settings.block_size, device)

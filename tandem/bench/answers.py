@@ -26,7 +26,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """One finished request. Times are seconds."""
 
     #: ``time.perf_counter`` of the call.
@@ -84,7 +84,7 @@ class Answer:
         return tuple(self.speculation.get("acceptance_histogram", ()))
 
 
-async def collect(pieces: AsyncGenerator[Piece, None]) -> Answer:
+async def collect(pieces: AsyncGenerator[Piece, None]) -> TimedAnswer:
     """The answer that a stream of pieces adds up to; the call begins now.
 
     Raises :class:`Unavailable` where no token came.
@@ -97,4 +97,4 @@ async def collect(pieces: AsyncGenerator[Piece, None]) -> Answer:
         raise Unavailable("the server gave an answer without a token")
     counted = listed[-1].num_tokens_in_all
     num_tokens = sum(piece.num_tokens for piece in full) if counted is None else counted
-    return Answer(started, full, num_tokens, listed[-1].speculation or {})
+    return TimedAnswer(started, full, num_tokens, listed[-1].speculation or {})

@@ -84,7 +84,7 @@ class HuggingFace:
         return answer
 
 
-class _Worker:
+class _Generator:
     """What the other process does."""
 
     def __init__(
@@ -144,7 +144,7 @@ def main() -> None:
         message = json.loads(line)
         try:
             if worker is None:
-                worker = _Worker(**message)
+                worker = _Generator(**message)
                 answer: dict[str, Any] = {"ready": True}
             else:
                 answer = {"seconds": worker.run(**message)}

@@ -11,7 +11,7 @@ from specdec.errors import Unavailable
 from specdec.params import SamplingParams
 from tandem.bench.answers import collect
 from tandem.bench.huggingface import HuggingFace
-from tandem.bench.modes import Mode
+from tandem.bench.modes import BenchMode
 from tandem.bench.parts import time_parts
 from tandem.bench.plans import Plan, Prompt
 from tandem.bench.results import Measurement, Section
@@ -23,7 +23,7 @@ class Bench:
     """The systems, the modes to measure on them, and what else takes part."""
 
     systems: Mapping[str, System]
-    modes: Sequence[Mode]
+    modes: Sequence[BenchMode]
     params: SamplingParams
     rival: HuggingFace | None = None
     #: Called after every batch of every mode, with what comes next in words.
@@ -95,5 +95,5 @@ class Bench:
         drafts = [await replica.backend.load() for replica in router.drafts.usable]
         return [load.busy_ns for load in (target, *drafts)]
 
-    def _drafting(self) -> list[Mode]:
+    def _drafting(self) -> list[BenchMode]:
         return [mode for mode in self.modes if mode.speculates]

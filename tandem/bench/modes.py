@@ -24,7 +24,7 @@ DRAFTERS: Final = (*(method for method in METHODS if method != "none"), f"eagle3
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class BenchMode:
     """One mode of decoding: a drafter or none, a rule and k."""
 
     name: str
@@ -42,17 +42,17 @@ class Mode:
         return self.k != 0
 
 
-def plain_mode(system: str) -> Mode:
+def plain_mode(system: str) -> BenchMode:
     """No drafting at all."""
-    return Mode(PLAIN, system, 0)
+    return BenchMode(PLAIN, system, 0)
 
 
 def speculative_modes(
     systems: Mapping[str, int | None], rules: Sequence[Rule | None], trees: Collection[str] = ()
-) -> list[Mode]:
+) -> list[BenchMode]:
     """Every system (name → k) under every rule; ``trees`` are those that draft trees."""
     return [
-        Mode(system if len(rules) == 1 else f"{system}, {rule}", system, k, rule, system in trees)
+        BenchMode(system if len(rules) == 1 else f"{system}, {rule}", system, k, rule, system in trees)
         for system, k in systems.items()
         for rule in rules
     ]

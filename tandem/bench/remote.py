@@ -17,7 +17,7 @@ from specdec.rpc.channel import open_channel
 from specdec.rules import Rule
 from tandem.bench.answers import Piece
 from tandem.bench.systems import GrpcSystem, System
-from tandem.rest_client import Server
+from tandem.rest_client import RestClient
 
 GRPC_SCHEME: Final = "grpc://"
 #: Seconds without a byte after which a server counts as gone.
@@ -51,7 +51,7 @@ async def connect(url: str, model: str | None, api_key: str | None = None) -> As
         finally:
             await channel.close()
         return
-    server = Server(url, api_key=api_key, timeout_s=_SILENCE_S)
+    server = RestClient(url, api_key=api_key, timeout_s=_SILENCE_S)
     listed = (await asyncio.to_thread(server.get, "/v1/models"))["data"]
     chosen = next((entry for entry in listed if model in (None, entry["id"])), None)
     if chosen is None:
@@ -66,7 +66,7 @@ class RestSystem:
 
     router: Router | None = None
 
-    def __init__(self, server: Server, model: str, *, is_tandem: bool) -> None:
+    def __init__(self, server: RestClient, model: str, *, is_tandem: bool) -> None:
         self._server, self._model, self._is_tandem = server, model, is_tandem
 
     async def stream(

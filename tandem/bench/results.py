@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tandem.bench.answers import Answer
+from tandem.bench.answers import TimedAnswer
 from tandem.bench.limits import Limits, Spread, quantile
 from tandem.bench.modes import PLAIN
 from tandem.bench.parts import RoundCosts
@@ -40,7 +40,7 @@ class Measurement:
     busy_s: list[float] = field(default_factory=list)
     costs: RoundCosts | None = None
 
-    def add_run(self, rate: float, answers: Sequence[Answer] = ()) -> None:
+    def add_run(self, rate: float, answers: Sequence[TimedAnswer] = ()) -> None:
         """Take in one batch."""
         self.rates.append(rate)
         decode_rates = [answer.decode_rate for answer in answers]

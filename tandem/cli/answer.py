@@ -24,7 +24,7 @@ class AnswerPart:
 
 
 @dataclass(slots=True)
-class Answer:
+class PrintedAnswer:
     """An answer as far as it was printed."""
 
     text: str = ""
@@ -51,7 +51,7 @@ class Answer:
         return f"{self.num_tokens} tokens in {self.took_s:.2f} s, {rate:.1f} tokens/s, {speculation}"
 
 
-def show(pieces: Generator[AnswerPart, None, None], answer: Answer, *, quiet: bool) -> None:
+def show(pieces: Generator[AnswerPart, None, None], answer: PrintedAnswer, *, quiet: bool) -> None:
     """Print pieces as they come, then the speed; ``answer`` holds what was printed, even where this is interrupted."""
     started = time.perf_counter()
     with closing(pieces):

@@ -170,7 +170,7 @@ async def _measure_here(args: argparse.Namespace) -> BenchReport:
 async def _measure_server(args: argparse.Namespace) -> BenchReport:
     """A running server: what its client sees."""
     from tandem.bench.measure import Bench  # noqa: PLC0415
-    from tandem.bench.modes import Mode  # noqa: PLC0415
+    from tandem.bench.modes import BenchMode  # noqa: PLC0415
     from tandem.bench.plans import make_plans  # noqa: PLC0415
     from tandem.bench.remote import connect  # noqa: PLC0415
 
@@ -183,7 +183,7 @@ async def _measure_server(args: argparse.Namespace) -> BenchReport:
         elif k is not None or rules != [None]:
             raise InvalidRequest("--k and --rules need a server of ours; this one decides itself", param="url")
         else:
-            modes = [Mode("server", "server", None)]
+            modes = [BenchMode("server", "server", None)]
         with _progress() as progress:
             sections = await _run(args, Bench({"server": remote.system}, modes, _params(args)), plans, progress)
     seen = "" if remote.is_tandem else "; pieces count as one token each where the server sends no token ids"

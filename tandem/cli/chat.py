@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from specdec.errors import TandemError, text_of
-from tandem.cli.answer import Answer, show
+from tandem.cli.answer import PrintedAnswer, show
 from tandem.cli.generate import LocalModel, Messages, RemoteModel, add_answer_flags, open_model
 from tandem.cli.line_editor import edited_lines
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Ask for messages and stream answers, until ``/quit`` or the end of input."""
     is_interactive = args.message is None and sys.stdin.isatty()
     with open_model(args) as model:
-        chat = Chat(model, args.system, is_interactive=is_interactive, quiet=args.quiet)
+        chat = Conversation(model, args.system, is_interactive=is_interactive, quiet=args.quiet)
         if args.message is not None:
             chat.ask(args.message)
             return 0
@@ -48,8 +48,8 @@ def _piped_lines() -> Iterator[str]:
         yield line.rstrip("\n")
 
 
-class Chat:
-    """One conversation in a terminal or a pipe. Only a terminal outlives errors and interrupted answers."""
+class Conversation:
+    """A chat in a terminal or a pipe. Only a terminal outlives errors and interrupted answers."""
 
     def __init__(
         self, model: RemoteModel | LocalModel, system: str | None, *, is_interactive: bool, quiet: bool
@@ -59,7 +59,7 @@ class Chat:
         self._is_interactive = is_interactive
         self._quiet = quiet
         self._messages: Messages = []
-        self._answers: list[Answer] = []
+        self._answers: list[PrintedAnswer] = []
         self._commands = {"/help": self.help, "/reset": self.reset, "/system": self.system, "/stats": self.stats}
 
     def take(self, line: str) -> bool:
@@ -80,7 +80,7 @@ class Chat:
         """Stream the answer to a message. One that was interrupted stays in the conversation as far as it got."""
         self._messages.append({"role": "user", "content": text})
         system: Messages = [{"role": "system", "content": self._system}] if self._system else []
-        answer = Answer()
+        answer = PrintedAnswer()
         try:
             show(self._model.answer([*system, *self._messages]), answer, quiet=self._quiet)
         except KeyboardInterrupt:

@@ -10,11 +10,11 @@ from typing import Any, Final
 
 from specdec.errors import InvalidRequest
 from specdec.params import Parameter, SamplingParams, parameters
-from tandem.cli.answer import Answer, AnswerPart, show
+from tandem.cli.answer import AnswerPart, PrintedAnswer, show
 from tandem.cli.flags import add_deployment_flags, add_key_flag, client_key
 from tandem.launcher.deployment import deployment_of
 from tandem.launcher.environment import tune_environment
-from tandem.rest_client import Server
+from tandem.rest_client import RestClient
 
 Messages = list[dict[str, str]]
 
@@ -56,14 +56,14 @@ def run(args: argparse.Namespace) -> int:
     """Stream the text to standard output and the speed to standard error."""
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     with open_model(args) as model:
-        show(model.complete(prompt), Answer(), quiet=args.quiet)
+        show(model.complete(prompt), PrintedAnswer(), quiet=args.quiet)
     return 0
 
 
 class RemoteModel:
     """A model behind a URL."""
 
-    def __init__(self, server: Server, model: str, params: SamplingParams) -> None:
+    def __init__(self, server: RestClient, model: str, params: SamplingParams) -> None:
         self._server = server
         self._body = {
             "model": model,
@@ -137,7 +137,7 @@ def open_model(args: argparse.Namespace) -> Iterator[RemoteModel | LocalModel]:
     if args.url:
         if args.speculative_config or args.speculative_model:
             raise InvalidRequest("--url names a running server, which has its own drafter; leave the other flags out")
-        server = Server(args.url, api_key=client_key(args))
+        server = RestClient(args.url, api_key=client_key(args))
         yield RemoteModel(server, args.model or server.model(), params)
         return
     deployment = deployment_of(args)

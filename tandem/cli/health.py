@@ -8,7 +8,7 @@ import asyncio
 from specdec.errors import Unauthenticated, Unavailable
 from specdec.settings.listening import TlsFiles
 from tandem.cli.flags import add_key_flag, client_key
-from tandem.rest_client import Server
+from tandem.rest_client import RestClient
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,11 +30,11 @@ def run(args: argparse.Namespace) -> int:
         tls = TlsFiles(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs)
         print(asyncio.run(_check_grpc(args.grpc, args.timeout_s, tls)))
     else:
-        print(_check_rest(Server(args.url, api_key=client_key(args), timeout_s=args.timeout_s)))
+        print(_check_rest(RestClient(args.url, api_key=client_key(args), timeout_s=args.timeout_s)))
     return 0
 
 
-def _check_rest(server: Server) -> str:
+def _check_rest(server: RestClient) -> str:
     server.get("/health")
     try:
         models = ", ".join(str(model["id"]) for model in server.get("/v1/models")["data"])

@@ -78,7 +78,7 @@ class StepBatcher:
             now_ns = time.perf_counter_ns()
             if not all(tokens):
                 return  # prompts do not wait
-            context = sum(session.subject.sequence.length for session in self._ready) / len(tokens)
+            context = sum(session.step_session.sequence.length for session in self._ready) / len(tokens)
             until_ns = self._coalescer.wait_until(sum(tokens), len(tokens), now_ns, partial(self._step_ns, context))
             if until_ns <= now_ns:
                 return

@@ -75,7 +75,7 @@ async def test_what_never_fits_is_refused_at_once(start_core):
         with pytest.raises(InvalidRequest, match="context of 160"):
             await core.open(make_spec(make_prompt(0, 165), 4))
         session = await core.open(make_spec(make_prompt(0), 250))
-        assert session.subject.stop_criteria.max_len == 160
+        assert session.step_session.stop_criteria.max_len == 160
         await session.close()
 
 

@@ -57,7 +57,7 @@ async def test_a_verdict_tells_what_was_accepted_and_the_cache_keeps_just_that(s
     async with start_core() as core:
         session = await core.open(make_spec(prompt, 20))
         n = session.first.committed_len
-        cache = session.subject.sequence
+        cache = session.step_session.sequence
         assert cache.length == n - 1
         wrong = (text[3] + 1) % VOCAB
         verdict = await verify(session, n, Proposal(1, n, (*text[1:3], wrong, 5)))
@@ -161,7 +161,7 @@ async def test_a_stop_token_cuts_the_round(start_core, plain, k):
         session = await core.open(make_spec(prompt, 40, stop_token_ids=[text[where]]))
         assert await decode(session, k=k, draft=drafter(plain, prompt)) == text[: where + 1]
         assert session.finish_reason is FinishReason.STOP
-        assert session.subject.sequence.length == session.committed_len - 1
+        assert session.step_session.sequence.length == session.committed_len - 1
         session.offer(Proposal(1, session.committed_len, ()))
         await nothing_comes(session)
         await session.close()

@@ -116,7 +116,7 @@ async def test_where_no_block_is_left_a_tree_loses_its_last_tokens(start_core, p
     text = plain(prompt, 20)
     async with start_core() as core:
         session = await core.open(make_spec(prompt, max_tokens + 1))
-        assert len(session.subject.sequence.blocks) == 1
+        assert len(session.step_session.sequence.blocks) == 1
         n = session.first.committed_len
         ids, parents = (text[1], 0, text[2], 1, text[3], 2), (-1, -1, 0, 0, 2, 2)
         verdict = await verify(session, n, Proposal(1, n, ids, parents))

@@ -35,7 +35,7 @@ def machine_bytes() -> int:
     return total
 
 
-def count_blocks(
+def size_cache(
     settings: ModelSettings,
     shapes: Sequence[LayerShape],
     *,
@@ -43,8 +43,9 @@ def count_blocks(
     max_model_len: int,
     weight_bytes: int = 0,
     activation_bytes: int = 0,
-) -> int:
-    """Blocks the budget pays for, block 0 (padding) not counted.
+) -> tuple[int, int]:
+    """Blocks the budget pays for, block 0 (padding) not counted; and ``max_model_len``, cut to what they hold where no
+    setting asks for it.
 
     ``kv_cache_memory_bytes`` where it is set; else on a CPU ``cpu_kv_cache_share`` of the memory but no more than
     :data:`MAX_USEFUL_SEQUENCES` full sequences need; else ``gpu_memory_utilization`` of the device less
@@ -52,7 +53,7 @@ def count_blocks(
     of a draft.
 
     Raises:
-        InvalidRequest: not one block fits.
+        InvalidRequest: not one block fits, or the ``max_model_len`` of the settings does not.
     """
     block_bytes = settings.block_size * sum(shape.bytes_per_token for shape in shapes)
     if settings.kv_cache_memory_bytes is not None:
@@ -65,22 +66,17 @@ def count_blocks(
     else:
         useful = MAX_USEFUL_SEQUENCES * -(-max_model_len // settings.block_size) + 1
         budget = min(int(machine_bytes() * settings.cpu_kv_cache_share), useful * block_bytes)
-    num_blocks = budget // block_bytes - 1
+    num_blocks = int(budget // block_bytes) - 1
     if num_blocks < 1:
         raise InvalidRequest(
             f"the KV cache may take {max(budget, 0)} bytes and two blocks of {settings.block_size} tokens take"
             f" {2 * block_bytes}: raise kv_cache_memory_bytes (or the memory shares), or take a smaller model",
             param="kv_cache_memory_bytes",
         )
-    return int(num_blocks)
+    return num_blocks, _fit_max_model_len(settings, max_model_len, num_blocks)
 
 
-def fit_max_model_len(settings: ModelSettings, max_model_len: int, num_blocks: int) -> int:
-    """``max_model_len``, cut to what the cache holds where no setting asks for it.
-
-    Raises:
-        InvalidRequest: ``max_model_len`` was asked for and does not fit.
-    """
+def _fit_max_model_len(settings: ModelSettings, max_model_len: int, num_blocks: int) -> int:
     capacity = num_blocks * settings.block_size
     if max_model_len <= capacity:
         return max_model_len

@@ -17,11 +17,11 @@ from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.settings import SpeculativeSettings
 from specdec.v1 import generation_service_pb2 as pb
-from tandem.bench.answers import Answer, Piece, collect
+from tandem.bench.answers import Piece, TimedAnswer, collect
 from tandem.bench.chart import draw_report
 from tandem.bench.edits import MARK, NUM_EDITS
 from tandem.bench.measure import Bench
-from tandem.bench.modes import Mode, deployments_of, plain_mode, speculative_modes
+from tandem.bench.modes import BenchMode, deployments_of, plain_mode, speculative_modes
 from tandem.bench.parts import RoundCosts
 from tandem.bench.plans import Plan, make_plans
 from tandem.bench.plot import load_pyplot
@@ -31,9 +31,9 @@ from tandem.bench.systems import metrics_of
 from tandem.cli import bench as command
 
 
-def answer(*pieces: tuple[float, int], **speculation: object) -> Answer:
+def answer(*pieces: tuple[float, int], **speculation: object) -> TimedAnswer:
     made = tuple(Piece(at, count, "x" * count) for at, count in pieces)
-    return Answer(0.0, made, sum(count for _, count in pieces), speculation)
+    return TimedAnswer(0.0, made, sum(count for _, count in pieces), speculation)
 
 
 def test_times_of_an_answer() -> None:
@@ -193,7 +193,7 @@ async def test_ways_take_turns_and_the_warm_up_does_not_count() -> None:
 
 
 def test_one_rule_needs_no_name() -> None:
-    assert speculative_modes({"ngram": 3}, [None]) == [Mode("ngram", "ngram", 3)]
+    assert speculative_modes({"ngram": 3}, [None]) == [BenchMode("ngram", "ngram", 3)]
     both = speculative_modes({"chains": 3, "trees": 7}, [None], ["trees"])
     assert [mode.is_tree for mode in both] == [False, True]
 

@@ -9,7 +9,7 @@ import pytest
 
 from specdec.errors import InvalidRequest, NotFound, Unavailable
 from tandem.cli import main as cli
-from tandem.rest_client import Server
+from tandem.rest_client import RestClient
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -55,7 +55,7 @@ def url() -> Iterator[str]:
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_streams_events(url: str, suffix: str) -> None:
-    server = Server(url + suffix, timeout_s=5)
+    server = RestClient(url + suffix, timeout_s=5)
     assert [event["text"] for event in server.stream("/v1/completions", {"prompt": "x"})] == ["a", "b"]
     assert server.model() == "m"
 
@@ -71,12 +71,12 @@ def test_streams_events(url: str, suffix: str) -> None:
 )
 def test_errors(url: str, prompt: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        list(Server(url, timeout_s=5).stream("/v1/completions", {"prompt": prompt}))
+        list(RestClient(url, timeout_s=5).stream("/v1/completions", {"prompt": prompt}))
 
 
 def test_unknown_path(url: str) -> None:
     with pytest.raises(NotFound, match="no such thing"):
-        Server(url).get("/nowhere")
+        RestClient(url).get("/nowhere")
 
 
 def test_health(url: str, capsys: pytest.CaptureFixture[str]) -> None:

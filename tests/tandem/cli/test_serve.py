@@ -19,7 +19,7 @@ import pytest
 from tandem.checkpoints import MODELS
 from tandem.cli import main as cli
 from tandem.launcher.deployment import free_port
-from tandem.rest_client import Server
+from tandem.rest_client import RestClient
 
 pytestmark = pytest.mark.e2e
 
@@ -41,7 +41,7 @@ class Launcher:
         self._queue: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        self.server = Server(f"http://127.0.0.1:{self.port}", timeout_s=30)
+        self.server = RestClient(f"http://127.0.0.1:{self.port}", timeout_s=30)
 
     def _ports(self) -> list[str]:
         return ["--port", str(self.port), "--grpc-port", str(self.grpc_port)]
@@ -96,7 +96,7 @@ def launch() -> Iterator[type[Launcher]]:
         launcher.close()
 
 
-def complete(server: Server, prompt: str = "def f(", **options: object) -> str:
+def complete(server: RestClient, prompt: str = "def f(", **options: object) -> str:
     body = {"model": server.model(), "prompt": prompt, "max_tokens": 16, "temperature": 0, **options}
     return "".join(choice["text"] for event in server.stream("/v1/completions", body) for choice in event["choices"])
 

@@ -28,6 +28,7 @@ from specdec.sampling.rows import Rows
 from specdec.sampling.sparse import pack
 from specdec.sampling.state import SamplingState
 from specdec.sampling.transfer import send
+from specdec.types import SessionSpec
 from target_service.step import ScheduledSequence, StepSession, run_step
 from target_service.stop_criteria import StopCriteria
 from target_service.verifier import Verifier
@@ -121,27 +122,28 @@ def test_a_step_waits_once(has_q: bool, parents: tuple[int, ...]) -> None:
     model = Model()
     q_rows = tuple(pack(np.array(ids), np.array([2, 1])) for ids in ([3, 7], [5, 6])) if has_q else ()
     ending = StopCriteria(len(PROMPT), 40, frozenset(), 0)
-    subjects = [
-        StepSession(state, model.pool.open(40), rule, ending, logprobs=2 if i % 2 else None)
-        for i, (state, rule) in enumerate(every_state())
-    ]
+    sessions = []
+    for i, (state, rule) in enumerate(every_state()):
+        params = replace(state.params, logprobs=2 if i % 2 else None)
+        spec = SessionSpec(session_id=str(i), token_ids=tuple(PROMPT), prompt_len=len(PROMPT), params=params)
+        sessions.append(StepSession(spec, state, model.pool.open(40), rule, ending))
     for _ in range(3):  # a prompt, and rounds before and after the tensors of its parameters are made
         parts = []
-        for i, subject in enumerate(subjects):
-            fed = subject.state.token_ids[subject.sequence.length :]
+        for i, session in enumerate(sessions):
+            fed = session.state.token_ids[session.sequence.length :]
             drafts = (3, 5) if len(fed) == 1 else ()
-            q = q_rows if drafts and subject.rule is not Rule.COUPLED and i % 3 else ()
+            q = q_rows if drafts and session.rule is not Rule.COUPLED and i % 3 else ()
             q = q[:1] if parents else q  # siblings share one; they are 3 and 7
             drafts, follows = (3, 7) if parents and drafts else drafts, parents if drafts else ()
             parts.append(
-                ScheduledSequence(subject, [*fed, *drafts], True, drafts, q, is_prefill=not drafts, parents=follows)
+                ScheduledSequence(session, [*fed, *drafts], True, drafts, q, is_prefill=not drafts, parents=follows)
             )
         with Watch() as watch:
             result = run_step(model, Verifier(), parts)
         assert watch.num_fetched == 1
         assert [part.error for part in result.parts] == [None] * len(parts)
-        for subject in subjects:
-            model.pool.rollback(subject.sequence, len(subject.state) - 1)
+        for session in sessions:
+            model.pool.rollback(session.sequence, len(session.state) - 1)
 
 
 def test_a_draft_waits_once() -> None:
