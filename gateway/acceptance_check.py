@@ -24,15 +24,15 @@ from specdec.types import ModelInfo
 
 logger = logging.getLogger(__name__)
 
-#: Tokens the target generates in each look, and drafted tokens of a round.
+#: Tokens the target generates for each prompt, and drafted tokens of a round.
 NUM_TOKENS: Final = 24
 NUM_DRAFT_TOKENS: Final = 3
 #: Share of the usual gain below which a head is not what it should be.
 LEAST_SHARE: Final = 0.25
-#: Rounds below which nothing can be said, and seconds a look may take.
+#: Rounds below which nothing can be said, and seconds the test may take for each prompt.
 MIN_ROUNDS: Final = 5
 TIMEOUT_S: Final = 20.0
-#: Code and prose, which every head has learned. The second is looked at only if the first looks bad.
+#: Code and prose, which every head has learned. The second is tested only if the first has a bad result.
 PROMPTS: Final = (
     "Write a Python function that adds two numbers, then one that sorts a list.\n\n```python\ndef ",
     "Explain in simple words why the sky is blue and why the sea is salty.",

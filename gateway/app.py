@@ -44,8 +44,9 @@ logger = logging.getLogger(__name__)
 BACKLOG: Final = 2048
 #: gRPC calls whose message is received at once, each of which may take --max-body-bytes of memory.
 MAX_RECEIVING: Final = 8
-#: Seconds between two looks at whether targets are up.
-LOOK_S: Final = 0.05
+#: Seconds between two checks of whether targets are up, and of whether a new draft head is.
+CHECK_INTERVAL_S: Final = 0.05
+HEAD_CHECK_INTERVAL_S: Final = 1.0
 
 
 class Gateway:
@@ -186,7 +187,7 @@ class Gateway:
             if serving and not self._ready.is_set() and self._rest.started:
                 self.generation.check_tokenizer()
                 self._ready.set()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def _check_heads(self) -> None:
         """Check draft heads as they come up."""
@@ -198,7 +199,7 @@ class Gateway:
             except Exception:
                 logger.exception("the self-test of the draft failed")
             self._heads_checked.set()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(HEAD_CHECK_INTERVAL_S)
 
 
 class _Uvicorn(uvicorn.Server):

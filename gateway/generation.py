@@ -48,7 +48,7 @@ GOING_DOWN: Final = "the gateway is shutting down; use another one"
 
 
 def _take() -> bool:
-    """A place; all are the same."""
+    """A slot; all are the same."""
     return True
 
 
@@ -129,12 +129,12 @@ class Generation:
 
     @asynccontextmanager
     async def admission(self, *requests: GenerationRequest) -> AsyncIterator[Sequence[GenerationRequest]]:
-        """Places for the sequences of one call; REST and gRPC take them, and may wait for them. The requests then have
-        the time that is left to them.
+        """Hold slots for the sequences of one call; this may wait. The requests then have the time that is left to
+        them.
 
         Raises:
-            InvalidRequest: there are more sequences than places.
-            Overloaded: no place came free, too many are waiting, or a limit of the caller is reached.
+            InvalidRequest: there are more sequences than slots.
+            Overloaded: no slot came free, too many are waiting, or a limit of the caller is reached.
             DeadlineExceeded: the time of a request passed while it waited.
             Unavailable: the gateway is shutting down.
         """
@@ -152,9 +152,9 @@ class Generation:
             begun_s = time.monotonic()
             try:
                 async with asyncio.timeout(min(timeouts_s, default=None)):
-                    await self._admission.admit(_take, client=caller.client, num_places=num_sequences)
+                    await self._admission.admit(_take, client=caller.client, num_slots=num_sequences)
             except TimeoutError:
-                raise DeadlineExceeded("the request's deadline passed while it waited for its turn") from None
+                raise DeadlineExceeded("the request's deadline passed while it waited for a slot") from None
             waited_s = time.monotonic() - begun_s
             self.num_requests += 1
             try:

@@ -196,7 +196,7 @@ class SessionSpec:
     park: bool = False
     #: Name of the API key that the session belongs to; empty where no keys are asked for. Owners share nothing.
     owner: str = ""
-    #: Whom places, memory and turns are counted for: the key, or an address.
+    #: Whose slots and memory are counted: the key, or an address.
     client: str = ""
     #: Target only: share of the KV cache that the client's open sessions may hold; None: all of it.
     max_kv_share: float | None = None

@@ -20,8 +20,8 @@ from specdec.settings.option import options_of, require
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks at whether the file has changed.
-LOOK_S: Final = 1.0
+#: Seconds between two checks of whether the file has changed.
+CHECK_INTERVAL_S: Final = 1.0
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _SCHEME: Final = "bearer "
@@ -53,7 +53,7 @@ class KeyRing:
         ]
         self._path = None if settings.api_key_file is None else Path(settings.api_key_file)
         self._version: object = None
-        self._look_at = 0.0
+        self._check_at = 0.0
         self._read: Sequence[ApiKey] = ()
         if self._path is not None:
             self._version = _version_of(self._path)
@@ -67,7 +67,7 @@ class KeyRing:
         """
         if not self._settings.asks_for_key:
             return Caller(client=peer, limits=self._limits)
-        self._look()
+        self._renew()
         if authorization is None:
             raise Unauthenticated("no API key was sent; send the header Authorization: Bearer KEY")
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
@@ -77,11 +77,11 @@ class KeyRing:
             raise Unauthenticated("this API key is not known here; ask the operator of the server for one")
         return Caller(key=key.name, client=key.name, limits=key.limits)
 
-    def _look(self) -> None:
+    def _renew(self) -> None:
         """Read the file again where it has changed. A file that cannot be read leaves the keys as they are."""
-        if self._path is None or (now := time.monotonic()) < self._look_at:
+        if self._path is None or (now := time.monotonic()) < self._check_at:
             return
-        self._look_at = now + LOOK_S
+        self._check_at = now + CHECK_INTERVAL_S
         version = _version_of(self._path)
         if version == self._version:
             return

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between tries to reach a replica that is down.
 RETRY_S: Final = 0.2
-#: Seconds between two looks at the files of the certificates.
-LOOK_S: Final = 1.0
+#: Seconds between two checks of the files of the certificates.
+CHECK_INTERVAL_S: Final = 1.0
 
 
 class Fleet:
@@ -74,7 +74,7 @@ class Fleet:
         Sessions that are open hold the old channel, which closes with the last of them.
         """
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             if not certificates.renew():
                 continue
             for watch in self._watches:

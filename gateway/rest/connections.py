@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter, OrderedDict
 from enum import Enum
+from http import HTTPStatus
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.rest.errors import error_body
+from gateway.rest.errors import raw_response
 from specdec.settings import ConnectionSettings
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks at all connections, at most.
-LOOK_S: Final = 1.0
+#: Seconds between two checks of all connections, at most.
+CHECK_INTERVAL_S: Final = 1.0
 
 
 class Wait(Enum):
@@ -49,7 +49,7 @@ class Connections:
         self._waiting: OrderedDict[GuardedHttp, None] = OrderedDict()
         self._waiting_of: dict[str, OrderedDict[GuardedHttp, None]] = {}
         self._num_dropped = 0
-        self._look: asyncio.TimerHandle | None = None
+        self._check: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._open)
@@ -64,7 +64,7 @@ class Connections:
             self._drop(self._waiting_of.get(client), connection)
         elif len(self._open) > self._max_connections:
             self._drop(self._waiting, connection)
-        self._look_later()
+        self._schedule_check()
 
     def discard(self, connection: GuardedHttp) -> None:
         """A connection is closed."""
@@ -99,14 +99,15 @@ class Connections:
         self.discard(victim)
         victim.abort()
 
-    def _look_later(self) -> None:
-        if self._look is None:
-            delay_s = min(LOOK_S, self._write_timeout_s / 4, *(each / 4 for each in self._timeouts_s.values()))
-            self._look = asyncio.get_running_loop().call_later(delay_s, self._end_late)
+    def _schedule_check(self) -> None:
+        if self._check is None:
+            shortest_s = min(self._write_timeout_s, *self._timeouts_s.values())
+            delay_s = min(CHECK_INTERVAL_S, shortest_s / 4)
+            self._check = asyncio.get_running_loop().call_later(delay_s, self._end_late)
 
     def _end_late(self) -> None:
         """Close the connections whose client is too late."""
-        self._look = None
+        self._check = None
         if self._num_dropped:
             logger.warning("closed %d connections: too many are open (--max-connections)", self._num_dropped)
             self._num_dropped = 0
@@ -121,7 +122,7 @@ class Connections:
                 if now_s - connection.waiting_since_s > timeout_s:
                     connection.end_late(timeout_s)
         if self._open:
-            self._look_later()
+            self._schedule_check()
 
 
 class GuardedHttp(HttpToolsProtocol):
@@ -192,11 +193,7 @@ class GuardedHttp(HttpToolsProtocol):
         """Close the connection: what it waits for has not come within so many seconds."""
         if self.waits_for in (Wait.HEADERS, Wait.BODY) and not (self.cycle and self.cycle.response_started):
             text = f"{self.waits_for.value} did not come within {timeout_s:g} s; send them faster"
-            content = json.dumps(error_body(text, "timeout_error", 408)).encode()
-            self.transport.write(
-                b"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
-                b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
-            )
+            self.transport.write(raw_response(HTTPStatus.REQUEST_TIMEOUT, text, "timeout_error"))
         self.waits_for = None
         self.transport.close()
 

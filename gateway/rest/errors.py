@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -45,6 +47,16 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
         logger.error("unexpected error while handling a request", exc_info=error)
     param = error.param if isinstance(error, InvalidRequest) else None
     return status.http, error_body(text_of(error), status.openai_type, status.openai_code or status.http, param)
+
+
+def raw_response(status: HTTPStatus, message: str, kind: str) -> bytes:
+    """The bytes of a response after which the connection closes, for errors below HTTP's framework."""
+    content = json.dumps(error_body(message, kind, status)).encode()
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
 
 
 class ErrorResponse(JSONResponse):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from http import HTTPStatus
 from typing import Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.rest.errors import error_body
+from gateway.rest.errors import raw_response
 
 #: Bytes between the parts of a header line, and of a request line.
 SEPARATORS: Final = 4
@@ -61,11 +61,8 @@ def limited_http(max_header_bytes: int) -> type[HttpToolsProtocol]:
                 f"the request's line and headers are above the limit of {max_header_bytes} bytes (--max-header-bytes);"
                 " send shorter ones"
             )
-            content = json.dumps(error_body(text, "invalid_request_error", 431)).encode()
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json\r\n"
-                b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
-            )
+            status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            self.transport.write(raw_response(status, text, "invalid_request_error"))
             self.transport.close()
 
     return LimitedHttp

@@ -34,7 +34,7 @@ class WorkerPool:
         self._make = (make, arguments)
         self._workers = [_Worker() for _ in range(size)]
         self._idle = [*self._workers]
-        self._turns = asyncio.Semaphore(size)
+        self._slots = asyncio.Semaphore(size)
         self._threads = ThreadPoolExecutor(size, "worker")
 
     async def run(self, function: Callable[..., T], raw: bytes, *arguments: Any) -> T:
@@ -54,7 +54,7 @@ class WorkerPool:
             )
         self._num_bytes += len(raw)
         try:
-            await self._turns.acquire()
+            await self._slots.acquire()
         except BaseException:
             self._num_bytes -= len(raw)
             raise
@@ -76,7 +76,7 @@ class WorkerPool:
             raise InvalidRequest(TOO_LARGE)
         finally:
             self._idle.append(worker)
-            self._turns.release()
+            self._slots.release()
             self._num_bytes -= len(raw)
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc.aio
 
 from specdec.errors import Overloaded, TandemError
-from specdec.rpc.receiving import ReceivingTurns
+from specdec.rpc.receiving import ReceivingSlots
 
 #: Seconds after which a client that has not taken a message is taken for one that does not read.
 STUCK_S: Final = 0.25
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 class Call:
     """The context that handlers get: gRPC's own, which also remembers since when its client keeps it waiting."""
 
-    def __init__(self, context: Context, release: Callable[[Call], None], turns: ReceivingTurns) -> None:
-        """``release``: see :meth:`release`. ``turns``: those for receiving the first message."""
+    def __init__(self, context: Context, release: Callable[[Call], None], slots: ReceivingSlots) -> None:
+        """``release``: see :meth:`release`. ``slots``: those for receiving the first message."""
         task = asyncio.current_task()
         assert task is not None  # handlers always run in a task
         self.context = context
         self._release = release
-        self._turns = turns
+        self._slots = slots
         self._task = task
         #: Since when the first message is waited for; None once it is there.
         self.reading_since_s: float | None = time.monotonic()
@@ -44,7 +44,7 @@ class Call:
         """The next message, or ``grpc.aio.EOF``."""
         if self.reading_since_s is None:
             return await self.context.read()
-        async with self._turns.turn(self._end_late):
+        async with self._slots.slot(self._end_late):
             message = await self.context.read()
         self.reading_since_s = None
         return message

@@ -41,12 +41,12 @@ class Certificates:
             InvalidRequest: one cannot be read, or key and certificate do not fit.
         """
         self._files = files
-        self._stamp = self._look()
+        self._stamp = self._read_stamp()
         self._loaded = self._read()
 
     def renew(self) -> bool:
         """Read files that have changed; whether there is something new to use."""
-        stamp = self._look()
+        stamp = self._read_stamp()
         if stamp == self._stamp:
             return False
         self._stamp = stamp
@@ -93,7 +93,7 @@ class Certificates:
         assert loaded.certificate is not None
         return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.certificate)], loaded.ca_certs)
 
-    def _look(self) -> tuple[tuple[int, int] | None, ...]:
+    def _read_stamp(self) -> tuple[tuple[int, int] | None, ...]:
         """What changes when a file is written again or replaced."""
         return tuple(_stamp(path) for path in self._files.paths)
 

@@ -17,13 +17,13 @@ from google.protobuf.message import DecodeError
 
 from specdec.errors import Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from specdec.rpc.call import Call
-from specdec.rpc.receiving import ReceivingTurns
+from specdec.rpc.receiving import ReceivingSlots
 from specdec.rpc.status import abort_with, being_cancelled
 
 #: The health service answers everybody, while the server drains as well, and is not waited for.
 HEALTH = "/grpc.health.v1.Health/"
 #: Calls of the health service whose message is being received.
-HEALTH_TURNS = 4
+HEALTH_SLOTS = 4
 GOING_DOWN = "the server is shutting down; use another replica"
 UNDECODABLE = "a message cannot be decoded; send what protos/specdec/v1 of this version describes"
 
@@ -39,7 +39,7 @@ class CallLimits:
     """How many calls a server has open at once, and how long their clients may keep it waiting."""
 
     max_calls: int
-    #: Calls whose first message is received at once; more wait. The health service has turns of its own.
+    #: Calls whose first message is received at once; more wait. The health service has slots of its own.
     max_receiving: int
     first_message_timeout_s: float
     #: Seconds a client may take for one message.
@@ -47,7 +47,7 @@ class CallLimits:
 
     @property
     def sweep_s(self) -> float:
-        """Seconds between two looks at all calls."""
+        """Seconds between two checks of all calls."""
         return min(1.0, self.first_message_timeout_s / 4, self.write_timeout_s / 4)
 
 
@@ -69,7 +69,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._limits = limits
         self._enter = enter
         self.draining = False
-        self._turns, self._health_turns = ReceivingTurns(limits.max_receiving), ReceivingTurns(HEALTH_TURNS)
+        self._slots, self._health_slots = ReceivingSlots(limits.max_receiving), ReceivingSlots(HEALTH_SLOTS)
         self._calls: set[Call] = set()
         self._health_calls: set[Call] = set()
         self._idle = asyncio.Event()
@@ -116,7 +116,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     @asynccontextmanager
     async def _guard(self, context: Context, method: str) -> AsyncIterator[Call]:
         """Count the call, refuse it while the server drains or is full, and end it with a status."""
-        call = Call(context, self._release, self._turns)
+        call = Call(context, self._release, self._slots)
         self._calls.add(call)
         self._idle.clear()
         self._watch()
@@ -134,7 +134,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     @asynccontextmanager
     async def _guard_health(self, context: Context, method: str) -> AsyncIterator[Call]:
         """The same for a call of the health service, which is always served."""
-        call = Call(context, self._release, self._health_turns)
+        call = Call(context, self._release, self._health_slots)
         self._health_calls.add(call)
         self._watch()
         try:
@@ -160,7 +160,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         oldest.cancel(Overloaded(f"{text}, and this one has sent nothing; send the request at once"))
 
     def _watch(self) -> None:
-        """Look at the calls' times while there are calls."""
+        """Check the calls' times while there are calls."""
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(self._limits.sweep_s, self._end_late_calls)
 

@@ -70,7 +70,7 @@ class RpcServer:
             ("grpc.max_allowed_incoming_connections", cap_connections(settings.max_connections, num_servers=2)),
         )
         if settings.max_receiving is not None:
-            options += (("grpc.http2.bdp_probe", 0),)  # else calls that wait for a turn may send megabytes as well
+            options += (("grpc.http2.bdp_probe", 0),)  # else calls that wait for a slot may send megabytes as well
         self._server = grpc.aio.server(options=options, interceptors=[self._calls])
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

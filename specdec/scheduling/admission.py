@@ -1,4 +1,4 @@
-"""Admission of sessions: a bounded queue, fair between clients, in front of limited places and memory."""
+"""Admission of sessions: a bounded queue, fair between clients, in front of limited slots and memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ClientFull(Overloaded):
 class _Waiter(Generic[T]):
     reserve: Callable[[], T]
     client: str
-    num_places: int
+    num_slots: int
     #: Order of arrival.
     number: int
     admitted: asyncio.Future[T]
@@ -30,8 +30,8 @@ class _Waiter(Generic[T]):
 class Admission(Generic[T]):
     """Admits sessions by calling their ``reserve`` function until it no longer raises :class:`Overloaded`.
 
-    The next one is that of the client with the fewest open places; of equal ones, of the client that has waited longest
-    since it came or had its last turn. No session overtakes it: a large one at the head of the queue waits for memory,
+    The next one is that of the client with the fewest open slots; of equal ones, of the client that has waited longest
+    since it came or was last admitted. No session overtakes it: a large one at the head of the queue waits for memory,
     and the rest wait behind it.
     """
 
@@ -55,7 +55,7 @@ class Admission(Generic[T]):
         self._open_of: Counter[str] = Counter()
         #: Arrivals and admissions so far, and that number at each client's last admission while it has sessions here.
         self._clock = 0
-        self._last_turn: dict[str, int] = {}
+        self._last_admission: dict[str, int] = {}
         self.num_open = 0
 
     @property
@@ -63,8 +63,8 @@ class Admission(Generic[T]):
         """Sessions in the queue."""
         return sum(map(len, self._waiting.values()))
 
-    async def admit(self, reserve: Callable[[], T], *, client: str = "", num_places: int = 1) -> T:
-        """Wait for places and return what ``reserve`` returned. A cancelled call holds nothing.
+    async def admit(self, reserve: Callable[[], T], *, client: str = "", num_slots: int = 1) -> T:
+        """Wait for slots and return what ``reserve`` returned. A cancelled call holds nothing.
 
         A full queue is shared: the last one of the client with most sessions in it makes room for another client's.
 
@@ -74,7 +74,7 @@ class Admission(Generic[T]):
         """
         self._clock += 1
         admitted = asyncio.get_running_loop().create_future()
-        waiter: _Waiter[T] = _Waiter(reserve, client, num_places, self._clock, admitted)
+        waiter: _Waiter[T] = _Waiter(reserve, client, num_slots, self._clock, admitted)
         self._waiting.setdefault(client, deque()).append(waiter)
         self.admit_next()
         if not admitted.done() and self.num_waiting > self._max_waiting:
@@ -86,20 +86,20 @@ class Admission(Generic[T]):
             self._give_up(waiter)
             if isinstance(error, TimeoutError):
                 raise Overloaded(
-                    f"{self._describe()}; no place came free within {self._max_wait_s:g} s; try later"
+                    f"{self._describe()}; no slot came free within {self._max_wait_s:g} s; try later"
                 ) from None
             raise
 
-    def leave(self, client: str = "", num_places: int = 1) -> None:
+    def leave(self, client: str = "", num_slots: int = 1) -> None:
         """Count an admitted session as closed; its memory is free already. Admits the next ones."""
-        self._count(client, -num_places)
+        self._count(client, -num_slots)
         self.admit_next()
 
     def admit_next(self) -> None:
         """Admit from the head of the queue as long as there is room."""
         full: set[str] = set()  # clients that hold as much as they may
         while clients := self._waiting.keys() - full:
-            client = min(clients, key=self._turn)
+            client = min(clients, key=self._priority)
             waiter = self._waiting[client][0]
             if not waiter.admitted.done():  # else its caller was cancelled and has not run since
                 try:
@@ -124,7 +124,7 @@ class Admission(Generic[T]):
                     waiter.admitted.set_exception(error)
 
     def _try(self, waiter: _Waiter[T]) -> T | None:
-        if self.num_open + waiter.num_places > self._max_open:
+        if self.num_open + waiter.num_slots > self._max_open:
             return None
         try:
             got = waiter.reserve()
@@ -132,14 +132,14 @@ class Admission(Generic[T]):
             raise
         except Overloaded:
             return None
-        self._count(waiter.client, waiter.num_places)
+        self._count(waiter.client, waiter.num_slots)
         self._clock += 1
-        self._last_turn[waiter.client] = self._clock
+        self._last_admission[waiter.client] = self._clock
         return got
 
-    def _turn(self, client: str) -> tuple[int, int]:
+    def _priority(self, client: str) -> tuple[int, int]:
         """The lower, the earlier the client's next session is admitted."""
-        return self._open_of[client], max(self._waiting[client][0].number, self._last_turn.get(client, 0))
+        return self._open_of[client], max(self._waiting[client][0].number, self._last_admission.get(client, 0))
 
     def _displace(self, client: str) -> None:
         """Refuse the last session of the client with most sessions in the queue; of equal ones, the newcomer's."""
@@ -154,9 +154,9 @@ class Admission(Generic[T]):
                 )
             )
 
-    def _count(self, client: str, num_places: int) -> None:
-        self.num_open += num_places
-        self._open_of[client] += num_places
+    def _count(self, client: str, num_slots: int) -> None:
+        self.num_open += num_slots
+        self._open_of[client] += num_slots
         self._forget(client)
 
     def _remove(self, waiter: _Waiter[T]) -> None:
@@ -171,7 +171,7 @@ class Admission(Generic[T]):
         if not self._open_of[client]:
             del self._open_of[client]
             if client not in self._waiting:
-                self._last_turn.pop(client, None)
+                self._last_admission.pop(client, None)
 
     def _give_up(self, waiter: _Waiter[T]) -> None:
         if waiter in self._waiting.get(waiter.client, ()):
@@ -180,4 +180,4 @@ class Admission(Generic[T]):
         elif not waiter.admitted.cancelled() and waiter.admitted.exception() is None:
             # Admitted in the same iteration of the event loop in which the caller was cancelled.
             self._undo(waiter.admitted.result())
-            self.leave(waiter.client, waiter.num_places)
+            self.leave(waiter.client, waiter.num_slots)

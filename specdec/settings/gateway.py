@@ -52,7 +52,7 @@ class GatewaySettings(RequestLimits):
     max_target_retries: int = option(3, "times a session is reopened on a target before its request fails", ge=0)
     target_wait_s: float = option(60.0, "seconds a request whose target was lost waits for one to return", ge=0)
     max_concurrent_sequences: int = option(512, "sequences in progress, n samples are n; more wait", ge=1)
-    max_queued_requests: int = option(512, "requests that wait for that, clients in turn; one more gets 429", ge=0)
+    max_queued_requests: int = option(512, "requests that wait for that, fair by client; one more gets 429", ge=0)
     max_queue_wait_s: float = option(30.0, "seconds a request waits before it gets 429", gt=0)
     log_level: str = option("info", "least severe messages in the log", choices=LEVELS)
     log_format: str = option("text", "lines of the log on stderr", choices=FORMATS)

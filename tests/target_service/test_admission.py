@@ -64,7 +64,7 @@ async def test_a_full_queue_is_refused_with_numbers(start_core):
 async def test_waiting_has_an_end(start_core):
     async with start_core(max_num_seqs=1, max_wait_s=0.05) as core:
         session = await core.open(make_spec(make_prompt(0), 4))
-        with pytest.raises(Overloaded, match=r"no place came free within 0\.05 s"):
+        with pytest.raises(Overloaded, match=r"no slot came free within 0\.05 s"):
             await core.open(make_spec(make_prompt(1), 4))
         await session.close()
         await (await core.open(make_spec(make_prompt(1), 4))).close()

@@ -106,7 +106,7 @@ async def test_without_keys_everybody_may(stand):
 
 
 def test_a_file_of_hashes_is_read_again_when_it_changes(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(keys_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(keys_module, "CHECK_INTERVAL_S", 0.0)
     path = tmp_path / "keys"
     path.write_text("# people\n\n" + line_of("alice", "a", max_client_requests=3) + line_of("bob", "b"))
     ring = KeyRing(AccessSettings(api_key_file=str(path), api_key=("given",), max_client_requests=9))

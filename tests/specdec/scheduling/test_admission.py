@@ -1,4 +1,4 @@
-"""Admission: turns of clients, a queue that is shared, requests of several places, limits of one client."""
+"""Admission: fairness between clients, a queue that is shared, requests of several slots, limits of one client."""
 
 import asyncio
 
@@ -26,17 +26,17 @@ class Queue:
         self.admitted = []
         self.tasks = []
 
-    async def ask(self, client, num_places=1, reserve=lambda: True):
+    async def ask(self, client, num_slots=1, reserve=lambda: True):
         async def wait():
-            await self.admission.admit(reserve, client=client, num_places=num_places)
+            await self.admission.admit(reserve, client=client, num_slots=num_slots)
             self.admitted.append(client)
 
         self.tasks.append(asyncio.create_task(wait()))
         await asyncio.sleep(0)
         return self.tasks[-1]
 
-    async def leave(self, client, num_places=1):
-        self.admission.leave(client, num_places)
+    async def leave(self, client, num_slots=1):
+        self.admission.leave(client, num_slots)
         for _ in range(5):
             await asyncio.sleep(0)
 
@@ -104,13 +104,13 @@ async def test_a_full_queue_is_shared(queue):
     assert not single.done()
     for _ in range(2):
         await queue.leave("crowd")
-    assert queue.admitted == ["crowd", "crowd", "single"], "one turn later, however many the crowd has in the queue"
+    assert queue.admitted == ["crowd", "crowd", "single"], "next but one, however many the crowd has waiting"
 
 
-async def test_places_of_one_request_are_taken_together(queue):
+async def test_slots_of_one_request_are_taken_together(queue):
     queue.admission = make(max_open=4)
-    for places in (2, 4, 1):
-        await queue.ask(f"of {places}", places)
+    for slots in (2, 4, 1):
+        await queue.ask(f"of {slots}", slots)
     assert queue.admitted == ["of 2"], "nobody overtakes the large one"
     await queue.leave("of 2", 2)
     assert queue.admitted == ["of 2", "of 4"]
@@ -146,5 +146,5 @@ async def test_errors_and_cancelled_calls_leave_nothing(queue):
     queue.tasks[-1].cancel()
     await asyncio.sleep(0.01)
     assert (queue.admission.num_waiting, queue.admission.num_open) == (0, 2)
-    with pytest.raises(Overloaded, match=r"no place came free within 0\.05 s"):
+    with pytest.raises(Overloaded, match=r"no slot came free within 0\.05 s"):
         await make(max_open=0, max_wait_s=0.05).admit(lambda: True)
