@@ -23,6 +23,7 @@ def check_request(request: GenerationRequest, limits: RequestLimits, model: Mode
         InvalidRequest: it names the field, its size, the limit and the limit's option.
     """
     check_name("session_id", request.session_id)
+    check_name("prompt_cache_key", request.prompt_cache_key)
     check_name("request_id", request.request_id)
     check_params(request.params, limits, model)
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from gateway.app import Gateway, serve
+from gateway.backends.discovery import source_of
 from specdec.errors import InvalidRequest, TandemError
 from specdec.flags import Parser, add_flags, settings_from
 from specdec.lifecycle import run_main
@@ -35,11 +36,10 @@ def settings_of(args: argparse.Namespace) -> GatewaySettings:
 def _addresses(param: str, given: Sequence[str]) -> tuple[str, ...]:
     addresses = tuple(part.strip() for text in given for part in text.split(",") if part.strip())
     for address in addresses:
-        host, _, port = address.rpartition(":")
-        if not address.startswith(("unix:/", "unix-abstract:")) and not (host and port.isdecimal()):
-            raise InvalidRequest(
-                f"{param} holds {address!r}; write each as host:port, unix:/path or unix-abstract:name", param=param
-            )
+        try:
+            source_of(address)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"--{param}: {error}", param=param) from None
     return tuple(dict.fromkeys(addresses))
 
 

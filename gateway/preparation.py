@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from gateway.access.caller import current_caller
+from gateway.access.session_hint import current_session_hint
 from gateway.decoding.request import DecodingRequest
 from gateway.limits import check_length
 from gateway.text.tokenizer import TextTokenizer
@@ -54,7 +55,8 @@ class Preparation:
         k = _num_speculative_tokens(request, self._settings, max_tokens=fixed.max_tokens)
         caller = current_caller()
         # Below the name of the caller's key, which has no slash.
-        session_id = f"{caller.key}/{request.session_id}" if request.session_id else None
+        name = request.session_id or current_session_hint() or request.prompt_cache_key
+        session_id = f"{caller.key}/{name}" if name else None
         return [
             DecodingRequest(
                 prompt=prompt,

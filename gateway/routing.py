@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import heapq
 import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -12,7 +13,7 @@ from typing import Final, Generic, Self, TypeVar
 
 from specdec.backends import DraftBackend, TargetBackend
 from specdec.errors import ModelNotSupported, Unavailable
-from specdec.types import ModelInfo
+from specdec.types import ModelInfo, ServerLoad
 from specdec.vocabulary import check_compatible
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,9 @@ class Replica(Generic[B]):
         #: Why the replica must never be used (an incompatible vocabulary); None when it may.
         self.refusal: str | None = None
         self._avoid_until = 0.0
+        self._load = ServerLoad()
+        #: Sessions sent there since it told its load.
+        self._num_sent = 0
 
     @property
     def usable(self) -> bool:
@@ -58,6 +62,24 @@ class Replica(Generic[B]):
     def avoided(self) -> bool:
         """Whether it failed a session a moment ago."""
         return time.monotonic() < self._avoid_until
+
+    @property
+    def kv_use(self) -> float:
+        """Share of its KV cache that open sessions use: as it said last, and those sent there since, each counted as
+        large as the others.
+        """
+        load = self._load
+        in_use = load.used_blocks - load.parked_blocks
+        size = max(1.0, in_use / max(load.open_sessions, 1))
+        return (in_use + self._num_sent * size) / max(load.total_blocks, 1)
+
+    def note_load(self, load: ServerLoad) -> None:
+        """It told its load."""
+        self._load, self._num_sent = load, 0
+
+    def note_session(self) -> None:
+        """A session is sent there."""
+        self._num_sent += 1
 
     def avoid(self) -> None:
         """Prefer other replicas for a moment."""
@@ -83,10 +105,13 @@ class Pool(Generic[B]):
         """The replicas that can be used now."""
         return [replica for replica in self.replicas if replica.usable]
 
-    def pick(self, session_id: str, avoid: Collection[Replica[B]] = ()) -> Replica[B] | None:
+    def pick(
+        self, session_id: str, avoid: Collection[Replica[B]] = (), *, is_bound: bool = True
+    ) -> Replica[B] | None:
         """The session's replica; those in ``avoid`` and those that just failed only when there is no other.
 
-        None when no replica can be used.
+        A session that is not bound to one goes to the less used of its first two (the power of two choices,
+        Mitzenmacher 2001). None when no replica can be used.
         """
         usable = self.usable
         if len(usable) > 1:
@@ -95,7 +120,8 @@ class Pool(Generic[B]):
             usable = calm or fresh or usable
         if len(usable) <= 1:
             return usable[0] if usable else None
-        return max(usable, key=lambda replica: rank(session_id, replica.name))
+        first = heapq.nlargest(1 if is_bound else 2, usable, key=lambda replica: rank(session_id, replica.name))
+        return min(first, key=lambda replica: replica.kv_use)
 
 
 class Router:
@@ -184,15 +210,18 @@ class Router:
             logger.warning("%s is down: %s", replica.name, why)
         replica.healthy = False
 
-    def pick_target(self, session_id: str, avoid: Collection[Replica[TargetBackend]] = ()) -> Replica[TargetBackend]:
-        """The session's target.
+    def pick_target(
+        self, session_id: str, avoid: Collection[Replica[TargetBackend]] = (), *, is_bound: bool = True
+    ) -> Replica[TargetBackend]:
+        """The target of a session that is sent there now; ``is_bound``: see :meth:`Pool.pick`.
 
         Raises:
             Unavailable: no target can be used.
         """
-        replica = self.targets.pick(session_id, avoid)
+        replica = self.targets.pick(session_id, avoid, is_bound=is_bound)
         if replica is None:
             raise Unavailable(f"none of the {len(self.targets)} target services can be used now; try again later")
+        replica.note_session()
         return replica
 
     def pick_draft(

@@ -26,6 +26,8 @@ class GenerationRequest:
     num_speculative_tokens: int | None = None
     #: Name that pins the caches of a conversation; empty means none.
     session_id: str = ""
+    #: OpenAI's name for requests with a common prefix: the session id of a request that has none.
+    prompt_cache_key: str = ""
     #: Seconds from now until the request fails; None means the gateway's setting.
     timeout_s: float | None = None
     #: Add the model's special tokens to a prompt given as text.

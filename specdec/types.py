@@ -277,6 +277,8 @@ class ServerLoad:
     parked_sessions: int = 0
     waiting_sessions: int = 0
     used_blocks: int = 0
+    #: Those of them that parked sessions hold, which are given up when others need them.
+    parked_blocks: int = 0
     total_blocks: int = 0
     stale_messages: int = 0
     #: Batches computed since the start, and the nanoseconds of their forward passes, sampling and verification.

@@ -128,6 +128,7 @@ class TargetCore:
             parked_sessions=pool.num_parked,
             waiting_sessions=self._admission.num_waiting,
             used_blocks=pool.used_blocks + pool.parked_blocks,
+            parked_blocks=pool.parked_blocks,
             total_blocks=pool.total_blocks,
             stale_messages=self._num_stale,
             num_batches=self._batcher.num_steps,

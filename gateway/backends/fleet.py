@@ -1,20 +1,22 @@
-"""The replicas named by address: their channels, and a watch on the health of each."""
+"""The replicas that can be found: their channels, a watch on the health of each, and how full the targets are."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gateway.backends.discovery import Discovery, Endpoint
 from gateway.backends.draft import GrpcDraft
 from gateway.backends.target import GrpcTarget
-from gateway.routing import Replica, Router
-from specdec.backends import DraftBackend, TargetBackend
+from gateway.routing import Pool, Replica, Router
 from specdec.errors import TandemError
 from specdec.rpc.certificates import Certificates
 from specdec.rpc.channel import open_channel
@@ -24,8 +26,29 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between tries to reach a replica that is down.
 RETRY_S: Final = 0.2
-#: Seconds between two checks of the files of the certificates.
+#: Seconds between two checks of the certificates' files, of addresses that may change and of the targets' load.
 CHECK_INTERVAL_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Role:
+    """Targets or drafts."""
+
+    discovery: Discovery
+    pool: Pool[Any]
+    connect: Callable[[grpc.aio.Channel], Any]
+    up: Callable[[Replica[Any], ModelInfo], None]
+
+
+class _Member:
+    """A replica that is watched."""
+
+    def __init__(self, role: _Role, endpoint: Endpoint, channel: grpc.aio.Channel) -> None:
+        self.role = role
+        self.endpoint = endpoint
+        self.channel = channel
+        self.replica = Replica[Any](endpoint.address, role.connect(channel), healthy=False)
+        self.watch: asyncio.Task[None] | None = None
 
 
 class Fleet:
@@ -34,39 +57,91 @@ class Fleet:
     def __init__(
         self, targets: Sequence[str], drafts: Sequence[str] = (), *, certificates: Certificates | None = None
     ) -> None:
+        """``targets``, ``drafts``: addresses as :func:`~gateway.backends.discovery.source_of` reads them.
+
+        Raises:
+            InvalidRequest: an address is none.
+        """
         self._certificates = certificates
-        self._channels = self._open_channels((*targets, *drafts))
-        self.router = Router(
-            [Replica[TargetBackend](name, GrpcTarget(self._channels[name]), healthy=False) for name in targets],
-            [Replica[DraftBackend](name, GrpcDraft(self._channels[name]), healthy=False) for name in drafts],
+        self.router = Router()
+        self._roles = (
+            _Role(Discovery(targets), self.router.targets, GrpcTarget, self.router.target_up),
+            _Role(Discovery(drafts), self.router.drafts, GrpcDraft, self.router.draft_up),
         )
-        self._watches: list[asyncio.Task[None]] = []
-        self._renewal: asyncio.Task[None] | None = None
+        self._members: list[_Member] = []
+        for role in self._roles:
+            self._join(role)
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Begin to watch; returns at once."""
         self._watch_all()
+        self._tasks.append(asyncio.create_task(self._follow_loads()))
+        if not all(role.discovery.is_fixed for role in self._roles):
+            self._tasks.append(asyncio.create_task(self._follow_addresses()))
         if self._certificates is not None:
-            self._renewal = asyncio.create_task(self._follow_certificates(self._certificates))
+            self._tasks.append(asyncio.create_task(self._follow_certificates(self._certificates)))
 
     async def stop(self) -> None:
         """Stop watching and close the channels."""
-        tasks = [*self._watches, *([self._renewal] if self._renewal is not None else [])]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        for channel in self._channels.values():
-            await channel.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._end_watches(self._members)
+        for member in self._members:
+            await member.channel.close()
 
-    def _open_channels(self, addresses: Iterable[str]) -> dict[str, grpc.aio.Channel]:
-        return {address: open_channel(address, certificates=self._certificates) for address in addresses}
+    def _join(self, role: _Role) -> None:
+        """Add the servers found that are no members yet."""
+        known = {member.endpoint for member in self._members if member.role is role}
+        for endpoint in role.discovery.endpoints:
+            if endpoint not in known:
+                member = _Member(role, endpoint, self._open_channel(endpoint))
+                self._members.append(member)
+                role.pool.replicas.append(member.replica)
+
+    def _open_channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
+        return open_channel(endpoint.address, certificates=self._certificates, host_name=endpoint.host_name)
 
     def _watch_all(self) -> None:
-        for target in self.router.targets.replicas:
-            self._watches.append(asyncio.create_task(self._watch(target, self.router.target_up)))
-        for draft in self.router.drafts.replicas:
-            self._watches.append(asyncio.create_task(self._watch(draft, self.router.draft_up)))
+        for member in self._members:
+            if member.watch is None:
+                member.watch = asyncio.create_task(self._watch(member))
+
+    async def _end_watches(self, members: Sequence[_Member]) -> None:
+        watches = [member.watch for member in members if member.watch is not None]
+        for member in members:
+            member.watch = None
+        for watch in watches:
+            watch.cancel()
+        if watches:
+            await asyncio.wait(watches)
+
+    async def _follow_addresses(self) -> None:
+        """Let servers join and leave.
+
+        A server that leaves gets no new sessions. Those that are open on it stay, and hold its channel.
+        """
+        while True:
+            await asyncio.gather(*(role.discovery.update() for role in self._roles))
+            gone = [each for each in self._members if each.endpoint not in each.role.discovery.endpoints]
+            self._members = [member for member in self._members if member not in gone]
+            await self._end_watches(gone)
+            for member in gone:
+                member.role.pool.replicas.remove(member.replica)
+                self.router.down(member.replica, "it is not listed any more")
+            for role in self._roles:
+                self._join(role)
+            self._watch_all()
+            await asyncio.sleep(CHECK_INTERVAL_S)
+
+    async def _follow_loads(self) -> None:
+        """Ask how full the targets are, where there is a choice."""
+        while True:
+            if len(targets := self.router.targets.usable) > 1:
+                await asyncio.gather(*map(_update_load, targets))
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def _follow_certificates(self, certificates: Certificates) -> None:
         """Open new channels when the files change: a channel keeps its certificates for its later connections.
@@ -77,22 +152,17 @@ class Fleet:
             await asyncio.sleep(CHECK_INTERVAL_S)
             if not certificates.renew():
                 continue
-            for watch in self._watches:
-                watch.cancel()
-            await asyncio.wait(self._watches)
-            self._watches.clear()
-            self._channels = self._open_channels(self._channels)
-            for target in self.router.targets.replicas:
-                target.backend = GrpcTarget(self._channels[target.name])
-            for draft in self.router.drafts.replicas:
-                draft.backend = GrpcDraft(self._channels[draft.name])
+            await self._end_watches(self._members)
+            for member in self._members:
+                member.channel = self._open_channel(member.endpoint)
+                member.replica.backend = member.role.connect(member.channel)
             self._watch_all()
 
-    async def _watch(self, replica: Replica[Any], up: Callable[[Replica[Any], ModelInfo], None]) -> None:
-        stub = health_pb2_grpc.HealthStub(self._channels[replica.name])
+    async def _watch(self, member: _Member) -> None:
+        stub, replica = health_pb2_grpc.HealthStub(member.channel), member.replica
         while True:
             try:
-                await self._follow(stub, replica, up)
+                await self._follow(stub, replica, member.role.up)
             except (grpc.aio.AioRpcError, TandemError) as error:
                 text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
                 self.router.down(replica, text or "the connection was lost")
@@ -115,3 +185,9 @@ class Fleet:
                     self.router.down(replica, "it is not serving")
         finally:
             call.cancel()
+
+
+async def _update_load(target: Replica[Any]) -> None:
+    with suppress(TandemError, TimeoutError):  # the watch on its health sees to a target that does not answer
+        async with asyncio.timeout(CHECK_INTERVAL_S):
+            target.note_load(await target.backend.load())

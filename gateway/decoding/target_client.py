@@ -83,7 +83,9 @@ class TargetClient:
                 raise Unavailable(
                     f"the target was lost and none came back within {self._wait_s:g} s; try again later"
                 ) from None
-        self._replica = self._router.pick_target(self._state.session_id, self._overloaded)
+        self._replica = self._router.pick_target(
+            self._state.session_id, self._overloaded, is_bound=self._state.request.session_id is not None
+        )
         return self._replica
 
     async def open(self, num_multi_step: int, states: HiddenStateSpec) -> Verdict:

@@ -11,6 +11,7 @@ import grpc.aio
 from gateway.access.caller import calling
 from gateway.access.keys import KeyRing
 from gateway.access.request_id import use_request_id
+from gateway.access.session_hint import use_session_hint
 from gateway.request_log import RequestLog
 
 
@@ -21,13 +22,14 @@ def enter_call(keys: KeyRing, log: RequestLog, context: grpc.aio.ServicerContext
     Raises:
         Unauthenticated: a key is asked for, and the metadata ``authorization`` holds none that is known here.
     """
-    sent = dict(context.invocation_metadata() or ())
-    request_id, key = _text(sent.get("x-request-id")), _text(sent.get("authorization"))
+    sent = {name: _text(value) for name, value in context.invocation_metadata() or ()}
+    request_id, key = sent.get("x-request-id"), sent.get("authorization")
+    use_session_hint(sent)
     with log.refusals(use_request_id(request_id)), calling(keys.caller(key, _address_of(context.peer()))):
         yield
 
 
-def _text(value: str | bytes | None) -> str | None:
+def _text(value: str | bytes) -> str:
     return value.decode("latin-1") if isinstance(value, bytes) else value
 
 

@@ -126,6 +126,7 @@ def _keep(
     if is_large:
         check_name("request_id", body.request_id or "")
         check_name("session_id", body.session_id or "")
+        check_name("prompt_cache_key", body.prompt_cache_key or "")
         check_params(body.sampling(max_tokens=None, logprobs=None), text.settings, model)
         tokens = [_token_ids(prompt, text, model, special=special) for prompt in prompts.given]
         prompts = Prompts([_packed(ids) for ids in tokens], prompts.texts, prompts.ignored)

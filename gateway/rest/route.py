@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from gateway.access.session_hint import use_session_hint
 from gateway.generation import SMALL_REQUEST, Generation
 from gateway.rest.events import while_connected
 from gateway.rest.reading import read_chat, read_completion, read_detokenize, read_tokenize
@@ -47,6 +48,7 @@ def body_route(generation: Generation) -> type[APIRoute]:
                     return await (reading if len(raw) <= SMALL_REQUEST else while_connected(request.receive, reading))
 
             async def handle(request: Request) -> Response:
+                use_session_hint(request.headers)
                 response: Response = await endpoint(await body_of(request), request)
                 return response
 

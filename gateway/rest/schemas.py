@@ -111,12 +111,13 @@ class SamplingBody(SamplingFields):
     return_token_ids: bool | None = None
     # Tandem's.
     session_id: str | None = None
+    # OpenAI's; the session id where none is given.
+    prompt_cache_key: str | None = None
     speculation: Speculation | None = None
     # For whom, at what price, when and in which cache.
     cache_salt: IgnoredField = None
     metadata: IgnoredField = None
     priority: IgnoredField = None
-    prompt_cache_key: IgnoredField = None
     prompt_cache_retention: IgnoredField = None
     safety_identifier: IgnoredField = None
     service_tier: IgnoredField = None
@@ -194,6 +195,7 @@ class SamplingBody(SamplingFields):
             rule=None if speculation.verification is None else Rule(speculation.verification),
             num_speculative_tokens=speculation.num_speculative_tokens,
             session_id=self.session_id or "",
+            prompt_cache_key=self.prompt_cache_key or "",
             **given,
         )
 

@@ -46,14 +46,20 @@ CHANNEL_OPTIONS: Final = (
 
 
 def open_channel(
-    address: str, options: Sequence[tuple[str, Any]] = (), *, certificates: Certificates | None = None
+    address: str,
+    options: Sequence[tuple[str, Any]] = (),
+    *,
+    certificates: Certificates | None = None,
+    host_name: str = "",
 ) -> grpc.aio.Channel:
     """A channel to ``host:port`` or to a Unix domain socket (``unix:/path``, ``unix-abstract:name``).
 
-    With ``certificates`` it speaks TLS, but not to a socket of this machine. ``options`` are added to ours and win over
-    them. Close it when done.
+    With ``certificates`` it speaks TLS, but not to a socket of this machine. ``host_name`` is the name that the server's
+    certificate must have, if not that of the address. ``options`` are added to ours and win over them. Close it when
+    done.
     """
-    ours = list((dict(CHANNEL_OPTIONS) | dict(options)).items())
+    names = {"grpc.ssl_target_name_override": host_name, "grpc.default_authority": host_name} if host_name else {}
+    ours = list((dict(CHANNEL_OPTIONS) | names | dict(options)).items())
     if certificates is None or address.startswith("unix"):
         return grpc.aio.insecure_channel(address, options=ours)
     return grpc.aio.secure_channel(address, certificates.channel_credentials(), options=ours)

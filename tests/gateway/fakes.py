@@ -108,6 +108,8 @@ class FakeBackend:
         self.num_closed = 0
         self.sessions = []
         self.specs = []
+        #: KV blocks in use, and all.
+        self.blocks = 0, 0
         self.dead = False
         self.frozen = asyncio.Event()
         self.frozen.set()
@@ -153,7 +155,8 @@ class FakeBackend:
         return self.model
 
     async def load(self):
-        return ServerLoad(open_sessions=len(self.open_sessions))
+        used, total = self.blocks
+        return ServerLoad(open_sessions=len(self.open_sessions), used_blocks=used, total_blocks=total)
 
 
 class FakeSession:
