@@ -105,9 +105,7 @@ class Pool(Generic[B]):
         """The replicas that can be used now."""
         return [replica for replica in self.replicas if replica.usable]
 
-    def pick(
-        self, session_id: str, avoid: Collection[Replica[B]] = (), *, is_bound: bool = True
-    ) -> Replica[B] | None:
+    def pick(self, session_id: str, avoid: Collection[Replica[B]] = (), *, is_bound: bool = True) -> Replica[B] | None:
         """The session's replica; those in ``avoid`` and those that just failed only when there is no other.
 
         A session that is not bound to one goes to the less used of its first two (the power of two choices,

@@ -54,9 +54,8 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """A channel to ``host:port`` or to a Unix domain socket (``unix:/path``, ``unix-abstract:name``).
 
-    With ``certificates`` it speaks TLS, but not to a socket of this machine. ``host_name`` is the name that the server's
-    certificate must have, if not that of the address. ``options`` are added to ours and win over them. Close it when
-    done.
+    With ``certificates`` it speaks TLS, but not to a socket of this machine. The server's certificate must be for
+    ``host_name``, by default the address's host. ``options`` are added to ours and win over them. Close it when done.
     """
     names = {"grpc.ssl_target_name_override": host_name, "grpc.default_authority": host_name} if host_name else {}
     ours = list((dict(CHANNEL_OPTIONS) | names | dict(options)).items())

@@ -23,7 +23,9 @@ from specdec.settings.option import option, require
 class GatewaySettings(RequestLimits):
     """The gateway."""
 
-    targets: tuple[str, ...] = option((), "target replicas: host:port, unix:/path, dns:///host:port (each of its addresses), file:path (one a line)")
+    targets: tuple[str, ...] = option(
+        (), "target replicas: host:port, unix:/path, dns:///host:port (each of its addresses), file:path (one a line)"
+    )
     drafts: tuple[str, ...] = option((), "draft replicas; none serves without speculation")
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port of the REST API; 0 takes a free one", ge=0, le=65535)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import shutil
+import socket
 import ssl
 
 import grpc.aio
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from gateway.app import Gateway
+from gateway.backends.fleet import Fleet
 from specdec.errors import InvalidRequest
 from specdec.rpc.certificates import Certificates
 from specdec.rpc.channel import open_channel
@@ -72,6 +74,31 @@ def client_of(gateway, ca, certificate=None):
     if certificate is not None:
         context.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
     return httpx.AsyncClient(base_url=f"https://127.0.0.1:{gateway.port}", verify=context, timeout=20)
+
+
+async def test_a_server_found_by_a_name_must_have_it(tmp_path, monkeypatch):
+    write_certificates(tmp_path, hosts=["pods.example"])
+
+    async def resolve(host, port, **_):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve, raising=False)
+    target = FakeTarget()
+    async with services_of(tmp_path, target) as (service,):
+        port = service.address.rpartition(":")[2]
+        certificates = Certificates(TlsFiles(*ssl_flags(tmp_path, "gateway").values()))
+        for name, is_found in (("pods.example", True), ("other.example", False)):
+            fleet = Fleet([f"dns:///{name}:{port}"], certificates=certificates)
+            await fleet.start()
+            try:
+                await until(lambda fleet=fleet: fleet.router.targets.replicas)
+                if is_found:
+                    await until(lambda fleet=fleet: fleet.router.ready)
+                else:
+                    await asyncio.sleep(1)
+                    assert not fleet.router.ready
+            finally:
+                await fleet.stop()
 
 
 async def test_the_services_are_called_with_certificates_and_the_api_speaks_tls(folder):

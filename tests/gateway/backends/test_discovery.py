@@ -73,7 +73,7 @@ async def test_listed_addresses_need_no_search():
 async def test_every_address_of_a_name_is_a_server(monkeypatch):
     answers = []
 
-    async def resolve(host, port, *, type):  # noqa: A002
+    async def resolve(host, port, *, type):
         assert (host, port, type) == ("pods.example", 50061, socket.SOCK_STREAM)
         if not answers:
             raise socket.gaierror("no such name")
