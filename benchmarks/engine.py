@@ -148,7 +148,7 @@ def load_engine(folder: str, args: argparse.Namespace, wanted: Sequence[Load], s
     )  # fmt: skip
     if not isinstance(engine.decoder, NativeDecoder):
         raise InvalidRequest(f"{folder} is run by the {engine.path}, not by the native decoder", param="model")
-    for cache in (cache for pair in engine._caches for cache in pair):
+    for cache in (cache for pair in engine.caches for cache in pair):
         cache.normal_()
     return engine, engine.decoder.weight_bytes
 
@@ -189,7 +189,7 @@ def measure(
         run_pass(engine, wanted[0])  # wakes the engine's threads
         for load, found in times.items():
             found.append(run_pass(engine, load))
-    entry_bytes = sum(cache[0, :, 0].nbytes for pair in engine._caches for cache in pair)
+    entry_bytes = sum(cache[0, :, 0].nbytes for pair in engine.caches for cache in pair)
     points = [
         PassTime(
             load.sessions, load.rows, load.context, 1e3 * median(found),

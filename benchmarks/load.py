@@ -78,7 +78,7 @@ async def hold(
 
 
 def _lengths(number: int, num_clients: int, max_tokens: int) -> Iterator[int]:
-    """Tokens of a client's requests: the first is cut to the client's share of the way."""
+    """Tokens of a client's requests: the first is cut to the client's share of the time."""
     yield max(2, max_tokens * (number + 1) // num_clients)
     while True:
         yield max_tokens

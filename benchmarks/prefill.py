@@ -44,7 +44,7 @@ _NUM_LONG_PROMPTS: Final = 24
 #: Tokens left for the answer to a long prompt, and for the sessions that decode.
 _ROOM: Final = 32
 #: Windows without and with long prompts.
-_TURNS: Final = 2
+_REPETITIONS: Final = 2
 #: A step counts as full from this share of the budget on.
 _FULL: Final = 0.9
 
@@ -204,7 +204,7 @@ async def measure_one(
     beside: list[tuple[float, int]] = []
     ttft_ms: list[float] = []
     async with decoding(system, short_prompts, params, k) as logs:
-        for _ in range(_TURNS):
+        for _ in range(_REPETITIONS):
             begun = time.perf_counter()
             await asyncio.sleep(seconds)
             middle = time.perf_counter()

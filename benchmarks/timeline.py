@@ -181,8 +181,8 @@ class _Session:
         """The proposal of the next round is complete: when its round starts and what follows from that."""
         before = self._verdicts[-1] if self._verdicts else 0.0
         self._num_hits += bool(self._verdicts) and drafted <= before
-        way = 2 * self._hop
-        start = max(before, drafted + way) if self._policy.forward else max(before, drafted) + way
+        round_trip = 2 * self._hop
+        start = max(before, drafted + round_trip) if self._policy.forward else max(before, drafted) + round_trip
         self._verdicts.append(start + self._costs.verify)
 
     def _next_batch(self, root: Path) -> list[Path]:

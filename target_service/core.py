@@ -37,9 +37,9 @@ class TargetCore:
     """Implements :class:`specdec.backends.TargetBackend`. Made on a running event loop, used from it alone."""
 
     def __init__(self, engine: Engine, device: DeviceThread, settings: TargetSettings) -> None:
-        """``engine`` is loaded and warm; the core owns it and its thread from now on."""
+        """``engine`` is loaded and warm; the core owns it and its thread from now on. Others may read it."""
         scheduler = settings.scheduler
-        self._engine = engine
+        self.engine = engine
         self._device = device
         self._settings = settings
         self._verifier = Verifier(num_threads=engine.num_threads)
@@ -100,7 +100,7 @@ class TargetCore:
             spec.prompt_len,
             self._info.vocab_size,
             tokenizer_size=self._info.tokenizer_size or None,
-            device=self._engine.device,
+            device=self.engine.device,
         )
         sequence = await self._admission.admit(
             partial(self._reserve, spec, stop_criteria.max_len - 1), client=spec.client
@@ -122,7 +122,7 @@ class TargetCore:
 
     async def load(self) -> ServerLoad:
         """Describe the occupancy at this moment."""
-        pool = self._engine.pool
+        pool = self.engine.pool
         return ServerLoad(
             open_sessions=self._admission.num_open,
             parked_sessions=pool.num_parked,
@@ -161,7 +161,7 @@ class TargetCore:
             session.end()
         await self._batcher.close()
         try:
-            await self._device.run(self._engine.close)
+            await self._device.run(self.engine.close)
         except Unavailable:  # closed before
             return
         await asyncio.to_thread(self._device.close)
@@ -183,11 +183,11 @@ class TargetCore:
     def rollback(self, sequence: KVSequence, length: int) -> None:
         """Drop the entries after the first ``length``."""
         if sequence.length != length:
-            self._engine.pool.rollback(sequence, length)
+            self.engine.pool.rollback(sequence, length)
 
     def release(self, session: Session, *, park: bool) -> None:
         """Give back (or park) a session's cache and let the next one in."""
-        pool, sequence = self._engine.pool, session.step_session.sequence
+        pool, sequence = self.engine.pool, session.step_session.sequence
         self._sessions.discard(session)
         self._batcher.forget(session)
         if park and session.spec.session_id and sequence.length:
@@ -199,24 +199,24 @@ class TargetCore:
     # --- inside ---
 
     async def _run_step(self, parts: Sequence[ScheduledSequence]) -> StepResult:
-        result = await self._device.run(run_step, self._engine, self._verifier, parts)
+        result = await self._device.run(run_step, self.engine, self._verifier, parts)
         self._busy_ns += result.timings.forward_ns + result.timings.verify_ns
         return result
 
     def _reserve(self, spec: SessionSpec, num_entries: int) -> KVSequence:
         """Blocks for all the entries the session may ever need, with what is parked for it where there is some."""
-        num_blocks, limit = self._engine.pool.blocks_for(num_entries), self._share_of(spec)
+        num_blocks, limit = self.engine.pool.blocks_for(num_entries), self._share_of(spec)
         if (held := self._blocks_of[spec.client]) + num_blocks > limit:
             raise ClientFull(f"the client holds {held} of the {limit} KV blocks that it may hold")
         # What is left of the last block serves trees' siblings.
-        sequence = self._open_sequence(spec, num_blocks * self._engine.pool.block_size)
+        sequence = self._open_sequence(spec, num_blocks * self.engine.pool.block_size)
         self._holders[sequence] = (spec.client, num_blocks)
         self._blocks_of[spec.client] += num_blocks
         return sequence
 
     def _share_of(self, spec: SessionSpec) -> int:
         """Blocks that the sessions of a client may hold together."""
-        total = self._engine.pool.total_blocks
+        total = self.engine.pool.total_blocks
         return total if spec.max_kv_share is None else int(spec.max_kv_share * total)
 
     def _give_back(self, sequence: KVSequence) -> None:
@@ -225,10 +225,10 @@ class TargetCore:
         self._blocks_of[client] -= num_blocks
         if not self._blocks_of[client]:
             del self._blocks_of[client]
-        self._engine.pool.release(sequence)
+        self.engine.pool.release(sequence)
 
     def _open_sequence(self, spec: SessionSpec, num_entries: int) -> KVSequence:
-        pool = self._engine.pool
+        pool = self.engine.pool
         # A prompt that is not computed has no log-probabilities.
         if spec.park and spec.session_id and spec.params.prompt_logprobs is None:
             resumed = pool.resume(spec.session_id, spec.token_ids, num_entries)
@@ -262,7 +262,7 @@ class TargetCore:
                 f"num_speculative_tokens is {spec.num_speculative_tokens}, outside [0, {MAX_SPECULATIVE_TOKENS}]",
                 param="num_speculative_tokens",
             )
-        self._engine.check_state_layers(spec.hidden_state_layers)
+        self.engine.check_state_layers(spec.hidden_state_layers)
         max_len = context if params.max_tokens is None else min(context, spec.prompt_len + params.max_tokens)
         if num_tokens >= max_len:
             raise InvalidRequest(
@@ -270,24 +270,24 @@ class TargetCore:
                 " there is nothing left to generate",
                 param="max_tokens",
             )
-        num_blocks, limit = self._engine.pool.blocks_for(max_len - 1), self._share_of(spec)
+        num_blocks, limit = self.engine.pool.blocks_for(max_len - 1), self._share_of(spec)
         if spec.max_kv_share is not None and num_blocks > limit:
             raise InvalidRequest(
                 f"the request needs {num_blocks} KV blocks and its client may hold {limit} of"
-                f" {self._engine.pool.total_blocks} (max_client_kv_share); shorten the prompt or lower max_tokens",
+                f" {self.engine.pool.total_blocks} (max_client_kv_share); shorten the prompt or lower max_tokens",
                 param="max_tokens",
             )
         return StopCriteria(spec.prompt_len, max_len, frozenset(params.stop_token_ids), params.min_tokens)
 
     def _first_state(self, spec: SessionSpec) -> int:
         """The first position of the prompt whose hidden states are kept: as many as there is room for, or the last."""
-        num_features = len(spec.hidden_state_layers) * self._engine.hidden_size
+        num_features = len(spec.hidden_state_layers) * self.engine.hidden_size
         is_alone = spec.last_hidden_state_only or not num_features
         num_positions = 1 if is_alone else max(1, MAX_BYTES // (num_features * STATE_DTYPE.itemsize))
         return max(0, len(spec.token_ids) - num_positions)
 
     def _describe(self) -> str:
-        pool, scheduler = self._engine.pool, self._settings.scheduler
+        pool, scheduler = self.engine.pool, self._settings.scheduler
         return (
             f"the target is full: {self._admission.num_open} of {scheduler.max_num_seqs} sessions open,"
             f" {pool.used_blocks} of {pool.total_blocks} KV blocks in use"
@@ -300,7 +300,7 @@ class TargetCore:
 
     def _expire(self) -> None:
         self._expiry = None
-        pool = self._engine.pool
+        pool = self.engine.pool
         pool.expire(time.monotonic(), self._settings.scheduler.park_ttl_s)
         if pool.num_parked:
             self._expire_later()

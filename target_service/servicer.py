@@ -40,7 +40,7 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
     async def Verify(  # type: ignore[override]  # written with context.write, which the stubs do not know
         self, request_iterator: AsyncIterator[pb.VerifyRequest], context: Context
     ) -> None:
-        """One session. However the stream ends, its cache is released on the way out."""
+        """One session. However the stream ends, its cache is released."""
         core = self._require_core()
         request = await context.read()
         if request is grpc.aio.EOF:

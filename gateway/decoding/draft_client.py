@@ -80,8 +80,8 @@ class DraftClient:
         """``num_ahead_proposals``: proposals that may be drafted before a verdict.
 
         ``on_proposal`` gets each proposal that was kept, and the tokens that must be committed before it fits, in the
-        call that read it. This is the only call from here to the owner: the target gets the proposal one turn of the
-        event loop earlier than it would from an awaited future.
+        call that read it. This is the only call from here to the owner: the target gets the proposal one iteration of
+        the event loop earlier than it would from an awaited future.
         """
         self._router = router
         self._state = state

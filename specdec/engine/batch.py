@@ -116,12 +116,12 @@ def build_batch(segments: Sequence[Segment], *, block_size: int, vocab_size: int
             ancestors += [-1] * counts[index]
         logit_rows += range(last_row - segment.num_logits, last_row)
         table = tables[index]
-        while start < end:  # one stretch per block
+        while start < end:  # one run per block
             block, offset = divmod(start, block_size)
             first = int(table[block]) * block_size + offset
-            stretch = min(block_size - offset, end - start)
-            slots += range(first, first + stretch)
-            start += stretch
+            run = min(block_size - offset, end - start)
+            slots += range(first, first + run)
+            start += run
     token_ids = _host_ids(segments, vocab_size)
     num_rows = len(positions)
 

@@ -46,17 +46,17 @@ def draft_chains(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | Non
         engine.copy_blocks()
         size, limit = engine.pool.block_size, engine.info.max_model_len
         return native.draft_chains(decoder, jobs, stop, block_size=size, max_model_len=limit)
-    return _draft_in_torch(engine, jobs, stop)
+    return draft_in_torch(engine, jobs, stop)
 
 
-def _draft_in_torch(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | None) -> list[DraftedChain]:
+def draft_in_torch(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | None) -> list[DraftedChain]:
     """The same with a pass per step."""
     with torch.inference_mode():
         logits = engine.forward([Segment(job.sequence, job.token_ids, min(job.num_tokens, 1)) for job in jobs])
 
-        def feed(going_on: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
+        def feed(continuing: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
             return engine.forward(
-                [Segment(jobs[i].sequence, token_ids[at : at + 1], 1) for at, i in enumerate(going_on)]
+                [Segment(jobs[i].sequence, token_ids[at : at + 1], 1) for at, i in enumerate(continuing)]
             )
 
         return draw_chains(logits, jobs, feed, stop)
@@ -93,19 +93,19 @@ def _steps(
     while True:
         drafted = draft(logits, rows, [jobs[drafting[i]].rule for i in active], num_candidates)
         steps.append(_spread(drafted, active, len(drafting)))
-        going_on = []
+        continuing = []
         for at, i in enumerate(active):
             if stop is not None and stop[drafting[i]]:
                 lengths[i] = len(steps)
             elif lengths[i] > len(steps):
-                going_on.append(at)
-        if not going_on:
+                continuing.append(at)
+        if not continuing:
             return steps, lengths
         tokens, rows = drafted.token_ids, rows.extended(drafted.token_ids)
-        if len(going_on) < len(active):
-            rows = rows.select(going_on)
-            tokens = tokens.index_select(0, send(going_on, tokens.device))
-        active = [active[at] for at in going_on]
+        if len(continuing) < len(active):
+            rows = rows.select(continuing)
+            tokens = tokens.index_select(0, send(continuing, tokens.device))
+        active = [active[at] for at in continuing]
         logits = feed([drafting[i] for i in active], tokens)
 
 

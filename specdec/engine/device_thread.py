@@ -54,7 +54,7 @@ class DeviceThread:
             job.dropped = True
             raise
         finally:
-            # An error's traceback holds this frame; holding the error in turn would keep tensors alive until the
+            # An error's traceback holds this frame; holding the error as well would keep tensors alive until the
             # next garbage collection.
             del future, job
 

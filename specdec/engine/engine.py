@@ -69,12 +69,13 @@ class Engine:
         self._decoder: FusedForward | None = None
         self.graphs: GraphRunner | None = None
         self._state = ForwardState()
-        self._caches = memory.allocate_caches(shapes, num_blocks, block_size, device)
+        #: Key and value cache of every layer.
+        self.caches = memory.allocate_caches(shapes, num_blocks, block_size, device)
         self._tap: StateTap | None = StateTap(model, shapes)
         self._num_layers = self._tap.num_layers
         #: Width of a hidden state.
         self.hidden_size: int = model.config.get_text_config(decoder=True).hidden_size
-        for shape, (k_cache, v_cache) in zip(shapes, self._caches, strict=True):
+        for shape, (k_cache, v_cache) in zip(shapes, self.caches, strict=True):
             bind(shape, PagedLayer(k_cache, v_cache, shape.window, self._state))
 
     @classmethod
@@ -232,7 +233,7 @@ class Engine:
     def copy_blocks(self) -> None:
         """Make the copies that forked sequences wait for; due before any pass writes to the cache."""
         if copies := self.pool.take_copies():
-            copy_blocks([cache for pair in self._caches for cache in pair], copies)
+            copy_blocks([cache for pair in self.caches for cache in pair], copies)
 
     def keep_rows(self, kept: Sequence[Kept]) -> None:
         """Drop all of a tree that is not on its accepted path; each sequence is ``first + len(rows)`` long afterwards.
@@ -244,7 +245,7 @@ class Engine:
             self._decoder.keep_rows(moving, self.pool.block_size)
         elif moving:
             with torch.inference_mode():
-                keep_rows([cache for pair in self._caches for cache in pair], moving, self.pool.block_size)
+                keep_rows([cache for pair in self.caches for cache in pair], moving, self.pool.block_size)
         for one in kept:
             one.sequence.length = one.first + len(one.rows)
 
@@ -279,7 +280,7 @@ class Engine:
         self._tap = None
         self._decoder = None
         self.graphs = None
-        self._caches = []
+        self.caches = []
         self._state = ForwardState()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -343,7 +344,7 @@ class Engine:
         difference: str | None = None
         paths = acceleration.execution_paths(
             self._model,
-            self._caches,
+            self.caches,
             shapes,
             num_threads,
             self._make_graphs,

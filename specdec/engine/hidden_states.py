@@ -148,7 +148,7 @@ def check_layers(layers: Sequence[int], num_layers: int | None) -> None:
         return
     if num_layers is None:
         raise InvalidRequest(
-            "hidden_state_layers is set, but the target's layers are not arranged in a way that shows their states: use"
+            "hidden_state_layers is set, but the target's layers do not show their states: use"
             " a drafter that reads none",
             param="hidden_state_layers",
         )

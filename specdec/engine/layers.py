@@ -7,7 +7,7 @@ which is how transformers spells "this attention needs no mask".
 
 The name :data:`RECORDING` is used for one short pass at load. It learns from the calls themselves which modules attend,
 with how many heads of which size, and, from the mask the model builds for them, with which window. So no architecture
-needs code of its own, and a model that attends in any other way is noticed.
+needs code of its own, and a model that attends differently is noticed.
 """
 
 from __future__ import annotations

@@ -171,9 +171,9 @@ class PagedHead:
                 return [DraftedChain(())] * len(jobs)
             lengths = [job.sequence.length for job in jobs]
 
-            def feed(going_on: Sequence[int], token_ids: Tensor) -> Tensor:
-                at = send(list(going_on), self.device)
-                segments = [Segment(jobs[i].sequence, token_ids[n : n + 1], 1) for n, i in enumerate(going_on)]
+            def feed(continuing: Sequence[int], token_ids: Tensor) -> Tensor:
+                at = send(list(continuing), self.device)
+                segments = [Segment(jobs[i].sequence, token_ids[n : n + 1], 1) for n, i in enumerate(continuing)]
                 out = self.forward(segments, x.index_select(0, at))
                 x.index_copy_(0, at, out)
                 return self.logits(out)

@@ -1,4 +1,4 @@
-"""Coroutines that begin at once: what a task would do at the loop's next turn is done right here."""
+"""Coroutines that begin at once: what a task would do in the loop's next iteration is done right here."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ M = TypeVar("M")
 class StreamWriter(Generic[M]):
     """Writes messages in order without anybody waiting for it; gRPC takes one at a time.
 
-    Where none is in progress a message leaves within :meth:`post` itself: a task of its own would begin a turn of the
-    loop later.
+    Where none is in progress a message leaves within :meth:`post` itself: a task of its own would begin in the next
+    iteration of the loop.
     """
 
     def __init__(self, write: Callable[[M], Coroutine[Any, Any, Any]]) -> None:

@@ -55,7 +55,7 @@ class DraftServiceServicer:
     def Draft(self, request_iterator, context):
         """One stream is one session. The first message opens it; then one Advance per verdict. The answer to an Advance is a
         proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
-        verdict on the assumption that it would turn out this way, and sent already.
+        verdict on the assumption that the verdict is this one, and sent already.
         The end of the stream releases the session's cache, or parks it when the session asked for that.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

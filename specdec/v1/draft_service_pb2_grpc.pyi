@@ -37,7 +37,7 @@ class DraftServiceStub:
     Draft: _grpc.StreamStreamMultiCallable[_draft_service_pb2.DraftRequest, _draft_service_pb2.DraftResponse]
     """One stream is one session. The first message opens it; then one Advance per verdict. The answer to an Advance is a
     proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
-    verdict on the assumption that it would turn out this way, and sent already.
+    verdict on the assumption that the verdict is this one, and sent already.
     The end of the stream releases the session's cache, or parks it when the session asked for that.
     """
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetModelInfoRequest, _types_pb2.GetModelInfoResponse]
@@ -51,7 +51,7 @@ class DraftServiceAsyncStub(DraftServiceStub):
     Draft: _aio.StreamStreamMultiCallable[_draft_service_pb2.DraftRequest, _draft_service_pb2.DraftResponse]  # type: ignore[assignment]
     """One stream is one session. The first message opens it; then one Advance per verdict. The answer to an Advance is a
     proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
-    verdict on the assumption that it would turn out this way, and sent already.
+    verdict on the assumption that the verdict is this one, and sent already.
     The end of the stream releases the session's cache, or parks it when the session asked for that.
     """
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_types_pb2.GetModelInfoRequest, _types_pb2.GetModelInfoResponse]  # type: ignore[assignment]
@@ -68,7 +68,7 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_draft_service_pb2.DraftResponse], _abc.AsyncIterator[_draft_service_pb2.DraftResponse]]:
         """One stream is one session. The first message opens it; then one Advance per verdict. The answer to an Advance is a
         proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
-        verdict on the assumption that it would turn out this way, and sent already.
+        verdict on the assumption that the verdict is this one, and sent already.
         The end of the stream releases the session's cache, or parks it when the session asked for that.
         """
 

@@ -75,7 +75,7 @@ class GenerateRequest(_message.Message):
     include_stop_str_in_output: _builtins.bool
     """Leave the stop string at the end of the text."""
     ignore_eos: _builtins.bool
-    """Go on past end-of-sequence tokens."""
+    """Continue after end-of-sequence tokens."""
     seed: _builtins.int
     """Seed; the same seed gives the same text. Unset means a fresh one."""
     logprobs: _builtins.int

@@ -105,7 +105,7 @@ class OpenTargetSession(_message.Message):
     owner: _builtins.str
     """Name of the API key that the session belongs to; empty where no keys are asked for. Owners share nothing."""
     client: _builtins.str
-    """Whom places, memory and turns are counted for: the key, or an address."""
+    """Whom places and memory are shared by: the key, or an address."""
     max_kv_share: _builtins.float
     """Share of the KV cache that the client's open sessions may hold; unset: all of it."""
     @_builtins.property
@@ -252,7 +252,7 @@ class VerifyResponse(_message.Message):
 
     @_builtins.property
     def hidden_states(self) -> _types_pb2.HiddenStates:
-        """Hidden states that come before those of the next verdict: of a prompt they are sent as they are computed, ahead of
+        """Hidden states that come before those of the next verdict: of a prompt they are sent as they are computed, before
         `opened`, too.
         """
 

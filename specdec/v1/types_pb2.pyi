@@ -54,7 +54,7 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
-    """The sequence goes on."""
+    """The sequence continues."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     """An end-of-sequence token, a stop token or a stop string."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
@@ -64,7 +64,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a sequence ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
-"""The sequence goes on."""
+"""The sequence continues."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """An end-of-sequence token, a stop token or a stop string."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
@@ -213,7 +213,7 @@ class SparseRow(_message.Message):
     PACKED_FIELD_NUMBER: _builtins.int
     packed: _builtins.bytes
     """The tokens whose weight is above 0, in ascending order, and their weights. Bits are counted from the lowest of each
-    byte. In turn:
+    byte. In this order:
       1 byte: l, at most 31: how many low bits of an id are stored as they are;
       2 bytes, little-endian: n, the number of tokens, at least 1;
       (6 n + 7) / 8 bytes: for each token its level, 6 bits; its weight is (level + 1)^3;
@@ -553,7 +553,7 @@ class ServerLoad(_message.Message):
     open_sessions: _builtins.int
     """Open sessions."""
     parked_sessions: _builtins.int
-    """Sessions kept for a later turn."""
+    """Sessions kept for a later request."""
     waiting_sessions: _builtins.int
     """Sessions waiting to be admitted."""
     used_blocks: _builtins.int

@@ -41,7 +41,7 @@ class Measurement:
     costs: RoundCosts | None = None
 
     def add_run(self, rate: float, answers: Sequence[TimedAnswer] = ()) -> None:
-        """Take in one batch."""
+        """Add one batch."""
         self.rates.append(rate)
         decode_rates = [answer.decode_rate for answer in answers]
         if (of_all := [each for each in decode_rates if each is not None]) and len(of_all) == len(decode_rates):
@@ -60,7 +60,7 @@ class Measurement:
                 self.histogram[accepted] += rounds
 
     def add_busy(self, wall_s: float, busy_ns: Sequence[int]) -> None:
-        """Take in how long target and draft worked during a batch."""
+        """Add how long target and draft worked during a batch."""
         self.wall_s += wall_s
         self.busy_s.extend([0.0] * (len(busy_ns) - len(self.busy_s)))
         for service, spent in enumerate(busy_ns):

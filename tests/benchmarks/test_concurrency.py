@@ -28,7 +28,7 @@ LABEL = Point(target="bundled", draft="good", k=4, temperature=0.0, rule="block"
 
 
 class FakeSystem:
-    """Two tokens a piece with speculation, one without; a piece takes 2 ms either way."""
+    """Two tokens a piece with speculation, one without; a piece takes 2 ms with both."""
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, rule: Rule | None, k: int

@@ -17,16 +17,16 @@ class State:
 
 
 class Notes:
-    """Ingests what it is told, drafts zeros, and remembers the batches; each takes ``turns`` iterations of the loop."""
+    """Ingests, drafts zeros, and remembers the batches; each takes ``num_iterations`` of the event loop."""
 
-    def __init__(self, turns=3):
+    def __init__(self, num_iterations=3):
         self.batches = []
-        self.turns = turns
+        self.num_iterations = num_iterations
         self.error = None
 
     async def draft(self, batch):
         self.batches.append([(job.num_rows, job.num_tokens) for job in batch])
-        for _ in range(self.turns):
+        for _ in range(self.num_iterations):
             await asyncio.sleep(0)
         if self.error is not None:
             raise self.error

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from draft_service import core as core_module
+from specdec.engine.kv_pool import KVPool
 from specdec.errors import Cancelled, InvalidRequest, ModelNotSupported, Overloaded, StaleSession, Unavailable
 from specdec.rules import Rule
 from specdec.types import ModelInfo
@@ -128,12 +129,12 @@ async def test_what_opening_says(start_core, spec):
 
 
 async def test_cancel_at_any_moment(start_core, spec, greedy):
-    """Calls cancelled after any number of turns of the loop: the session continues, or leaves nothing."""
+    """Calls cancelled after any number of iterations of the loop: the session continues, or leaves nothing."""
     rng = random.Random(0)
     async with start_core(scheduler={"max_num_batched_tokens": 16}) as core:
         for attempt in range(60):
             opening = asyncio.create_task(core.open(spec([i % 48 for i in range(100)], session_id=str(attempt))))
-            await turn(rng, attempt)
+            await yield_to_the_loop(rng, attempt)
             opening.cancel()
             try:
                 session = await opening
@@ -146,7 +147,7 @@ async def test_cancel_at_any_moment(start_core, spec, greedy):
         known = list(PROMPT)
         for attempt in range(60):
             call = asyncio.create_task(propose(session, len(known), [attempt % 48], 4))
-            await turn(rng, attempt)
+            await yield_to_the_loop(rng, attempt)
             call.cancel()
             await asyncio.wait((call,))
             proposal = await propose(session, len(known), [attempt % 48], 4)  # sent again
@@ -155,23 +156,25 @@ async def test_cancel_at_any_moment(start_core, spec, greedy):
         await session.close()
 
 
-async def turn(rng, attempt):
+async def yield_to_the_loop(rng, attempt):
     for _ in range(attempt % 12):
         await asyncio.sleep(0)
     if attempt % 3 == 0:
         await asyncio.sleep(rng.random() * 0.003)
 
 
-async def test_close_during_a_proposal_frees_once(start_core, spec):
+async def test_close_during_a_proposal_frees_once(start_core, spec, monkeypatch):
     rng = random.Random(1)
     async with start_core() as core:
         released = []
-        original = core.drafter._pool.release
-        core.drafter._pool.release = lambda sequence: released.append(sequence) or original(sequence)
+        release = KVPool.release
+        monkeypatch.setattr(
+            KVPool, "release", lambda pool, sequence: released.append(sequence) or release(pool, sequence)
+        )
         for attempt in range(40):
             session = await core.open(spec(PROMPT, session_id=str(attempt)))
             call = asyncio.create_task(propose(session, 6, [1, 2], 4))
-            await turn(rng, attempt)
+            await yield_to_the_loop(rng, attempt)
             await asyncio.gather(session.close(), session.close())
             assert (await core.load()).used_blocks == 0
             outcome = (await asyncio.gather(call, return_exceptions=True))[0]
@@ -333,10 +336,10 @@ async def test_park_and_resume(start_core, spec, greedy):
         assert (load.open_sessions, load.parked_sessions) == (0, 1)
         assert load.used_blocks > 0
 
-        turn = [*PROMPT, 1, 2, 3, 8, 8, 8]
-        session = await core.open(spec(turn, session_id="chat", park=True))
+        conversation = [*PROMPT, 1, 2, 3, 8, 8, 8]
+        session = await core.open(spec(conversation, session_id="chat", park=True))
         assert session.opened.num_cached_tokens == 9  # the drafted tokens' entries are not among them
-        assert (await propose(session, 12, [4], 4)).token_ids == greedy([*turn, 4], 4)
+        assert (await propose(session, 12, [4], 4)).token_ids == greedy([*conversation, 4], 4)
         await session.close()
 
         other = [*PROMPT[:4], 30, 31]

@@ -181,14 +181,14 @@ async def test_errors_end_the_stream_and_free_the_cache(started, spec, messages,
 
 async def test_every_way_a_stream_ends_frees_the_cache(started, spec):
     core, stub = started
-    for way in ("cancel", "half-close", "deadline", "silent", "mid-prefill"):
-        prompt = [i % 48 for i in range(1000)] if way == "mid-prefill" else PROMPT
-        call = stub.Draft(timeout=1.0 if way == "deadline" else None)
+    for ending in ("cancel", "half-close", "deadline", "silent", "mid-prefill"):
+        prompt = [i % 48 for i in range(1000)] if ending == "mid-prefill" else PROMPT
+        call = stub.Draft(timeout=1.0 if ending == "deadline" else None)
         await call.write(opening(spec(prompt)))
-        if way != "mid-prefill":
+        if ending != "mid-prefill":
             assert (await call.read()).opened.epoch == 1
             await call.write(advance(6, [1], 4))
-        match way:
+        match ending:
             case "cancel" | "mid-prefill":
                 call.cancel()
             case "half-close":

@@ -63,11 +63,11 @@ def write_heads(folder: Path, target_folder: str, texts: Sequence[Sequence[int]]
     eagle3.set_vocabulary(torch.cat(ids).bincount(minlength=config.vocab_size).topk(1000).indices.sort().values)
 
     medusa = MedusaHeads(MedusaConfig(hidden_size=config.hidden_size, vocab_size=config.vocab_size, num_heads=4))
-    for ahead, head in enumerate(medusa, 1):
+    for distance, head in enumerate(medusa, 1):
         block, output = head
         nn.init.zeros_(block.linear.weight)
         nn.init.zeros_(block.linear.bias)
-        later = solved(torch.cat([s[:-ahead] for s in states]), torch.cat([s[ahead:] for s in states]))
+        later = solved(torch.cat([s[:-distance] for s in states]), torch.cat([s[distance:] for s in states]))
         output.weight.copy_(lm_head @ later)
 
     mlp = MlpSpeculator(

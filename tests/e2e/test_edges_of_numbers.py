@@ -56,7 +56,7 @@ def bodies():
                 yield f'{{"prompt": "def", "max_tokens": 4, {sampled}, "{name}": {text}}}'
 
 
-async def in_turns(call, items):
+async def one_by_one(call, items):
     """Await ``call(item)`` for all items, some at a time."""
     left = iter(items)
 
@@ -85,7 +85,7 @@ def test_rest(stack):
 
     async def main():
         async with httpx.AsyncClient(base_url=stack.base_url, timeout=60) as http:
-            await in_turns(lambda body: post(http, body), bodies())
+            await one_by_one(lambda body: post(http, body), bodies())
 
     asyncio.run(main())
     assert {200, 400} == set(answers.values())
@@ -142,7 +142,7 @@ def test_grpc(stack):
     async def main():
         async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
             stub = stack.generation(channel)
-            await in_turns(lambda message: call(stub, message), messages())
+            await one_by_one(lambda message: call(stub, message), messages())
 
     asyncio.run(main())
     assert {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} <= codes

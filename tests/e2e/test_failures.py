@@ -106,7 +106,7 @@ def test_killing_a_target_moves_the_session_to_another(stack, prompts):
 
 @pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (1.0, 5)])
 def test_a_request_waits_for_its_killed_target_to_return(prompts, temperature, seed):
-    """With one target alone: the text pauses, and goes on as if nothing had happened."""
+    """With one target alone: the text pauses, and continues as if nothing had happened."""
     stack = Stack.start([fake_target()], [fake_draft()])
     try:
         request = request_of(prompts[0], max_tokens=400, temperature=temperature, seed=seed)

@@ -106,7 +106,7 @@ class Guesser:
 
 
 class FicklePace(FixedPace):
-    """Drafts three times out of four, else decodes a few tokens ahead."""
+    """Drafts three times out of four, else decodes a few tokens in one multi-step request."""
 
     def __init__(self, limit, seed):
         super().__init__(limit)

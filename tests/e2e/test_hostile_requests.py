@@ -1,4 +1,4 @@
-"""Hostile requests against real processes: a stream of another client goes on, and the gateway's memory stays."""
+"""Hostile requests against real processes: a stream of another client continues, and the gateway's memory stays."""
 
 import itertools
 import threading

@@ -26,7 +26,7 @@ def overlapped(stack):
 
 @pytest.fixture(scope="module")
 def serial(stack):
-    """Another one on the same services that drafts and verifies in turns."""
+    """Another one on the same services that drafts and verifies one after the other."""
     running = Stack.start(stack.targets, stack.drafts, "--num-ahead-proposals", "0", *PATIENT)
     yield running
     running.close()
@@ -60,15 +60,15 @@ def test_requests_with_and_without(overlapped, serial, prompts, temperature, rul
             seed=40 + number,
             speculation=pb.SpeculationOptions(num_speculative_tokens=k, verification=rule),
         )
-        ahead, in_turns = collect(overlapped, request), collect(serial, request)
-        assert len(ids_of(ahead)) == len(ids_of(in_turns)) == 160
-        assert depends_on_rounds or ids_of(ahead) == ids_of(in_turns)
+        ahead, serially = collect(overlapped, request), collect(serial, request)
+        assert len(ids_of(ahead)) == len(ids_of(serially)) == 160
+        assert depends_on_rounds or ids_of(ahead) == ids_of(serially)
         speculation = ahead[-1].speculation
         assert speculation.num_spec_steps > 20
         failures = speculation.num_stale, speculation.num_draft_failures, speculation.num_target_failures
         assert failures == (0, 0, 0), "".join(overlapped.gateway.log)
-        assert in_turns[-1].speculation.num_ahead_hits == in_turns[-1].speculation.num_ahead_misses == 0
-        assert in_turns[-1].speculation.num_wasted_draft_tokens <= k
+        assert serially[-1].speculation.num_ahead_hits == serially[-1].speculation.num_ahead_misses == 0
+        assert serially[-1].speculation.num_wasted_draft_tokens <= k
 
 
 def test_hits_are_counted_by_rule(overlapped, prompts):

@@ -92,7 +92,7 @@ class Faults:
 class FakeBackend:
     """What both roles share: counting sessions, and the time that work takes.
 
-    ``latency_s`` are seconds, or an iterator of turns of the event loop to take from, for tests of many schedules.
+    ``latency_s`` are seconds, or an iterator of counts of event-loop iterations, for tests of many schedules.
     """
 
     def __init__(self, *, latency_s=0.0, open_latency_s=None, faults=None, info=None, next_token=next_token):
@@ -234,20 +234,20 @@ class FakeTargetSession(FakeSession):
             for token in spec.token_ids[1 : spec.prompt_len]:
                 prompt_logprobs += logprobs_of(token, params.prompt_logprobs)
         self.opened = TargetOpened(spec.epoch, spec.rule or Rule.BLOCK, prompt_logprobs=prompt_logprobs, queue_ns=1000)
-        self.ahead_until = self.asked = None
+        self.multi_step_until = self.asked = None
         self.offers = []
         self.finished = False
         self.first = self.commit([])
-        self.ahead_from = len(self.token_ids)
-        self.ahead_until = self.ahead_from + spec.multi_step_tokens
+        self.multi_step_from = len(self.token_ids)
+        self.multi_step_until = self.multi_step_from + spec.multi_step_tokens
 
     @property
-    def goes_ahead(self):
-        return not self.finished and self.ahead_until > len(self.token_ids)
+    def is_multi_step(self):
+        return not self.finished and self.multi_step_until > len(self.token_ids)
 
     def offer(self, proposal):
         assert not self.closed
-        assert not self.goes_ahead, "offered while multi-step decode"
+        assert not self.is_multi_step, "offered while multi-step decode"
         assert proposal.epoch == self.spec.epoch
         assert len(proposal.token_ids) <= self.spec.num_speculative_tokens
         if any(not 0 <= token < VOCAB for token in proposal.token_ids) and self.backend.model.vocab_size == VOCAB:
@@ -279,21 +279,21 @@ class FakeTargetSession(FakeSession):
     def multi_step_decode(self, committed_len, num_tokens):
         assert not self.closed
         assert self.asked is None, "a round is in progress"
-        assert self.ahead_from <= committed_len <= len(self.token_ids)
+        assert self.multi_step_from <= committed_len <= len(self.token_ids)
         self.offers.clear()
-        self.ahead_until = max(self.ahead_until, committed_len + num_tokens)
+        self.multi_step_until = max(self.multi_step_until, committed_len + num_tokens)
         self.wake.set()
 
     async def step(self):
-        if self.finished or (self.asked is None and not self.goes_ahead):
+        if self.finished or (self.asked is None and not self.is_multi_step):
             return False
         drafted = self.asked.token_ids if self.asked else ()
         started_by_offer = bool(self.asked and self.asked.assumed_token_ids)
-        await self.backend.work("verify" if self.asked else "ahead")
+        await self.backend.work("verify" if self.asked else "multi_step")
         self.backend.num_started_by_offers += started_by_offer
         verdict = self.commit(drafted)
         if self.asked:
-            self.ahead_from = len(self.token_ids)
+            self.multi_step_from = len(self.token_ids)
         self.asked = None
         self.look()
         if verdict.finish_reason:

@@ -306,7 +306,7 @@ async def test_admission(make_generation):
         assert not waiting.done()
     assert 29 < (await waiting).timeout_s < 29.97, "what it has waited is gone"
     async with generation.admission(request):
-        with pytest.raises(DeadlineExceeded, match="waited for its turn"):
+        with pytest.raises(DeadlineExceeded, match="waited for a slot"):
             await ask(replace(request, timeout_s=0.05))
         waiting = asyncio.create_task(ask(request))
         await asyncio.sleep(0)

@@ -156,7 +156,7 @@ async def test_clients_of_a_gateway_with_ca_certs_need_a_certificate(folder):
 
 
 async def test_certificates_of_a_new_ca_are_taken_without_a_restart(folder, tmp_path_factory):
-    """The gateway and a target that stays up; a text that is being written goes on over its old connection."""
+    """The gateway and a target that stays up; a text that is being written continues over its old connection."""
     new = tmp_path_factory.mktemp("new")
     write_certificates(new)
     target = FakeTarget(latency_s=0.05)

@@ -44,10 +44,10 @@ async def cause_chaos(
         await rig.recover()
         await load.check_all()
         await rig.wait_until_free()
-        assert not load.tally.wrong, "\n".join(load.tally.wrong)
+        assert not load.outcomes.wrong, "\n".join(load.outcomes.wrong)
         assert not rig.tracebacks(), "\n".join(rig.tracebacks())
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(disturbance.counts.items()))
-        return f"{disturbance.counts.total()} faults in {took_s:.0f} s ({counts}); {load.tally.describe()}"
+        return f"{disturbance.counts.total()} faults in {took_s:.0f} s ({counts}); {load.outcomes.describe()}"
     finally:
         await rig.close()
 

@@ -15,7 +15,7 @@ from tests.reliability.rig import Rig
 
 @dataclass(frozen=True)
 class Fault:
-    """One way to hurt one part; no part is hurt twice at a time."""
+    """One fault of one part; no part has two at a time."""
 
     part: str
     kind: str

@@ -73,7 +73,7 @@ def questions(prompts: Sequence[str], num_tokens: int) -> list[Question]:
 
 
 @dataclass
-class Tally:
+class Outcomes:
     """What became of the requests."""
 
     num_finished: int = 0
@@ -105,7 +105,7 @@ class Load:
         self._cancelled_share = cancelled_share
         #: The undisturbed text of every question.
         self.texts: dict[Question, str] = {}
-        self.tally = Tally()
+        self.outcomes = Outcomes()
 
     async def learn(self) -> None:
         """Ask every question while nothing is disturbed."""
@@ -114,12 +114,12 @@ class Load:
 
     async def check_all(self) -> None:
         """Ask every question again, over REST and gRPC; nothing is disturbed, so all must finish."""
-        before = sum(self.tally.unfinished.values())
+        before = sum(self.outcomes.unfinished.values())
         await asyncio.gather(
             *(self.ask(q, over) for q in self._questions for over in (self._over_grpc, self._over_rest))
         )
-        if sum(self.tally.unfinished.values()) > before:
-            self.tally.wrong.append(f"requests failed although everything was mended: {self.tally.unfinished}")
+        if sum(self.outcomes.unfinished.values()) > before:
+            self.outcomes.wrong.append(f"requests failed although everything was mended: {self.outcomes.unfinished}")
 
     async def run(self, seconds: float, num_streams: int) -> None:
         """Keep so many streams busy: three of four over gRPC, the others over REST."""
@@ -128,14 +128,14 @@ class Load:
 
     async def _stream(self, index: int, end: float) -> None:
         over = self._over_rest if index % 4 == 3 else self._over_grpc
-        while time.monotonic() < end and not self.tally.wrong:
+        while time.monotonic() < end and not self.outcomes.wrong:
             is_cut = self._rng.random() < self._cancelled_share
             if not await self.ask(self._rng.choice(self._questions), over, cut=is_cut):
                 await asyncio.sleep(0.5)
 
     async def ask(self, question: Question, over, *, cut: bool = False) -> bool:
         """Whether it was answered; any answer is compared."""
-        tally, wanted = self.tally, self.texts[question]
+        outcomes, wanted = self.outcomes, self.texts[question]
         text, error = "", None
         limit = self._rng.randrange(len(wanted)) if cut else len(wanted) + 1
         answer = over(question)
@@ -146,23 +146,23 @@ class Load:
                     if len(text) > limit:
                         break
         except TimeoutError:
-            tally.wrong.append(f"{question} did not end within {HANGING_S} s, after {len(text)} characters")
+            outcomes.wrong.append(f"{question} did not end within {HANGING_S} s, after {len(text)} characters")
         except EndedEarly as early:
             error = early
         finally:
             await answer.aclose()
         if not wanted.startswith(text) or (error is None and not cut and text != wanted):
-            tally.wrong.append(f"{question} gave another text: {text!r} is not {wanted!r}")
+            outcomes.wrong.append(f"{question} gave another text: {text!r} is not {wanted!r}")
         elif error is not None:
-            tally.unfinished[error.code] += 1
+            outcomes.unfinished[error.code] += 1
             if error.unclear:
-                tally.wrong.append(f"{question} ended with an unclear error: {error}")
+                outcomes.wrong.append(f"{question} ended with an unclear error: {error}")
             return False
         elif len(text) > limit or text != wanted:
-            tally.num_cancelled += 1
+            outcomes.num_cancelled += 1
         else:
-            tally.num_finished += 1
-            tally.num_tokens += question.max_tokens
+            outcomes.num_finished += 1
+            outcomes.num_tokens += question.max_tokens
         return True
 
     async def _over_grpc(self, question: Question):
@@ -171,7 +171,7 @@ class Load:
             try:
                 async for piece in call:
                     if piece.finish_reason and piece.speculation.num_target_failures:
-                        self.tally.num_moved += 1
+                        self.outcomes.num_moved += 1
                     yield piece.text
             except grpc.aio.AioRpcError as error:
                 code, details = error.code(), error.details() or ""

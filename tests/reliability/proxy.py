@@ -38,7 +38,7 @@ class FaultyProxy:
             self._server = None
 
     def reset(self) -> None:
-        """End every connection at once, without the bytes on their way."""
+        """End every connection at once, without the bytes that were sent."""
         for writer in self._writers:
             writer.transport.abort()
 

@@ -51,13 +51,13 @@ async def soak(rig: Rig, *, seconds: float, seed: int, num_tokens: int) -> str:
             sampling.cancel()
         await load.check_all()
         await rig.wait_until_free()
-        tally = load.tally
-        assert not tally.wrong, "\n".join(tally.wrong)
-        assert not tally.unfinished, tally.unfinished
+        outcomes = load.outcomes
+        assert not outcomes.wrong, "\n".join(outcomes.wrong)
+        assert not outcomes.unfinished, outcomes.unfinished
         assert not rig.tracebacks(), "\n".join(rig.tracebacks())
         sizes = "; ".join(f"{name} {sizes.describe()}" for name, sizes in samples.items())
         assert all(each.is_flat for each in samples.values()), sizes
-        return f"{seconds:.0f} s, {tally.describe()}; {mixed.total()} mixed requests {dict(mixed)}; {sizes}"
+        return f"{seconds:.0f} s, {outcomes.describe()}; {mixed.total()} mixed requests {dict(mixed)}; {sizes}"
     finally:
         await rig.close()
 

@@ -40,5 +40,5 @@ async def test_the_load_notices(pieces, what):
             yield piece
 
     await load.ask(QUESTION, over)
-    assert bool(load.tally.wrong) == (what is not None)
-    assert what is None or what in load.tally.wrong[0]
+    assert bool(load.outcomes.wrong) == (what is not None)
+    assert what is None or what in load.outcomes.wrong[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 
@@ -110,18 +111,28 @@ def serve():
 
 
 async def until(condition, timeout_s: float = 10.0) -> None:
+    """Wait until ``condition()``, or what it returns to await, is true."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
+        while not (await found if inspect.isawaitable(found := condition()) else found):  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 
 
 async def until_clean(core: TargetCore) -> None:
     """No session holds anything; parked ones do not count."""
-    pool = core._engine.pool
-    await until(lambda: pool.num_open == 0 and pool.used_blocks == 0 and core._admission.num_open == 0)
+    pool = core.engine.pool
+
+    async def is_clean() -> bool:
+        return pool.num_open == 0 and pool.used_blocks == 0 and (await core.load()).open_sessions == 0
+
+    await until(is_clean)
     assert pool.used_blocks == 0
-    assert core._admission.num_waiting == 0
-    assert not core._sessions
+    assert await num_waiting(core) == 0
+    assert core.num_open == 0
+
+
+async def num_waiting(core: TargetCore) -> int:
+    """Sessions that wait to be admitted."""
+    return (await core.load()).waiting_sessions
 
 
 def make_prompt(seed: int, length: int = 12) -> tuple[int, ...]:

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from specdec.errors import InvalidRequest, Overloaded
-from tests.target_service.conftest import make_prompt, make_spec, until, until_clean
+from tests.target_service.conftest import make_prompt, make_spec, num_waiting, until, until_clean
 
 
-async def test_sessions_wait_their_turn(start_core):
+async def test_sessions_wait_for_their_place(start_core):
     async with start_core(max_num_seqs=1) as core:
         order = []
 
@@ -36,7 +36,7 @@ async def test_a_large_session_is_not_overtaken(start_core):
     async with start_core(kv_blocks=10) as core:
         one = await core.open(make_spec(make_prompt(0), 84))  # 6 blocks of 16
         large = asyncio.create_task(core.open(make_spec(make_prompt(1), 140)))  # 10 blocks
-        await until(lambda: core._admission.num_waiting == 1)
+        await until(lambda: num_waiting(core))
         small = asyncio.create_task(core.open(make_spec(make_prompt(2), 4)))
         await asyncio.sleep(0.05)
         assert not small.done()

@@ -99,15 +99,15 @@ async def test_decoding_ahead_is_the_same_text(start_core, plain):
         tokens = list(session.first.token_ids)
         while len(tokens) < 40:
             n = len(prompt) + len(tokens)
-            ahead = await multi_step_decode(session, n, 7)
-            assert len(ahead) == min(7, 40 - len(tokens))
-            tokens += ahead
+            decoded = await multi_step_decode(session, n, 7)
+            assert len(decoded) == min(7, 40 - len(tokens))
+            tokens += decoded
         assert tuple(tokens) == text
         assert session.finish_reason is FinishReason.LENGTH
         await session.close()
 
 
-async def test_decoding_ahead_from_the_first_token_and_then_rounds(start_core, plain):
+async def test_multi_step_from_the_first_token_and_then_rounds(start_core, plain):
     prompt = make_prompt(6)
     text = plain(prompt, 20)
     async with start_core() as core:
@@ -311,7 +311,7 @@ async def test_verification_has_the_threads_of_the_forward_pass(start_core, monk
     monkeypatch.setattr(verifier, "verify_rounds", watched)
     async with start_core(num_threads=2) as core:
         session = await core.open(make_spec(make_prompt(4), 4))
-        assert (core._engine.path, core._engine.num_threads) == ("native decoder", 2)
+        assert (core.engine.path, core.engine.num_threads) == ("native decoder", 2)
         assert seen == {2}
         await session.close()
 

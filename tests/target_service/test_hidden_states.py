@@ -115,7 +115,7 @@ async def test_states_of_committed_tokens_come_once_each(start_core, plain, stoc
 
 async def test_sessions_that_ask_for_nothing_get_nothing(start_core, plain, stock):
     prompts = [make_prompt(60 + i, 20) for i in range(4)]
-    wishes = [(), (1,), (-1, 2), ()]
+    layers = [(), (1,), (-1, 2), ()]
     async with start_core() as core:
 
         async def one(prompt, layers):
@@ -137,7 +137,7 @@ async def test_sessions_that_ask_for_nothing_get_nothing(start_core, plain, stoc
             assert tuple(tokens[20:]) == plain(prompt, 20)
             await session.close()
 
-        await asyncio.gather(*map(one, prompts, wishes))
+        await asyncio.gather(*map(one, prompts, layers))
 
 
 async def test_a_verdict_cut_at_a_stop_token_carries_no_more(start_core, plain, stock):

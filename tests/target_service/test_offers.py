@@ -1,4 +1,4 @@
-"""Proposals offered before the verdict they assume: they save a turn and never change the text."""
+"""Proposals offered before the verdict they assume: they save a round trip and never change the text."""
 
 import asyncio
 import random

@@ -65,4 +65,4 @@ async def test_parked_sessions_yield_to_open_ones_and_to_time(start_core):
         big = await core.open(make_spec(make_prompt(26, 100), 100))
         assert (await core.load()).parked_sessions < 3
         await big.close()
-        await until(lambda: core._engine.pool.num_parked == 0, 2)
+        await until(lambda: core.engine.pool.num_parked == 0, 2)

@@ -12,7 +12,7 @@ from specdec.types import FinishReason, Proposal
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 from tests.streams import streaming
-from tests.target_service.conftest import VOCAB, make_prompt, make_spec, until, until_clean
+from tests.target_service.conftest import VOCAB, make_prompt, make_spec, num_waiting, until, until_clean
 
 
 class Client:
@@ -242,7 +242,11 @@ async def test_a_deadline_while_waiting_for_a_place(start_core, serve):
         async with Client(stub, make_spec(make_prompt(1)), timeout=0.1) as two:
             with pytest.raises(errors.DeadlineExceeded):
                 await two.open()
-        await until(lambda: core._admission.num_waiting == 0)
+
+        async def nobody_waits() -> bool:
+            return not await num_waiting(core)
+
+        await until(nobody_waits)
 
 
 async def test_a_parked_session_over_the_wire(start_core, serve, plain):

@@ -70,7 +70,7 @@ def path(request, monkeypatch) -> str:
 @pytest.mark.parametrize("rule", list(Rule))
 async def test_greedy_text_is_the_plain_one(start_core, plain, path, rule):
     async with start_core(kv_blocks=64) as core:
-        assert core._engine.path == path
+        assert core.engine.path == path
 
         async def run(seed: int) -> None:
             prompt = make_prompt(seed, 5 + seed)
@@ -129,7 +129,7 @@ async def test_at_the_models_context(start_core, plain):
     """Siblings may lie behind the last position, as far as the last block has room."""
     prompt = make_prompt(5)
     async with start_core() as core:
-        context = core._engine.info.max_model_len
+        context = core.engine.info.max_model_len
         text = plain(prompt, context - len(prompt))
         session = await core.open(make_spec(prompt, None))
         assert await decode_with_trees(session, text, seed=1) == text

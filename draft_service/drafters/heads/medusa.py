@@ -45,10 +45,10 @@ class MedusaDrafter(LastStateDrafter):
         logits: Tensor = self._heads(states, num_tokens).float()  # [R, num_tokens, V]
         step = 0
 
-        def feed(going_on: Sequence[int], token_ids: Tensor) -> Tensor:
+        def feed(continuing: Sequence[int], token_ids: Tensor) -> Tensor:
             nonlocal step
             step += 1
-            return logits[:, step].index_select(0, send(list(going_on), logits.device))
+            return logits[:, step].index_select(0, send(list(continuing), logits.device))
 
         return logits[:, 0], feed
 

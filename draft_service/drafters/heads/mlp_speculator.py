@@ -52,12 +52,12 @@ class MlpDrafter(LastStateDrafter):
         state = head(send(list(last_tokens), states.device), head.start(states), 0)  # [R, inner]
         rows, step = list(range(len(last_tokens))), 0
 
-        def feed(going_on: Sequence[int], token_ids: Tensor) -> Tensor:
+        def feed(continuing: Sequence[int], token_ids: Tensor) -> Tensor:
             nonlocal state, rows, step
             step += 1
-            if list(going_on) != rows:
-                kept = [rows.index(i) for i in going_on]
-                state, rows = state.index_select(0, send(kept, state.device)), list(going_on)
+            if list(continuing) != rows:
+                kept = [rows.index(i) for i in continuing]
+                state, rows = state.index_select(0, send(kept, state.device)), list(continuing)
             state = head(token_ids, state, step)
             return head.logits(state, step).float()
 

@@ -31,7 +31,7 @@ class PastOutputs:
         return bool(self._num_outputs_of[seed])
 
     def add(self, output: Sequence[int], seed: int | None) -> None:
-        """Add an output; it enters the tree in the next turns of the event loop."""
+        """Add an output; it enters the tree in the next iterations of the event loop."""
         self.cache.add(output)
         self._seeds.append(seed)
         self._num_outputs_of[seed] += 1

@@ -63,7 +63,7 @@ class Bucket:
 
 
 class Inputs:
-    """The buffers a captured pass reads: one stretch of memory, filled by one copy."""
+    """The buffers a captured pass reads: one piece of memory, filled by one copy."""
 
     def __init__(self, bucket: Bucket, *, max_model_len: int, block_size: int, device: torch.device) -> None:
         """Filled with padding alone."""
@@ -247,7 +247,7 @@ class CudaCapture:
     def __call__(self, run: Callable[[], object]) -> Callable[[], object] | None:
         """Run a function until all it needs is compiled and allocated, then capture it.
 
-        The first is checked for waiting: a capture that fails half-way leaves torch's allocator in disorder.
+        The first is checked for waiting: a capture that fails midway leaves torch's allocator in disorder.
 
         Raises:
             HostWaits: it waits for the device, which a graph cannot.
@@ -263,7 +263,7 @@ class CudaCapture:
             run()
             self._is_checked = True
             self._stream.synchronize()
-            # Other threads may do as they please with their streams meanwhile.
+            # Other threads may use their streams meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()

@@ -213,7 +213,7 @@ inline void find_rows(const Plan& plan, const AttentionShape& shape, const int32
                       int64_t tile_begin, int count, const Cache* k_cache, const Cache* v_cache, const Cache** keys,
                       const Cache** values) {
   const int begin = first > tile_begin ? int(first - tile_begin) : 0;
-  for (int j = begin; j < count;) {  // one stretch per block
+  for (int j = begin; j < count;) {  // one run per block
     const int64_t index = (tile_begin + j) / plan.block_size, offset = (tile_begin + j) % plan.block_size;
     const int64_t row = kv_head * plan.block_size + offset;
     const Cache* key = k_cache + table[index] * shape.k_block_stride + row * shape.head_dim;

@@ -168,11 +168,11 @@ inline float prepare_row(const T* x, long n, long padded, int16_t* to) {
 }
 
 // sums[r][0..n) (+)= a[r][0..k) · w[0..k)[0..n) for any number of rows, where n is `vectors` (2 or kVectors) x kLanes and
-// `ldw` the way from one row of w to the next. Defined in gemm.cpp, where the register tiles are compiled once.
+// `ldw` the distance between two rows of w. Defined in gemm.cpp, where the register tiles are compiled once.
 void float_tiles(int rows, const float* a, long lda, const float* w, long ldw, int k, int vectors, float* sums,
                  long lds, bool add);
 
-// sums[rows][kPanel] = a[.., from..to) · the same stretch, at most a chunk, of one panel.
+// sums[rows][kPanel] = a[.., from..to) · the same rows, at most a chunk, of one panel.
 template <class Format>
 void chunk_product(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* panel,
                    long from, long to, float* sums);

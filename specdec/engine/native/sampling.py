@@ -71,7 +71,7 @@ class NativeSampler:
             self._fill(self._edits, state)
 
     def refresh(self, state: SamplingState) -> None:
-        """Take in what was committed since; counts are read where they are."""
+        """Add what was committed since; counts are read where they are."""
         edits = self._edits
         if edits is None:
             return

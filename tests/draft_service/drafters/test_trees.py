@@ -141,14 +141,14 @@ async def test_its_trees_are_those_of_the_stock_model_after_every_verdict(
         shape = core.tree
         session = await core.open(spec(PROMPT))
         known, new = list(PROMPT), []
-        for turn in range(25):
+        for number in range(25):
             proposal = await propose(session, len(known), new, 9)
             known += new
             assert (proposal.token_ids, proposal.parents) == stock_tree(known, shape, 9)
             assert proposal.q_rows == ()
             path = trees.path_to(proposal.parents, rng.randrange(-1, len(proposal.parents)))
             new = [proposal.token_ids[i] for i in path]
-            if turn % 6:
+            if number % 6:
                 new.append(rng.randrange(VOCAB))
             elif not new:
                 new = [rng.randrange(VOCAB) for _ in range(30)]

@@ -47,7 +47,7 @@ async def test_the_text_is_the_same_with_and_without(quality, ahead_quality, tem
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_any_order_of_events(seed):
-    """The services take random numbers of turns of the event loop for everything."""
+    """The services take random numbers of iterations of the event loop for everything."""
     schedule = random.Random(seed)
     target = FakeTarget(latency_s=iter(lambda: schedule.randrange(12), -1))
     draft = FakeDraft(quality=0.7, latency_s=iter(lambda: schedule.randrange(12), -1), empty_every=7 * (seed % 2))
@@ -90,7 +90,7 @@ async def test_draft_lost_at_every_proposal(event, error):
         assert decoding.metrics.num_draft_failures <= 1
 
 
-@pytest.mark.parametrize("event", ["open", "verify", "ahead"])
+@pytest.mark.parametrize("event", ["open", "verify", "multi_step"])
 async def test_target_lost_at_every_round(event):
     for index in range(14):
         target, spare = (

@@ -44,7 +44,7 @@ async def test_states_wait_for_a_draft_that_is_late():
     assert out == reference(PROMPT, run_.request.params)
     (session,) = draft.sessions
     assert session.known_states == set(range(len(session.token_ids) - 1))
-    assert target.faults.counts["ahead"] > 2
+    assert target.faults.counts["multi_step"] > 2
     assert draft.num_unready == 0
 
 

@@ -73,7 +73,7 @@ async def test_text_does_not_depend_on_the_draft(k, quality, temperature):
         assert metrics.mean_acceptance_length > min(k, 3)
     if k == 0:
         assert draft.num_opened == 0
-        assert target.faults.counts == {"open": 1, "ahead": 39}
+        assert target.faults.counts == {"open": 1, "multi_step": 39}
 
 
 async def test_no_draft_decodes_ahead_in_one_call():
@@ -115,14 +115,14 @@ async def test_draft_lost_at_every_round(event, error, temperature):
 
 @parametrize_pairwise(
     {
-        "event": ["open", "verify", "ahead"],
+        "event": ["open", "verify", "multi_step"],
         "error": [Unavailable("gone"), StaleSession("old")],
         "with_draft": [True, False],
     }
 )
 async def test_target_lost_at_every_round(event, error, with_draft):
     expected = reference(PROMPT, params())
-    for index in range(42 if event == "ahead" else 12):
+    for index in range(42 if event == "multi_step" else 12):
         faults = Faults(**{event: {index: error}})
         target, spare, draft = FakeTarget(faults=faults, latency_s=0.0001), FakeTarget(), FakeDraft(quality=0.6)
         drafts = [draft] if with_draft else []
@@ -282,7 +282,7 @@ async def test_slow_draft_is_left_behind_and_comes_back():
     assert run_.metrics.num_draft_failures == 1
     assert draft.num_opened == 2
     assert draft.specs[1].num_output_tokens > 26
-    assert target.faults.counts["ahead"] > 1
+    assert target.faults.counts["multi_step"] > 1
     assert run_.metrics.num_draft_tokens > 50
     assert_all_closed(target, draft)
 
@@ -339,7 +339,7 @@ async def test_crowd_stops_drafting_until_it_is_gone():
             if len(out) == 21:
                 others = [asyncio.create_task(run(context, request_of(4, max_tokens=20))) for _ in range(3)]
     assert out == reference(PROMPT, request.params)
-    assert target.faults.counts["ahead"] > 20
+    assert target.faults.counts["multi_step"] > 20
     assert first.metrics.num_draft_tokens > 40
     for other in others:
         assert (await other)[0] == out[:20]
@@ -385,11 +385,11 @@ async def test_text_does_not_depend_on_the_pace(seed, num_ahead_proposals, tempe
     assert pace.left == 1
     assert {num == 0 for num in pace.asked} == {True, False}
     assert target.faults.counts["verify"] > 1
-    assert target.faults.counts["ahead"] > 1
+    assert target.faults.counts["multi_step"] > 1
 
 
 async def test_a_session_moved_to_another_target_is_paced_there():
-    faults = Faults(verify={3: Unavailable("gone")}, ahead={3: Unavailable("gone")})
+    faults = Faults(verify={3: Unavailable("gone")}, multi_step={3: Unavailable("gone")})
     target, draft = FakeTarget(faults=faults), FakeDraft(quality=0.7)
     context = context_of([target], [draft])
     paces = []
@@ -412,7 +412,7 @@ async def test_no_draft_session_is_opened_while_none_is_wanted():
     out, run_ = await run(context, request_of(4, max_tokens=60))
     assert out == reference(PROMPT, params(max_tokens=60))
     assert draft.num_opened == 0
-    assert target.faults.counts == {"open": 1, "ahead": 59}
+    assert target.faults.counts == {"open": 1, "multi_step": 59}
     assert run_.metrics.num_draft_tokens == 0
 
 
@@ -458,11 +458,11 @@ async def test_deadline():
     assert_all_closed(target, draft)
 
 
-@pytest.mark.parametrize("phase", ["open", "verify", "ahead", "propose", "draft_open"])
+@pytest.mark.parametrize("phase", ["open", "verify", "multi_step", "propose", "draft_open"])
 @pytest.mark.parametrize("twice", [False, True])
 async def test_cancellation_in_every_phase(phase, twice):
     target = FakeTarget(latency_s=0.001, open_latency_s=0.01 if phase == "open" else 0)
-    draft = FakeDraft(open_latency_s=0.05 if phase in ("draft_open", "ahead") else 0, quality=0.5)
+    draft = FakeDraft(open_latency_s=0.05 if phase in ("draft_open", "multi_step") else 0, quality=0.5)
     if phase == "verify":
         target.latency_s = 0.02
     if phase == "propose":

@@ -1,4 +1,4 @@
-"""Answers of a target that cannot be decoded, over a real connection: the target counts as lost; the text goes on."""
+"""Answers of a target that cannot be decoded, over a real connection: the target counts as lost; the text continues."""
 
 import contextlib
 from itertools import count
@@ -52,7 +52,7 @@ async def spoiled_target(target, num_good):
 async def test_an_unreadable_answer_is_a_lost_target(num_good, k):
     target = FakeTarget(latency_s=0.0005)
     async with spoiled_target(target, num_good) as channel:
-        replica = Replica("spoiled", GrpcTarget(channel))
+        replica = Replica("unreadable", GrpcTarget(channel))
         draft = FakeDraft(quality=0.6)
         router = Router([replica], [Replica("draft", draft, info=draft.model)])
         router.target_up(replica, target_info())

@@ -299,7 +299,7 @@ async def test_a_draft_that_comes_back_is_used_again():
         task = asyncio.create_task(run(context, max_tokens=450))
         await until(lambda: draft.num_proposals > 3)
         await services[1].stop()
-        await until(lambda: target.faults.counts.get("ahead", 0) > 5)
+        await until(lambda: target.faults.counts.get("multi_step", 0) > 5)
         before = draft.num_proposals
         target.latency_s = 0.05  # slow enough for the draft to be found again in time
         again = await Service(draft, services[1].server.port).start()

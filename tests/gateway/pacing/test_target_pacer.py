@@ -114,7 +114,7 @@ def test_easy_and_hard_texts_at_the_same_time_draft_apart():
 
 
 def test_easy_after_hard_and_hard_after_easy():
-    """Three seconds of each: what was learned in one does not spoil the other."""
+    """Three seconds of each: what was learned in one does not change the other."""
     of = sequence(lambda now_s, _: 0.95 if int(now_s / 3.0) % 2 else 0.1)
     simulation, reference = Simulation(of, adaptive), Simulation(of, plain)
     speeds = [simulation.run(3.0) / reference.run(3.0) for _ in range(8)]

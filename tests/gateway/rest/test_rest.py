@@ -258,7 +258,7 @@ async def test_a_client_that_leaves_ends_the_work(stand, stream, phase):
     call = asyncio.create_task(post(stand, **body_of(max_tokens=400, stream=stream)))
     await until(lambda: stand.generation.num_requests == 1)
     if phase == "decode":
-        await until(lambda: target.faults.counts.get("verify", 0) + target.faults.counts.get("ahead", 0) > 2)
+        await until(lambda: target.faults.counts.get("verify", 0) + target.faults.counts.get("multi_step", 0) > 2)
     call.cancel()  # httpx closes the connection
     await until(lambda: not stand.generation.num_requests and not target.open_sessions)
     stand.assert_all_closed()
@@ -285,11 +285,11 @@ async def test_deadlines(stand):
 
 async def test_lost_targets_and_bugs(stand, caplog):
     target = stand.targets[0]
-    target.faults.plan["verify"] = target.faults.plan["ahead"] = lambda index: Unavailable("gone")
+    target.faults.plan["verify"] = target.faults.plan["multi_step"] = lambda index: Unavailable("gone")
     response = await post(stand, **body_of())
     assert response.status_code == 503
     secret = ValueError("a secret")
-    target.faults.plan["verify"] = target.faults.plan["ahead"] = lambda index: secret
+    target.faults.plan["verify"] = target.faults.plan["multi_step"] = lambda index: secret
     for stream in (False, True):
         response = await post(stand, **body_of(stream=stream))
         assert "internal_server_error" in response.text

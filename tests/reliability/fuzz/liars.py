@@ -87,7 +87,7 @@ class Liars:
     """A target service and a draft service that give the answers of :attr:`lie`, and a gateway for each."""
 
     def __init__(self) -> None:
-        #: Turns the target's tokens into text, whatever they are.
+        #: Changes the target's tokens into text, whatever they are.
         self.tokenizer: TextTokenizer | None = None
         self.lie = Lie([], False, grpc.StatusCode.OK)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
 
 #: Messages inside messages are varied to this depth.
@@ -51,7 +52,7 @@ def values_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
         key, value = (values_of(field.message_type.fields_by_name[name]) for name in ("key", "value"))
         return st.dictionaries(key, value, max_size=4)
     if field.message_type is not None:
-        one = variations_of(field.message_type._concrete_class())
+        one = variations_of(GetMessageClass(field.message_type)())
     elif field.enum_type is not None:
         one = st.integers(0, 5)
     else:

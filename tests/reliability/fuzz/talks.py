@@ -66,7 +66,7 @@ Fit = Callable[[Message, Known], None]
 
 
 def talks_of(opening: Message, *steps: Message) -> st.SearchStrategy[Talk]:
-    """Talks that begin with a variation of ``opening`` and go on with variations of ``steps``."""
+    """Talks that begin with a variation of ``opening`` and continue with variations of ``steps``."""
     one = st.one_of([variations_of(step, 2) for step in steps])
     return st.builds(
         Talk,

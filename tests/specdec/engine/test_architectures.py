@@ -69,7 +69,7 @@ def greedy_ragged(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[i
 
 
 #: The fastest path, and transformers' modules with or without native kernels: in each run the fastest and one of the
-#: others, by turns; the exhaustive run takes all.
+#: others, alternately; the exhaustive run takes all.
 CASES = [
     pytest.param(name, path, marks=() if path in ("fastest", ("modules", "torch")[i % 2]) else pytest.mark.exhaustive)
     for i, name in enumerate(SUPPORTED)

@@ -46,7 +46,7 @@ def make_jobs(llama, tools):
 
 
 def in_torch(engine, jobs, stop=None):
-    return chains._draft_in_torch(engine, jobs, stop)
+    return chains.draft_in_torch(engine, jobs, stop)
 
 
 def natively(engine, jobs, stop=None):

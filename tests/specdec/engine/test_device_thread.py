@@ -1,4 +1,4 @@
-"""The device thread: order, results, exceptions, cancellation, closing, and what a turn costs."""
+"""The device thread: order, results, exceptions, cancellation, closing, and what a call costs."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ async def test_results_and_arguments_are_not_kept_alive(thread: DeviceThread) ->
         gc.enable()
 
 
-async def test_a_turn_costs_tens_of_microseconds(thread: DeviceThread) -> None:
+async def test_a_call_costs_tens_of_microseconds(thread: DeviceThread) -> None:
     best = float("inf")
     for _ in range(1000):
         start = time.perf_counter()

@@ -82,12 +82,12 @@ def test_rollback_then_continue_equals_fresh(
 
 
 def test_copies_of_copies_hold_what_they_would_one_by_one(llama: Engine) -> None:
-    for caches in llama._caches:
+    for caches in llama.caches:
         for cache in caches:
             cache[1:6] = torch.arange(1.0, 6.0)[:, None, None, None]
     llama.pool._copies.extend([(1, 2), (2, 3), (4, 1), (1, 5)])
     llama.copy_blocks()
-    for k_cache, v_cache in llama._caches:
+    for k_cache, v_cache in llama.caches:
         assert k_cache[1:6, 0, 0, 0].tolist() == v_cache[1:6, 0, 0, 0].tolist() == [4.0, 1.0, 1.0, 4.0, 4.0]
 
 
@@ -118,11 +118,11 @@ def test_a_parked_session_goes_on_where_the_prefix_ends(
         sequence = llama.pool.open(21)
         tools.feed(llama, sequence, ids)
         llama.pool.park(sequence, "chat", ids)
-        turn = ids[:kept] + more
-        resumed = llama.pool.resume("chat", turn, 40)
+        conversation = ids[:kept] + more
+        resumed = llama.pool.resume("chat", conversation, 40)
         assert resumed is not None
         assert resumed.length == kept
-        close(tools.feed(llama, resumed, turn[kept:]), tools.stock_logits(stock_llama, turn)[kept:])
+        close(tools.feed(llama, resumed, conversation[kept:]), tools.stock_logits(stock_llama, conversation)[kept:])
         llama.pool.release(resumed)
 
 
@@ -212,7 +212,7 @@ def test_the_cache_keeps_to_its_budget(load_engine: Callable[..., Engine]) -> No
     block_bytes = 4 * 2 * 2 * 2 * 8 * 4  # tokens, layers, keys and values, heads, head_dim, bytes
     engine = load_engine("llama", kv_cache_memory_bytes=50 * block_bytes + 17)
     assert engine.pool.total_blocks == 49  # block 0 is paid for too
-    assert sum(k.nbytes + v.nbytes for k, v in engine._caches) == 50 * block_bytes
+    assert sum(k.nbytes + v.nbytes for k, v in engine.caches) == 50 * block_bytes
     assert engine.info.kv_cache_tokens == 49 * 4
     small = load_engine("llama", kv_cache_memory_bytes=21 * block_bytes)
     assert small.info.max_model_len == small.info.kv_cache_tokens == 80  # nobody asked for 128
@@ -234,7 +234,7 @@ def test_the_share_of_memory_bounds_a_cache_on_a_cpu(
     assert 0 < memory.machine_bytes() <= psutil.virtual_memory().total
     monkeypatch.setattr(memory, "machine_bytes", lambda: 2_000_000)
     engine = load_engine("llama", cpu_kv_cache_share=0.1)
-    assert 190_000 < sum(k.nbytes + v.nbytes for k, v in engine._caches) <= 200_000
+    assert 190_000 < sum(k.nbytes + v.nbytes for k, v in engine.caches) <= 200_000
 
 
 def test_memory_stays_flat_over_a_thousand_sessions(load_engine: Callable[..., Engine]) -> None:

@@ -84,14 +84,14 @@ def test_after_many_rounds_the_cache_is_that_of_a_fresh_prefill(
     sequences = [engine.pool.open(120) for _ in range(2)]
     texts = [tools.random_ids(3, seed=1), tools.random_ids(7, seed=2)]
     engine.forward([Segment(s, ids[:-1], 0) for s, ids in zip(sequences, texts, strict=True)])
-    for turn in range(20):
+    for number in range(20):
         segments, kept = [], []
         for sequence, text in zip(sequences, texts, strict=True):
             parents = random_tree(dice.randrange(2, 12), dice.randrange(10**6))
-            if turn % 5 == 4:
+            if number % 5 == 4:
                 parents = list(range(-1, len(parents) - 1))
             ids = [text[-1], *tools.random_ids(len(parents) - 1, seed=dice.randrange(10**6))]
-            path = path_to(parents, 0 if turn == 3 else dice.randrange(len(parents)))
+            path = path_to(parents, 0 if number == 3 else dice.randrange(len(parents)))
             segments.append(Segment(sequence, ids, 1, parents=parents))
             kept.append(Kept(sequence, sequence.length, path))
             text += [ids[row] for row in path[1:]]

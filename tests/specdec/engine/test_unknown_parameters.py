@@ -67,7 +67,7 @@ def test_tensors_draft_the_chains_of_a_batch_with_such_a_session(llama, tools, m
         ChainJob(sequence, prompt, 4, SamplingState(own, prompt, 6, llama.info.vocab_size), Rule.BLOCK)
         for sequence, own in zip(sequences, params, strict=True)
     ]
-    in_torch = chains._draft_in_torch(llama, jobs, None)
+    in_torch = chains.draft_in_torch(llama, jobs, None)
     for sequence in sequences:
         llama.pool.rollback(sequence, 0)
     with monkeypatch.context() as patch:

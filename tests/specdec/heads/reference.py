@@ -41,8 +41,8 @@ def rope_angles(head_dim: int, theta: float, scaling: dict[str, Any] | None = No
     context = scaling["original_max_position_embeddings"]
     scaled = []
     for angle in angles:
-        turns = context * angle / (2 * math.pi)
-        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
+        rotations = context * angle / (2 * math.pi)
+        smooth = min(1.0, max(0.0, (rotations - low) / (high - low)))
         scaled.append(smooth * angle + (1 - smooth) * angle / factor)
     return scaled
 

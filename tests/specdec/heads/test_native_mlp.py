@@ -154,7 +154,7 @@ def test_what_is_wrong_shows_at_load(
 ) -> None:
     pack = NativeMlp.__init__
 
-    def spoiled(self: NativeMlp, *args: Any) -> None:
+    def damaged(self: NativeMlp, *args: Any) -> None:
         pack(self, *args)
         steps = (CMlpStep * self.num_steps).from_address(self._struct.steps)
         if part == "scale":
@@ -166,7 +166,7 @@ def test_what_is_wrong_shows_at_load(
         else:
             steps[2].embedding = steps[1].embedding
 
-    monkeypatch.setattr(NativeMlp, "__init__", spoiled)
+    monkeypatch.setattr(NativeMlp, "__init__", damaged)
     mlp = mlp_speculator(tie=False, scale=True)
     with caplog.at_level(logging.WARNING):
         assert NativeMlp.build(mlp, 1) is None

@@ -61,25 +61,25 @@ def scale_attention(native: NativeHead) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "spoil"),
+    ("make", "damage"),
     [(eagle3, swap_norms), (eagle, forget_bias), (eagle3, forget_final_norm), (eagle, scale_attention)],
     ids=["swapped norms", "no bias", "no final norm", "scale"],
 )
 def test_what_is_wrong_shows_and_the_module_drafts(
     make: Callable[[], Head],
-    spoil: Callable[[NativeHead], None],
+    damage: Callable[[NativeHead], None],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     build = NativeHead.build
 
-    def spoiled(head: Head, cache: tuple[torch.Tensor, torch.Tensor], num_threads: int) -> NativeHead | None:
+    def damaged(head: Head, cache: tuple[torch.Tensor, torch.Tensor], num_threads: int) -> NativeHead | None:
         built = build(head, cache, num_threads)
         assert built is not None
-        spoil(built)
+        damage(built)
         return built
 
-    monkeypatch.setattr(NativeHead, "build", spoiled)
+    monkeypatch.setattr(NativeHead, "build", damaged)
     head = make()
     with caplog.at_level(logging.WARNING):
         assert paged(head).path == "torch"

@@ -106,8 +106,8 @@ async def test_while_new_files_do_not_fit_the_old_ones_stay_in_use(
     write_certificates(other)
     client = Certificates(files(folder, "gateway"))
     async with serving(folder) as address:
-        for spoil in (b"-----BEGIN CERTIFICATE-----\nMIIB", (other / "target" / "cert.pem").read_bytes(), b""):
-            (folder / "target" / "cert.pem").write_bytes(spoil)
+        for damage in (b"-----BEGIN CERTIFICATE-----\nMIIB", (other / "target" / "cert.pem").read_bytes(), b""):
+            (folder / "target" / "cert.pem").write_bytes(damage)
             assert await ask(address, client) == "SERVING"
         (folder / "target" / "cert.pem").unlink()
         assert await ask(address, client) == "SERVING"

@@ -9,7 +9,7 @@ from specdec.rpc.stream_writer import StreamWriter
 
 
 class Wire:
-    """Notes when a message is begun and when it has left; each takes a turn of the loop while ``slow``."""
+    """Notes when a message is begun and when it has left; each takes an iteration of the loop while ``slow``."""
 
     def __init__(self):
         self.begun = []

@@ -24,7 +24,7 @@ GARBAGE = b"\x0a\xff\xff\xff\x7f"
 
 
 class Target(pb_grpc.TargetServiceServicer):
-    """Answers the first message, and then fails with large messages on their way."""
+    """Answers the first message, and then fails while large messages are being sent."""
 
     async def Verify(self, request_iterator, context):
         await context.read()

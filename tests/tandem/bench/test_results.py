@@ -174,7 +174,7 @@ class FakeSystem:
             yield Piece(time.perf_counter(), 1, "x")
 
 
-async def test_ways_take_turns_and_the_warm_up_does_not_count() -> None:
+async def test_modes_alternate_and_the_warm_up_does_not_count() -> None:
     system = FakeSystem()
     modes = [plain_mode("s"), *speculative_modes({"s": 4}, [Rule.BLOCK, Rule.COUPLED])]
     assert [mode.name for mode in modes] == ["plain", "s, block", "s, coupled"]

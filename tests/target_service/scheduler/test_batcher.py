@@ -23,8 +23,8 @@ class Watch:
         #: While cleared, forward passes wait.
         self.gate = threading.Event()
         self.gate.set()
-        self._forward = core._engine.forward
-        core._engine.forward = self
+        self._forward = core.engine.forward
+        core.engine.forward = self
 
     def __call__(self, segments):
         self.batches.append([(len(segment.token_ids), segment.num_logits) for segment in segments])
@@ -80,7 +80,7 @@ async def test_one_step_is_one_forward_pass(start_core):
 
 async def test_a_long_prompt_is_fed_in_chunks_beside_rounds_and_short_prompts(start_core):
     async with start_core(max_num_batched_tokens=64) as core:
-        ahead = await core.open(make_spec(make_prompt(0), 100))
+        decoding = await core.open(make_spec(make_prompt(0), 100))
         watch = Watch(core)
         watch.gate.clear()
         order = []
@@ -90,7 +90,7 @@ async def test_a_long_prompt_is_fed_in_chunks_beside_rounds_and_short_prompts(st
             order.append(name)
             await session.close()
 
-        fetch = asyncio.create_task(multi_step_decode(ahead, ahead.first.committed_len, 90))
+        fetch = asyncio.create_task(multi_step_decode(decoding, decoding.first.committed_len, 90))
         long = asyncio.create_task(run("long", 200))
         await until(lambda: watch.batches)
         short = asyncio.create_task(run("short", 5))
@@ -104,7 +104,7 @@ async def test_a_long_prompt_is_fed_in_chunks_beside_rounds_and_short_prompts(st
         chunks = [entry for batch in with_chunk for entry in batch[1:]]
         assert sum(rows for rows, _ in chunks) == 205
         assert sum(logits for _, logits in chunks) == 2  # only the last row of each prompt
-        await ahead.close()
+        await decoding.close()
 
 
 async def test_an_idle_batcher_sleeps(start_core):
@@ -130,8 +130,8 @@ async def test_two_hundred_sessions_leave_nothing(start_core):
 
         await asyncio.gather(*(run(seed) for seed in range(200)))
         await until_clean(core)
-        core._engine.pool.expire(time.monotonic() + 1e6, 1.0)
-        assert core._engine.pool.used_blocks == core._engine.pool.parked_blocks == 0
+        core.engine.pool.expire(time.monotonic() + 1e6, 1.0)
+        assert core.engine.pool.used_blocks == core.engine.pool.parked_blocks == 0
 
 
 # --- leaving at any moment ---
@@ -159,13 +159,13 @@ async def test_closed_while_its_round_is_in_flight(start_core, plain):
         n = session.first.committed_len
         round_ = asyncio.create_task(verify(session, n, Proposal(1, n, (1, 2, 3))))
         await until(lambda: watch.batches)
-        in_use = core._engine.pool.used_blocks
+        in_use = core.engine.pool.used_blocks
         session.end()
-        assert core._engine.pool.used_blocks == in_use  # the device still writes to them
+        assert core.engine.pool.used_blocks == in_use  # the device still writes to them
         with pytest.raises(Unavailable, match="closed"):
             await round_
         await session.close()
-        assert core._engine.pool.used_blocks < in_use
+        assert core.engine.pool.used_blocks < in_use
         watch.delay_s = 0
         again = await core.open(make_spec(make_prompt(0), 20, park=True, session_id="p"))
         assert again.opened.num_cached_tokens == 11

@@ -19,10 +19,10 @@ from tests.draft_service.drafters.heads.talk import KINDS, PROMPT, K, Talk, gree
 from tests.specdec.heads import checkpoints as files
 
 
-@pytest.mark.parametrize("way", [*((kind, True) for kind in KINDS), ("eagle", False), ("eagle3", False)], ids=str)
-async def test_logits_over_rounds_with_rejections(start, spec, formula, seen, way):
+@pytest.mark.parametrize("variant", [*((kind, True) for kind in KINDS), ("eagle", False), ("eagle3", False)], ids=str)
+async def test_logits_over_rounds_with_rejections(start, spec, formula, seen, variant):
     """In torch, where the logits can be seen; and in one native call, where the tokens tell."""
-    method, in_torch = way
+    method, in_torch = variant
     rng, known = random.Random(0), formula(method)
     async with start(method, scheduler={"max_num_batched_tokens": 16}, enforce_eager=in_torch) as core:
         talk = Talk(core, formula.target, method)

@@ -33,10 +33,10 @@ def expected(step, shape, num_tokens):
 
 
 @pytest.mark.parametrize("options", [DYNAMIC, STATIC], ids=["dynamic", "static"])
-@pytest.mark.parametrize("way", [*((kind, False) for kind in KINDS), ("eagle", True), ("eagle3", True)], ids=str)
-async def test_trees_after_every_verdict(start, spec, formula, way, options):
+@pytest.mark.parametrize("variant", [*((kind, False) for kind in KINDS), ("eagle", True), ("eagle3", True)], ids=str)
+async def test_trees_after_every_verdict(start, spec, formula, variant, options):
     """On the native kernels where there are such, and in torch."""
-    method, in_torch = way
+    method, in_torch = variant
     rng, known = random.Random(2), formula(method)
     async with start(method, k=NUM_NODES, speculative=options, enforce_eager=in_torch) as core:
         assert (await core.info()).num_speculative_tokens == NUM_NODES

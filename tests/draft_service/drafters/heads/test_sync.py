@@ -13,6 +13,7 @@ from draft_service.drafters.heads.mlp_speculator import MlpTreePasses
 from draft_service.drafters.trees.tree_passes import TreeJob, draft_trees
 from specdec.engine.chains import ChainJob, draw_chains
 from specdec.engine.kv_pool import KVSequence
+from specdec.engine.loading import acceleration
 from specdec.heads.medusa import MedusaConfig, MedusaHeads
 from specdec.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
 from specdec.heads.paged import PagedHead
@@ -45,19 +46,18 @@ class Kernels:
         return torch.empty_like(query)
 
 
-def on_device(head):
+def on_device(head, monkeypatch):
     """A head as it is after its first batch: the frequencies of the rotary embedding have come, too."""
     head._rotary._frequencies = head._rotary._frequencies.to(META)
-    settings = ModelSettings(model="head", kv_cache_memory_bytes=1 << 20, enforce_eager=True)
-    paged = PagedHead(head.to(META), settings, 64)
-    paged._kernels = Kernels()
-    return paged
+    monkeypatch.setattr(acceleration, "triton_attention", Kernels)
+    settings = ModelSettings(model="head", kv_cache_memory_bytes=1 << 20)
+    return PagedHead(head.to(META), settings, 64)
 
 
 @pytest.mark.parametrize("build", [eagle, eagle3])
-def test_chains_on_a_cache(build):
+def test_chains_on_a_cache(build, monkeypatch):
     head = build()
-    paged = on_device(head)
+    paged = on_device(head, monkeypatch)
     width = head.num_features
     jobs = [
         ChainJob(paged.pool.open(30), TOKENS[1:], 1 + i % 3, state, rule, features=torch.zeros(3, width))
@@ -70,9 +70,9 @@ def test_chains_on_a_cache(build):
     assert all(job.sequence.length == 3 for job in jobs)
 
 
-def test_a_level_of_a_tree_on_a_cache():
+def test_a_level_of_a_tree_on_a_cache(monkeypatch):
     head = eagle3()
-    paged = on_device(head)
+    paged = on_device(head, monkeypatch)
     features = torch.zeros(3, head.fc.in_features)
     jobs = [
         TreeJob(paged.pool.open(40), TOKENS[1:], TreeShape(2, 3), 8, state, rule)
@@ -102,5 +102,5 @@ def test_heads_on_one_state():
         ChainJob(KVSequence(np.empty(0, np.int32), 9), TOKENS, 2, state, rule) for state, rule in states_of_every_rule()
     ]
     with torch.inference_mode(), Watch() as watch:
-        draw_chains(logits, jobs, lambda going_on, tokens: logits[: len(going_on)], None)
+        draw_chains(logits, jobs, lambda continuing, tokens: logits[: len(continuing)], None)
     assert watch.num_fetched == 1

@@ -48,7 +48,7 @@ def test_equals_brute_force_after_any_history(prompt, moves, min_n, more):
         keep = max(0, len(tokens) - drop)
         tokens[keep:] = new
         index.replace(keep, new)
-        index.ingest(min(chunk, index.num_pending))  # prompts come in chunks, and may be taken back half-way
+        index.ingest(min(chunk, index.num_pending))  # prompts come in chunks, and may be taken back midway
         assert look_up(index, 5) == brute_force(tokens, 5, min_n, max_n)
 
 

@@ -15,7 +15,7 @@ from tests.draft_service.proposing import propose
 
 
 async def settled(core):
-    """Wait until past outputs are in the tree: 1024 tokens in each turn of the loop."""
+    """Wait until past outputs are in the tree: 1024 tokens in each iteration of the loop."""
     for _ in range(50):
         await asyncio.sleep(0)
     assert core.drafter.past.of("").cache.is_up_to_date

@@ -71,8 +71,7 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) 
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    config = config_class(**{**settings, **options, **overrides})
-    config._attn_implementation = "eager"
+    config = config_class(**{**settings, **options, **overrides}, attn_implementation="eager")
     with torch.random.fork_rng():
         torch.manual_seed(sum(map(ord, name)))
         model = model_class(config)

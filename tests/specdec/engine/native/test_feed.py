@@ -18,7 +18,7 @@ def feed(engine: Engine, parts: list[tuple[KVSequence, Any, int]]) -> torch.Tens
 
 
 def test_both_ways_give_the_same_bits(llama: Engine, tools: Any) -> None:
-    """Prefill, verification and decoding in uneven batches, across blocks; ids as tensors take the way on tensors."""
+    """Prefill, verification and decoding in uneven batches, across blocks; ids as tensors take the path on tensors."""
     here, there = ([llama.pool.open(90) for _ in range(4)] for _ in range(2))
     try:
         for step in range(12):
