@@ -1,4 +1,4 @@
-"""The messages that one side of a stream sends: in order, one at a time, each as early as can be."""
+"""The messages that one side of a stream sends: in order, one at a time."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from specdec.rpc import eager
-
 M = TypeVar("M")
 
 
 class StreamWriter(Generic[M]):
-    """Writes messages in order without anybody waiting for it; gRPC takes one at a time.
-
-    Where none is in progress a message leaves within :meth:`post` itself: a task of its own would begin in the next
-    iteration of the loop.
-    """
+    """Writes messages in order without anybody waiting for it; gRPC takes one at a time."""
 
     def __init__(self, write: Callable[[M], Coroutine[Any, Any, Any]]) -> None:
         """``write`` sends one message; it raises where that fails."""
@@ -34,7 +28,8 @@ class StreamWriter(Generic[M]):
         if self.failure is None:
             self._waiting.append(message)
             if not self._is_writing:
-                self._task = eager.start(self._write())
+                self._is_writing = True
+                self._task = asyncio.get_running_loop().create_task(self._write())
 
     async def send(self, message: M) -> None:
         """Send a message and wait until it has left, or raise what went wrong. For one caller at a time; cancelling it
@@ -63,6 +58,7 @@ class StreamWriter(Generic[M]):
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait((self._task,))
+            self._is_writing = False  # the task may have been cancelled before it began
 
     async def _write(self) -> None:
         self._is_writing = True
