@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 #: Connections waiting to be accepted.
 BACKLOG: Final = 2048
+#: Bytes of an answer that the kernel keeps for a client, of which it takes twice as many. Left to itself it keeps
+#: megabytes, and a client that does not read is noticed late.
+SEND_BUFFER_BYTES: Final = 2**18
 #: gRPC calls whose message is received at once, each of which may take --max-body-bytes of memory.
 MAX_RECEIVING: Final = 8
 #: Seconds between two checks of whether targets are up, and of whether a new draft head is.
@@ -90,6 +93,8 @@ class Gateway:
                 log_config=None,  # uvicorn's own handlers go; its warnings are those of the process
                 log_level="warning",
                 access_log=False,
+                proxy_headers=bool(settings.forwarded_allow_ips),
+                forwarded_allow_ips=list(settings.forwarded_allow_ips),
                 lifespan="off",
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=max(1, round(settings.drain_s)),
@@ -218,6 +223,7 @@ class _Uvicorn(uvicorn.Server):
 
 def _listen(host: str, port: int) -> socket.socket:
     listener = bind(host, port)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # of its connections
     listener.listen(BACKLOG)
     listener.setblocking(False)
     return listener

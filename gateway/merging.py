@@ -14,7 +14,10 @@ MAX_WAITING: Final = 64
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Run all streams at once. The first error ends them all; leaving early closes them all."""
+    """Run all streams at once. The first error ends them all; leaving early closes them all.
+
+    One stream begins in each iteration of the event loop: that of a sample first encodes its prompt for the services.
+    """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for item in only:
@@ -32,8 +35,14 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T,
         else:
             await queue.put(None)
 
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    async def begin() -> None:
+        for stream in streams:
+            tasks.append(asyncio.create_task(pump(stream)))
+            await asyncio.sleep(0)
+
+    tasks: list[asyncio.Task[None]] = []
     try:
+        await begin()
         num_open = len(tasks)
         while num_open:
             entry = await queue.get()

@@ -75,7 +75,7 @@ class RequestState:
             # A server that has not noticed the end of the lost session yet must not take the new one for it.
             session_id=self.session_id if pinned or epoch == 1 else f"{self.session_id}.{epoch}",
             epoch=epoch,
-            token_ids=tuple(self._token_ids),
+            token_ids=tuple(self._token_ids) if self.num_output_tokens else request.prompt,
             prompt_len=len(request.prompt),
             params=params,
             rule=request.rule,

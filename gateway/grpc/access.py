@@ -13,6 +13,7 @@ from gateway.access.keys import KeyRing
 from gateway.access.request_id import use_request_id
 from gateway.access.session_hint import use_session_hint
 from gateway.request_log import RequestLog
+from specdec.rpc.peer import address_of
 
 
 @contextmanager
@@ -25,17 +26,9 @@ def enter_call(keys: KeyRing, log: RequestLog, context: grpc.aio.ServicerContext
     sent = {name: _text(value) for name, value in context.invocation_metadata() or ()}
     request_id, key = sent.get("x-request-id"), sent.get("authorization")
     use_session_hint(sent)
-    with log.refusals(use_request_id(request_id)), calling(keys.caller(key, _address_of(context.peer()))):
+    with log.refusals(use_request_id(request_id)), calling(keys.caller(key, address_of(context.peer()))):
         yield
 
 
 def _text(value: str | bytes) -> str:
     return value.decode("latin-1") if isinstance(value, bytes) else value
-
-
-def _address_of(peer: str) -> str:
-    """``ipv4:10.0.0.1:4711`` → ``10.0.0.1``, ``ipv6:%5B::1%5D:4711`` → ``::1``; other kinds as they are."""
-    kind, _, rest = peer.partition(":")
-    if kind not in ("ipv4", "ipv6"):
-        return peer
-    return rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import struct
+import sys
+import termios
 import time
 from collections import Counter, OrderedDict
 from enum import Enum
@@ -113,6 +117,7 @@ class Connections:
             self._num_dropped = 0
         now_s = time.monotonic()
         for connection in list(self._open):
+            connection.note_reading(now_s)
             if (since_s := connection.writing_since_s) is not None and now_s - since_s > self._write_timeout_s:
                 connection.abort()
             elif connection.is_closing:
@@ -134,8 +139,10 @@ class GuardedHttp(HttpToolsProtocol):
     #: What the client has still to send, and since when; None while the gateway works.
     waits_for: Wait | None = None
     waiting_since_s = 0.0
-    #: Since when the client has read nothing of what is to be sent; None while it reads.
+    #: Since when the client has read nothing of what is to be sent; None while nothing waits for it.
     writing_since_s: float | None = None
+    #: Bytes it had not read at the last check.
+    _num_unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the connection."""
@@ -184,6 +191,21 @@ class GuardedHttp(HttpToolsProtocol):
         """It reads again."""
         super().resume_writing()
         self.writing_since_s = None
+
+    def note_reading(self, now_s: float) -> None:
+        """Restart the time for writing where the client has read something since the last check, however little."""
+        if self.writing_since_s is None:
+            return
+        before, self._num_unread = self._num_unread, self.transport.get_write_buffer_size() + self._num_in_kernel()
+        if self._num_unread < before:
+            self.writing_since_s = now_s
+
+    def _num_in_kernel(self) -> int:
+        """Bytes in the socket's buffer, whose room is reported only when much of it is free. Linux tells them."""
+        handle = self.transport.get_extra_info("socket").fileno()
+        if sys.platform != "linux" or handle < 0:
+            return 0
+        return int(struct.unpack("i", fcntl.ioctl(handle, termios.TIOCOUTQ, bytes(4)))[0])
 
     def abort(self) -> None:
         """Close the connection now; what is not sent yet is lost, and the request is cancelled."""

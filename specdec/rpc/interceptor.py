@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from specdec.errors import Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from specdec.rpc.call import Call
+from specdec.rpc.peer import address_of
 from specdec.rpc.receiving import ReceivingSlots
 from specdec.rpc.status import abort_with, being_cancelled
 
@@ -24,6 +26,8 @@ from specdec.rpc.status import abort_with, being_cancelled
 HEALTH = "/grpc.health.v1.Health/"
 #: Calls of the health service whose message is being received.
 HEALTH_SLOTS = 4
+#: Calls of the health service that one client, by address, has open at once; one more ends its oldest.
+MAX_CLIENT_HEALTH_CALLS = 256
 GOING_DOWN = "the server is shutting down; use another replica"
 UNDECODABLE = "a message cannot be decoded; send what protos/specdec/v1 of this version describes"
 
@@ -71,7 +75,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self.draining = False
         self._slots, self._health_slots = ReceivingSlots(limits.max_receiving), ReceivingSlots(HEALTH_SLOTS)
         self._calls: set[Call] = set()
-        self._health_calls: set[Call] = set()
+        #: Oldest first, with their clients.
+        self._health_calls: dict[Call, str] = {}
+        self._num_health_calls_of: Counter[str] = Counter()
         self._idle = asyncio.Event()
         self._idle.set()
         self._sweep: asyncio.TimerHandle | None = None
@@ -134,21 +140,32 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     @asynccontextmanager
     async def _guard_health(self, context: Context, method: str) -> AsyncIterator[Call]:
         """The same for a call of the health service, which is always served."""
-        call = Call(context, self._release, self._health_slots)
-        self._health_calls.add(call)
+        call, client = Call(context, self._release_health, self._health_slots), address_of(context.peer())
+        self._health_calls[call] = client
+        self._num_health_calls_of[client] += 1
+        if self._num_health_calls_of[client] > MAX_CLIENT_HEALTH_CALLS:
+            oldest = next(other for other, owner in self._health_calls.items() if owner == client and not other.end)
+            oldest.cancel(Overloaded(f"one client has {MAX_CLIENT_HEALTH_CALLS} health calls open, which is the limit"))
         self._watch()
         try:
             async with _statuses(call, method):
                 yield call
         finally:
-            self._release(call)
+            self._release_health(call)
 
     def _release(self, call: Call) -> None:
         """Stop counting a call. Idempotent."""
-        self._health_calls.discard(call)
         self._calls.discard(call)
         if not self._calls:
             self._idle.set()
+
+    def _release_health(self, call: Call) -> None:
+        """The same for a call of the health service."""
+        client = self._health_calls.pop(call, None)
+        if client is not None:
+            self._num_health_calls_of[client] -= 1
+            if not self._num_health_calls_of[client]:
+                del self._num_health_calls_of[client]
 
     def _make_room(self, call: Call) -> None:
         """End the call that has waited longest for its first message; where none does, refuse this one."""

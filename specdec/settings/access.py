@@ -55,6 +55,13 @@ class AccessSettings(ClientLimits):
                 f"allowed_origins holds {origin!r}; write each as scheme://host[:port], or *",
             )
 
+        require(
+            not (self.allow_credentials and "*" in self.allowed_origins),
+            "allow_credentials",
+            "allow_credentials is given with allowed_origins *: every web page could act for a browser's user; name the"
+            " origins",
+        )
+
     @property
     def asks_for_key(self) -> bool:
         """Whether every caller must show a key."""

@@ -41,6 +41,7 @@ def other_value(option: Option) -> Any:
     """A value that is not the default."""
     chosen: dict[str, Any] = {
         "allowed_origins": ("https://a", "https://b"),
+        "forwarded_allow_ips": ("10.0.0.1", "10.1.0.0/16"),
         "method": "ngram",
         "socket": "unix:/s",
         "speculative_token_tree": "[(0,), (1,), (0, 0)]",

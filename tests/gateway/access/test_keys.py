@@ -209,3 +209,5 @@ async def test_by_default_no_page_may(stand):
     assert not [name for name in answer.headers if name.startswith("access-control")]
     with pytest.raises(InvalidRequest, match="write each as scheme"):
         AccessSettings(allowed_origins=('["*"]',))
+    with pytest.raises(InvalidRequest, match="every web page could act for a browser's user"):
+        AccessSettings(allowed_origins=("*",), allow_credentials=True)

@@ -9,9 +9,9 @@ import pytest
 from gateway.access.caller import Caller
 from gateway.access.keys import digest_of
 from gateway.access.usage import FORGET_EVERY, Clients, MinuteBudget
-from specdec.errors import Overloaded
+from specdec.errors import InvalidRequest, Overloaded
 from specdec.rpc.channel import open_channel
-from specdec.settings import ClientLimits
+from specdec.settings import ClientLimits, GatewaySettings
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import generation_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2
@@ -96,6 +96,20 @@ async def test_requests_a_minute_over_grpc_as_well(stand_with_keys):
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert float(dict(caught.value.trailing_metadata())["tandem-retry-after-s"]) > 20
         assert 20 < int((await post(stand, "carol")).headers["Retry-After"]) <= 30
+
+
+@pytest.mark.parametrize(("proxies", "expected"), [((), [200, 429, 429]), (("127.0.0.1",), [200, 200, 429])])
+async def test_a_client_is_named_by_trusted_proxies_alone(backends, info, script, proxies, expected):
+    settings = {"client_requests_per_minute": 1, "forwarded_allow_ips": proxies}
+    async with serve(backends, info, script, **settings) as stand:
+        seen = []
+        for address in ("10.0.0.1", "10.0.0.2", "10.0.0.2"):
+            body = {"prompt": [5], "max_tokens": 1, "temperature": 0}
+            answer = await stand.http.post("/v1/completions", headers={"X-Forwarded-For": address}, json=body)
+            seen.append(answer.status_code)
+        assert seen == expected
+    with pytest.raises(InvalidRequest, match="forwarded_allow_ips holds 'proxy'; write each as an IP address"):
+        GatewaySettings(forwarded_allow_ips=("proxy",))
 
 
 async def test_metrics_by_key(stand_with_keys):

@@ -132,6 +132,30 @@ async def test_who_never_reads_loses_the_session(impatient):
     await all_closed(*impatient.targets, *impatient.drafts)
 
 
+async def test_who_reads_slowly_is_served(impatient):
+    """Slower than the buffers become free, for several times the time for writing."""
+    body = json.dumps({"prompt": [5], "max_tokens": 400, "stream": True, "logprobs": 20, "n": 64}).encode()
+    request = HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    (target,) = impatient.targets
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", impatient.gateway.port))
+        client.sendall(request)
+        client.setblocking(False)
+        await until(lambda: target.open_sessions)
+        num_output = -1
+        while num_output != (num_output := sum(session.num_output for session in target.open_sessions)):
+            await asyncio.sleep(0.2)  # until the buffers on the way are full
+        begun = time.monotonic()
+        while time.monotonic() - begun < 2:
+            with contextlib.suppress(BlockingIOError):
+                assert client.recv(4000)
+            await asyncio.sleep(0.1)
+        assert len(target.open_sessions) == 64
+        assert sum(session.num_output for session in target.open_sessions) < 64 * 400
+    await all_closed(*impatient.targets, *impatient.drafts)
+
+
 async def test_idle_connections_make_room_for_new_ones(backends, info, script):
     async with serve(backends, info, script, max_connections=20) as stand:
         port = stand.gateway.port

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
 import pytest
@@ -148,6 +148,23 @@ async def test_few_messages_are_received_at_once():
             call.cancel()
         await until(lambda: not server.num_active_calls)
         assert await ask(server.address) == "m"
+
+
+async def test_a_client_has_so_many_health_calls(monkeypatch):
+    """Watches stay open: on many connections one address could hold any number."""
+    monkeypatch.setattr("specdec.rpc.interceptor.MAX_CLIENT_HEALTH_CALLS", 4)
+    async with serving() as (server, _, _), AsyncExitStack() as stack:
+        watches = []
+        for _ in range(6):
+            channel = await stack.enter_async_context(open_channel(server.address))
+            watches.append(health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()))
+            assert (await watches[-1].read()).status == health_pb2.HealthCheckResponse.SERVING
+        assert await watches[0].code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "one client has 4 health calls open" in await watches[0].details()
+        assert await check_health(channel)
+        for watch in watches[3:]:  # the check took the place of one more
+            assert not watch.done()
+            watch.cancel()
 
 
 async def test_calls_in_progress_are_not_ended_for_new_ones():
