@@ -144,7 +144,7 @@ async def test_who_reads_slowly_is_served(impatient):
         client.setblocking(False)
         await until(lambda: target.open_sessions)
         num_output = -1
-        while num_output != (num_output := sum(session.num_output for session in target.open_sessions)):
+        while num_output != (num_output := sum(each.num_output for each in target.open_sessions)):  # noqa: ASYNC110
             await asyncio.sleep(0.2)  # until the buffers on the way are full
         begun = time.monotonic()
         while time.monotonic() - begun < 2:
