@@ -96,7 +96,8 @@ def record_all(ks: Iterable[int], *, num_prompts: int, max_tokens: int, temperat
         for rule in RULES:
             for k in ks:
                 texts = recorder.record(prompts, Rule(rule), k=k, max_tokens=max_tokens, temperature=temperature)
-                records.append(Record(rule=rule, k=k, texts=texts, statistics=Statistics.of(texts, k)))
+                outcomes = [text.outcomes for text in texts]
+                records.append(Record(rule=rule, k=k, texts=outcomes, statistics=Statistics.of(outcomes, k)))
     finally:
         recorder.close()
     return records

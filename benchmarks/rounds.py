@@ -6,9 +6,11 @@ not depend on when anything was computed, so it can be played back under any tim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+
+from torch import Tensor
 
 from specdec.engine.chains import ChainJob, draft_chains
 from specdec.engine.engine import Engine, Segment
@@ -45,14 +47,17 @@ class Text:
     outcomes: list[GuessOutcome] = field(default_factory=list)
 
 
+#: Told of the rounds of a step before they are decided, and the target's logits float32 [R, V] of their rows.
+Watch = Callable[[Sequence[Text], Sequence[Round], Tensor], None]
+
+
 class Recorder:
-    """Both models of a pair in this process."""
+    """Both models of a pair in this process, the draft's weights rounded as in service."""
 
     def __init__(self, target: str, draft: str, *, num_threads: int) -> None:
-        self._target, self._draft = (
-            Engine.load(ModelSettings(model=folder, dtype="float32", num_threads=num_threads))
-            for folder in (target, draft)
-        )
+        settings = ModelSettings(model=target, dtype="float32", num_threads=num_threads)
+        self._target = Engine.load(settings)
+        self._draft = Engine.load(replace(settings, model=draft, quantization="auto"))
         self._verifier = Verifier()
 
     def close(self) -> None:
@@ -61,32 +66,53 @@ class Recorder:
         self._draft.close()
 
     def record(
-        self, prompts: Sequence[Sequence[int]], rule: Rule, *, k: int, max_tokens: int, temperature: float
-    ) -> list[list[GuessOutcome]]:
-        """Continue every prompt by about ``max_tokens`` tokens in rounds of k drafts; the outcomes, text by text."""
-        texts = [
-            self._open(prompt, SamplingParams(temperature=temperature, seed=seed), max_tokens + k + 2)
-            for seed, prompt in enumerate(prompts)
-        ]
+        self,
+        prompts: Sequence[Sequence[int]],
+        rule: Rule,
+        *,
+        k: int,
+        max_tokens: int,
+        temperature: float,
+        draft_temperature: float | None = None,
+        watch: Watch | None = None,
+    ) -> list[Text]:
+        """Continue every prompt by about ``max_tokens`` tokens in rounds of k drafts; the texts, their caches released.
+
+        The draft samples at ``draft_temperature``, by default the request's.
+        """
+        texts = []
+        for seed, prompt in enumerate(prompts):
+            params = SamplingParams(temperature=temperature, seed=seed)
+            drawn = params if draft_temperature is None else replace(params, temperature=draft_temperature)
+            texts.append(self._open(prompt, params, drawn, max_tokens + k + 2))
         target, draft = self._target, self._draft
         target.forward([Segment(t.target_cache, t.target.token_ids[:-1], 0) for t in texts])
         while going := [t for t in texts if t.target.num_output_tokens < max_tokens]:
-            self._round(going, rule, k)
+            self._round(going, rule, k, watch)
         for text in texts:
             target.pool.release(text.target_cache)
             draft.pool.release(text.draft_cache)
-        return [text.outcomes for text in texts]
+        return texts
 
-    def _open(self, prompt: Sequence[int], params: SamplingParams, num_tokens: int) -> Text:
-        def state(engine: Engine) -> SamplingState:
+    def logits(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The target's and the draft's logits after every token of a text: float32 [len(token_ids), V] each."""
+        both = []
+        for engine in (self._target, self._draft):
+            cache = engine.pool.open(len(token_ids))
+            both.append(engine.forward([Segment(cache, token_ids, len(token_ids))]))
+            engine.pool.release(cache)
+        return both[0], both[1]
+
+    def _open(self, prompt: Sequence[int], params: SamplingParams, drawn: SamplingParams, num_tokens: int) -> Text:
+        def state(engine: Engine, params: SamplingParams) -> SamplingState:
             info = engine.info
             size = info.tokenizer_size or None
             return SamplingState(params, prompt, len(prompt), info.vocab_size, tokenizer_size=size)
 
-        room = len(prompt) + num_tokens
-        return Text(state(self._target), state(self._draft), self._target.pool.open(room), self._draft.pool.open(room))
+        target, draft, room = self._target, self._draft, len(prompt) + num_tokens
+        return Text(state(target, params), state(draft, drawn), target.pool.open(room), draft.pool.open(room))
 
-    def _round(self, texts: Sequence[Text], rule: Rule, k: int) -> None:
+    def _round(self, texts: Sequence[Text], rule: Rule, k: int, watch: Watch | None) -> None:
         target, draft = self._target, self._draft
         # One token more than is verified is drawn: its guesses are those of the bonus token.
         jobs = [
@@ -111,6 +137,8 @@ class Recorder:
             Round(text.target, rule, row * (k + 1), chain.token_ids[:k], chain.q_rows[:k])
             for row, (text, chain) in enumerate(zip(texts, chains, strict=True))
         ]
+        if watch is not None:
+            watch(texts, rounds, logits)
         for text, chain, outcome in zip(texts, chains, self._verifier.verify(logits, rounds), strict=True):
             if outcome.error is not None:
                 raise outcome.error

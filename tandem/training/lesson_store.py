@@ -77,7 +77,7 @@ class LessonStore:
         return min(PART_ROWS, self.settings.num_rows - number * PART_ROWS)
 
     def _rows(self, target: PreTrainedModel, texts: Sequence[torch.Tensor], number: int) -> torch.Tensor:
-        """Some rows of data alone; of the others, which the target writes, half are greedy and half are drawn."""
+        """Some rows of data alone; of the others, which the target writes, some are sampled and the rest greedy."""
         settings, size = self.settings, self._size(number)
         seed = settings.seed * 1_000_003 + number
         generator = torch.Generator().manual_seed(seed)
@@ -85,7 +85,7 @@ class LessonStore:
         data = self._windows(texts, num_data, settings.row_length, generator, "data")
         prompts = self._windows(texts, size - num_data, settings.prompt_length, generator, "data")
         temperatures = torch.zeros(len(prompts))
-        temperatures[len(prompts) // 2 :] = settings.temperature
+        temperatures[len(prompts) - round(len(prompts) * settings.sampled_share) :] = settings.temperature
         written = self._continue(target, prompts, temperatures, seed)
         return torch.cat([data, written])
 

@@ -53,7 +53,8 @@ class TrainSettings:
     row_length: int = option(256, "tokens of a row")
     prompt_length: int = option(64, "tokens of data a row begins with; the target writes the others", gt=0)
     data_share: float = option(0.25, "share of the rows that is data alone", ge=0, le=1)
-    temperature: float = option(1.0, "of the half of the written rows that is not greedy")
+    sampled_share: float = option(0.5, "share of the written rows that is sampled; the others are greedy", ge=0, le=1)
+    temperature: float = option(1.0, "of the sampled rows")
     num_held_out_rows: int = option(64, "rows of held-out text, for measuring", gt=0)
 
     num_steps: int = option(2000, "optimisation steps", gt=0)

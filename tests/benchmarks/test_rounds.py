@@ -45,8 +45,8 @@ PROMPTS = pick_prompts(TextTokenizer.load(find_checkpoint(DRAFT)).encode, 6, 48)
 def test_a_model_accepts_its_own_drafts(twins, rule) -> None:
     texts = twins.record(PROMPTS, rule, k=3, max_tokens=20, temperature=1.0)
     assert len(texts) == len(PROMPTS)
-    outcomes = [outcome for text in texts for outcome in text]
-    assert all(sum(outcome.accepted + 1 for outcome in text) >= 20 for text in texts)
+    outcomes = [outcome for text in texts for outcome in text.outcomes]
+    assert all(sum(outcome.accepted + 1 for outcome in text.outcomes) >= 20 for text in texts)
     # q travels rounded and cut, so a ratio rule may reject a token now and then; shared noise never does.
     assert sum(outcome.accepted == 3 for outcome in outcomes) >= 0.8 * len(outcomes)
     if rule is Rule.COUPLED:
@@ -55,4 +55,4 @@ def test_a_model_accepts_its_own_drafts(twins, rule) -> None:
 
 def test_a_greedy_model_guesses_itself(twins) -> None:
     texts = twins.record(PROMPTS, Rule.BLOCK, k=4, max_tokens=10, temperature=0.0)
-    assert all(outcome == GuessOutcome(4, 0) for text in texts for outcome in text)
+    assert all(outcome == GuessOutcome(4, 0) for text in texts for outcome in text.outcomes)
