@@ -86,7 +86,7 @@ def main() -> int:
     temperature, drawn_at = args.temperature, args.draft_temperatures or (args.temperature,)
     target = find_checkpoint(args.target)
     prompts = pick_prompts(TextTokenizer.load(target).encode, args.num_prompts, args.prompt_tokens)
-    recorder = Recorder(target, find_checkpoint(args.draft), num_threads=args.threads)
+    recorder = Recorder(target, find_checkpoint(args.draft), num_threads=args.threads, quantization="auto")
     measured: list[RuleAcceptance] = []
     own: list[Text] = []
     for rule in args.rules:

@@ -52,12 +52,13 @@ Watch = Callable[[Sequence[Text], Sequence[Round], Tensor], None]
 
 
 class Recorder:
-    """Both models of a pair in this process, the draft's weights rounded as in service."""
+    """Both models of a pair in this process."""
 
-    def __init__(self, target: str, draft: str, *, num_threads: int) -> None:
+    def __init__(self, target: str, draft: str, *, num_threads: int, quantization: str | None = None) -> None:
+        """``quantization`` rounds the draft's weights; "auto" as in service."""
         settings = ModelSettings(model=target, dtype="float32", num_threads=num_threads)
         self._target = Engine.load(settings)
-        self._draft = Engine.load(replace(settings, model=draft, quantization="auto"))
+        self._draft = Engine.load(replace(settings, model=draft, quantization=quantization))
         self._verifier = Verifier()
 
     def close(self) -> None:
