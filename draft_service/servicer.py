@@ -10,6 +10,7 @@ from typing import Any
 import grpc.aio
 
 from draft_service.core import DraftCore
+from draft_service.engine_stream import EngineStream
 from draft_service.session import CoreSession
 from specdec import codec
 from specdec.errors import Cancelled, InvalidRequest, Unavailable
@@ -55,6 +56,17 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
             await (await asyncio.shield(closing))  # a call may be cancelled twice
             with suppress(asyncio.CancelledError, Exception):  # the stream is over, whatever ended it
                 await reading
+
+    async def DraftSteps(  # type: ignore[override]  # as above
+        self, request_iterator: AsyncIterator[pb.DraftStepRequest], context: Context
+    ) -> None:
+        """Serve the sessions of an engine, step by step."""
+        stream = EngineStream(self._require_core())
+        try:
+            while (request := await context.read()) is not grpc.aio.EOF:
+                await context.write(await stream.step(request))
+        finally:
+            await asyncio.shield(stream.close())
 
     async def GetModelInfo(
         self, request: types_pb.GetModelInfoRequest, context: Context

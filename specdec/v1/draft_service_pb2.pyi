@@ -240,3 +240,165 @@ class DraftSessionOpened(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DraftSessionOpened: _TypeAlias = DraftSessionOpened  # noqa: Y015
+
+@_typing.final
+class DraftStepRequest(_message.Message):
+    """What changed in one step of an engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    CLOSE_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    ADVANCES_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Number of the step; the answer repeats it."""
+    timeout_ms: _builtins.int
+    """Milliseconds after which the answer is sent without the proposals that are not there yet. A session whose proposal
+    comes later has it dropped.
+    """
+    @_builtins.property
+    def close(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Sessions that end."""
+
+    @_builtins.property
+    def open(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenDraftSession]:
+        """Sessions that begin. A name that is in use begins anew. They are prefilled while later steps run."""
+
+    @_builtins.property
+    def advances(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionAdvance]:
+        """Tokens committed by this step, and the proposals asked for."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        close: _abc.Iterable[_builtins.str] | None = ...,
+        open: _abc.Iterable[Global___OpenDraftSession] | None = ...,
+        advances: _abc.Iterable[Global___SessionAdvance] | None = ...,
+        timeout_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advances", b"advances", "close", b"close", "open", b"open", "step", b"step", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftStepRequest: _TypeAlias = DraftStepRequest  # noqa: Y015
+
+@_typing.final
+class SessionAdvance(_message.Message):
+    """An advance of one of many sessions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    ADVANCE_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Name of the session."""
+    @_builtins.property
+    def advance(self) -> Global___Advance:
+        """As on a stream of its own; the epoch is that of its opening."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        advance: Global___Advance | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["advance", b"advance"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advance", b"advance", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionAdvance: _TypeAlias = SessionAdvance  # noqa: Y015
+
+@_typing.final
+class DraftStepResponse(_message.Message):
+    """The proposals of one step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    PROPOSALS_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Number of the step."""
+    @_builtins.property
+    def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionProposal]:
+        """Those that are there."""
+
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedCompositeFieldContainer[Global___LostSession]:
+        """Sessions that are open no longer, or never were."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        proposals: _abc.Iterable[Global___SessionProposal] | None = ...,
+        lost: _abc.Iterable[Global___LostSession] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost", "proposals", b"proposals", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftStepResponse: _TypeAlias = DraftStepResponse  # noqa: Y015
+
+@_typing.final
+class SessionProposal(_message.Message):
+    """A proposal of one of many sessions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    PROPOSAL_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Name of the session."""
+    @_builtins.property
+    def proposal(self) -> _types_pb2.Proposal:
+        """Drafted tokens."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        proposal: _types_pb2.Proposal | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["proposal", b"proposal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["proposal", b"proposal", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionProposal: _TypeAlias = SessionProposal  # noqa: Y015
+
+@_typing.final
+class LostSession(_message.Message):
+    """A session that ended by a failure."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Name of the session."""
+    cause: _builtins.str
+    """The cause, for logs."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        cause: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LostSession: _TypeAlias = LostSession  # noqa: Y015

@@ -41,6 +41,11 @@ class DraftServiceStub:
                 request_serializer=specdec_dot_v1_dot_draft__service__pb2.DraftRequest.SerializeToString,
                 response_deserializer=specdec_dot_v1_dot_draft__service__pb2.DraftResponse.FromString,
                 _registered_method=True)
+        self.DraftSteps = channel.stream_stream(
+                '/specdec.v1.DraftService/DraftSteps',
+                request_serializer=specdec_dot_v1_dot_draft__service__pb2.DraftStepRequest.SerializeToString,
+                response_deserializer=specdec_dot_v1_dot_draft__service__pb2.DraftStepResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/specdec.v1.DraftService/GetModelInfo',
                 request_serializer=specdec_dot_v1_dot_types__pb2.GetModelInfoRequest.SerializeToString,
@@ -62,6 +67,14 @@ class DraftServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DraftSteps(self, request_iterator, context):
+        """Many sessions on one stream, for an engine that decodes all its sequences in one step: one message a step, answered by
+        one message. The end of the stream ends its sessions.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """Describes the drafter and the load.
         """
@@ -76,6 +89,11 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.Draft,
                     request_deserializer=specdec_dot_v1_dot_draft__service__pb2.DraftRequest.FromString,
                     response_serializer=specdec_dot_v1_dot_draft__service__pb2.DraftResponse.SerializeToString,
+            ),
+            'DraftSteps': grpc.stream_stream_rpc_method_handler(
+                    servicer.DraftSteps,
+                    request_deserializer=specdec_dot_v1_dot_draft__service__pb2.DraftStepRequest.FromString,
+                    response_serializer=specdec_dot_v1_dot_draft__service__pb2.DraftStepResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -111,6 +129,33 @@ class DraftService:
             '/specdec.v1.DraftService/Draft',
             specdec_dot_v1_dot_draft__service__pb2.DraftRequest.SerializeToString,
             specdec_dot_v1_dot_draft__service__pb2.DraftResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DraftSteps(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/specdec.v1.DraftService/DraftSteps',
+            specdec_dot_v1_dot_draft__service__pb2.DraftStepRequest.SerializeToString,
+            specdec_dot_v1_dot_draft__service__pb2.DraftStepResponse.FromString,
             options,
             channel_credentials,
             insecure,

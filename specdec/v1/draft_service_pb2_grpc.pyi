@@ -40,6 +40,10 @@ class DraftServiceStub:
     verdict on the assumption that the verdict is this one, and sent already.
     The end of the stream releases the session's cache, or parks it when the session asked for that.
     """
+    DraftSteps: _grpc.StreamStreamMultiCallable[_draft_service_pb2.DraftStepRequest, _draft_service_pb2.DraftStepResponse]
+    """Many sessions on one stream, for an engine that decodes all its sequences in one step: one message a step, answered by
+    one message. The end of the stream ends its sessions.
+    """
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetModelInfoRequest, _types_pb2.GetModelInfoResponse]
     """Describes the drafter and the load."""
 
@@ -53,6 +57,10 @@ class DraftServiceAsyncStub(DraftServiceStub):
     proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
     verdict on the assumption that the verdict is this one, and sent already.
     The end of the stream releases the session's cache, or parks it when the session asked for that.
+    """
+    DraftSteps: _aio.StreamStreamMultiCallable[_draft_service_pb2.DraftStepRequest, _draft_service_pb2.DraftStepResponse]  # type: ignore[assignment]
+    """Many sessions on one stream, for an engine that decodes all its sequences in one step: one message a step, answered by
+    one message. The end of the stream ends its sessions.
     """
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_types_pb2.GetModelInfoRequest, _types_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     """Describes the drafter and the load."""
@@ -70,6 +78,16 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
         verdict on the assumption that the verdict is this one, and sent already.
         The end of the stream releases the session's cache, or parks it when the session asked for that.
+        """
+
+    @_abc_1.abstractmethod
+    def DraftSteps(
+        self,
+        request_iterator: _MaybeAsyncIterator[_draft_service_pb2.DraftStepRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_draft_service_pb2.DraftStepResponse], _abc.AsyncIterator[_draft_service_pb2.DraftStepResponse]]:
+        """Many sessions on one stream, for an engine that decodes all its sequences in one step: one message a step, answered by
+        one message. The end of the stream ends its sessions.
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,153 @@
+"""The sessions of an engine that decodes all its sequences in one step: one request and one answer a step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from specdec import codec
+from specdec.backends import DraftBackend, DraftSession
+from specdec.errors import StaleSession, TandemError
+from specdec.pending_proposals import PendingProposals, path_of
+from specdec.types import Proposal, SessionSpec
+from specdec.v1 import draft_service_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+
+class EngineStream:
+    """All sessions of one engine. Close it in any case."""
+
+    def __init__(self, backend: DraftBackend) -> None:
+        self._backend = backend
+        self._sessions: dict[str, _Session] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def step(self, request: pb.DraftStepRequest) -> pb.DraftStepResponse:
+        """Apply a step's changes; returns once all proposals asked for are there, or the step's time is over."""
+        response = pb.DraftStepResponse(step=request.step)
+        for session_id in request.close:
+            self._end(session_id)
+        for opening in request.open:
+            self._end(opening.session_id)
+            self._sessions[opening.session_id] = _Session(self._backend, codec.decode_open_draft(opening))
+        asked = [asking for each in request.advances if (asking := self._advance(each, response)) is not None]
+        waiting = [session.answered for session in asked if not session.answered.done()]
+        if waiting and request.timeout_ms:
+            await asyncio.wait(waiting, timeout=request.timeout_ms / 1000)
+        for session in asked:
+            if session.answered.done():
+                self._answer(session, response)
+        return response
+
+    async def close(self) -> None:
+        """End all sessions."""
+        for session_id in list(self._sessions):
+            self._end(session_id)
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+    def _advance(self, request: pb.SessionAdvance, response: pb.DraftStepResponse) -> _Session | None:
+        """Pass an advance on; the session, if it asks for a proposal."""
+        session = self._sessions.get(request.session_id)
+        if session is None:
+            response.lost.add(session_id=request.session_id, cause="no session of this name is open")
+            return None
+        session.advance(request.advance)
+        return session if request.advance.num_draft_tokens else None
+
+    def _answer(self, session: _Session, response: pb.DraftStepResponse) -> None:
+        answer = session.answered.result()
+        if isinstance(answer, Proposal):
+            response.proposals.add(session_id=session.name, proposal=codec.encode_proposal(answer))
+        else:
+            response.lost.add(session_id=session.name, cause=str(answer))
+            self._end(session.name)
+
+    def _end(self, session_id: str) -> None:
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            task = asyncio.create_task(session.close())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+
+class _Session:
+    """One session, opened in the background."""
+
+    def __init__(self, backend: DraftBackend, spec: SessionSpec) -> None:
+        self.name = spec.session_id
+        self._token_ids = list(spec.token_ids)
+        self._pending = PendingProposals()
+        #: The last advance that the backend does not know yet, and how many of the tokens it knows.
+        self._next: pb.Advance | None = None
+        self._num_sent = len(self._token_ids)
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+        #: The proposal that continues the committed tokens, or why there will be none.
+        self.answered: asyncio.Future[Proposal | Exception] = asyncio.get_running_loop().create_future()
+        self._running = asyncio.create_task(self._run(backend, spec), name="engine-session")
+
+    def advance(self, message: pb.Advance) -> None:
+        """Commit tokens and ask for a proposal: :attr:`answered` is a new one."""
+        known = len(self._token_ids)
+        token_ids = tuple(message.token_ids)[known - message.base_len :]
+        if message.base_len > known:
+            self._error = StaleSession(f"the advance begins at {message.base_len}; {known} tokens are known")
+        self._token_ids += token_ids
+        self._pending.commit(token_ids)
+        self.answered = asyncio.get_running_loop().create_future()
+        self._answer()
+        self._next = message
+        self._changed.set()
+
+    async def close(self) -> None:
+        """Release what it holds."""
+        self._running.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._running
+
+    async def _run(self, backend: DraftBackend, spec: SessionSpec) -> None:
+        try:
+            session = await backend.open(spec)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._pass_on(session))
+                    tasks.create_task(self._receive(session))
+            finally:
+                await session.close()
+        except* TandemError as errors:
+            self._error = errors.exceptions[0]
+        except* Exception as errors:
+            logger.exception("a session of an engine failed unexpectedly")
+            self._error = errors.exceptions[0]
+        self._answer()
+
+    async def _pass_on(self, session: DraftSession) -> None:
+        """Tell the backend what is committed. While it opens, the advances of several steps become one."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            message, length = self._next, self._num_sent
+            assert message is not None
+            self._num_sent = len(self._token_ids)
+            await session.advance(
+                length, self._token_ids[length:], message.num_draft_tokens, message.num_ahead_proposals
+            )
+
+    async def _receive(self, session: DraftSession) -> None:
+        while True:
+            proposal = await session.receive()
+            path = path_of(proposal, self._token_ids[proposal.base_len :])
+            if path is not None and not self._pending.full:
+                self._pending.keep(path, proposal)
+                self._answer()
+
+    def _answer(self) -> None:
+        if self.answered.done():
+            return
+        if self._error is not None:
+            self.answered.set_result(self._error)
+        elif (proposal := self._pending.take()) is not None:
+            self.answered.set_result(proposal)

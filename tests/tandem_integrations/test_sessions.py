@@ -1,0 +1,219 @@
+"""Engines that decode their sequences in steps, against a draft service over real connections."""
+
+import asyncio
+import random
+import types
+
+import numpy as np
+import pytest
+
+from draft_service.servicer import DraftServicer
+from specdec.rpc.server import RpcServer
+from specdec.settings import ServerSettings
+from specdec.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
+from tandem_integrations import sessions, step_client
+from tandem_integrations.sessions import RemoteSessions, Row
+from tandem_integrations.settings import RemoteDraftSettings
+from tandem_integrations.vllm import RemoteProposer
+from tests.gateway.fakes import FakeDraft, params, reference
+
+MAX_LEN = 512
+
+
+class Service:
+    def __init__(self, draft, port=0):
+        self.draft = draft
+        self.server = RpcServer(ServerSettings(port=port))
+        self.server.add(add_DraftServiceServicer_to_server, DraftServicer(draft), "draft")
+
+    async def __aenter__(self):
+        await self.server.start()
+        await self.server.set_serving(True)
+        return self
+
+    async def __aexit__(self, *_):
+        await self.server.stop()
+        assert not self.draft.open_sessions
+        assert self.draft.num_opened == self.draft.num_closed
+
+
+class Engine:
+    """Decodes greedily; a step commits what is right of each draft, and one token."""
+
+    def __init__(self, draft, prompts, num_tokens):
+        self.draft = draft
+        self.texts = [[*prompt] for prompt in prompts]
+        self.right = [
+            [*prompt, *reference(prompt, params(temperature=0.0, max_tokens=num_tokens))] for prompt in prompts
+        ]
+        self.drafts = [[] for _ in prompts]
+        self.num_steps = self.num_accepted = 0
+
+    @property
+    def unfinished(self):
+        return [i for i, text in enumerate(self.texts) if len(text) < len(self.right[i])]
+
+    def step(self, batch=None):
+        rows = []
+        for i in self.unfinished if batch is None else batch:
+            text, right = self.texts[i], self.right[i]
+            num_new = 1
+            for token in self.drafts[i]:
+                if len(text) + num_new >= len(right) or right[len(text) + num_new - 1] != token:
+                    break
+                num_new += 1
+            text += right[len(text) : len(text) + num_new]
+            self.num_accepted += num_new - 1
+            self.drafts[i] = []
+            rows.append((i, Row(np.array(text, np.int32), num_new)))
+        drafts = self.draft([row for _, row in rows])
+        for (i, _), draft in zip(rows, drafts, strict=True):
+            self.drafts[i] = draft
+        self.num_steps += 1
+
+
+def remote(service, **options):
+    settings = RemoteDraftSettings.read({"draft": service.server.address, "timeout_ms": 5000} | options)
+    return RemoteSessions(settings, 4, MAX_LEN)
+
+
+PROMPTS = [(5, 6, 7), (8, 9), (5, 6, 7), tuple(range(3, 60))]
+
+
+@pytest.mark.parametrize("num_ahead", [0, 4])
+async def test_a_good_draft_is_accepted(num_ahead):
+    async with Service(FakeDraft(quality=1.0)) as service:
+        drafting = remote(service, num_ahead_proposals=num_ahead)
+        engine = Engine(drafting.draft, PROMPTS, 60)
+        try:
+            while engine.unfinished:
+                await asyncio.to_thread(engine.step)
+        finally:
+            drafting.close()
+        assert engine.texts == engine.right
+        assert engine.num_accepted > 0.7 * 60 * len(PROMPTS)
+        assert service.draft.num_opened == len(PROMPTS)
+
+
+async def test_rows_move_pause_and_end(monkeypatch):
+    monkeypatch.setattr(sessions, "MAX_ABSENT_STEPS", 8)
+    choose = random.Random(1)
+    async with Service(FakeDraft(quality=0.7)) as service:
+        drafting = remote(service, reserve_tokens=20)
+        engine = Engine(drafting.draft, [(3 + i, 4, 5) for i in range(12)], 80)
+        try:
+            while engine.unfinished:
+                batch = engine.unfinished
+                choose.shuffle(batch)
+                await asyncio.to_thread(engine.step, batch[: choose.randrange(len(batch) + 1)])
+                assert len(service.draft.open_sessions) <= 12
+            for _ in range(2 * sessions.MAX_ABSENT_STEPS):
+                await asyncio.to_thread(engine.step)
+            async with asyncio.timeout(5):
+                while service.draft.open_sessions:  # noqa: ASYNC110 (the server's own pace)
+                    await asyncio.sleep(0.01)
+        finally:
+            drafting.close()
+        assert engine.texts == engine.right
+        assert engine.num_accepted > 200
+        # Each sequence outgrows what is reserved for it several times.
+        assert service.draft.num_opened > 2 * 12
+
+
+async def test_a_draft_that_is_too_late_costs_no_more_than_its_time():
+    async with Service(FakeDraft(latency_s=0.2, open_latency_s=0.0)) as service:
+        drafting = remote(service, timeout_ms=20)
+        engine = Engine(drafting.draft, PROMPTS[:1], 12)
+        try:
+            start = asyncio.get_running_loop().time()
+            while engine.unfinished:
+                await asyncio.to_thread(engine.step)
+            assert asyncio.get_running_loop().time() - start < 12 * 0.1
+        finally:
+            drafting.close()
+        assert engine.texts == engine.right
+
+
+async def test_a_lost_service_comes_back(monkeypatch, caplog):
+    monkeypatch.setattr(step_client, "RETRY_S", 0.05)
+    draft = FakeDraft()
+    async with Service(draft) as service:
+        port = service.server.port
+        drafting = remote(service, timeout_ms=500)
+        engine = Engine(drafting.draft, PROMPTS, 400)
+        for _ in range(5):
+            await asyncio.to_thread(engine.step)
+        assert engine.num_accepted
+    for _ in range(3):
+        await asyncio.to_thread(engine.step)
+    before = engine.num_accepted
+    await asyncio.to_thread(engine.step)
+    assert engine.num_accepted == before
+    async with Service(draft, port):
+        async with asyncio.timeout(10):
+            while engine.num_accepted < before + 40:
+                assert engine.unfinished
+                await asyncio.to_thread(engine.step)
+                await asyncio.sleep(0.02)
+        drafting.close()
+    assert all(text == right[: len(text)] for text, right in zip(engine.texts, engine.right, strict=True))
+    assert "was lost" in caplog.text
+
+
+async def test_sessions_that_are_refused_are_tried_again_later(monkeypatch, caplog):
+    monkeypatch.setattr(sessions, "RETRY_STEPS", 10)
+    draft = FakeDraft()
+    async with Service(draft) as service:
+        drafting = remote(service, timeout_ms=500)
+        engine = Engine(drafting.draft, PROMPTS[:1], 200)
+        draft.dead = True
+        for _ in range(5):
+            await asyncio.to_thread(engine.step)
+        assert not engine.num_accepted
+        draft.dead = False
+        for _ in range(10):
+            await asyncio.to_thread(engine.step)
+        assert engine.num_accepted
+        drafting.close()
+    assert "the fake is dead" in caplog.text
+
+
+async def test_as_vllm_calls_it():
+    draft = FakeDraft(quality=1.0)
+    async with Service(draft) as service:
+        config = types.SimpleNamespace(
+            additional_config={"tandem": {"draft": service.server.address, "timeout_ms": 5000}},
+            speculative_config=types.SimpleNamespace(num_speculative_tokens=4),
+            model_config=types.SimpleNamespace(max_model_len=MAX_LEN, get_vocab_size=lambda: 64),
+        )
+        proposer = RemoteProposer(config, is_output_rank=lambda: True)
+        buffer = np.zeros((4, MAX_LEN), np.int32)
+
+        def draft_rows(rows):
+            assert len(rows) <= 3
+            for index, row in enumerate(rows):
+                buffer[index, : len(row.token_ids)] = row.token_ids
+            new = [row.token_ids[len(row.token_ids) - row.num_new :].tolist() for row in rows]
+            lengths = np.array([len(row.token_ids) for row in rows], np.int32)
+            # A sequence whose prompt is being computed takes part without tokens.
+            answer = proposer.propose([*new, []], np.append(lengths, np.int32(5)), buffer, slot_mappings=None)
+            assert answer.pop() == []
+            return answer
+
+        engine = Engine(draft_rows, PROMPTS[:3], 60)
+        while engine.unfinished:
+            await asyncio.to_thread(engine.step)
+        assert engine.texts == engine.right
+        assert engine.num_accepted > 120
+        assert RemoteProposer(config, is_output_rank=lambda: False).propose([[1], []], None, None) == [[], []]
+        proposer.close()
+
+
+def test_options(monkeypatch):
+    monkeypatch.setenv("TANDEM_DRAFT", "a:1")
+    monkeypatch.setenv("TANDEM_TIMEOUT_MS", "7")
+    assert RemoteDraftSettings.read({"timeout_ms": 9}) == RemoteDraftSettings(draft="a:1", timeout_ms=9)
+    with pytest.raises(ValueError, match="no option speed; it has draft"):
+        RemoteDraftSettings.read({"speed": 1})
+    with pytest.raises(ValueError, match=r"timeout_ms is 0, outside \[1"):
+        RemoteDraftSettings.read({"timeout_ms": 0})
