@@ -255,9 +255,7 @@ class DraftStepRequest(_message.Message):
     step: _builtins.int
     """Number of the step; the answer repeats it."""
     timeout_ms: _builtins.int
-    """Milliseconds after which the answer is sent without the proposals that are not there yet. A session whose proposal
-    comes later has it dropped.
-    """
+    """Milliseconds after which the answer is sent without the proposals that are not there yet; 0 waits for none."""
     @_builtins.property
     def close(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Sessions that end."""

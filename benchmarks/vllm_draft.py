@@ -1,0 +1,171 @@
+"""vLLM with Tandem's draft service as its drafter, beside vLLM without speculation and with its own drafters:
+``python -m benchmarks.vllm_draft --vllm-python path/to/python``.
+
+The exit status is 1 if a text differs from that of vLLM without speculation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.command import run
+from specdec.errors import Unavailable
+
+ROOT: Final = Path(__file__).parents[1]
+MODELS: Final = ROOT / "tandem" / "models"
+TARGET, DRAFT = str(MODELS / "python-12m"), str(MODELS / "python-1m")
+PROMPTS: Final = (
+    "def fibonacci(n):\n",
+    "import os\n\n\ndef walk(path):\n",
+    "class Stack:\n    def __init__(self):\n",
+    "for i in range(10):\n    print(",
+    "try:\n    import json\nexcept ImportError:\n",
+    "def main():\n    parser = argparse.ArgumentParser()\n",
+    "@dataclass\nclass Point:\n",
+    "with open(path) as file:\n    for line in file:\n",
+)
+#: One after the other, then all at once.
+BATCHES: Final = [*([index] for index in range(len(PROMPTS))), [*range(len(PROMPTS))]]
+
+
+@contextmanager
+def draft_service() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The bundled draft model as a service: its address, and its process."""
+    command = [sys.executable, "-m", "draft_service", "--model", DRAFT, "--num-threads", "1", "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line:
+            raise Unavailable("the draft service did not start; run it by hand: " + " ".join(command[1:]))
+        yield f"127.0.0.1:{json.loads(line)['port']}", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def speculation(mode: str, k: int, address: str) -> dict[str, Any]:
+    """The arguments of vLLM's engine."""
+    methods: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "vllm draft_model": {"method": "draft_model", "model": DRAFT},
+        "vllm ngram": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    }
+    remote = {"method": "custom_class", "model": "tandem_integrations.vllm.RemoteProposer"}
+    method = methods.get(mode, remote)
+    engine = {"speculative_config": method | {"num_speculative_tokens": k}} if method else {}
+    return engine | ({"additional_config": {"tandem": {"draft": address}}} if method is remote else {})
+
+
+def generate(
+    python: str, engine: dict[str, Any], num_tokens: int, threads: int, on_result: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """What the engine in vLLM's environment generates, batch by batch."""
+    job = {
+        "engine": {"model": TARGET, "dtype": "float32", "max_model_len": 1024, "enforce_eager": True} | engine,
+        "prompts": PROMPTS,
+        "num_tokens": num_tokens,
+        "batches": BATCHES,
+    }
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
+    openmp = next(Path(python).parents[1].rglob("libiomp5.so"), None)
+    if openmp is not None:  # vLLM asks for it
+        environment["LD_PRELOAD"] = str(openmp)
+    command = [python, str(ROOT / "benchmarks" / "vllm_engine.py"), json.dumps(job)]
+    results = []
+    with tempfile.TemporaryFile("w+") as messages:
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=messages, text=True)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith('{"batch"'):
+                results.append(json.loads(line))
+                on_result()
+        if process.wait() or len(results) < len(BATCHES):
+            messages.seek(0)
+            last = "".join(messages.readlines()[-20:])
+            raise Unavailable(f"vLLM ended with status {process.returncode}:\n{last}")
+    return results
+
+
+def generate_here(k: int, num_tokens: int) -> list[dict[str, Any]]:
+    """The same by Tandem alone."""
+    from tandem import LLM, SamplingParams  # noqa: PLC0415 (torch reads the environment that `run` has set)
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    config = {"model": DRAFT, "num_speculative_tokens": k}
+    results = []
+    with LLM(TARGET, speculative_config=config, fixed_draft_length=True) as llm:
+        llm.generate(PROMPTS[:1], sampling)
+        for batch in BATCHES:
+            start = time.perf_counter()
+            outputs = llm.generate([PROMPTS[index] for index in batch], sampling)
+            seconds = time.perf_counter() - start
+            metrics = [output.metrics for output in outputs if output.metrics is not None]
+            results.append(
+                {
+                    "seconds": seconds,
+                    "texts": [list(output.outputs[0].token_ids) for output in outputs],
+                    "drafted": sum(each.num_draft_tokens for each in metrics),
+                    "accepted": sum(each.num_accepted_tokens for each in metrics),
+                }
+            )
+    return results
+
+
+def report(mode: str, results: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> bool:
+    """Print one line; whether the texts are those of plain decoding."""
+    count = len(results[0]["texts"][0])
+    single = statistics.median(count / each["seconds"] for each in results[:-1])
+    drafted = sum(each["drafted"] for each in results)
+    accepted = sum(each["accepted"] for each in results) / drafted if drafted else 0.0
+    ratio = statistics.median(old["seconds"] / new["seconds"] for old, new in zip(plain, results[:-1], strict=False))
+    is_same = [each["texts"] for each in results] == [each["texts"] for each in plain]
+    together = count * len(PROMPTS) / results[-1]["seconds"]
+    print(
+        f"{mode:24} {single:6.0f} tok/s ({ratio:.2f} of plain), {together:6.0f} tok/s at {len(PROMPTS)},"
+        f" accepted {accepted:.3f} of {drafted:.0f}, texts {'equal' if is_same else 'DIFFER'}",
+        flush=True,
+    )
+    return is_same
+
+
+def main() -> int:
+    """Run all modes."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_draft", description=__doc__)
+    parser.add_argument("--vllm-python", required=True, help="Python of an environment with vLLM, grpcio and protobuf")
+    parser.add_argument("--num-speculative-tokens", type=int, default=4)
+    parser.add_argument("--num-tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=2, help="OpenMP threads of vLLM")
+    args = parser.parse_args()
+    plain: list[dict[str, Any]] = []
+    is_same = True
+    for mode in ("plain", "tandem draft service", "the same, killed", "vllm draft_model", "vllm ngram"):
+        with draft_service() as (address, process):
+            countdown = iter([*[False] * (len(BATCHES) // 2), True])
+
+            def kill(mode: str = mode, draft: Any = process, countdown: Iterator[bool] = countdown) -> None:
+                if mode.endswith("killed") and next(countdown, False):
+                    draft.kill()
+
+            engine = speculation(mode, args.num_speculative_tokens, address)
+            results = generate(args.vllm_python, engine, args.num_tokens, args.threads, kill)
+        plain = plain or results
+        is_same &= report(mode, results, plain)
+    results = generate_here(args.num_speculative_tokens, args.num_tokens)
+    is_same &= report("tandem alone", results, plain)
+    return 0 if is_same else 1
+
+
+if __name__ == "__main__":
+    run("benchmarks.vllm_draft", main)
