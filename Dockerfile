@@ -26,6 +26,7 @@ COPY draft_service draft_service
 COPY target_service target_service
 COPY gateway gateway
 COPY tandem tandem
+COPY tandem_integrations tandem_integrations
 RUN pip install --no-cache-dir --no-deps --no-build-isolation . && pip check
 
 # Owners of volumes that are made on first use are those of these folders.
