@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
 import tempfile
 import time
@@ -38,7 +37,7 @@ from benchmarks.pairs import DRAFTS, TARGETS, pair
 from specdec.flags import Parser
 from specdec.params import SamplingParams
 from specdec.rules import Rule
-from tandem.bench.limits import Spread
+from tandem.bench.limits import Ratio, Spread
 from tandem.bench.plot import load_pyplot
 
 if TYPE_CHECKING:
@@ -53,35 +52,6 @@ _NUM_PROMPTS: Final = 256
 _QUICK_WARM_UP_S: Final = 4.0
 _QUICK_REPEATS: Final = 2
 _QUICK_WINDOW_S: Final = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """The median of ratios, the quartiles around it, and its standard error."""
-
-    spread: Spread
-    error: float
-
-    @classmethod
-    def of(cls, numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-        """Ratios of windows next to each other.
-
-        The error is that of the median of normal values, sqrt(pi / 2) times that of their mean; their deviation is
-        taken from the quartiles, which one bad window does not move.
-        """
-        ratios = [one / max(other, 1e-9) for one, other in zip(numerators, denominators, strict=True)]
-        spread = Spread.of(ratios)
-        deviation = (spread.high - spread.low) / 1.349
-        return cls(spread, math.sqrt(math.pi / 2.0 / len(ratios)) * deviation)
-
-    def show(self) -> str:
-        """``median ± error``."""
-        return f"{self.spread.median:.3f} ± {self.error:.3f}"
-
-    @property
-    def quartiles(self) -> str:
-        """``low–high``."""
-        return f"{self.spread.low:.2f}–{self.spread.high:.2f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

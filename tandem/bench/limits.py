@@ -6,6 +6,7 @@ c = draft step / target step, d = (network + serialisation of a round) / target 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,35 @@ class Spread:
     def show(self, digits: int = 1) -> str:
         """``median (low–high)``."""
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}–{self.high:.{digits}f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """The median of ratios, the quartiles around it, and its standard error."""
+
+    spread: Spread
+    error: float
+
+    @classmethod
+    def of(cls, numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+        """Ratios of windows next to each other.
+
+        The error is that of the median of normal values, sqrt(pi / 2) times that of their mean; their deviation is
+        taken from the quartiles, which one bad window does not move.
+        """
+        ratios = [one / max(other, 1e-9) for one, other in zip(numerators, denominators, strict=True)]
+        spread = Spread.of(ratios)
+        deviation = (spread.high - spread.low) / 1.349
+        return cls(spread, math.sqrt(math.pi / 2.0 / len(ratios)) * deviation)
+
+    def show(self) -> str:
+        """``median ± error``."""
+        return f"{self.spread.median:.3f} ± {self.error:.3f}"
+
+    @property
+    def quartiles(self) -> str:
+        """``low–high``."""
+        return f"{self.spread.low:.2f}–{self.spread.high:.2f}"
 
 
 def quantile(values: Sequence[float], share: float) -> float:

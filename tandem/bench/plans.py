@@ -12,6 +12,7 @@ from typing import Final
 from specdec.errors import InvalidRequest
 from tandem.bench.edits import pick_edits
 from tandem.bench.prompts import pick_prompts, pick_texts, read_prompts
+from tandem.bench.tasks import TASKS, make_task_prompts
 
 Tokens = tuple[int, ...]
 Prompt = str | Tokens
@@ -20,9 +21,13 @@ Prompt = str | Tokens
 PROSE: Final = "prose"
 EDITS: Final = "edits"
 TEXTS: Final = (PROSE, EDITS)
+#: What stands for all of :data:`~tandem.bench.tasks.TASKS`.
+ALL_TASKS: Final = "tasks"
 
 NUM_WARM_UP: Final = 2
 NUM_PROBES: Final = 3
+#: Of the task suite, which has many sections and whose report has no parts of a round.
+_NUM_TASK_WARM_UP: Final = 1
 #: Batches measured: with few sessions, and from ``_LARGE`` sessions on.
 NUM_BATCHES: Final = 8
 NUM_LARGE_BATCHES: Final = 4
@@ -37,7 +42,7 @@ class Plan:
 
     warm_up: Sequence[Sequence[Prompt]]
     batches: Sequence[Sequence[Prompt]]
-    #: One of :data:`TEXTS`; None for the user's own prompts.
+    #: One of :data:`TEXTS` or of :data:`~tandem.bench.tasks.TASKS`; None for the user's own prompts.
     text: str | None = None
     #: For the parts of a round; none where only the front of a server can be reached.
     probes: Sequence[Sequence[Tokens]] = ()
@@ -63,7 +68,8 @@ def make_plans(args: argparse.Namespace, encode: Callable[[str], Tokens] | None)
     makers = {PROSE: partial(_prose, args, encode), EDITS: partial(_edits, args, encode)}
     plans = []
     for text in names:
-        plans += _plans(args, text, makers[text], 0, has_probes=encode is not None)
+        make = partial(_task, text, encode) if text in TASKS else makers[text]
+        plans += _plans(args, text, make, 0, has_probes=encode is not None)
     return plans
 
 
@@ -76,8 +82,10 @@ def texts_of(args: argparse.Namespace) -> list[str]:
     names = [part.strip() for part in (args.text or "").split(",") if part.strip()]
     if names == ["all"] or (not names and args.drafter == "all"):
         return list(TEXTS)
-    if unknown := [name for name in names if name not in TEXTS]:
-        raise InvalidRequest(f"--text names {', '.join(unknown)}; choose from {', '.join(TEXTS)}, or all", param="text")
+    names = [each for name in names for each in (TASKS if name == ALL_TASKS else (name,))]
+    known = (*TEXTS, ALL_TASKS, *TASKS)
+    if unknown := [name for name in names if name not in known]:
+        raise InvalidRequest(f"--text names {', '.join(unknown)}; choose from {', '.join(known)}, or all", param="text")
     return names or [PROSE]
 
 
@@ -94,8 +102,9 @@ def _plans(
     for size in args.batch_size:
         default = -(-num_own // size) if num_own else NUM_LARGE_BATCHES if size >= _LARGE else NUM_BATCHES
         needs.append((size, args.num_prompts or default))
-    num_probes = NUM_PROBES if has_probes else 0
-    prompts = iter(make(sum(size * (NUM_WARM_UP + count + num_probes) for size, count in needs)))
+    num_warm_up = _NUM_TASK_WARM_UP if text in TASKS else NUM_WARM_UP
+    num_probes = NUM_PROBES if has_probes and text not in TASKS else 0
+    prompts = iter(make(sum(size * (num_warm_up + count + num_probes) for size, count in needs)))
 
     def take(size: int, count: int) -> list[list[Prompt]]:
         sessions = [list(islice(prompts, count)) for _ in range(size)]
@@ -103,7 +112,7 @@ def _plans(
 
     plans = []
     for size, count in needs:
-        warm_up, measured = take(size, NUM_WARM_UP), take(size, count)
+        warm_up, measured = take(size, num_warm_up), take(size, count)
         probes = [[prompt for prompt in batch if not isinstance(prompt, str)] for batch in take(size, num_probes)]
         plans.append(Plan(warm_up=warm_up, batches=measured, probes=probes, text=text))
     return plans
@@ -113,6 +122,11 @@ def _prose(args: argparse.Namespace, encode: Callable[[str], Tokens] | None, cou
     if encode is None:
         return pick_texts(count, args.prompt_tokens * _CHARACTERS_PER_TOKEN)
     return pick_prompts(encode, count, args.prompt_tokens)
+
+
+def _task(category: str, encode: Callable[[str], Tokens] | None, count: int) -> Sequence[Prompt]:
+    prompts = make_task_prompts(category, count)
+    return prompts if encode is None else [encode(prompt) for prompt in prompts]
 
 
 def _edits(args: argparse.Namespace, encode: Callable[[str], Tokens] | None, count: int) -> Sequence[Prompt]:

@@ -36,12 +36,16 @@ class RemoteServer:
 
 
 @asynccontextmanager
-async def connect(url: str, model: str | None, api_key: str | None = None) -> AsyncIterator[RemoteServer]:
-    """The server at ``http://host:port`` or ``grpc://host:port``.
+async def connect(
+    url: str, model: str | None, api_key: str | None = None, extra_body: Mapping[str, Any] | None = None
+) -> AsyncIterator[RemoteServer]:
+    """The server at ``http://host:port`` or ``grpc://host:port``; ``model`` None takes the first it serves.
 
-    Raises :class:`Unavailable` where nothing answers.
+    ``extra_body`` are fields of every HTTP request, over our own. Raises :class:`Unavailable` where nothing answers.
     """
     if url.startswith(GRPC_SCHEME):
+        if extra_body:
+            raise InvalidRequest(f"--extra-body is for HTTP, and the url is {url}", param="extra_body")
         channel = open_channel(url.removeprefix(GRPC_SCHEME))
         try:
             system = GrpcSystem(channel, api_key=api_key)
@@ -58,7 +62,8 @@ async def connect(url: str, model: str | None, api_key: str | None = None) -> As
         names = ", ".join(entry["id"] for entry in listed)
         raise InvalidRequest(f"{server.url} serves {names or 'nothing'}, not {model}", param="model")
     is_tandem = chosen.get("owned_by") == "tandem"
-    yield RemoteServer(RestSystem(server, chosen["id"], is_tandem=is_tandem), chosen["id"], is_tandem=is_tandem)
+    rest = RestSystem(server, chosen["id"], is_tandem=is_tandem, extra_body=extra_body)
+    yield RemoteServer(rest, chosen["id"], is_tandem=is_tandem)
 
 
 class RestSystem:
@@ -66,8 +71,11 @@ class RestSystem:
 
     router: Router | None = None
 
-    def __init__(self, server: RestClient, model: str, *, is_tandem: bool) -> None:
+    def __init__(
+        self, server: RestClient, model: str, *, is_tandem: bool, extra_body: Mapping[str, Any] | None = None
+    ) -> None:
         self._server, self._model, self._is_tandem = server, model, is_tandem
+        self._extra_body = extra_body or {}
 
     async def stream(
         self, prompt: str | Sequence[int], params: SamplingParams, rule: Rule | None, k: int | None
@@ -109,9 +117,15 @@ class RestSystem:
         if params.top_p < 1:
             body["top_p"] = params.top_p
         if not self._is_tandem:
-            return body
+            return {**body, **self._extra_body}
         speculation = {"num_speculative_tokens": k, "verification": None if rule is None else str(rule)}
-        return {**body, "ignore_eos": params.ignore_eos, "return_token_ids": True, "speculation": speculation}
+        return {
+            **body,
+            "ignore_eos": params.ignore_eos,
+            "return_token_ids": True,
+            "speculation": speculation,
+            **self._extra_body,
+        }
 
 
 def _piece_of(event: Mapping[str, Any]) -> Piece | None:

@@ -14,18 +14,25 @@ from rich.table import Table
 
 from specdec import __version__
 from specdec.cores import usable_cores
+from tandem.bench.break_even import curves_of, table_of
 from tandem.bench.limits import Spread
 from tandem.bench.parts import RoundCosts
 from tandem.bench.results import Measurement, Section
+from tandem.bench.tasks import TASKS
 
 #: Modes beside each other in one explanation.
 _COLUMNS: Final = 4
 
 
 def print_report(console: Console, title: str, sections: Sequence[Section], notes: Sequence[str]) -> None:
-    """Print the speeds of each section and what explains them, then what the numbers depend on."""
+    """Print the speeds of each section and what explains them, then what the numbers depend on.
+
+    Sections of the task suite share one table.
+    """
     console.print(title, style="bold", highlight=False)
-    for section in sections:
+    if tasks := [section.summary() for section in sections if section.text in TASKS]:
+        console.print(table_of(curves_of(tasks)))
+    for section in (section for section in sections if section.text not in TASKS):
         console.print(_speeds(section))
         names = [name for name, mode in section.modes.items() if mode.drafts]
         for start in range(0, len(names), _COLUMNS):

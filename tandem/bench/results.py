@@ -35,6 +35,9 @@ class Measurement:
     #: The answers' speculation metrics, summed: counts and nanoseconds.
     speculation: dict[str, int] = field(default_factory=dict)
     histogram: list[int] = field(default_factory=list)
+    #: Tokens and pieces of the answers whose server reports no speculation metrics.
+    num_tokens: int = 0
+    num_pieces: int = 0
     #: Seconds measured, and what target and draft worked in them.
     wall_s: float = 0.0
     busy_s: list[float] = field(default_factory=list)
@@ -50,6 +53,9 @@ class Measurement:
             self.ttft_s.append(answer.ttft_s)
             self.itl_s += answer.itl_s
             self.gaps_s += answer.gaps_s
+            if not answer.speculation:
+                self.num_tokens += answer.num_tokens
+                self.num_pieces += len(answer.pieces)
             if answer.num_rounds:
                 self.round_s.append(answer.decode_s / answer.num_rounds)
             for name, value in answer.speculation.items():
@@ -170,6 +176,8 @@ class Section:
             "draft_busy": mode.busy_share(1),
             "round_ms": mode.round_ms,
         }
+        if mode.num_pieces:
+            values |= {"num_tokens": mode.num_tokens, "num_pieces": mode.num_pieces}
         if mode.drafts:
             values |= {
                 "k": mode.k,

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specdec.errors import InvalidRequest
 from specdec.flags import whole_numbers
 from specdec.params import SamplingParams
-from tandem.bench.modes import deployments_of, plain_mode, rules_of, speculative_modes
+from tandem.bench.modes import PLAIN, deployments_of, plain_mode, rules_of, speculative_modes
 from tandem.bench.plot import load_pyplot
+from tandem.bench.tasks import TASKS
 from tandem.cli.flags import add_deployment_flags, add_key_flag, client_key
 from tandem.launcher.deployment import Deployment
 from tandem.launcher.environment import tune_environment
@@ -41,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--text",
         metavar="A,B",
-        help="held-out prompts: prose, new code; edits, code that is edited again and again; or all (default: prose, or"
-        " all with --drafter all)",
+        help="held-out prompts: prose, new code; edits, code that is edited again and again; or all, which is both;"
+        " tasks, the suite of eleven tasks, or some of them by name (default: prose, or all with --drafter all)",
     )
     group.add_argument("--rules", metavar="A,B", help="token, block, coupled, or all; differ at a temperature above 0")
     group.add_argument("--batch-size", type=whole_numbers, default=(1,), metavar="N,M", help="sessions at once")
@@ -50,8 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--compare", choices=("hf",), help="hf: Hugging Face generate in the same run")
     group.add_argument("--pad-target", metavar="SIZE", help="measure the target padded to this size, such as 200M")
     group.add_argument("--url", help="a running server instead: http://host:port, or grpc://host:port for our own")
+    group.add_argument(
+        "--plain-url", metavar="URL", help="with --url: a server of the same model that never speculates"
+    )
     add_key_flag(group)
     group = parser.add_argument_group("measurement")
+    group.add_argument(
+        "--extra-body", metavar="JSON", type=json_object, help="with --url: fields of every request to the servers"
+    )
     group.add_argument("--prompts", metavar="FILE", help='your own prompts: lines of text, or of JSON with "prompt"')
     group.add_argument("--num-prompts", type=int, help="prompts per session (default: 8; 4 from 8 sessions on)")
     group.add_argument("--prompt-tokens", type=int, default=64, help="tokens of each prompt")
@@ -111,10 +118,24 @@ def _check(args: argparse.Namespace) -> None:
     if min(args.batch_size) < 1:
         raise InvalidRequest(f"batch_size is {min(args.batch_size)}; it must be at least 1", param="batch_size")
     if args.url:
+        if args.plain_url and (args.k is not None or args.rules):
+            raise InvalidRequest("--plain-url compares two servers as they are; leave --k and --rules out", param="k")
         for name in ("drafter", "pad_target", "compare", "speculative_config", "speculative_model"):
             if getattr(args, name):
                 flag = "--" + name.replace("_", "-")
                 raise InvalidRequest(f"--url names a running server, which has its own models; leave {flag} out")
+        return
+    for name in ("plain_url", "extra_body"):
+        if getattr(args, name):
+            raise InvalidRequest(f"--{name.replace('_', '-')} is for a running server: give --url, too", param=name)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """For ``argparse``."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
 
 
 async def _measure_here(args: argparse.Namespace) -> BenchReport:
@@ -177,19 +198,27 @@ async def _measure_server(args: argparse.Namespace) -> BenchReport:
     plans = make_plans(args, None)
     k = args.num_speculative_tokens if args.k is None else args.k
     rules = rules_of(args)
-    async with connect(args.url, args.model, client_key(args)) as remote:
-        if remote.is_tandem:
+    async with AsyncExitStack() as stack:
+        remote = await stack.enter_async_context(connect(args.url, args.model, client_key(args), args.extra_body))
+        systems = {"server": remote.system}
+        if args.plain_url:
+            plain = await stack.enter_async_context(connect(args.plain_url, None, client_key(args), args.extra_body))
+            systems[PLAIN] = plain.system
+            modes = [plain_mode(PLAIN), BenchMode("server", "server", None)]
+        elif remote.is_tandem:
             modes = [plain_mode("server"), *speculative_modes({"server": k}, rules)]
         elif k is not None or rules != [None]:
             raise InvalidRequest("--k and --rules need a server of ours; this one decides itself", param="url")
         else:
             modes = [BenchMode("server", "server", None)]
         with _progress() as progress:
-            sections = await _run(args, Bench({"server": remote.system}, modes, _params(args)), plans, progress)
-    seen = "" if remote.is_tandem else "; pieces count as one token each where the server sends no token ids"
-    return BenchReport(
-        f"{remote.name} at {args.url}", sections, [*_plan_notes(args, plans), f"as its client sees it{seen}"]
-    )
+            sections = await _run(args, Bench(systems, modes, _params(args)), plans, progress)
+    notes = [*_plan_notes(args, plans), "as its client sees it"]
+    if not remote.is_tandem:
+        notes[-1] += "; pieces count as one token each where the server sends no token ids"
+    if args.plain_url:
+        notes.append(f"plain: {plain.name} at {args.plain_url}")
+    return BenchReport(f"{remote.name} at {args.url}", sections, notes)
 
 
 async def _run(
@@ -232,7 +261,12 @@ def _padded(deployments: dict[str, Deployment], size: str | None) -> dict[str, D
 
 def _plan_notes(args: argparse.Namespace, plans: Sequence[Plan]) -> list[str]:
     counts = ", ".join(dict.fromkeys(f"{len(plan.batches)} x {plan.num_sessions}" for plan in plans))
-    source = f"prompts of {args.prompts}" if args.prompts else f"held-out prompts of {args.prompt_tokens} tokens"
+    if args.prompts:
+        source = f"prompts of {args.prompts}"
+    elif any(plan.text in TASKS for plan in plans):
+        source = "prompts of the task suite"
+    else:
+        source = f"held-out prompts of {args.prompt_tokens} tokens"
     rules = args.rules or args.verification or "block"
     sampling = f"temperature {args.temperature:g}, rule {rules}" if args.temperature else "greedy"
     return [f"{counts} {source}, {args.max_tokens} new tokens each, {sampling}; prefill included"]

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import random
-import statistics
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, replace
@@ -14,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import command, concurrency
-from benchmarks.concurrency import Point, Ratio, draw, measure_points, merge, read_points, show
+from benchmarks.concurrency import Point, draw, measure_points, merge, read_points, show
 from benchmarks.pacing_report import WindowReport, counted
 from gateway.pacing.stats import Mode, PacingStats, PacingStatsCollector
 from specdec.errors import InvalidRequest
@@ -70,14 +68,6 @@ def point(draft: str = "good", sessions: int = 1, speculative: float = 20.0) -> 
         "windows": [WindowReport(rounds=1.0)],
     }
     return replace(LABEL, draft=draft, sessions=sessions, **pairs)
-
-
-def test_the_error_of_a_ratio_is_that_of_the_median_of_pairs() -> None:
-    generator = random.Random(0)
-    samples = [Ratio.of([generator.gauss(0.97, 0.05) for _ in range(25)], [1.0] * 25) for _ in range(400)]
-    medians = [sample.spread.median for sample in samples]
-    assert statistics.fmean(medians) == pytest.approx(0.97, abs=0.002)
-    assert statistics.fmean(sample.error for sample in samples) == pytest.approx(statistics.stdev(medians), rel=0.15)
 
 
 def test_the_control_pairs_windows_next_to_each_other() -> None:

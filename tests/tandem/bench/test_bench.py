@@ -70,6 +70,9 @@ def test_two_embedded_sessions_under_two_rules(capsys: pytest.CaptureFixture[str
         (["--pad-target", "1M"], "it is larger"),
         (["--prompt-tokens", "1000000"], "ask for fewer"),
         (["--url", "http://127.0.0.1:1", "--drafter", "ngram"], "leave --drafter out"),
+        (["--url", "http://127.0.0.1:1", "--plain-url", "http://127.0.0.1:2", "--k", "2"], "leave --k and --rules out"),
+        (["--url", "grpc://127.0.0.1:1", "--extra-body", '{"a": 1}'], "--extra-body is for HTTP"),
+        (["--plain-url", "http://127.0.0.1:1"], "give --url, too"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,13 @@
 """The arithmetic of the benchmark."""
 
+import random
+import statistics
+
 import pytest
 
 from tandem.bench.limits import (
     Limits,
+    Ratio,
     Spread,
     overlapped_limit,
     quantile,
@@ -49,3 +53,11 @@ def test_spread() -> None:
     assert quantile([1, 2], 0.5) == 1.5
     assert Spread.of([1, 2, 3, 4, 5]) == Spread(3, 2, 4)
     assert Spread.of([1, 2, 3, 4, 5]).show() == "3.0 (2.0–4.0)"
+
+
+def test_the_error_of_a_ratio_is_that_of_the_median_of_pairs() -> None:
+    generator = random.Random(0)
+    samples = [Ratio.of([generator.gauss(0.97, 0.05) for _ in range(25)], [1.0] * 25) for _ in range(400)]
+    medians = [sample.spread.median for sample in samples]
+    assert statistics.fmean(medians) == pytest.approx(0.97, abs=0.002)
+    assert statistics.fmean(sample.error for sample in samples) == pytest.approx(statistics.stdev(medians), rel=0.15)

@@ -78,6 +78,12 @@ def test_measuring_a_stranger(stranger: str, capsys: pytest.CaptureFixture[str])
     assert "theirs" in printed
     assert "count as one token each" in printed
     assert "│ plain" not in printed
+    plain = ["--plain-url", stranger, "--extra-body", '{"ignore_eos": true}']
+    assert cli.main(["bench", "--url", stranger, *plain, "--text", "code,maths", "--batch-size", "1,2", *TINY]) == 0
+    printed = capsys.readouterr().out
+    for text in ("│ plain", "break-even", "≈2.50", "maths", f"plain: theirs at {stranger}"):
+        assert text in printed
+    assert Stranger.bodies[-1]["ignore_eos"] is True
     assert cli.main(["bench", "--url", stranger, "--k", "2"]) == 2
     assert "a server of ours" in capsys.readouterr().err
 
