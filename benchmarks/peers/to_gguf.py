@@ -1,4 +1,4 @@
-"""A model with the bundled tokenizer as GGUF: ``python gguf.py LLAMA_CPP MODEL OUT [TYPE]``.
+"""A model with the bundled tokenizer as GGUF: ``python to_gguf.py LLAMA_CPP MODEL OUT [TYPE]``.
 
 ``LLAMA_CPP`` is a checkout of llama.cpp. Its converter refuses tokenizers it does not know by name; the bundled one
 splits text as GPT-2's does. ``TYPE`` is f32 (default) or q8_0.
