@@ -1,7 +1,7 @@
 """OpenVINO GenAI in this process: plain, with a draft model, and with prompt lookup, in turn on the same prompts.
 
-``python openvino_generate.py TARGET DRAFT PROMPTS``: two folders that ``optimum-cli export openvino`` wrote, and lines of
-JSON with ``prompt``. Prints the median of the tokens per second of each mode, prefill included, as ``tandem bench`` does.
+``python openvino_generate.py TARGET DRAFT PROMPTS``: two folders written by ``optimum-cli export openvino``, and lines
+of JSON with ``prompt``. Prints the median tokens per second of each mode, prefill included, as ``tandem bench`` does.
 It needs OpenVINO GenAI alone, so it runs in an environment of its own.
 """
 
