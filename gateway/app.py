@@ -19,6 +19,7 @@ from gateway.backends.fleet import Fleet
 from gateway.generation import Generation
 from gateway.grpc.access import enter_call
 from gateway.grpc.servicer import SERVICE_NAME, GenerationServicer, add_to_server
+from gateway.limits import MOST_BODY_BYTES
 from gateway.pacing.pace import Pacer
 from gateway.pacing.target_pacer import TargetPacer
 from gateway.rest.app import make_app
@@ -80,7 +81,11 @@ class Gateway:
         self._workers: WorkerPool | None = None
         if settings.tokenizer_pool_size:
             self._workers = WorkerPool(
-                settings.tokenizer_pool_size, settings.max_buffered_bytes, TextProcessor.load, settings
+                settings.tokenizer_pool_size,
+                TextProcessor.load,
+                settings,
+                max_waiting=settings.max_queued_requests,
+                max_wait_s=settings.max_queue_wait_s,
             )
         self.generation = Generation(router, settings, tokenizer, make_pacer=make_pacer, workers=self._workers)
         keys = KeyRing(settings)
@@ -117,7 +122,7 @@ class Gateway:
                 insecure=True,  # checked by the gateway's settings
                 drain_s=settings.drain_s,
                 # What is above the limits of requests gets its own answer, with the time to wait.
-                max_message_bytes=settings.max_body_bytes,
+                max_message_bytes=settings.max_body_bytes or MOST_BODY_BYTES,
                 max_receiving=MAX_RECEIVING,
                 max_concurrent_rpcs=2 * (settings.max_concurrent_sequences + settings.max_queued_requests),
                 max_connections=settings.max_connections,

@@ -10,13 +10,14 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Final, TypeVar
 
+from gateway.access.buffers import RequestBuffers
 from gateway.access.caller import current_caller
 from gateway.access.request_id import current_request_id
 from gateway.access.usage import Clients
 from gateway.decoding.context import DecodingContext
 from gateway.decoding.loop import Decoding
 from gateway.decoding.request import DecodingRequest
-from gateway.limits import check_request, check_text
+from gateway.limits import MOST_BODY_BYTES, body_limit, check_request, check_text
 from gateway.merging import merge
 from gateway.metrics import GatewayMetrics
 from gateway.pacing.pace import Pacer
@@ -73,6 +74,7 @@ class Generation:
         self.context = DecodingContext(router, self.settings, make_pacer=make_pacer)
         self.metrics.registry.register(PacingStatsCollector(lambda: self.context.pacing_stats))
         self.clients = Clients(self.metrics.refuse)
+        self.buffers = RequestBuffers(self.settings.max_buffered_bytes)
         self.request_log = RequestLog(self.metrics, enabled=self.settings.log_requests)
         self.num_requests = 0
         self._admission: Admission[bool] = Admission(
@@ -88,6 +90,14 @@ class Generation:
         self.text = TextProcessor(tokenizer, self.settings)
         self._workers = workers
         self._session_ids: set[str] = set()
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Bytes of the largest body or gRPC message that is read."""
+        try:
+            return body_limit(self.settings, self.router.model().max_model_len)
+        except Unavailable:  # such a request is refused for that
+            return self.settings.max_body_bytes or MOST_BODY_BYTES
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -233,7 +243,7 @@ class Generation:
         model = self.router.model()
         if len(raw) <= SMALL_REQUEST or self._workers is None:
             return function(self.text, raw, model, False)
-        return await self._workers.run(function, raw, model, True)
+        return await self._workers.run(function, raw, model, True, client=current_caller().client)
 
     async def _sample(
         self,

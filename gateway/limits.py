@@ -12,8 +12,19 @@ from specdec.params import SamplingParams
 from specdec.settings import RequestLimits
 from specdec.types import ModelInfo
 
+#: Bytes of a body where no limit is set: so many a token of the model's context, in this range.
+BYTES_PER_TOKEN: Final = 64
+LEAST_BODY_BYTES: Final = 2**20
+MOST_BODY_BYTES: Final = 2**24
 #: Characters of the names that a client gives: of a session, of a request.
 MAX_NAME_LENGTH: Final = 256
+
+
+def body_limit(limits: RequestLimits, max_model_len: int) -> int:
+    """Bytes of the largest body. Reading one costs time by its length, so it follows what a prompt can need."""
+    if limits.max_body_bytes is not None:
+        return limits.max_body_bytes
+    return min(max(BYTES_PER_TOKEN * max_model_len, LEAST_BODY_BYTES), MOST_BODY_BYTES)
 
 
 def check_request(request: GenerationRequest, limits: RequestLimits, model: ModelInfo) -> None:
@@ -38,12 +49,12 @@ def check_text(text: str, limits: RequestLimits, model: ModelInfo) -> None:
         )
 
 
-def check_length(num_tokens: int, model: ModelInfo) -> None:
-    """Refuse a prompt that leaves no room for an answer."""
+def check_length(num_tokens: int, model: ModelInfo, *, is_all: bool = True) -> None:
+    """Refuse a prompt that leaves no room for an answer; it has more tokens unless these are all."""
     if num_tokens >= model.max_model_len:
         raise ContextLengthExceeded(
-            f"this model's maximum context length is {model.max_model_len} tokens, and the prompt has {num_tokens};"
-            " shorten it, so that there is room for an answer",
+            f"this model's maximum context length is {model.max_model_len} tokens, and the prompt has"
+            f" {'' if is_all else 'more than '}{num_tokens}; shorten it, so that there is room for an answer",
             param="prompt",
         )
 

@@ -11,6 +11,7 @@ from typing import Final
 from google.protobuf.message import Message
 
 from gateway.limits import check_count, check_length, check_request, check_text
+from gateway.prompt import encode_prompt
 from gateway.text.processor import TextProcessor
 from gateway.types import GenerationRequest
 from specdec import codec
@@ -46,9 +47,7 @@ def read_generate(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: b
     check_request(request, text.settings, model)
     token_ids = request.prompt
     if isinstance(token_ids, str):
-        check_text(token_ids, text.settings, model)
-        token_ids = text.encode(token_ids)
-        check_length(len(token_ids), model)
+        token_ids = encode_prompt(text, token_ids, model)
     return replace(request, prompt=array("I", token_ids))
 
 

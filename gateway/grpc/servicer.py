@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 import grpc.aio
 
+from gateway.access.caller import current_caller
 from gateway.generation import Generation
 from gateway.grpc.reading import read_detokenize, read_generate, read_tokenize
 from gateway.text.processor import TextProcessor
 from gateway.types import FinalChunk, GenerationChunk, TokenLogprobs, TokenText
 from specdec import codec
+from specdec.errors import InvalidRequest
 from specdec.types import ModelInfo
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+
+T = TypeVar("T")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -35,7 +39,7 @@ class GenerationServicer:
 
     async def Generate(self, raw: bytes, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream one request. The call's deadline is the request's; a call that ends early closes its sessions."""
-        request = await self._generation.read(read_generate, raw)
+        request = await self._read(read_generate, raw)
         del raw  # may be many megabytes, of fields that nobody knows
         asked = replace(request, timeout_s=context.time_remaining())
         async with (
@@ -65,9 +69,19 @@ class GenerationServicer:
     async def _answer(
         self, read: Callable[[TextProcessor, bytes, ModelInfo, bool], tuple[str, bytes]], raw: bytes
     ) -> bytes:
-        model, answer = await self._generation.read(read, raw)
+        model, answer = await self._read(read, raw)
         self._generation.check_model(model)
         return answer
+
+    async def _read(self, read: Callable[[TextProcessor, bytes, ModelInfo, bool], T], raw: bytes) -> T:
+        most = self._generation.max_body_bytes
+        if len(raw) > most:
+            raise InvalidRequest(
+                f"the message is above the limit of {most} bytes (--max-body-bytes); send a smaller one"
+            )
+        with self._generation.buffers.request(current_caller().client) as add:
+            add(len(raw))
+            return await self._generation.read(read, raw)
 
 
 def add_to_server(servicer: GenerationServicer, server: grpc.aio.Server) -> None:

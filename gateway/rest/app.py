@@ -30,7 +30,7 @@ from specdec.settings import AccessSettings
 def make_app(generation: Generation, keys: KeyRing) -> FastAPI:
     """The ASGI application over one generation module, for the holders of ``keys``."""
     app = FastAPI(title="Tandem", version=__version__, description="Speculative decoding as a service")
-    app.add_middleware(BodyLimit, max_bytes=generation.settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=lambda: generation.max_body_bytes)
     app.add_middleware(KeyCheck, keys=keys)
     _allow_origins(app, generation.settings)  # outside of the check of keys: browsers ask first without one
     app.router.route_class = body_route(generation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from starlette.exceptions import HTTPException
@@ -9,27 +10,28 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.rest.errors import ErrorResponse, error_body
 
-#: Limits' worth of a refused body that are read before the answer is sent regardless.
-PATIENCE: Final = 8
+#: Bytes of a refused body that are read before the answer is sent regardless.
+MAX_DISCARDED_BYTES: Final = 128 * 2**20
 
 
 class BodyLimit:
     """ASGI middleware that answers 413 to bodies above the limit, announced or not."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: Callable[[], int]) -> None:
         self._app = app
         self._max_bytes = max_bytes
-        self._text = f"the body is above the limit of {max_bytes} bytes (--max-body-bytes); send a smaller one"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the call on unless its body is too large."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        most = self._max_bytes()
+        text = f"the body is above the limit of {most} bytes (--max-body-bytes); send a smaller one"
         announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if int(announced) > self._max_bytes:
+        if int(announced) > most:
             await self._discard(receive, {"more_body": True})
-            await self._refuse(scope, receive, send)
+            await self._refuse(text, scope, receive, send)
             return
         seen = 0
 
@@ -37,9 +39,9 @@ class BodyLimit:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > self._max_bytes:
+            if seen > most:
                 await self._discard(receive, message)
-                raise HTTPException(413, self._text)
+                raise HTTPException(413, text)
             return message
 
         await self._app(scope, counted, send)
@@ -47,10 +49,10 @@ class BodyLimit:
     async def _discard(self, receive: Receive, message: Message) -> None:
         """Read on for a while and keep nothing: a client still sending sees a broken connection, not the answer."""
         seen = 0
-        while message.get("more_body") and seen < PATIENCE * self._max_bytes:
+        while message.get("more_body") and seen < MAX_DISCARDED_BYTES:
             message = await receive()
             seen += len(message.get("body", b""))
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = error_body(self._text, "invalid_request_error", 413)
+    async def _refuse(self, text: str, scope: Scope, receive: Receive, send: Send) -> None:
+        body = error_body(text, "invalid_request_error", 413)
         await ErrorResponse(413, body, {"Connection": "close"})(scope, receive, send)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from gateway.limits import check_count, check_length, check_name, check_params, check_text
+from gateway.prompt import encode_prompt
 from gateway.rest.body import Body, invalid_request_of
 from gateway.rest.json_body import parse_json
 from gateway.rest.schemas import (
@@ -136,8 +137,7 @@ def _keep(
 
 def _token_ids(prompt: str | Sequence[int], text: TextProcessor, model: ModelInfo, *, special: bool) -> Sequence[int]:
     if isinstance(prompt, str):
-        check_text(prompt, text.settings, model)
-        prompt = text.encode(prompt, add_special_tokens=special)
+        return encode_prompt(text, prompt, model, add_special_tokens=special)
     check_length(len(prompt), model)
     return prompt
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from fastapi import Request
@@ -11,12 +10,13 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from gateway.access.caller import current_caller
 from gateway.access.session_hint import use_session_hint
 from gateway.generation import SMALL_REQUEST, Generation
 from gateway.rest.events import while_connected
 from gateway.rest.reading import read_chat, read_completion, read_detokenize, read_tokenize
 from gateway.rest.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from specdec.errors import Cancelled, InvalidRequest, Overloaded, quote
+from specdec.errors import Cancelled, InvalidRequest, quote
 
 _READERS: Final[Mapping[Any, Callable[..., Any]]] = {
     CompletionBody: read_completion,
@@ -30,7 +30,6 @@ def body_route(generation: Generation) -> type[APIRoute]:
     """The class of the routes. FastAPI describes their bodies, but would parse and check them on the event loop, and
     collect every error of a body.
     """
-    buffers = BodyBuffers(generation.settings.max_buffered_bytes)
 
     class BodyRoute(APIRoute):
         """Calls its endpoint with a body that was read here, and the request."""
@@ -42,7 +41,8 @@ def body_route(generation: Generation) -> type[APIRoute]:
             read, endpoint = _READERS[self.body_field.field_info.annotation], self.endpoint
 
             async def body_of(request: Request) -> Any:
-                async with buffers.hold(request) as raw:
+                with generation.buffers.request(current_caller().client) as add:
+                    raw = await _read_body(request, add)
                     _check_content(raw, request.headers.get("content-type", ""))
                     reading = generation.read(read, raw)
                     return await (reading if len(raw) <= SMALL_REQUEST else while_connected(request.receive, reading))
@@ -57,39 +57,20 @@ def body_route(generation: Generation) -> type[APIRoute]:
     return BodyRoute
 
 
-class BodyBuffers:
-    """The bodies that are being read."""
+async def _read_body(request: Request, add: Callable[[int], None]) -> bytes:
+    """The body of a request, each piece of it counted.
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-
-    @asynccontextmanager
-    async def hold(self, request: Request) -> AsyncIterator[bytes]:
-        """The body of a request, while it is being read.
-
-        Raises:
-            Overloaded: all bodies together are above the limit.
-            Cancelled: the client left.
-        """
-        body, size = bytearray(), 0
-        try:
-            async for piece in request.stream():
-                if self._num_bytes + len(piece) > self._max_bytes:
-                    raise Overloaded(
-                        f"the bodies being read have {self._num_bytes} bytes; {self._max_bytes} are allowed"
-                        " (--max-buffered-bytes); try again later"
-                    )
-                body += piece
-                size += len(piece)
-                self._num_bytes += len(piece)
-            raw = bytes(body)
-            body.clear()
-            yield raw
-        except ClientDisconnect:
-            raise Cancelled("the client closed the connection") from None
-        finally:
-            self._num_bytes -= size
+    Raises:
+        Cancelled: the client left.
+    """
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            add(len(piece))
+            body += piece
+    except ClientDisconnect:
+        raise Cancelled("the client closed the connection") from None
+    return bytes(body)
 
 
 def _check_content(raw: bytes, content_type: str) -> None:

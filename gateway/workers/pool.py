@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from gateway.workers.connection import Closed, receive, send
 from gateway.workers.worker import TOO_LARGE
-from specdec.errors import InvalidRequest, Overloaded
+from specdec.errors import InvalidRequest
+from specdec.scheduling.admission import Admission
 
 T = TypeVar("T")
 
@@ -25,44 +26,41 @@ T = TypeVar("T")
 class WorkerPool:
     """Calls functions in processes, each of which starts at its first call. All methods belong to one event loop."""
 
-    def __init__(self, size: int, max_bytes: int, make: Callable[..., Any], *arguments: Any) -> None:
-        """``max_bytes`` bounds what all calls together are given to read. Each worker calls ``make(*arguments)`` once,
-        and functions get the result. Everything must be picklable.
-        """
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
+    def __init__(
+        self, size: int, make: Callable[..., Any], *arguments: Any, max_waiting: int = 512, max_wait_s: float = 30.0
+    ) -> None:
+        """Each worker calls ``make(*arguments)`` once, and functions get the result. Everything must be picklable."""
         self._make = (make, arguments)
         self._workers = [_Worker() for _ in range(size)]
         self._idle = [*self._workers]
-        self._slots = asyncio.Semaphore(size)
+        self._admission: Admission[_Worker] = Admission(
+            max_open=size,
+            max_waiting=max_waiting,
+            max_wait_s=max_wait_s,
+            undo=self._idle.append,
+            describe=lambda: f"{self._admission.num_waiting} large requests wait to be read",
+        )
         self._threads = ThreadPoolExecutor(size, "worker")
 
-    async def run(self, function: Callable[..., T], raw: bytes, *arguments: Any) -> T:
-        """``function(state, raw, *arguments)`` of a worker, whose state is what ``make`` returned.
+    async def run(self, function: Callable[..., T], raw: bytes, *arguments: Any, client: str = "") -> T:
+        """``function(state, raw, *arguments)`` of a worker, whose state is what ``make`` returned. The queue is fair by
+        client.
 
         A cancelled call leaves the queue. One that has begun keeps its worker to its end: a new worker takes longer to
         start than most calls take, so clients that leave would hold up the others.
 
         Raises:
-            Overloaded: all calls have too many bytes.
+            Overloaded: too many calls wait, or the call waited for too long.
             InvalidRequest: the call takes too much memory.
         """
-        if self._num_bytes + len(raw) > self._max_bytes:
-            raise Overloaded(
-                f"large requests of {self._num_bytes} bytes wait to be read; {self._max_bytes} are allowed"
-                " (--max-buffered-bytes); try again later"
-            )
-        self._num_bytes += len(raw)
-        try:
-            await self._slots.acquire()
-        except BaseException:
-            self._num_bytes -= len(raw)
-            raise
-        result: T = await asyncio.shield(self._call(function, raw, arguments))
+        worker = await self._admission.admit(self._idle.pop, client=client)
+        result: T = await asyncio.shield(self._call(worker, client, function, raw, arguments))
         return result
 
-    async def _call(self, function: Callable[..., Any], raw: bytes, arguments: Any) -> Any:
-        loop, worker = asyncio.get_running_loop(), self._idle.pop()
+    async def _call(
+        self, worker: _Worker, client: str, function: Callable[..., Any], raw: bytes, arguments: Any
+    ) -> Any:
+        loop = asyncio.get_running_loop()
         try:
             # One that had ended or was killed from outside is started again; what ends two of them is the work.
             for _ in range(2):
@@ -76,8 +74,7 @@ class WorkerPool:
             raise InvalidRequest(TOO_LARGE)
         finally:
             self._idle.append(worker)
-            self._slots.release()
-            self._num_bytes -= len(raw)
+            self._admission.leave(client)
 
     async def close(self) -> None:
         """End all workers, whatever they do."""

@@ -13,7 +13,9 @@ class RequestLimits(ConnectionSettings):
     """What one request may hold, so that no request costs others their speed or the gateway its memory."""
 
     max_header_bytes: int = option(65536, "bytes of a request's line and headers", ge=1)
-    max_body_bytes: int = option(16 * 2**20, "bytes of a body or of a gRPC message", ge=1)
+    max_body_bytes: int | None = option(
+        None, "bytes of a body or of a gRPC message; default: 64 a token of the model's context, 1 to 16 MiB", ge=1
+    )
     max_buffered_bytes: int = option(32 * 2**20, "bytes of all bodies being read; one more gets 429", ge=1)
     max_json_values: int = option(2**18, "values in a body; never fewer than twice the model's context", ge=1)
     max_json_depth: int = option(64, "levels of lists and objects in a body", ge=1, le=200)

@@ -27,7 +27,8 @@ MOST_GROWTH_BYTES = 400 * 2**20
 
 @pytest.fixture(scope="module")
 def stack():
-    running = Stack.start([fake_target("--latency-s", "0.01")])
+    # By default most are refused by their length.
+    running = Stack.start([fake_target("--latency-s", "0.01")], [], "--max-body-bytes", str(2**24))
     yield running
     running.close()
 

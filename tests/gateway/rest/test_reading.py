@@ -1,15 +1,25 @@
 """Bodies are read within limits; large ones are read by a worker, and answered as small ones are."""
 
+import contextlib
 import json
 import time
+from dataclasses import replace
 
+import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.access.buffers import RequestBuffers
+from gateway.prompt import encode_prompt
 from gateway.rest.json_body import parse_json
-from specdec.errors import InvalidRequest
+from gateway.text.processor import TextProcessor
+from specdec.errors import InvalidRequest, Overloaded
+from specdec.rpc.channel import open_channel
 from specdec.settings import RequestLimits
+from specdec.v1 import generation_service_pb2 as pb
+from specdec.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tests.gateway.conftest import serve
 from tests.gateway.rest.test_rest import body_of, chat_of
 
 #: More than is read on the event loop.
@@ -89,6 +99,52 @@ async def test_bodies_that_are_read_share_a_buffer(stand):
     assert (await post(stand, "/v1/completions", body_of(), " " * 60_000))[0] == 429
     assert (await post(stand, "/v1/completions", body_of(), " " * 40_000))[0] == 200
     assert (await post(stand, "/v1/completions", body_of(), " " * 40_000))[0] == 200
+
+
+def test_one_client_leaves_as_much_of_the_buffer_as_it_holds():
+    buffers = RequestBuffers(100)
+    with contextlib.ExitStack() as stack:
+        adds = [stack.enter_context(buffers.request("crowd")) for _ in range(500)]
+        adds[0](40)
+        adds[1](10)
+        for add in adds[2:]:
+            with pytest.raises(Overloaded, match="have 50 bytes, 50 of them of this client; 100 are allowed"):
+                add(1)
+        stack.enter_context(buffers.request("single"))(50)
+    with buffers.request("crowd") as add:
+        add(100)
+
+
+async def test_the_largest_body_follows_the_context(backends, info, script):
+    """By default; refused by its length, unread. An option wins."""
+    for max_model_len, limit, option in ((512, 2**20, None), (2**15, 2**21, None), (2**15, 2**14, 2**14)):
+        backends[0][0].model = replace(info, max_model_len=max_model_len)
+        async with serve(backends, info, script, max_body_bytes=option) as stand:
+            raw = json.dumps(body_of(prompt=[5])).ljust(limit)
+            assert (await stand.http.post("/v1/completions", content=raw, headers=JSON)).status_code == 200
+            refused = await stand.http.post("/v1/completions", content=raw + " ", headers=JSON)
+            assert refused.status_code == 413
+            assert f"above the limit of {limit} bytes (--max-body-bytes)" in refused.text
+            async with open_channel(f"127.0.0.1:{stand.gateway.grpc_port}") as channel:
+                message = pb.GenerateRequest(text="a" * limit)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await GenerationServiceStub(channel).Generate(message).read()
+            if option is None:  # else gRPC itself refuses
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert f"above the limit of {limit} bytes" in caught.value.details()
+
+
+async def test_a_prompt_far_too_long_is_refused_by_its_beginning(stand, monkeypatch):
+    """Tokenizing takes longer than all else."""
+    sizes = []
+    encode = TextProcessor.encode
+    monkeypatch.setattr(
+        TextProcessor, "encode", lambda self, text, **given: sizes.append(len(text)) or encode(self, text, **given)
+    )
+    for text in ("a quick fox " * 3000, " " * 6000):
+        with pytest.raises(InvalidRequest, match="the prompt has more than"):
+            encode_prompt(stand.generation.text, text, stand.generation.router.model())
+    assert max(sizes) == 8 * 512
 
 
 VALUES = st.recursive(

@@ -15,7 +15,7 @@ from tests.gateway.workers import work
 
 @pytest.fixture
 async def pool():
-    pool = WorkerPool(1, 10**8, work.make, 10)
+    pool = WorkerPool(1, work.make, 10)
     yield pool
     await pool.close()
     assert not children()
@@ -68,14 +68,12 @@ async def test_a_cancelled_call_leaves_the_worker_to_the_next(pool):
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-    with pytest.raises(Overloaded):  # its bytes are still being read
-        await pool.run(work.number, b"x")
     assert await pool.run(work.number, b"") == (11, pid)
     assert await pool.run(work.size, b"x" * 10**8, 0) == 10**8
 
 
 async def test_closing_ends_work_in_progress():
-    pool = WorkerPool(1, 10**8, work.make, 10)
+    pool = WorkerPool(1, work.make, 10)
     await pool.run(work.number, b"")
     call = asyncio.create_task(pool.run(work.sleep, b"", 60))
     await asyncio.sleep(0.1)
@@ -87,10 +85,17 @@ async def test_closing_ends_work_in_progress():
         await call
 
 
-async def test_calls_wait_for_their_turn_up_to_a_limit_of_bytes(pool):
-    calls = [asyncio.create_task(pool.run(work.number, b"x" * 4 * 10**7)) for _ in range(2)]
-    calls += [asyncio.create_task(pool.run(work.number, b"")) for _ in range(20)]
-    await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="80000000 bytes wait to be read; 100000000 are allowed"):
-        await pool.run(work.number, b"x" * 3 * 10**7)
-    assert sorted(number for number, _ in await asyncio.gather(*calls)) == list(range(10, 32))
+async def test_the_queue_is_fair_by_client():
+    pool = WorkerPool(1, work.make, 10, max_waiting=20)
+    try:
+        crowd = [asyncio.create_task(pool.run(work.number, b"", client="crowd")) for _ in range(21)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="20 large requests wait to be read; the queue is full"):
+            await pool.run(work.number, b"", client="crowd")
+        number, _ = await pool.run(work.number, b"", client="single")
+        assert number <= 12, "it waits for two calls, not for the crowd"
+        with pytest.raises(Overloaded):
+            await crowd[-1]  # made room for another client
+        assert sorted(number for number, _ in await asyncio.gather(*crowd[:-1])) == sorted({*range(10, 31)} - {number})
+    finally:
+        await pool.close()
