@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from typing import Final
 
 from specdec import codec
 from specdec.backends import DraftBackend, DraftSession
-from specdec.errors import StaleSession, TandemError
+from specdec.errors import InvalidRequest, Overloaded, StaleSession, TandemError, quote
 from specdec.pending_proposals import PendingProposals, path_of
 from specdec.types import Proposal, SessionSpec
 from specdec.v1 import draft_service_pb2 as pb
 
 logger = logging.getLogger(__name__)
+
+#: Sessions of one engine at most, those that wait to be admitted included.
+MAX_SESSIONS: Final = 4096
 
 
 class EngineStream:
@@ -30,9 +34,13 @@ class EngineStream:
         for session_id in request.close:
             self._end(session_id)
         for opening in request.open:
-            self._end(opening.session_id)
-            self._sessions[opening.session_id] = _Session(self._backend, codec.decode_open_draft(opening))
-        asked = [asking for each in request.advances if (asking := self._advance(each, response)) is not None]
+            try:
+                self._open(codec.decode_open_draft(opening))
+            except TandemError as error:
+                response.lost.add(session_id=opening.session_id, cause=str(error))
+        asked = dict.fromkeys(
+            session for each in request.advances if (session := self._advance(each, response)) is not None
+        )
         waiting = [session.answered for session in asked if not session.answered.done()]
         if waiting and request.timeout_ms:
             await asyncio.wait(waiting, timeout=request.timeout_ms / 1000)
@@ -47,6 +55,13 @@ class EngineStream:
             self._end(session_id)
         if self._ending:
             await asyncio.wait(self._ending)
+
+    def _open(self, spec: SessionSpec) -> None:
+        if spec.session_id in self._sessions:
+            raise InvalidRequest(f"session {quote(spec.session_id)} is open already; choose another name")
+        if len(self._sessions) >= MAX_SESSIONS:
+            raise Overloaded(f"{MAX_SESSIONS} sessions are open on this stream; end some")
+        self._sessions[spec.session_id] = _Session(self._backend, spec)
 
     def _advance(self, request: pb.SessionAdvance, response: pb.DraftStepResponse) -> _Session | None:
         """Pass an advance on; the session, if it asks for a proposal."""

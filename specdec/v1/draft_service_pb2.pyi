@@ -262,7 +262,7 @@ class DraftStepRequest(_message.Message):
 
     @_builtins.property
     def open(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenDraftSession]:
-        """Sessions that begin. A name that is in use begins anew. They are prefilled while later steps run."""
+        """Sessions that begin, under names that are not in use. They are prefilled while later steps run."""
 
     @_builtins.property
     def advances(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionAdvance]:

@@ -25,15 +25,20 @@ from tests.reliability.fuzz.talks import (
     TARGET_TALKS,
     Talk,
     draft_talks,
+    engine_talks,
     fit_draft,
+    fit_engine,
     fit_target,
     hold,
     read_proposal,
+    read_step,
     read_verdict,
 )
 
 #: Answers to a REST request that say whose fault it is; 500 is not among them.
 STATUSES = {200, 204, 307, 400, 401, 404, 405, 413, 415, 422, 429}
+#: Drafters whose service is also asked as an engine asks it.
+ENGINE_DRAFTERS = (("draft_model",), ("none",))
 _REQUESTS = (
     ("Generate", pb.GenerateRequest(text="Hello", max_tokens=4)),
     (
@@ -74,6 +79,7 @@ def parts_of(services: Services, liars: Liars) -> list[Part]:
             Part(f"draft {'+'.join(methods)}", draft_talks(num), partial(check_draft, services, methods), 2.5)
             for methods, num in DRAFTERS.items()
         ),
+        Part("engine", engine_talks(), partial(check_engine, services), 5),
         Part("lying target", TARGET_LIES, liars.check_target, 3),
         Part("lying draft", DRAFT_LIES, liars.check_draft, 5),
     ]
@@ -123,6 +129,15 @@ async def check_draft(services: Services, methods: tuple[str, ...], talk: Talk) 
     code = await hold(call, talk, fit_draft, read_proposal)
     assert code in ENDS, f"{code}: {await call.details()}"
     await _until_free(services.drafts[methods])
+
+
+async def check_engine(services: Services, talk: Talk) -> None:
+    """The same for an engine with many sessions on one stream."""
+    for methods in ENGINE_DRAFTERS:
+        call = services.draft_channels[methods].stream_stream("/specdec.v1.DraftService/DraftSteps")()
+        code = await hold(call, talk, fit_engine, read_step)
+        assert code in ENDS, f"{code}: {await call.details()}"
+        await _until_free(services.drafts[methods])
 
 
 async def _until_free(core: Any) -> None:

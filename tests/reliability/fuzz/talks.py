@@ -106,6 +106,30 @@ def draft_talks(num_features: int) -> st.SearchStrategy[Talk]:
     return talks_of(draft_pb.DraftRequest(open=opening), *steps)
 
 
+def engine_talks() -> st.SearchStrategy[Talk]:
+    """Talks of an engine with several sessions on one stream."""
+    openings = [
+        draft_pb.OpenDraftSession(**_LIMITS, session_id=name, sampling=pb.SamplingParams(temperature=0.0))
+        for name in ("a", "b")
+    ]
+    advance = draft_pb.Advance(base_len=6, token_ids=[1, 2], num_draft_tokens=4)
+    advances = [draft_pb.SessionAdvance(session_id=name, advance=advance) for name in ("a", "b", "c")]
+    return talks_of(
+        draft_pb.DraftStepRequest(step=1, open=openings, advances=advances[:2], timeout_ms=50),
+        draft_pb.DraftStepRequest(step=2, advances=advances, timeout_ms=50),
+        draft_pb.DraftStepRequest(step=3, close=["b"], open=openings[:1], advances=advances[:1], timeout_ms=5),
+    )
+
+
+def fit_engine(message: Message, known: Known) -> None:
+    """Continue each session where it stands."""
+    for each in message.advances:
+        each.advance.base_len = known.length
+    if message.advances:
+        known.length += len(message.advances[0].advance.token_ids)
+    message.timeout_ms = min(message.timeout_ms, 100)
+
+
 def fit_target(message: Message, known: Known) -> None:
     """Make a round or multi-step decode one from where the session stands."""
     kind = message.WhichOneof("kind")
@@ -134,8 +158,8 @@ def fit_draft(message: Message, known: Known) -> None:
 async def hold(call: Any, talk: Talk, fit: Fit, read: Callable[[bytes, Known], None]) -> grpc.StatusCode:
     """Hold a talk on a call of raw bytes; how the stream ended. Raises TimeoutError where it did not."""
     opening = talk.opening
-    known = Known()
-    if opening.WhichOneof("kind") == "open":
+    known = Known(length=len(PROMPT))
+    if "kind" in opening.DESCRIPTOR.oneofs_by_name and opening.WhichOneof("kind") == "open":
         known = Known(opening.open.epoch, len(opening.open.token_ids))
     answered = asyncio.Event()
 
@@ -190,6 +214,11 @@ def read_verdict(data: bytes, known: Known) -> None:
     answer = target_pb.VerifyResponse.FromString(data)
     if answer.WhichOneof("kind") == "verdict":
         known.length = answer.verdict.base_len + len(answer.verdict.token_ids)
+
+
+def read_step(data: bytes, known: Known) -> None:
+    """An answer must be readable."""
+    draft_pb.DraftStepResponse.FromString(data)
 
 
 def read_proposal(data: bytes, known: Known) -> None:
