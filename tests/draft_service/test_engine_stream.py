@@ -64,7 +64,8 @@ async def test_what_is_wrong_with_one_session_is_told(stream, monkeypatch):
 
 async def test_a_name_in_use_is_refused(stream, draft):
     await step(stream, open=[opening("a")], advances=[advance("a")])
-    proposals, lost = await step(stream, open=[opening("a", token_ids=[8, 9], prompt_len=2)], advances=[advance("a")])
+    again = opening("a", token_ids=[8, 9], prompt_len=2)
+    proposals, lost = await step(stream, open=[again], advances=[advance("a", 3, [11])])
     assert "choose another name" in lost["a"]
     assert len(proposals["a"]) == 4
     assert draft.num_opened == 1
