@@ -19,6 +19,7 @@ from draft_service.drafters.base import Draft, Drafter, DraftJob, num_short_step
 from draft_service.drafters.session_cache import CacheBranch, SessionCache, SessionCacheFactory
 from draft_service.drafters.trees.mixed_batch import draft_mixed
 from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees
+from draft_service.drafters.window import DraftWindow
 from specdec.engine.chains import ChainJob, StopFlags, draft_chains
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.engine import Engine
@@ -39,6 +40,7 @@ class ModelState:
     #: None if the prompt is longer than the model's context; nothing is drafted then.
     cache: SessionCache | None
     rule: Rule
+    window: DraftWindow
     num_cached_tokens: int = 0
     #: Tokens at most, committed and drafted; the cache may hold more entries, for siblings.
     max_tokens: int = 0
@@ -49,9 +51,14 @@ class ModelState:
         return self.sampling.token_ids
 
     @property
+    def num_entries(self) -> int:
+        """Entries of the committed tokens once all of them that are read are in the cache."""
+        return len(self.sampling) - self.window.num_skipped(len(self.sampling))
+
+    @property
     def num_pending(self) -> int:
         """Committed tokens without an entry in the cache."""
-        return 0 if self.cache is None else max(0, len(self.sampling) - self.cache.main.sequence.length)
+        return 0 if self.cache is None else max(0, self.num_entries - self.cache.main.sequence.length)
 
 
 @dataclass(slots=True, eq=False)
@@ -119,6 +126,7 @@ class ModelDrafter(Drafter[ModelState]):
         self._session_cache: SessionCacheFactory = SessionCache
         self._states: set[ModelState] = set()
         self._park_ttl_s = settings.scheduler.park_ttl_s
+        self._window = DraftWindow.of(settings.speculative)
         tree = settings.speculative.tree
         #: Entries that trees need beyond those of the tokens before them.
         self._num_fed = 0 if tree is None else tree.num_fed
@@ -127,6 +135,7 @@ class ModelDrafter(Drafter[ModelState]):
             method="draft_model",
             num_speculative_tokens=settings.speculative.num_speculative_tokens,
         )
+        self._window.check(self.info)
 
     @classmethod
     async def load(cls, settings: DraftSettings) -> Self:
@@ -155,19 +164,21 @@ class ModelDrafter(Drafter[ModelState]):
             tokenizer_size=info.tokenizer_size or None,
             device=self._engine.device,
         )
-        state = ModelState(sampling, None, spec.rule or DEFAULT_RULE)
+        state = ModelState(sampling, None, spec.rule or DEFAULT_RULE, self._window)
         pool = self._pool
-        context = min(info.max_model_len, pool.total_blocks * pool.block_size)
-        if len(spec.token_ids) > context:
+        longest = self._window.longest_text(min(info.max_model_len, pool.total_blocks * pool.block_size))
+        if len(spec.token_ids) > longest:
             return state
         pool.expire(time.monotonic(), self._park_ttl_s)
-        wanted = context if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
-        state.max_tokens = max(len(spec.token_ids), min(wanted, context))
-        max_tokens = min(state.max_tokens + self._num_fed, pool.total_blocks * pool.block_size)
+        wanted = longest if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
+        state.max_tokens = max(len(spec.token_ids), min(wanted, longest))
+        num_entries = min(state.max_tokens, self._window.size + info.num_speculative_tokens) + self._num_fed
+        max_tokens = min(num_entries, pool.total_blocks * pool.block_size)
         if not pool.can_open(max_tokens):
             for other in self._states:
                 self.drop_ahead(other)
-        sequence = pool.resume(spec.session_id, spec.token_ids, max_tokens) if spec.park else None
+        token_ids = self._window.read(spec.token_ids)
+        sequence = pool.resume(spec.session_id, token_ids, max_tokens) if spec.park else None
         sequence = sequence or pool.open(max_tokens)
         state.cache = self._session_cache(pool, sequence)
         state.num_cached_tokens = sequence.length
@@ -178,11 +189,15 @@ class ModelDrafter(Drafter[ModelState]):
         self, state: ModelState, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
     ) -> None:
         """Keep the entries that agree with the new committed tokens; O(1) besides comparing ``token_ids``."""
-        cache = state.cache
-        if cache is not None and keep == len(state.sampling):
-            cache.commit(keep, token_ids)
-        elif cache is not None:  # committed tokens were replaced
-            cache.cut(keep)
+        cache, window = state.cache, self._window
+        if cache is not None:
+            num_skipped = window.num_skipped(len(state.sampling))
+            if window.num_skipped(keep + len(token_ids)) != num_skipped:
+                cache.cut(min(keep, window.num_sinks))  # other tokens follow these from now on
+            elif keep == len(state.sampling):
+                cache.commit(keep - num_skipped, token_ids)
+            else:  # committed tokens were replaced
+                cache.cut(max(min(keep, window.num_sinks), keep - num_skipped))
         state.sampling = state.sampling.committed(keep, token_ids)
 
     def use_session_cache(self, make: SessionCacheFactory) -> None:
@@ -214,13 +229,13 @@ class ModelDrafter(Drafter[ModelState]):
         if cache is None:
             return
         self._states.remove(state)
-        cache.cut(len(state.token_ids))
+        cache.cut(state.num_entries)
         sequence = cache.main.sequence
         if park_as is None:
             self._pool.release(sequence)
             return
         now = time.monotonic()
-        self._pool.park(sequence, park_as, state.token_ids, now)
+        self._pool.park(sequence, park_as, self._window.read(state.token_ids), now)
         self._pool.expire(now, self._park_ttl_s)
 
     def occupancy(self) -> tuple[int, int, int]:
@@ -247,20 +262,24 @@ class ModelDrafter(Drafter[ModelState]):
 
     def _prepare(self, job: Job) -> _Feed | None:
         """Find the branch to feed; None without memory to draft ahead."""
-        committed, cache = job.state.token_ids, job.state.cache
+        state, window = job.state, self._window
+        committed, cache, num_entries = state.token_ids, state.cache, state.num_entries
         assert cache is not None
         if not job.assumed:
             # Drop the drafts of an earlier call that got no verdict. If every committed token has its entry, the last
             # one is fed again for its logits.
-            cache.cut(len(committed) - (1 if job.num_tokens else 0))
+            cache.cut(num_entries - (1 if job.num_tokens else 0))
             start = cache.main.sequence.length
-            end = len(committed) if job.num_tokens else start + job.num_rows
-            return _Feed(job, cache, cache.main, start, committed[start:end])
-        branch = cache.branch_for(len(committed), job.assumed, job.num_tokens + job.assumes_next)
+            end = num_entries if job.num_tokens else start + job.num_rows
+            return _Feed(job, cache, cache.main, start, window.read(committed, start)[: end - start])
+        length = len(committed) + len(job.assumed) + job.assumes_next
+        if window.num_skipped(length) != window.num_skipped(len(committed)):
+            return None  # other tokens will be read then
+        branch = cache.branch_for(num_entries, job.assumed, job.num_tokens + job.assumes_next)
         if branch is None:
             return None
         start = branch.sequence.length
-        missing = [*committed[start:], *job.assumed[max(0, start - len(committed)) :]]
+        missing = [*window.read(committed, start), *job.assumed[max(0, start - num_entries) :]]
         return _Feed(job, cache, branch, start, missing)
 
     def _compute(self, feeds: Sequence[_Feed]) -> list[DraftedChain | DraftedTree]:
