@@ -5,8 +5,8 @@ gateway asks, with the target's hidden states where it reads them: of every prop
 and one more is committed. So acceptance does not depend on the speed of the machine. ``prefill`` and ``round`` are
 times of the drafter alone; ``blocks`` are the KV blocks that the session holds.
 
-Each drafter is measured as configured, and once for each ``--windows``. With ``--speed`` requests are timed over gRPC,
-plain decoding and all drafters in turn on the same prompts; a ratio is over plain decoding.
+With ``--speed`` requests are timed over gRPC, plain decoding and all drafters in turn on the same prompts; ``speed`` is
+the median ratio to plain decoding, prefill apart.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,27 +27,30 @@ from specdec.flags import Parser
 from specdec.params import SamplingParams
 from specdec.settings import DraftSettings, ModelSettings
 from specdec.types import HiddenStates, SessionSpec
-from tandem.bench.modes import deployments_of
+from tandem.checkpoints import TARGET, bundled_drafter
+from tandem.launcher.deployment import make_deployment
+from tandem.speculative_config import choose_models, read_speculation
 
 if TYPE_CHECKING:
     from draft_service.drafters.base import Drafter
+    from specdec.engine.engine import Engine
     from tandem.bench.systems import System
     from tandem.launcher.deployment import Deployment
 
 Tokens = tuple[int, ...]
 
-DRAFTERS: Final = "draft_model,eagle3,mlp_speculator"
-_PREFILL_ROWS: Final = 512
+#: Drafters with a model, of which the bundled ones are measured by default.
+METHODS: Final = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")
+#: Tokens of a pass.
+_MAX_ROWS: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt and the target's continuation of it."""
+    """A prompt and the target's greedy continuation of it."""
 
     prompt: Tokens
     output: Tokens
-    #: Layers → the states of all positions but the last.
-    states: Mapping[tuple[int, ...], HiddenStates]
 
 
 @dataclass(slots=True)
@@ -79,58 +82,50 @@ class ContextResult:
         )
 
 
-def write_texts(
-    settings: ModelSettings, prompts: Sequence[Tokens], num_tokens: int, layers: Sequence[tuple[int, ...]]
-) -> list[Text]:
-    """The target's greedy continuations of prompts, with its hidden states of every set of layers."""
-    from specdec.engine.engine import Engine  # noqa: PLC0415 (torch)
-
-    engine = Engine.load(settings)
-    try:
-        return [_write_text(engine, prompt, num_tokens, layers) for prompt in prompts]
-    finally:
-        engine.close()
-
-
-def _write_text(engine: Any, prompt: Tokens, num_tokens: int, layers: Sequence[tuple[int, ...]]) -> Text:
+def write_text(engine: Engine, prompt: Tokens, num_tokens: int) -> Text:
+    """Let the target write."""
     from specdec.engine.engine import Segment  # noqa: PLC0415 (torch)
 
     sequence = engine.pool.open(len(prompt) + num_tokens)
-    token_ids, fed = list(prompt), list(prompt)
-    while True:
-        for start in range(0, len(fed), _PREFILL_ROWS):
-            logits = engine.forward([Segment(sequence, fed[start : start + _PREFILL_ROWS], 1)])
+    output: list[int] = []
+    fed = list(prompt)
+    while len(output) < num_tokens:
+        for start in range(0, len(fed), _MAX_ROWS):
+            logits = engine.forward([Segment(sequence, fed[start : start + _MAX_ROWS], 1)])
         fed = [int(logits[-1].argmax())]
-        token_ids += fed
-        if len(token_ids) == len(prompt) + num_tokens:
-            break
-    states = {}
-    for wanted in layers:
-        engine.pool.rollback(sequence, 0)
-        data = b""
-        for start in range(0, len(token_ids) - 1, _PREFILL_ROWS):
-            rows = token_ids[start : min(start + _PREFILL_ROWS, len(token_ids) - 1)]
-            _, of_pass = engine.forward_with_states([Segment(sequence, rows, 0, len(rows), wanted)])
-            data += of_pass.bytes_of(0, range(len(rows)))
-        states[wanted] = HiddenStates(0, len(wanted) * engine.hidden_size, "bfloat16", data)
+        output += fed
     engine.pool.release(sequence)
-    return Text(prompt, tuple(token_ids[len(prompt) :]), states)
+    return Text(prompt, tuple(output))
 
 
-async def play(drafter: Drafter[Any], text: Text, k: int, result: ContextResult) -> None:
+def states_of(engine: Engine, text: Text, layers: tuple[int, ...]) -> HiddenStates:
+    """The target's hidden states of a text."""
+    from specdec.engine.engine import Segment  # noqa: PLC0415 (torch)
+
+    token_ids, data = (*text.prompt, *text.output), b""
+    sequence = engine.pool.open(len(token_ids))
+    for start in range(0, len(token_ids), _MAX_ROWS):
+        rows = token_ids[start : start + _MAX_ROWS]
+        _, states = engine.forward_with_states([Segment(sequence, rows, 0, len(rows), layers)])
+        data += states.bytes_of(0, range(len(rows)))
+    engine.pool.release(sequence)
+    return HiddenStates(0, len(layers) * engine.hidden_size, "bfloat16", data)
+
+
+async def play(drafter: Drafter[Any], text: Text, states: HiddenStates | None, k: int, result: ContextResult) -> None:
     """Let a drafter draft a text round by round."""
+    from draft_service.common_prefix import common_prefix_len  # noqa: PLC0415
     from draft_service.drafters.base import DraftJob  # noqa: PLC0415 (torch)
 
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=len(text.output) + k)
     spec = SessionSpec(session_id="", token_ids=text.prompt, prompt_len=len(text.prompt), params=params)
-    states = text.states.get(drafter.info.hidden_state_layers)
     state = drafter.open(spec)
     known, rest = len(text.prompt), text.output
     started = time.perf_counter()
     drafter.advance(state, known, rest[:1], [states.rows(0, known)] if states else [])
     result.prefill_tokens.append(state.num_pending)
     while state.num_pending:
-        await drafter.draft([DraftJob(state, min(state.num_pending, _PREFILL_ROWS), 0)])
+        await drafter.draft([DraftJob(state, min(state.num_pending, _MAX_ROWS), 0)])
     result.prefill_ms.append(1e3 * (time.perf_counter() - started))
     known, rest = known + 1, rest[1:]
     while rest:
@@ -149,23 +144,24 @@ async def play(drafter: Drafter[Any], text: Text, k: int, result: ContextResult)
 
 
 async def replay(
-    settings: DraftSettings, name: str, texts: Mapping[int, Sequence[Text]], k: int
+    engine: Engine, settings: DraftSettings, name: str, texts: Mapping[int, Sequence[Text]]
 ) -> list[ContextResult]:
     """One drafter at every length of context."""
     from draft_service.drafters.registry import load_drafter  # noqa: PLC0415 (torch)
 
     drafter = await load_drafter(settings)
+    k, layers = settings.speculative.num_speculative_tokens, drafter.info.hidden_state_layers
+    results = []
     try:
-        results = []
         for context, of_length in texts.items():
-            await play(drafter, of_length[0], k, ContextResult(name, context))  # not counted: everything is warm then
             result = ContextResult(name, context)
             for text in of_length:
-                await play(drafter, text, k, result)
+                states = states_of(engine, text, layers) if layers else None
+                await play(drafter, text, states, k, result)
             results.append(result)
-        return results
     finally:
         await drafter.shutdown()
+    return results
 
 
 async def time_requests(
@@ -190,38 +186,44 @@ async def _speed(system: System, prompt: Tokens, params: SamplingParams, k: int 
     return (len(times) - 1) / (times[-1] - times[0])
 
 
-def deployment_of(target: str, config: Mapping[str, Any], dtype: str) -> Deployment:
-    """Services for a target and a ``speculative_config``."""
-    choice = choose_models(find_checkpoint(target), read_speculation(config, target=target) or SpeculativeSettings())
-    return make_deployment(choice, ModelSettings(model=choice.target, dtype=dtype))
-
-
 def name_of(config: Mapping[str, Any]) -> str:
-    """The method and the values of other options."""
+    """The method, and the other options."""
     return ", ".join(str(value) if key == "method" else f"{key} {value}" for key, value in config.items())
 
 
+def deployments_of(args: argparse.Namespace) -> dict[str, Deployment]:
+    """Services for the target and each drafter, by name."""
+    given = args.speculative_config
+    configs = given or [{"method": method} for method in METHODS if bundled_drafter(args.target, [method])]
+    deployments = {}
+    for config in configs:
+        choice = choose_models(args.target, read_speculation(config, target=args.target))
+        deployments[name_of(config)] = make_deployment(choice, ModelSettings(model=choice.target, dtype=args.dtype))
+    return deployments
+
+
 async def measure(args: argparse.Namespace) -> list[ContextResult]:
-    """Every drafter at every length, and with ``--speed`` over gRPC."""
+    """Every drafter at every length of context."""
     from gateway.text.tokenizer import TextTokenizer  # noqa: PLC0415
+    from specdec.engine.engine import Engine  # noqa: PLC0415 (torch)
     from tandem.bench.prompts import pick_prompts  # noqa: PLC0415
     from tandem.bench.systems import start_systems  # noqa: PLC0415 (gRPC)
 
-    configs = args.speculative_config or [{"method": method} for method in METHODS]
-    deployments = {name_of(config): deployment_of(args.target, config, args.dtype) for config in configs}
+    deployments = deployments_of(args)
     model = next(iter(deployments.values())).target.model
     encode = TextTokenizer.load(model.model).encode
-    layers = {method: layers_of(each) for method, each in deployments.items()}
-    wanted = sorted({each for each in layers.values() if each})
-    prompts = {context: pick_prompts(encode, args.num_prompts, context, seed=3) for context in args.contexts}
+    engine = Engine.load(model)
     texts = {
-        context: write_texts(model, of_length, args.max_tokens, wanted) for context, of_length in prompts.items()
+        context: [
+            write_text(engine, prompt, args.max_tokens) for prompt in pick_prompts(encode, args.num_prompts, context)
+        ]
+        for context in args.contexts
     }
     results: list[ContextResult] = []
     for name, deployment in deployments.items():
         assert deployment.draft is not None
-        k = deployment.draft.speculative.num_speculative_tokens
-        results += await replay(deployment.draft, name, texts, k)
+        results += await replay(engine, deployment.draft, name, texts)
+    engine.close()
     if args.speed:
         async with start_systems("grpc", deployments) as systems:
             await time_requests(systems, texts, {(each.drafter, each.context): each for each in results})

@@ -126,7 +126,6 @@ class ModelDrafter(Drafter[ModelState]):
         self._session_cache: SessionCacheFactory = SessionCache
         self._states: set[ModelState] = set()
         self._park_ttl_s = settings.scheduler.park_ttl_s
-        self._window = DraftWindow.of(settings.speculative)
         tree = settings.speculative.tree
         #: Entries that trees need beyond those of the tokens before them.
         self._num_fed = 0 if tree is None else tree.num_fed
@@ -135,7 +134,7 @@ class ModelDrafter(Drafter[ModelState]):
             method="draft_model",
             num_speculative_tokens=settings.speculative.num_speculative_tokens,
         )
-        self._window.check(self.info)
+        self._window = DraftWindow.of(settings, self.info)
 
     @classmethod
     async def load(cls, settings: DraftSettings) -> Self:

@@ -6,14 +6,19 @@ The first tokens stay because attention needs them whatever they are (attention 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
+from typing import Final, Self
 
 from draft_service.drafters.base import UNLIMITED
-from specdec.errors import InvalidRequest
-from specdec.settings import SpeculativeSettings
+from specdec.settings import DraftSettings, ModelSettings
+from specdec.settings.option import require
 from specdec.types import ModelInfo
+
+#: The field of a checkpoint's ``config.json`` with the longest text that it is to read.
+FIELD: Final = "draft_window_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,24 +26,39 @@ class DraftWindow:
     """The tokens a draft reads: a function of the text's length alone.
 
     A text of at most ``size`` tokens is read whole. Of a longer one the first ``num_sinks`` tokens are read and the
-    last ones, more than half of ``size`` and at most ``size`` together. The tokens between are skipped, ``step`` at a
-    time: what is skipped changes once in ``step`` tokens.
+    last ones, at most ``size`` together. The tokens between are skipped, ``step`` at a time: what is skipped changes
+    once in ``step`` tokens.
     """
 
     size: int = UNLIMITED
     num_sinks: int = 0
+    step: int = UNLIMITED
 
     @classmethod
-    def of(cls, settings: SpeculativeSettings) -> Self:
-        """The window of the settings."""
-        if settings.draft_window_size is None:
-            return cls()
-        return cls(settings.draft_window_size, settings.draft_sink_size)
+    def of(cls, settings: DraftSettings, info: ModelInfo, multiple: int = 1) -> Self:
+        """The window of the settings, else of the draft's checkpoint, else all. ``multiple``: a divisor of
+        ``num_sinks`` and ``step``.
 
-    @property
-    def step(self) -> int:
-        """Tokens that are skipped at a time."""
-        return (self.size - self.num_sinks) // 2
+        Raises:
+            InvalidRequest: the draft has no room for the window of the settings and a proposal, or the window is too
+                small for the first tokens and one step.
+        """
+        size, num_sinks = settings.speculative.draft_window_size, settings.speculative.draft_sink_size
+        most = min(info.max_model_len, info.kv_cache_tokens) - info.num_speculative_tokens
+        if size is None:
+            size = _size_of_checkpoint(settings.model)
+            size = size if size <= most else 0
+        if not size:
+            return cls()
+        num_sinks = -(-num_sinks // multiple) * multiple
+        least = num_sinks + 2 * multiple
+        require(
+            least <= size <= most,
+            "draft_window_size",
+            f"draft_window_size is {size}; it must be from {least}, for {num_sinks} first tokens, to {most}, what the"
+            f" draft's context of {info.max_model_len} tokens and its KV cache of {info.kv_cache_tokens} leave",
+        )
+        return cls(size, num_sinks, (size - num_sinks) // 2 // multiple * multiple)
 
     def num_skipped(self, length: int) -> int:
         """Tokens after the first ``num_sinks`` that are not read, of a text of ``length`` tokens."""
@@ -55,12 +75,8 @@ class DraftWindow:
         """The longest text after which a draft with this context drafts."""
         return context if self.size == UNLIMITED else UNLIMITED
 
-    def check(self, info: ModelInfo) -> None:
-        """Raise :class:`InvalidRequest` if the draft has no room for the window and a proposal."""
-        most = min(info.max_model_len, info.kv_cache_tokens) - info.num_speculative_tokens
-        if UNLIMITED > self.size > most:
-            raise InvalidRequest(
-                f"draft_window_size is {self.size}; the draft's context of {info.max_model_len} tokens and its KV cache"
-                f" of {info.kv_cache_tokens} have room for a window of {most} tokens at most",
-                param="draft_window_size",
-            )
+
+def _size_of_checkpoint(model: ModelSettings | None) -> int:
+    """The window that a checkpoint names; 0: none."""
+    config = Path(model.model, "config.json") if model else None
+    return (json.loads(config.read_text(encoding="utf-8")).get(FIELD) or 0) if config and config.is_file() else 0

@@ -199,16 +199,22 @@ def _mask(group: Group, plan: BatchPlan, window: int | None) -> torch.Tensor | N
     entry = torch.arange(num_entries, device=group.positions.device)
     if plan.ancestors is not None:
         return _tree_mask(group, plan, entry, window)
-    position = group.positions[:, None, :, None]  # [S, 1, R, 1]
-    mask = entry <= position
-    return mask if window is None else mask & (entry > position - window)
+    own = _own_entries(group)[1][:, None, :, None]  # [S, 1, R, 1]
+    mask = entry <= own
+    return mask if window is None else mask & (entry > own - window)
+
+
+def _own_entries(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [S, R] each: the rows, and their own entries."""
+    device = group.last_entries.device
+    rows = group.rows if group.span is None else torch.arange(*group.span, device=device)[None]
+    return rows, group.last_entries - rows[:, -1:] + rows
 
 
 def _tree_mask(group: Group, plan: BatchPlan, entry: torch.Tensor, window: int | None) -> torch.Tensor:
     """Bool [S, 1, R, L]: the cached entries, and those of the rows that are ancestors. entry int64 [L]."""
     assert plan.ancestors is not None
-    rows = group.rows if group.span is None else torch.arange(*group.span, device=entry.device)[None]  # [S, R]
-    own = group.last_entries - rows[:, -1:] + rows  # [S, R]: each row's own entry
+    rows, own = _own_entries(group)
     row = entry - own[:, :1]  # [S, L]: the entry's row among those of the sequence, negative where it was cached
     bits = plan.ancestors[rows][:, :, None] >> row.clamp(0, 63)[:, None]  # [S, R, L]
     mask = (row < 0)[:, None] | (entry <= own[:, :, None]) & ((bits & 1 == 1) | (row > 63)[:, None])

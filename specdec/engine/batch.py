@@ -107,12 +107,13 @@ def build_batch(segments: Sequence[Segment], *, block_size: int, vocab_size: int
     ancestors: list[int] = []
     for index, segment in enumerate(segments):
         start, end, last_row = starts[index], kv_lens[index], row_starts[index + 1]
+        position = start + segment.sequence.num_dropped
         if segment.parents:
             steps, bits = _tree(segment.parents)
-            positions += [start + step for step in steps]
+            positions += [position + step for step in steps]
             ancestors += bits
         else:
-            positions += range(start, end)
+            positions += range(position, position + counts[index])
             ancestors += [-1] * counts[index]
         logit_rows += range(last_row - segment.num_logits, last_row)
         table = tables[index]

@@ -42,6 +42,8 @@ class KVSequence:
     released: bool = False
     #: A guessed continuation of another sequence; see :meth:`KVPool.branch`.
     is_branch: bool = False
+    #: Entries that :meth:`KVPool.drop_blocks` has dropped: the position of the next row is this and ``length``.
+    num_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,25 @@ class KVPool:
         if length // self.block_size < sequence.num_shared_blocks:
             self._unshare(sequence, length)
         sequence.length = length
+
+    def drop_blocks(self, sequence: KVSequence, first: int, count: int) -> None:
+        """Drop the entries of ``count`` whole blocks from block ``first`` on; the blocks take entries to come.
+
+        Entries behind them become that much earlier ones, and rows to come keep their positions. For the sequences of
+        draft heads, which have no branches: other models may look at positions of their own.
+        """
+        self._check_open(sequence)
+        end, size, blocks = first + count, self.block_size, sequence.blocks
+        if not 0 <= first <= end or end * size > sequence.length or (self._refs[blocks[first:end]] > 1).any():
+            raise ValueError(
+                f"cannot drop blocks {first} to {end} of {size} entries: there are {sequence.length} entries, and a"
+                f" branch may share {sequence.num_shared_blocks} blocks"
+            )
+        sequence.blocks = np.concatenate((blocks[:first], blocks[end:], blocks[first:end]))
+        sequence.length -= count * size
+        sequence.num_dropped += count * size
+        if sequence.num_shared_blocks > first:
+            sequence.num_shared_blocks = max(first, sequence.num_shared_blocks - count)
 
     def release(self, sequence: KVSequence) -> None:
         """Give the blocks back. Idempotent."""

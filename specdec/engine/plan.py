@@ -12,8 +12,8 @@ class BatchPlan:
     """One ragged batch of T rows (tokens fed) over S sequences; rows of a sequence are neighbours, in order.
 
     The KV cache of a layer is two tensors [num_blocks, num_kv_heads, block_size, head_dim], one for keys and one for
-    values. Token ``p`` of sequence ``s`` lies in block ``block_tables[s, p // block_size]``, at ``p % block_size``.
-    A row at position ``p`` attends to positions 0…p of its own sequence (less where a sliding window says so); its
+    values. Entry ``e`` of sequence ``s`` lies in block ``block_tables[s, e // block_size]``, at ``e % block_size``.
+    A row with entry ``e`` attends to entries 0…e of its own sequence (less where a sliding window says so); its
     own key and value are written before anything is read.
 
     The rows of a sequence may form a tree of drafted tokens (``ancestors``). Their entries then lie behind the cached
@@ -23,7 +23,7 @@ class BatchPlan:
     All tensors are contiguous and on the device of the cache.
     """
 
-    #: int64 [T]: position of each row in its sequence.
+    #: int64 [T]: position of each row in its sequence, entries that were dropped included.
     positions: torch.Tensor
     #: int64 [T]: where each row's key and value go: block * block_size + offset.
     slots: torch.Tensor

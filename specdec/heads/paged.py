@@ -1,7 +1,7 @@
 """An EAGLE head on a paged KV cache: ragged batches of sessions, and chains of drafted tokens.
 
 Entry i of a sequence stands for the i-th position whose target state is known: the token after it and its features were
-fed. Rotary positions count entries; attention sees their differences only.
+fed. Rotary positions count entries, dropped ones included; attention sees their differences only.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from specdec.settings.option import check_options, option, options_of, require
 from specdec.tree_shape import TreeShape
 
 _SUFFIX: Final = ("suffix",)
+_ATTENDING: Final = ("draft_model", "eagle", "eagle3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +34,12 @@ class SpeculativeSettings:
     tree_depth: int | None = option(None, "levels of a tree; by default k / 2, from 2 to 6", ge=1, le=64)
     speculative_token_tree: str | None = option(None, "a static tree instead, such as '[(0,), (1,), (0, 0)]'")
     draft_window_size: int | None = option(
-        None, "tokens of a text that a draft model or EAGLE head reads at most", ge=16
+        None,
+        "tokens of a text that are read at most, the first and the last; 0: all; by default what the checkpoint names",
+        ge=0,
+        only=_ATTENDING,
     )
-    draft_sink_size: int = option(4, "the first tokens of a text that are among them", ge=0)
+    draft_sink_size: int = option(4, "first tokens that are read of a longer text", ge=0, only=_ATTENDING)
     draft_tensor_parallel_size: int = option(1, "GPUs of the draft; only 1 so far", flag=False)
     quantization: str | None = option("auto", "rounds the draft's weights", choices=QUANTIZATIONS, flag=False)
     disable_by_batch_size: int | None = option(None, "no drafting while more sessions are open", ge=1, flag=False)
@@ -55,12 +59,6 @@ class SpeculativeSettings:
             "prompt_lookup_min",
             f"prompt_lookup_min ({self.prompt_lookup_min}) and prompt_lookup_max ({self.prompt_lookup_max}) must"
             " satisfy 1 <= min <= max",
-        )
-        require(
-            self.draft_window_size is None or self.draft_sink_size <= self.draft_window_size // 2,
-            "draft_sink_size",
-            f"draft_sink_size is {self.draft_sink_size}; it must be at most half of draft_window_size"
-            f" ({self.draft_window_size})",
         )
         require(
             self.draft_tensor_parallel_size == 1,

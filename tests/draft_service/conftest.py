@@ -97,7 +97,7 @@ def start_core(checkpoint):
     def start(method="draft_model", k=4, model=None, scheduler=None, parks=False, **speculative):
         settings = DraftSettings(
             speculative=SpeculativeSettings(model=checkpoint, method=method, num_speculative_tokens=k, **speculative),
-            model=make_model_settings(checkpoint, **(model or {})),
+            model=make_model_settings(**({"folder": checkpoint} | (model or {}))),
             scheduler=SchedulerSettings(**(scheduler or {})),
         )
         return running(settings, parks=parks)

@@ -5,6 +5,8 @@ entry of the head's cache is made of a state and that token, so n-1 entries are 
 of them predicts token n. Every drafted token but the last makes one entry more, on the head's own features. A verdict
 brings the true states of what it accepted. So after every draft the entries on predicted features are dropped, and the
 accepted positions are ingested with their true states.
+
+In a window whole blocks of the cache are dropped; the entries that stay keep the positions they were rotated by.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from draft_service.drafters.base import DraftJob
 from draft_service.drafters.heads.base import HeadDrafter, LoadedHead, load_head, tensor_of
 from draft_service.drafters.heads.known_states import KnownStates
 from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees, new_rows, rows_of_parents
+from draft_service.drafters.window import DraftWindow
 from specdec.engine.batch import Segment
 from specdec.engine.chains import ChainJob, StopFlags
 from specdec.engine.device_thread import DeviceThread
@@ -50,6 +53,8 @@ class EagleState:
     #: it was resumed from a parked session.
     newest: HiddenStates | None = None
     num_cached_tokens: int = 0
+    #: Tokens that are not read: see :class:`DraftWindow`.
+    num_skipped: int = 0
     #: Tokens at most, committed and drafted; the cache may hold more entries, for siblings.
     max_tokens: int = 0
 
@@ -106,6 +111,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             max_model_len=paged.max_model_len,
             kv_cache_tokens=paged.pool.total_blocks * paged.pool.block_size,
         )
+        self._window = DraftWindow.of(settings, self.info, multiple=self._pool.block_size)
 
     @classmethod
     async def load(cls, settings: DraftSettings) -> Self:
@@ -135,13 +141,16 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         pool.expire(time.monotonic(), self._park_ttl_s)
         wanted = context if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
         state.max_tokens = max(len(spec.token_ids), min(wanted, context))
-        max_tokens = min(state.max_tokens + self._num_fed, pool.total_blocks * pool.block_size)
+        # Of a text with gaps not only whole blocks would have to be dropped: one more stays.
+        num_read = self._window.size + self.info.num_speculative_tokens + pool.block_size
+        max_tokens = min(min(state.max_tokens, num_read) + self._num_fed, pool.total_blocks * pool.block_size)
         sequence = None
         if spec.park and len(spec.token_ids) > 1:
             sequence = pool.resume(_key(spec.session_id, spec.token_ids), spec.token_ids[1:], max_tokens)
         state.sequence = sequence or pool.open(max_tokens)
         state.num_cached_tokens = state.sequence.length
         state.known = KnownStates(state.sequence.length)
+        self._skip(state)
         return state
 
     def advance(
@@ -156,6 +165,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
                 state.newest = None
         state.sampling = state.sampling.committed(keep, token_ids)
         if state.sequence is not None:
+            self._skip(state)
             state.known.add(hidden_states)
 
     def room(self, state: EagleState) -> int:
@@ -181,6 +191,20 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         pool = self._pool
         pool.expire(time.monotonic(), self._park_ttl_s)
         return pool.used_blocks + pool.parked_blocks, pool.total_blocks, pool.num_parked
+
+    def _skip(self, state: EagleState) -> None:
+        """Forget what is not read of the committed tokens any more."""
+        start, num_skipped = self._window.num_sinks, self._window.num_skipped(len(state.sampling))
+        if num_skipped == state.num_skipped:
+            return
+        assert state.sequence is not None
+        state.num_skipped, size = num_skipped, self._pool.block_size
+        first, count = state.known.skip(start, start + num_skipped)
+        if first % size:  # not all of the first tokens' states are known: none of their entries stays
+            first, count = 0, first + count
+        if blocks := count // size:
+            self._pool.drop_blocks(state.sequence, first // size, blocks)
+            state.known.drop(first, blocks * size)
 
     def _prepare(self, job: DraftJob[EagleState]) -> _EagleWork | None:
         state = job.state

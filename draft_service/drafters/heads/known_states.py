@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 from specdec.types import HiddenStates
 
@@ -23,6 +24,8 @@ class KnownStates:
         self._waiting: deque[HiddenStates] = deque()
         #: Runs of positions without a gap: the first entry and its position.
         self._spans: list[tuple[int, int]] = [(0, 0)] if num_entries else []
+        #: Positions that are not read.
+        self._skipped = (0, 0)
 
     @property
     def end(self) -> int:
@@ -43,11 +46,33 @@ class KnownStates:
         return sum(max(0, min(states.end, num_tokens - 1) - states.start) for states in self._waiting)
 
     def add(self, states: Sequence[HiddenStates]) -> None:
-        """Keep what is new; the states of one position are the same whenever they come."""
+        """Keep what is new and read; the states of one position are the same whenever they come."""
         for more in states:
-            fresh = more.rows(self.end, more.end)
-            if fresh.num_positions:
-                self._waiting.append(fresh)
+            self._wait(more.rows(self.end, more.end))
+
+    def skip(self, start: int, end: int) -> tuple[int, int]:
+        """Positions from ``start`` to ``end`` are not read any more: forget those that wait, ignore those that come.
+
+        Returns the entries that stand for them: the first one, and how many.
+        """
+        self._skipped = start, end
+        waiting, self._waiting = self._waiting, deque()
+        for states in waiting:
+            self._wait(states)
+        first = self._num_before(start)
+        return first, self._num_before(end) - first
+
+    def drop(self, first: int, count: int) -> None:
+        """The cache has dropped ``count`` entries from ``first`` on; later ones have moved there."""
+        end = first + count
+        spans = []
+        for (start, position), (stop, _) in pairwise([*self._spans, (self.num_entries, 0)]):
+            if start < first:
+                spans.append((start, position))
+            if (kept := max(start, end)) < stop:
+                spans.append((kept - count, position + kept - start))
+        self._spans = spans
+        self.num_entries -= count
 
     def take(self, count: int) -> list[HiddenStates]:
         """The first ``count`` that wait: they become entries now."""
@@ -90,6 +115,18 @@ class KnownStates:
     def positions(self, first: int, count: int) -> list[int]:
         """Positions of the entries from ``first`` on."""
         return [self._position(entry) for entry in range(first, first + count)]
+
+    def _wait(self, states: HiddenStates) -> None:
+        """Keep what is read of some states."""
+        start, end = self._skipped
+        for part in (states.rows(0, start), states.rows(end, states.end)):
+            if part.num_positions:
+                self._waiting.append(part)
+
+    def _num_before(self, position: int) -> int:
+        """Entries that stand for earlier positions."""
+        ends = pairwise([*self._spans, (self.num_entries, 0)])
+        return sum(min(max(0, position - first), stop - start) for (start, first), (stop, _) in ends)
 
     def _position(self, entry: int) -> int:
         first, position = self._spans[bisect_right(self._spans, entry, key=lambda span: span[0]) - 1]

@@ -38,7 +38,7 @@ class Passes {
     int64_t row = 0, wanted = 0;
     for (int64_t c = 0; c < num_chains_; c++) {
       const Chain& chain = chains_[c];
-      layout_.place(c, chain.blocks, chain.length, chain.num_token_ids, row);
+      layout_.place(c, chain.blocks, chain.length, chain.num_dropped, chain.num_token_ids, row);
       std::memcpy(ids_ + row, chain.token_ids, size_t(chain.num_token_ids) * 8);
       if (model_.head) name_features(chain, row);
       row += chain.num_token_ids;
@@ -55,7 +55,7 @@ class Passes {
       if (model_.head && active.rows[i] != i)  // states move down to where their rows are now
         std::memcpy(batch_.stream + i * state_stride(), batch_.stream + active.rows[i] * state_stride(),
                     size_t(state_stride()) * 4);
-      layout_.place(i, chain.blocks, chain.length + chain.num_token_ids + step, 1, i);
+      layout_.place(i, chain.blocks, chain.length + chain.num_token_ids + step, chain.num_dropped, 1, i);
       ids_[i] = out_.token_ids[active.chains[i] * out_.depth + step];
       logit_rows_[i] = i;
     }

@@ -18,8 +18,8 @@ from specdec.rules import SparseRow
 from specdec.sampling.drafting import DraftedChain
 
 #: What a chain ingests first: the addresses of its blocks, of its tokens (those assumed follow) and of its features, 0
-#: where there are none; how many tokens; and how many entries are in the cache.
-Fed: TypeAlias = tuple[int, int, int, int, int]
+#: where there are none; how many tokens; how many entries are in the cache, and how many were dropped from it.
+Fed: TypeAlias = tuple[int, int, int, int, int, int]
 
 
 class _Output:
@@ -90,7 +90,7 @@ def draft_chains(
             raise ValueError(f"{job.num_candidates} candidates are more than {MAX_CANDIDATES}")
         if model.num_features:
             _check_features(job, model.num_features, jobs[0])
-        longest = max(longest, end + 1)
+        longest = max(longest, end + sequence.num_dropped + 1)
         starts.append(len(tokens))
         tokens.extend(job.token_ids)
         tokens.extend(job.assumed)
@@ -106,6 +106,7 @@ def draft_chains(
             0 if job.features is None else job.features.data_ptr(),
             len(job.token_ids),
             job.sequence.length,
+            job.sequence.num_dropped,
         )
         for c, (job, start) in enumerate(zip(jobs, starts, strict=True))
     ]
@@ -137,13 +138,13 @@ def draw_chains(
     structs = (CChain * len(jobs))()
     samplings = [job.rule.sampling_at(job.state.params.temperature) for job in jobs]
     for chain, job, sampling, first in zip(structs, jobs, samplings, fed, strict=True):
-        blocks, token_ids, features, count, length = first
+        blocks, token_ids, features, count, length, num_dropped = first
         num_assumed = len(job.assumed)
         chain.sampler, chain.sampling = sampler_of(job.state), sampling
         chain.blocks, chain.features = blocks, features
         chain.token_ids, chain.num_token_ids = token_ids, count
         chain.assumed, chain.num_assumed = token_ids + 8 * count, num_assumed
-        chain.length, chain.base = length, len(job.state) + num_assumed
+        chain.length, chain.num_dropped, chain.base = length, num_dropped, len(job.state) + num_assumed
         chain.num_tokens, chain.num_candidates = job.num_tokens, job.num_candidates
     with_q = any(sampling.sends_q for sampling in samplings)
     depth, width = max(job.num_tokens for job in jobs), max(job.num_candidates for job in jobs)

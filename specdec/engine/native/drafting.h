@@ -19,12 +19,13 @@ struct Chain {
   const void* features;      // [num_token_ids, num_features]; null: the model is no head
   int64_t num_token_ids, num_assumed;
   int64_t length;          // entries in the cache
+  int64_t num_dropped;     // entries that are not any more
   int64_t base;            // where the first drafted token will stand
   int64_t num_tokens;      // to draft
   int64_t num_candidates;  // of the target's token, at each
   int64_t sampling;        // a DraftSampling
 };
-TANDEM_STRUCT(Chain, sampler, blocks, token_ids, assumed, features, num_token_ids, num_assumed, length, base, num_tokens,
+TANDEM_STRUCT(Chain, sampler, blocks, token_ids, assumed, features, num_token_ids, num_assumed, length, num_dropped, base, num_tokens,
               num_candidates, sampling)
 
 // What is drafted: `depth` steps for each chain, the most any of them drafts.

@@ -48,7 +48,7 @@ extern "C" __attribute__((visibility("default"))) int tandem_feed(const Model* m
   if (!has_memory) return -1;
   int64_t row = 0, wanted = 0, kept = 0;
   for (int64_t s = 0; s < num_feeds; s++) {
-    layout.place(s, feeds[s].blocks, feeds[s].length, feeds[s].num_tokens, row, feeds[s].parents);
+    layout.place(s, feeds[s].blocks, feeds[s].length, 0, feeds[s].num_tokens, row, feeds[s].parents);
     row += feeds[s].num_tokens;
     for (int64_t i = row - feeds[s].num_logits; i < row; i++) logit_rows[wanted++] = i;
     for (int64_t i = row - feeds[s].num_states; i < row; i++) state_rows[kept++] = i;

@@ -28,19 +28,20 @@ struct Layout {
   int64_t blocks_of(int64_t entries) const { return (entries + block_size - 1) / block_size; }
 
   // Rows `row` to row + count of a sequence, which stand behind `from` entries; without blocks, block 0 takes them.
-  // `parents` of the rows, -1 for the entries before them; null: each row follows the one before it.
-  void place(int64_t sequence, const int32_t* blocks, int64_t from, int64_t count, int64_t row,
+  // `dropped` entries once were before them: positions count those, too. `parents` of the rows, -1 for the entries before
+  // them; null: each row follows the one before it.
+  void place(int64_t sequence, const int32_t* blocks, int64_t from, int64_t dropped, int64_t count, int64_t row,
              const int64_t* parents = nullptr) {
     int32_t* table = tables + sequence * width;
     for (int64_t i = 0; i < width; i++) table[i] = blocks && i * block_size < from + count ? blocks[i] : 0;
     for (int64_t i = 0; i < count; i++) {
-      positions[row + i] = from + i;
+      positions[row + i] = from + dropped + i;
       slots[row + i] = table[(from + i) / block_size] * block_size + (from + i) % block_size;
       if (ancestors) ancestors[row + i] = -1;
     }
     for (int64_t i = 0; parents && i < count; i++) {
       const int64_t parent = parents[i];
-      positions[row + i] = parent < 0 ? from : positions[row + parent] + 1;
+      positions[row + i] = parent < 0 ? from + dropped : positions[row + parent] + 1;
       ancestors[row + i] = (parent < 0 ? 0 : ancestors[row + parent]) | (i < 64 ? int64_t(uint64_t(1) << i) : 0);
     }
     row_starts[sequence] = int32_t(row);

@@ -259,6 +259,7 @@ class CChain(ctypes.Structure):
         ("num_token_ids", _Int64),
         ("num_assumed", _Int64),
         ("length", _Int64),
+        ("num_dropped", _Int64),
         ("base", _Int64),
         ("num_tokens", _Int64),
         ("num_candidates", _Int64),

@@ -15,7 +15,8 @@ from specdec.errors import ModelNotSupported
 _HARMLESS: Final = frozenset(
     """
     _attn_implementation _name_or_path architectures attention_dropout attn_implementation auto_map
-    base_model_name_or_path bos_token_id chunk_size_feed_forward dtype embed_requires_grad enable_sp_ulysses
+    base_model_name_or_path bos_token_id chunk_size_feed_forward draft_window_size dtype embed_requires_grad
+    enable_sp_ulysses
     eos_token_id eos_token_ids has_no_defaults_at_init hidden_dropout id2label initializer_range is_decoder
     is_encoder_decoder label2id layer_types max_length max_window_layers mlp_dropout model_type
     modelopt_version name output_attentions output_hidden_states pad_token_id pretraining_tp problem_type

@@ -126,7 +126,7 @@ class NativeHead(NativeModel):
         num_rows, num_logits = token_ids.shape[0], logit_rows.shape[0]
         logits = torch.empty(num_logits, self.num_outputs)
         stream = torch.zeros(num_logits if are_features else num_rows, -(-self.hidden_size // 64) * 64 + 32)
-        batch: CBatch = self.caches_for(plan.max_kv_len)
+        batch: CBatch = self.caches_for(int(plan.positions.max()) + 1)
         batch.token_ids, batch.logit_rows, batch.num_logits = token_ids.data_ptr(), logit_rows.data_ptr(), num_logits
         batch.plan, batch.logits, batch.stream = CPlan.of(plan), logits.data_ptr(), stream.data_ptr()
         if are_features:

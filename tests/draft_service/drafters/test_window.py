@@ -1,12 +1,13 @@
 """Draft windows: what is read of a long text, and that a draft is that of what is read alone."""
 
+import json
 import random
+import shutil
 
 import pytest
 
 from draft_service.drafters.window import DraftWindow
 from specdec.errors import InvalidRequest
-from specdec.settings import SpeculativeSettings
 from tests.draft_service.conftest import VOCAB
 from tests.draft_service.proposing import propose
 
@@ -21,7 +22,7 @@ def text(length, seed=0):
 @pytest.mark.parametrize("size", [16, 31, 32, 33, 64, 257])
 @pytest.mark.parametrize("num_sinks", [0, 1, 4, 8])
 def test_what_is_read(size, num_sinks):
-    window = DraftWindow(size, num_sinks)
+    window = DraftWindow(size, num_sinks, (size - num_sinks) // 2)
     changes = 0
     for length in range(1, 4 * size):
         token_ids = list(range(length))
@@ -38,30 +39,40 @@ def test_what_is_read(size, num_sinks):
     assert changes == pytest.approx(3 * size / window.step, abs=1)
 
 
-def test_without_a_window_all_is_read():
-    window = DraftWindow.of(SpeculativeSettings(method="draft_model", model="m"))
-    assert window.num_skipped(10**6) == 0
-    assert window.read(range(1000), 3) == range(3, 1000)
-
-
-@pytest.mark.parametrize(("size", "num_sinks", "param"), [(8, 4, "draft_window_size"), (64, 33, "draft_sink_size")])
-def test_settings_that_make_no_sense(size, num_sinks, param):
-    with pytest.raises(InvalidRequest) as caught:
-        SpeculativeSettings(method="draft_model", model="m", draft_window_size=size, draft_sink_size=num_sinks)
-    assert caught.value.param == param
-
-
-async def test_a_window_that_does_not_fit_the_draft(start_core):
-    with pytest.raises(InvalidRequest, match=r"draft_window_size is 125; .* a window of 124 tokens at most"):
-        async with start_core(k=4, model={"max_model_len": 128}, draft_window_size=125):
+@pytest.mark.parametrize(
+    ("size", "num_sinks", "limits"),
+    [(125, 4, "from 6, for 4 first tokens, to 124"), (5, 4, "from 6"), (64, 63, "from 65, for 63 first tokens")],
+)
+async def test_a_window_that_does_not_fit_the_draft(start_core, size, num_sinks, limits):
+    with pytest.raises(InvalidRequest, match=f"draft_window_size is {size}; it must be {limits}"):
+        async with start_core(k=4, model={"max_model_len": 128}, draft_window_size=size, draft_sink_size=num_sinks):
             pass
+
+
+@pytest.fixture
+def windowed_checkpoint(checkpoint, tmp_path):
+    """The draft, whose checkpoint names a window of 64 tokens."""
+    folder = shutil.copytree(checkpoint, tmp_path / "draft")
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"draft_window_size": 64}))
+    return str(folder)
+
+
+async def test_a_checkpoint_names_its_window(start_core, spec, windowed_checkpoint):
+    """It holds unless the settings say something else, or the draft's context is shorter."""
+    for given, context, num_blocks in ((None, 512, 3), (0, 512, 5), (128, 512, 5), (None, 64, 0)):
+        model = {"folder": windowed_checkpoint, "max_model_len": context}
+        async with start_core(k=4, model=model, draft_window_size=given) as core:
+            session = await core.open(spec(text(150), max_tokens=10))
+            assert (await core.load()).used_blocks == num_blocks, (given, context)
+            await session.close()
 
 
 @pytest.mark.parametrize(("size", "num_sinks"), [(64, 4), (33, 0)])
 async def test_drafts_are_those_of_what_is_read(start_core, spec, greedy, size, num_sinks):
     """Over a text of many windows, whatever the verdicts; the session holds the blocks of one window only."""
     rng = random.Random(1)
-    window = DraftWindow(size, num_sinks)
+    window = DraftWindow(size, num_sinks, (size - num_sinks) // 2)
     skipped = set()
     async with start_core(k=4, draft_window_size=size, draft_sink_size=num_sinks) as core:
         session = await core.open(spec(PROMPT))
@@ -80,7 +91,7 @@ async def test_drafts_are_those_of_what_is_read(start_core, spec, greedy, size, 
 @pytest.mark.parametrize("length", [63, 64, 65, 94, 95, 96, 1000])
 async def test_only_what_is_read_is_ingested(start_core, spec, greedy, monkeypatch, length):
     """A session that is opened in the middle of a text, as after the loss of a draft."""
-    known, window = text(length), DraftWindow(64, 4)
+    known, window = text(length), DraftWindow(64, 4, 30)
     async with start_core(k=4, draft_window_size=64) as core:
         rows = []
         draft = core.drafter.draft
@@ -98,7 +109,7 @@ async def test_only_what_is_read_is_ingested(start_core, spec, greedy, monkeypat
 
 async def test_tokens_taken_back(start_core, spec, greedy):
     """To before what is skipped, into it, behind it, and into the first tokens."""
-    known, window = text(200), DraftWindow(64, 4)
+    known, window = text(200), DraftWindow(64, 4, 30)
     async with start_core(k=4, draft_window_size=64) as core:
         session = await core.open(spec(known))
         for base_len in (199, 170, 150, 120, 60, 3):
@@ -117,7 +128,7 @@ async def test_tokens_taken_back(start_core, spec, greedy):
 
 @pytest.mark.parametrize("turn", [1, 20, 60])
 async def test_a_parked_session_is_taken_up(start_core, spec, greedy, turn):
-    known, window = text(150), DraftWindow(64, 4)
+    known, window = text(150), DraftWindow(64, 4, 30)
     async with start_core(k=4, parks=True, draft_window_size=64) as core:
         session = await core.open(spec(known, session_id="chat", park=True))
         await propose(session, 150, [], 4)
@@ -131,7 +142,7 @@ async def test_a_parked_session_is_taken_up(start_core, spec, greedy, turn):
 
 
 async def test_texts_longer_than_the_context(start_core, spec, greedy):
-    known, window = text(500), DraftWindow(96, 4)
+    known, window = text(500), DraftWindow(96, 4, 46)
     async with start_core(k=4, model={"max_model_len": 128}, draft_window_size=96) as core:
         session = await core.open(spec(known))
         assert (await propose(session, 500, [1], 4)).token_ids == greedy(window.read([*known, 1]), 4)
@@ -140,7 +151,7 @@ async def test_texts_longer_than_the_context(start_core, spec, greedy):
 
 async def test_trees(start_core, spec):
     """A tree after a long text is that after what is read of it."""
-    known, window = text(300), DraftWindow(64, 4)
+    known, window = text(300), DraftWindow(64, 4, 30)
     async with (
         start_core(k=6, tree_top_k=2, tree_depth=3) as whole,
         start_core(k=6, tree_top_k=2, tree_depth=3, draft_window_size=64) as core,

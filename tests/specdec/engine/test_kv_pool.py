@@ -186,6 +186,38 @@ def test_resume_reuses_the_longest_common_prefix_and_leaves_a_token_to_feed(toke
     assert resumed.blocks[:kept].tolist() == blocks[:kept].tolist()
 
 
+def test_dropped_blocks_take_the_entries_to_come() -> None:
+    pool = KVPool(8, BLOCK)
+    sequence = pool.open(6 * BLOCK)
+    shadow = Shadow(pool, np.zeros((9, BLOCK), dtype=np.int64), {sequence: []})
+    shadow.feed(sequence, list(range(5 * BLOCK + 1)))
+    pool.drop_blocks(sequence, 1, 3)
+    del shadow.expected[sequence][BLOCK : 4 * BLOCK]
+    assert (sequence.length, sequence.num_dropped, pool.used_blocks) == (2 * BLOCK + 1, 3 * BLOCK, 6)
+    shadow.check()
+    shadow.feed(sequence, list(range(100, 100 + 4 * BLOCK - 1)))
+    shadow.check()
+    pool.drop_blocks(sequence, 0, 6)
+    assert (sequence.length, sequence.num_dropped) == (0, 9 * BLOCK)
+    pool.release(sequence)
+    assert pool.used_blocks == 0
+
+
+def test_blocks_that_cannot_be_dropped() -> None:
+    pool = KVPool(8, BLOCK)
+    sequence = pool.open(4 * BLOCK)
+    sequence.length = 3 * BLOCK - 1
+    for first, count in ((0, 3), (2, 1), (-1, 1)):
+        with pytest.raises(ValueError, match="cannot drop blocks"):
+            pool.drop_blocks(sequence, first, count)
+    branch = pool.branch(sequence, BLOCK, 2 * BLOCK)
+    assert branch is not None
+    with pytest.raises(ValueError, match="branch may share 1 blocks"):
+        pool.drop_blocks(sequence, 0, 1)
+    pool.drop_blocks(sequence, 1, 1)
+    assert sequence.num_shared_blocks == 1
+
+
 def test_a_second_session_of_a_key_replaces_the_first() -> None:
     pool = KVPool(8, BLOCK)
     pool.park(grow(pool.open(8), 8), "chat", range(8))

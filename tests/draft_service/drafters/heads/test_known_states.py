@@ -22,13 +22,19 @@ class Lists:
 
     def __init__(self):
         self.entries, self.waiting = [], []
+        self.skipped = range(0)
 
     @property
     def end(self):
         return max([*self.entries, *self.waiting], default=-1) + 1
 
     def add(self, start, end):
-        self.waiting += range(max(start, self.end), end)
+        self.waiting += [i for i in range(max(start, self.end), end) if i not in self.skipped]
+
+    def skip(self, start, end):
+        self.skipped = range(start, end)
+        self.waiting = [i for i in self.waiting if i not in self.skipped]
+        return sum(i < start for i in self.entries), sum(i in self.skipped for i in self.entries)
 
     def take(self, count):
         taken, self.waiting = self.waiting[:count], self.waiting[count:]
@@ -49,7 +55,7 @@ def test_any_order_of_what_may_happen(seed):
     rng = random.Random(seed)
     features, lists, num_tokens = KnownStates(), Lists(), rng.randrange(1, 6)
     for _ in range(60):
-        match rng.choice(["more", "more", "gap", "again", "take", "take", "fail", "cut"]):
+        match rng.choice(["more", "more", "gap", "again", "take", "take", "fail", "cut", "skip", "drop"]):
             case "more":
                 start, end = lists.end, num_tokens + rng.randrange(1, 4) - 1
                 num_tokens = end + 1
@@ -73,6 +79,17 @@ def test_any_order_of_what_may_happen(seed):
                 num_tokens = rng.randrange(max(1, num_tokens - 4), num_tokens + 1)
                 features.cut(num_tokens)
                 lists.cut(num_tokens)
+            case "skip":
+                start = rng.randrange(3)
+                end = rng.randrange(start, max(start, num_tokens - 2) + 1)
+                assert features.skip(start, end) == lists.skip(start, end)
+            case "drop":
+                count = rng.randrange(1, features.num_entries + 1) if features.num_entries else 0
+                first = rng.randrange(features.num_entries - count + 1)
+                if not count:
+                    continue
+                features.drop(first, count)
+                del lists.entries[first : first + count]
         assert features.end == lists.end
         assert features.num_entries == len(lists.entries)
         assert features.num_gapless == lists.num_gapless
