@@ -52,6 +52,13 @@ def save_head(head: DraftHead, folder: Path) -> None:
         write_head(copy.deepcopy(head).bfloat16(), fresh)
 
 
+def name_window(folder: Path, size: int) -> None:
+    """Name in a drafter's configuration the longest text that it is to read."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) | {"draft_window_size": size}
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def load_model(folder: Path) -> LlamaForCausalLM:
     """Loads the model saved in `folder`, in the dtype its configuration names."""
     return LlamaForCausalLM.from_pretrained(folder, dtype="auto")

@@ -8,7 +8,8 @@ from specdec.settings.option import about, check_options, option, options_of, re
 
 #: Method → what is trained.
 METHODS: Final = {name: method.training_summary for name, method in TRAINABLE.items()}
-_LAYERED: Final = ("eagle3", "eagle", "draft")
+#: Drafters with attention.
+LAYERED: Final = ("eagle3", "eagle", "draft")
 _EAGLES: Final = ("eagle3", "eagle")
 #: Title of a group of options → the first of them, in the order of :class:`TrainSettings`.
 GROUPS: Final = {
@@ -36,10 +37,10 @@ class TrainSettings:
     start_from: str | None = option(None, "a drafter of the same method to train on")
 
     hidden_size: int | None = option(None, "hidden size", gt=0, only=("eagle3", "draft"))
-    intermediate_size: int | None = option(None, "size of the MLP", gt=0, only=_LAYERED)
-    num_heads: int | None = option(None, "attention heads", gt=0, only=_LAYERED)
-    num_kv_heads: int | None = option(None, "key-value heads", gt=0, only=_LAYERED)
-    head_dim: int | None = option(None, "size of an attention head", gt=0, only=_LAYERED)
+    intermediate_size: int | None = option(None, "size of the MLP", gt=0, only=LAYERED)
+    num_heads: int | None = option(None, "attention heads", gt=0, only=LAYERED)
+    num_kv_heads: int | None = option(None, "key-value heads", gt=0, only=LAYERED)
+    head_dim: int | None = option(None, "size of an attention head", gt=0, only=LAYERED)
     num_layers: int | None = option(
         None, "layers (2), or residual blocks of a head (1)", gt=0, only=("draft", "medusa")
     )

@@ -17,11 +17,12 @@ LARGEST_GAP = 1e-3
 
 DRAFTERS = {
     "draft_model": {"method": "draft_model", "model": DRAFT_MODEL},
+    "window": {"method": "draft_model", "model": DRAFT_MODEL, "draft_window_size": 24},
     "ngram": {"method": "ngram", "prompt_lookup_max": 4},
     "none": None,
 }
 #: Lengths that only the exhaustive run takes.
-REST = [("draft_model", 1), ("ngram", 1), ("ngram", 8)]
+REST = [("draft_model", 1), ("draft_model", 8), ("ngram", 1), ("ngram", 8)]
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +87,10 @@ def make_llm(drafter, k, **settings):
 @pytest.mark.parametrize(
     ("drafter", "k"),
     [
-        *(("none", 0), ("draft_model", 3), ("draft_model", 8), ("ngram", 3)),
+        *(("none", 0), ("draft_model", 3), ("window", 8), ("ngram", 3)),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in (("draft_model", 1), ("ngram", 1), ("ngram", 8))
+            for case in (("draft_model", 1), ("draft_model", 8), ("ngram", 1), ("ngram", 8))
         ),
     ],
 )
@@ -123,7 +124,7 @@ def test_seeded_text_is_the_same_with_any_drafter_and_k(expected):
         for i, (t, p, k) in enumerate([(1.0, 1.0, 0), (1.0, 0.9, 0), (0.7, 1.0, 40), (1.3, 0.95, 0)] * 2)
     ]
     texts = {}
-    for drafter, k in (("none", 0), ("draft_model", 1), ("draft_model", 4), ("draft_model", 8), ("ngram", 5)):
+    for drafter, k in (("none", 0), ("draft_model", 1), ("draft_model", 4), ("window", 8), ("ngram", 5)):
         with make_llm(drafter, k) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             texts[drafter, k] = [tuple(output.outputs[0].token_ids) for output in outputs]

@@ -73,6 +73,9 @@ def test_a_drafter_learns_and_loads(
     assert trained.acceptance.length > 1.7, "of 4 at most; chance is about 1"
     assert rounded.acceptance.length == pytest.approx(trained.acceptance.length, abs=0.1)
     assert {file.name for file in tmp_path.iterdir()} == {"output"}
+    config = json.loads((tmp_path / "output" / "config.json").read_text())
+    attends = method in ("draft", "eagle", "eagle3")
+    assert config.get("draft_window_size") == (settings(method).row_length if attends else None)
     if method == "draft":
         assert AutoTokenizer.from_pretrained(tmp_path / "output").eos_token_id == 0
         return
@@ -83,7 +86,6 @@ def test_a_drafter_learns_and_loads(
     if isinstance(head, Eagle3Head):
         assert head.hidden_state_layers == (1, 2, 3)
         assert head.t2d.sum() == len(head.d2t) == 200
-    config = json.loads((tmp_path / "output" / "config.json").read_text())
     if isinstance(head, MlpSpeculator):
         assert head.config.tie_weights
         assert len(config["top_k_tokens_per_head"]) == head.config.n_predict
