@@ -73,12 +73,12 @@ class ContextResult:
         return 1 + statistics.fmean(self.accepted)
 
     def __str__(self) -> str:
-        median = statistics.median
-        speed = f"{median(self.ratios):8.2f}x" if self.ratios else ""
+        prefill, prefill_ms = statistics.median(self.prefill_tokens), statistics.median(self.prefill_ms)
+        round_ms = statistics.median(self.round_ms)
+        speed = f"{statistics.median(self.ratios):8.2f}x" if self.ratios else ""
         return (
-            f"{self.context:8}  {self.drafter:32}{self.acceptance_length:7.2f}{median(self.prefill_tokens):9.0f}"
-            f"{median(self.prefill_ms):9.1f} ms{median(self.round_ms):8.2f} ms"
-            f"{statistics.fmean(self.round_ms):8.2f} ms{self.blocks:8}{speed}"
+            f"{self.context:7}  {self.drafter:36}{self.acceptance_length:8.2f}{prefill:8.0f}{prefill_ms:10.1f}"
+            f"{round_ms:12.2f}{statistics.fmean(self.round_ms):8.2f}{self.blocks:8}{speed}"
         )
 
 
@@ -243,7 +243,8 @@ def main() -> int:
     flags.add_argument("--json", metavar="FILE", help="write the numbers to a file, too")
     args = flags.parse_args()
     results = asyncio.run(measure(args))
-    print(f"{'context':>8}  {'drafter':40}{'length':>7}{'prefill':>9}{'':12}{'round':>10}{'mean':>11}{'blocks':>8}")
+    widths = {"length": 8, "prefill": 8, "in ms": 10, "round in ms": 12, "mean": 8, "blocks": 8, "speed": 8}
+    print(f"context  {'drafter':36}" + "".join(f"{head:>{width}}" for head, width in widths.items()))
     for result in results:
         print(result)
     if args.json:
