@@ -21,9 +21,9 @@ from specdec.sampling.state import SamplingState
 from specdec.scheduling.admission import Admission, ClientFull
 from specdec.settings import TargetSettings
 from specdec.types import HiddenStates, ModelInfo, ServerLoad, SessionSpec
-from target_service.scheduler.batcher import StepBatcher
+from target_service.scheduler.batcher import Deliver, Follow, StepBatcher
 from target_service.session import Session
-from target_service.step import ScheduledSequence, StepResult, StepSession, run_step
+from target_service.step import ScheduledSequence, StepResult, StepSession, run_steps
 from target_service.stop_criteria import StopCriteria
 from target_service.verifier import Verifier
 
@@ -43,7 +43,7 @@ class TargetCore:
         self._device = device
         self._settings = settings
         self._verifier = Verifier(num_threads=engine.num_threads)
-        self._batcher = StepBatcher(self._run_step, scheduler.max_num_batched_tokens)
+        self._batcher = StepBatcher(self._run_steps, scheduler.max_num_batched_tokens)
         self._admission: Admission[KVSequence] = Admission(
             max_open=scheduler.max_num_seqs,
             max_waiting=scheduler.max_waiting,
@@ -59,7 +59,6 @@ class TargetCore:
         self._draining = False
         self._num_stale = 0
         self._num_superseded = 0
-        self._busy_ns = 0
         self._expiry: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -132,7 +131,7 @@ class TargetCore:
             total_blocks=pool.total_blocks,
             stale_messages=self._num_stale,
             num_batches=self._batcher.num_steps,
-            busy_ns=self._busy_ns,
+            busy_ns=self._batcher.busy_ns,
             superseded_proposals=self._num_superseded,
         )
 
@@ -198,10 +197,13 @@ class TargetCore:
 
     # --- inside ---
 
-    async def _run_step(self, parts: Sequence[ScheduledSequence]) -> StepResult:
-        result = await self._device.run(run_step, self.engine, self._verifier, parts)
-        self._busy_ns += result.timings.forward_ns + result.timings.verify_ns
-        return result
+    async def _run_steps(self, parts: Sequence[ScheduledSequence], follow: Follow, deliver: Deliver) -> StepResult:
+        loop = asyncio.get_running_loop()
+
+        def pass_on(result: StepResult) -> None:
+            loop.call_soon_threadsafe(deliver, result)
+
+        return await self._device.run(run_steps, self.engine, self._verifier, parts, follow, pass_on)
 
     def _reserve(self, spec: SessionSpec, num_entries: int) -> KVSequence:
         """Blocks for all the entries the session may ever need, with what is parked for it where there is some."""

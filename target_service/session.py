@@ -53,8 +53,8 @@ class Session:
     and drops k-a (of a tree those off the accepted path, and the others are moved together). The end of prefilling is a
     round without drafts whose fed tokens are the prompt.
 
-    All calls are made on the event loop. While a step that carries the session runs (``in_flight``), its
-    ``step_session`` belongs to the device thread; closing then waits for the end of the step.
+    All calls but :meth:`continues` are made on the event loop. While a step that carries the session runs
+    (``in_flight``), its ``step_session`` belongs to the device thread; closing then waits for the end of the step.
     """
 
     def __init__(
@@ -250,6 +250,19 @@ class Session:
             q_rows=asked.q_rows,
             parents=() if is_chain(asked.parents) else asked.parents,
         )
+
+    def continues(self, result: PartResult) -> bool:
+        """Whether multi-step decode continues after this result of a step. Called on the device thread, which owns the
+        step session at that time.
+        """
+        alive = not self._closing and self._failure is None and result.error is None and not result.cut.finish_reason
+        return alive and self._asked is None and self._multi_step_until > len(self.step_session.state)
+
+    def continue_step(self, part: ScheduledSequence, result: PartResult, step: StepResult) -> None:
+        """Queue the verdict of a step of multi-step decode. The device thread runs the next one already."""
+        if not self._closing:
+            self._multi_step_until = max(self._multi_step_until, self.committed_len + len(result.cut.token_ids) + 1)
+            self._commit(part, result, step)
 
     def finish_step(self, part: ScheduledSequence, result: PartResult, step: StepResult) -> None:
         """Apply the result of a step: drop the cache entries of rejected tokens and queue the verdict."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -46,7 +46,8 @@ class StepSession:
     """The part of a session that a step reads and writes: its committed tokens (``state``) and its cache.
 
     While a step carries the session, this object belongs to the device thread, otherwise to the event loop. What only
-    the event loop touches is in :class:`target_service.session.Session`, so the two threads share nothing else.
+    the event loop changes is in :class:`target_service.session.Session`; the device thread calls nothing of it but
+    ``continues``.
     """
 
     spec: SessionSpec
@@ -72,6 +73,15 @@ class ScheduledSequence:
     is_prefill: bool = False
     #: Of each drafted token the one it follows, -1 for the committed tokens; empty: a chain.
     parents: tuple[int, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it feeds one token and drafts none."""
+        return self.decides and not self.is_prefill and not self.draft_token_ids
+
+    def following(self, token_ids: Sequence[int]) -> ScheduledSequence:
+        """The plain part after this one, which committed ``token_ids``."""
+        return ScheduledSequence(self.session, token_ids[-1:], decides=True)
 
     @property
     def num_logits(self) -> int:
@@ -112,6 +122,24 @@ class StepResult:
     started_ns: int
     #: The step's share of a round's timings; ``queue_ns`` is the session's own.
     timings: RoundTimings = field(default_factory=RoundTimings)
+
+
+def run_steps(
+    model: Model,
+    verifier: Verifier,
+    parts: Sequence[ScheduledSequence],
+    follow: Callable[[StepResult], Sequence[ScheduledSequence] | None],
+    deliver: Callable[[StepResult], object],
+) -> StepResult:
+    """Run a step, and at once those that ``follow`` names after each result; it names None after the last.
+
+    ``deliver`` gets every result but the last, which is returned.
+    """
+    result = run_step(model, verifier, parts)
+    while (following := follow(result)) is not None:
+        deliver(result)
+        result = run_step(model, verifier, following)
+    return result
 
 
 def run_step(model: Model, verifier: Verifier, parts: Sequence[ScheduledSequence]) -> StepResult:

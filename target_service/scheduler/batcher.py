@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import TypeAlias
 
 from specdec.errors import InternalError, TandemError
 from specdec.scheduling.costs import StepCost
@@ -17,6 +18,13 @@ from target_service.step import ScheduledSequence, StepResult
 
 logger = logging.getLogger(__name__)
 
+#: What the next step feeds, asked on the device thread after each one; None: the event loop decides.
+Follow: TypeAlias = Callable[[StepResult], Sequence[ScheduledSequence] | None]
+#: Gets, on the event loop, the result of a step that another one follows.
+Deliver: TypeAlias = Callable[[StepResult], None]
+#: Runs a step, and those that follow it, on the device thread; returns the result of the last one.
+RunSteps: TypeAlias = Callable[[Sequence[ScheduledSequence], Follow, Deliver], Awaitable[StepResult]]
+
 
 class StepBatcher:
     """Collects sessions that have tokens to feed, and runs steps while there are any.
@@ -24,12 +32,13 @@ class StepBatcher:
     A step starts as soon as a session is ready and the device is free. Sessions that become ready during a step are in
     the next one. A step waits only for rounds that the :class:`RoundCoalescer` expects within a moment. Without ready
     sessions the batcher sleeps.
+
+    While all sessions of a step decode in multi-step, the device thread runs the next step at once. The event loop
+    handles a result during the step after it.
     """
 
-    def __init__(
-        self, run: Callable[[Sequence[ScheduledSequence]], Awaitable[StepResult]], max_num_batched_tokens: int
-    ) -> None:
-        """``run`` runs a step on the device thread; ``max_num_batched_tokens`` limits the tokens of one step."""
+    def __init__(self, run: RunSteps, max_num_batched_tokens: int) -> None:
+        """``run`` runs steps on the device thread; ``max_num_batched_tokens`` limits the tokens of one step."""
         self._run = run
         self._max_tokens = max_num_batched_tokens
         self._step_cost = StepCost()
@@ -39,8 +48,9 @@ class StepBatcher:
         self._wake = asyncio.Event()
         self._closed = False
         self._task = asyncio.get_running_loop().create_task(self._loop(), name="target-batcher")
-        #: Steps run since the start.
+        #: Steps run since the start, and the device's time in them.
         self.num_steps = 0
+        self.busy_ns = 0
 
     def add(self, session: Session) -> None:
         """Add a session that has tokens to feed."""
@@ -121,25 +131,57 @@ class StepBatcher:
         return scheduled
 
     async def _step(self, scheduled: Sequence[tuple[Session, ScheduledSequence]]) -> None:
-        """Run a step and pass its results on. If it fails, its sessions are lost; all others live on."""
+        """Run a step, and those that follow it. If one fails, its sessions are lost; all others live on."""
         self.num_steps += 1
+        follow = partial(self._follow, scheduled, may_follow=not self._coalescer.expects(time.perf_counter_ns()))
+        try:
+            result = await self._run([part for _, part in scheduled], follow, partial(self._pass_on, scheduled))
+        except Exception as error:
+            self._fail(scheduled, error)
+        else:
+            self._finish(scheduled, result)
+
+    def _follow(
+        self, scheduled: Sequence[tuple[Session, ScheduledSequence]], result: StepResult, *, may_follow: bool
+    ) -> Sequence[ScheduledSequence] | None:
+        """The next step of the same sessions, if each continues multi-step decode. Called on the device thread."""
+        if not may_follow or self._ready or self._closed:
+            return None
+        parts = []
+        for (session, part), part_result in zip(scheduled, result.parts, strict=True):
+            if not part.is_plain or not session.continues(part_result):
+                return None
+            parts.append(part.following(part_result.cut.token_ids))
+        return parts
+
+    def _pass_on(self, scheduled: Sequence[tuple[Session, ScheduledSequence]], result: StepResult) -> None:
+        """Pass on the result of a step that another one follows."""
+        self.num_steps += 1
+        self._observe(scheduled, result)
+        for (session, part), part_result in zip(scheduled, result.parts, strict=True):
+            session.continue_step(part, part_result, result)
+
+    def _finish(self, scheduled: Sequence[tuple[Session, ScheduledSequence]], result: StepResult) -> None:
         num_finished = 0
         try:
-            result = await self._run([part for _, part in scheduled])
             self._observe(scheduled, result)
             for (session, part), part_result in zip(scheduled, result.parts, strict=True):
                 session.finish_step(part, part_result, result)
                 num_finished += 1
         except Exception as error:
-            logger.exception("a step of %d sessions failed", len(scheduled))
-            failure = error if isinstance(error, TandemError) else InternalError(f"a step failed: {error}")
-            for session, _ in scheduled[num_finished:]:
-                session.crash(failure)
+            self._fail(scheduled[num_finished:], error)
+
+    def _fail(self, scheduled: Sequence[tuple[Session, ScheduledSequence]], error: Exception) -> None:
+        logger.error("a step of %d sessions failed", len(scheduled), exc_info=error)
+        failure = error if isinstance(error, TandemError) else InternalError(f"a step failed: {error}")
+        for session, _ in scheduled:
+            session.crash(failure)
 
     def _observe(self, scheduled: Sequence[tuple[Session, ScheduledSequence]], result: StepResult) -> None:
         """Learn the step's cost, and which sessions should return with another round."""
         timings = result.timings
         spent_ns = timings.forward_ns + timings.verify_ns
+        self.busy_ns += spent_ns
         self._step_cost.observe(timings.batch_rows, timings.batch_sessions, timings.batch_context, spent_ns)
         for (session, part), outcome in zip(scheduled, result.parts, strict=True):
             is_over = outcome.error is not None or outcome.cut.finish_reason is not None
