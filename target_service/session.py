@@ -159,8 +159,10 @@ class Session:
             self._asked_ns = time.perf_counter_ns()
             self._owner.ready(self)
 
-    async def receive(self) -> Verdict:
+    async def receive(self, earliest_s: float = 0.0) -> Verdict:
         """The next verdict, with those of multi-step decode that wait joined into one; waits until there is one.
+
+        Before ``earliest_s`` (time of the event loop) multi-step tokens gather as long as further ones follow.
 
         Raises:
             Unavailable: the session was closed.
@@ -172,21 +174,9 @@ class Session:
             if self._closing:
                 raise Unavailable("the session was closed")
             await self._wait()
+        if self._is_multi_step and (wait_s := earliest_s - asyncio.get_running_loop().time()) > 0:
+            await self._gather(wait_s)
         return self._verdicts.take()
-
-    async def gather(self, seconds: float) -> None:
-        """Let multi-step tokens gather for the next :meth:`receive`; returns as soon as no further one follows,
-        at once where none does.
-        """
-        if not self._is_multi_step:
-            return
-        timer = asyncio.get_running_loop().call_later(seconds, self._wake)
-        self._is_gathering = True
-        try:
-            await self._wait()
-        finally:
-            self._is_gathering = False
-            timer.cancel()
 
     async def close(self) -> None:
         """Release (or park) the cache, at the latest when the running step ends. Idempotent."""
@@ -382,6 +372,16 @@ class Session:
                 param="token_ids",
             )
         check_draft(proposal.token_ids, proposal.q_rows, self.step_session.state.num_tokens, proposal.parents)
+
+    async def _gather(self, seconds: float) -> None:
+        """Let multi-step tokens gather; returns as soon as no further one follows."""
+        timer = asyncio.get_running_loop().call_later(seconds, self._wake)
+        self._is_gathering = True
+        try:
+            await self._wait()
+        finally:
+            self._is_gathering = False
+            timer.cancel()
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

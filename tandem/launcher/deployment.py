@@ -207,7 +207,8 @@ def services_of(deployment: Deployment, sockets: Path, *, target: str | None = N
             name="gateway",
             module="gateway",
             arguments=flags_of(gateway, skip={"api_key"}),
-            environment={API_KEY_VARIABLE: ",".join(gateway.api_key)},  # arguments can be read by everybody here
+            # Arguments can be read by everybody on the machine.
+            environment={**environment, API_KEY_VARIABLE: ",".join(gateway.api_key)},
             address=f"{gateway.host}:{gateway.port}",
         )
     )
