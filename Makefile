@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive chaos soak fuzz lint protos docs lock compose bench dist install clean
+.PHONY: demo test test-exhaustive chaos soak fuzz kernels lint protos docs lock compose bench dist install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -44,6 +44,16 @@ soak: $(STAMP)
 fuzz: CASES ?= 100000
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.reliability.fuzz.trial --cases $(CASES) --seed $(or $(SEED),1)
+
+# The kernels on vectors of all kinds: x86 without AVX-512, without AVX, and NEON under QEMU (Debian: g++-aarch64-linux-gnu,
+# qemu-user).
+NEON := $(VENV)/neon-products
+kernels: $(STAMP)
+	CXX="g++ -mno-avx512f" $(BIN)/python -m pytest --quiet --numprocesses 2 tests/specdec/engine/native
+	CXX="g++ -mno-avx" $(BIN)/python -m pytest --quiet --numprocesses 2 tests/specdec/engine/native
+	aarch64-linux-gnu-g++ -O3 -std=c++17 -static -pthread -fno-exceptions -fno-rtti -fno-math-errno -fno-trapping-math \
+	  -ffp-contract=off -Ispecdec tests/specdec/engine/native/products.cpp specdec/engine/native/*.cpp -o $(NEON)
+	qemu-aarch64 $(NEON)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

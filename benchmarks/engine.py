@@ -30,7 +30,7 @@ from benchmarks import command
 from benchmarks.pairs import PADDED_SIZE, TARGETS
 from specdec.errors import InvalidRequest
 from specdec.flags import Parser
-from specdec.settings import DTYPES, QUANTIZATIONS
+from specdec.settings import AUTOTUNE, DTYPES, QUANTIZATIONS
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +78,8 @@ class EngineReport:
     quantization: str | None
     threads: int
     weight_bytes: int
+    #: What was chosen for the kernels.
+    execution: str
     #: Bytes/s, median.
     bandwidth: float
     points: Sequence[PassTime]
@@ -143,7 +145,7 @@ def load_engine(folder: str, args: argparse.Namespace, wanted: Sequence[Load], s
     engine = Engine.load(
         ModelSettings(
             model=str(scratch), device="cpu", dtype=args.dtype, quantization=args.quantization,
-            num_threads=args.threads, kv_cache_memory_bytes=entries * entry_bytes,
+            num_threads=args.threads, autotune=args.autotune, kv_cache_memory_bytes=entries * entry_bytes,
         )
     )  # fmt: skip
     if not isinstance(engine.decoder, NativeDecoder):
@@ -205,7 +207,7 @@ def show(report: EngineReport) -> Iterator[Table | str]:
     contexts = sorted({point.context for point in report.points})
     weights = f"{report.weight_bytes / 1e6:.0f} MB of {report.quantization or report.dtype} weights"
     memory = f"memory is read at {report.bandwidth / 1e9:.1f} GB/s"
-    yield f"[bold]{report.model}[/]: {weights}, {report.threads} threads; {memory}"
+    yield f"[bold]{report.model}[/]: {weights}, {report.threads} threads, {report.execution}; {memory}"
     for title, of_one_session in (("rows of one session", True), ("sessions, one row each", False)):
         yield f"{title}: ms (share of the bandwidth)"
         table = Table()
@@ -237,6 +239,7 @@ def parser() -> Parser:
     flags.add_argument("--model", default="bundled", help=f"{' or '.join(TARGETS)}, or a folder")
     flags.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
     flags.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights")
+    flags.add_argument("--autotune", choices=AUTOTUNE, default="cached", help="default: cached")
     flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
     flags.add_argument("--rows", type=command.numbers, default=ROWS, help="of one session")
     flags.add_argument("--sessions", type=command.numbers, default=SESSIONS, help="default: 1,2,4,8,16,32")
@@ -268,7 +271,7 @@ def main() -> int:
         points, bandwidth = measure(engine, weight_bytes, wanted, args.seconds, args.threads)
     report = EngineReport(
         model=args.model, dtype=args.dtype, quantization=args.quantization, threads=args.threads,
-        weight_bytes=weight_bytes, bandwidth=bandwidth, points=points,
+        weight_bytes=weight_bytes, execution=engine.execution, bandwidth=bandwidth, points=points,
     )  # fmt: skip
     for part in show(report):
         console.print(part)

@@ -267,6 +267,8 @@ class ModelInfo:
     hidden_state_layers: tuple[int, ...] = ()
     #: Drafts: the drafter reads the states of the newest committed position only.
     last_hidden_state_only: bool = False
+    #: How passes are executed, for people: the path and what was measured for its kernels.
+    execution: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,7 @@ class Engine:
             eos_token_ids=checkpoint.eos_token_ids(model, tokenizer),
             kv_cache_tokens=num_blocks * settings.block_size,
             version=specdec.__version__,
+            execution=engine.execution,
         )
         return engine
 
@@ -253,6 +254,11 @@ class Engine:
     def decoder(self) -> FusedForward | None:
         """What runs whole passes outside transformers' modules, where something does."""
         return self._decoder
+
+    @property
+    def execution(self) -> str:
+        """The path and, of the native decoder, what was measured for its weights."""
+        return f"{self.path}, {self._decoder.prefetch}" if isinstance(self._decoder, NativeDecoder) else self.path
 
     def warm_up(self) -> None:
         """Run the shapes that serving will run, so that the first request pays for nothing."""
@@ -349,6 +355,7 @@ class Engine:
             num_threads,
             self._make_graphs,
             enforce_eager=settings.enforce_eager,
+            autotune=settings.autotune,
         )
         for path in paths:
             self._decoder, self.graphs, self.path = path.decoder, path.graphs, path.name

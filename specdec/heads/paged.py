@@ -77,17 +77,17 @@ class PagedHead:
         self._native: NativeHead | None = None
         if not settings.enforce_eager and device.type == "cpu":
             self._kernels = acceleration.native_attention()
-            self._native = self._build_native(settings.num_threads or usable_cores())
+            self._native = self._build_native(settings.num_threads or usable_cores(), settings.autotune)
         elif not settings.enforce_eager:
             self._kernels = acceleration.triton_attention()
 
-    def _build_native(self, num_threads: int) -> NativeHead | None:
+    def _build_native(self, num_threads: int, autotune: str) -> NativeHead | None:
         """The head on native kernels, if they agree with its module; else the module gets packed layers alone."""
         limit = self.pool.total_blocks // 2 * self.pool.block_size
         reference = HeadReference(self.head, limit) if limit > 0 else None
-        native_head = NativeHead.build(self.head, self._caches, num_threads)
+        native_head = NativeHead.build(self.head, self._caches, num_threads, autotune)
         if native_head is None:
-            pack_linears(self.head, num_threads)
+            pack_linears(self.head, num_threads, autotune)
             return None
         difference = None if reference is None else reference.difference(native_head, self.pool)
         if difference is not None:

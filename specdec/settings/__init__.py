@@ -4,12 +4,13 @@ from specdec.settings.access import API_KEY_VARIABLE, AccessSettings, ClientLimi
 from specdec.settings.connections import ConnectionSettings
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.limits import RequestLimits
-from specdec.settings.model import DTYPES, QUANTIZATIONS, ModelSettings, SchedulerSettings
+from specdec.settings.model import AUTOTUNE, DTYPES, QUANTIZATIONS, ModelSettings, SchedulerSettings
 from specdec.settings.services import DraftSettings, ServerSettings, TargetSettings
 from specdec.settings.speculative import SpeculativeSettings
 
 __all__ = [
     "API_KEY_VARIABLE",
+    "AUTOTUNE",
     "DTYPES",
     "QUANTIZATIONS",
     "AccessSettings",

@@ -10,6 +10,7 @@ from specdec.settings.option import about, check_options, option, require
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS: Final = ("int8", "auto")
+AUTOTUNE: Final = ("cached", "always", "off")
 #: vLLM's other names of types.
 DTYPE_ALIASES: Final[Mapping[str, str]] = {"half": "float16", "float": "float32"}
 
@@ -30,6 +31,9 @@ class ModelSettings:
     kv_cache_memory_bytes: int | None = option(None, "bytes of the target's KV cache; overrides the shares", gt=0)
     block_size: int = option(32, "tokens per KV block", gt=0)
     num_threads: int | None = option(None, "threads of a forward pass on a CPU; by default all cores", gt=0)
+    autotune: str = option(
+        "cached", "measures the CPU kernels: once a machine and model, at every load, or never", choices=AUTOTUNE
+    )
     tensor_parallel_size: int = option(1, "GPUs the model is split over; only 1 so far")
     trust_remote_code: bool = option(False, "run model code that comes with the checkpoint")
     enforce_eager: bool = option(False, "run the model's own modules even where a faster path exists")

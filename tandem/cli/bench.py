@@ -184,7 +184,8 @@ async def _measure_here(args: argparse.Namespace) -> BenchReport:
     names = ", ".join(next(iter(deployments.values())).gateway.served_model_name)
     where = info.dtype if info.device == "cpu" else f"{info.dtype} on {info.device}"
     parts = [f"{names}: target {info.num_parameters / 1e6:.1f} M", *sizes, where, f"k = {k} at most"]
-    notes = [*_plan_notes(args, plans), f"services: {args.services}", *machine_notes(threads), *bench.notes]
+    services = f"services: {args.services}; target: {info.execution}"
+    notes = [*_plan_notes(args, plans), services, *machine_notes(threads), *bench.notes]
     return BenchReport(", ".join(parts), sections, notes)
 
 

@@ -16,7 +16,14 @@ from tandem.checkpoints import DRAFT, find_checkpoint
 
 def _report(*points: PassTime) -> EngineReport:
     return EngineReport(
-        model="bundled", dtype="float32", quantization=None, threads=2, weight_bytes=4000, bandwidth=2e9, points=points
+        model="bundled",
+        dtype="float32",
+        quantization=None,
+        threads=2,
+        weight_bytes=4000,
+        execution="",
+        bandwidth=2e9,
+        points=points,
     )
 
 

@@ -45,6 +45,7 @@ def other_value(option: Option) -> Any:
         "method": "ngram",
         "socket": "unix:/s",
         "speculative_token_tree": "[(0,), (1,), (0, 0)]",
+        "autotune": "always",
         "dtype": "bfloat16",
         "log_format": "json",
         "log_level": "debug",

@@ -38,7 +38,7 @@ class MedusaDrafter(LastStateDrafter):
         drafter = cls(loaded, thread, settings, width=config.hidden_size, max_depth=config.num_heads)
         drafter._heads = heads
         if loaded.has_kernels:
-            pack_linears(heads, loaded.num_threads)
+            pack_linears(heads, loaded.num_threads, loaded.model.autotune)
         return drafter
 
     def _begin(self, states: Tensor, last_tokens: Sequence[int], num_tokens: int) -> tuple[Tensor, Feed]:

@@ -36,7 +36,8 @@ class MlpDrafter(LastStateDrafter):
         config = head.config
         drafter = cls(loaded, thread, settings, width=config.emb_dim, max_depth=config.n_predict)
         drafter._head = head
-        drafter._native = NativeMlp.build(head, loaded.num_threads) if loaded.has_kernels else None
+        autotune = loaded.model.autotune
+        drafter._native = NativeMlp.build(head, loaded.num_threads, autotune) if loaded.has_kernels else None
         return drafter
 
     def _draw(

@@ -61,6 +61,7 @@ def execution_paths(
     make_graphs: Callable[[], GraphRunner],
     *,
     enforce_eager: bool,
+    autotune: str,
 ) -> Iterator[ExecutionPath]:
     """Yield the execution paths of a model on these caches, the fastest first; each is made when it is asked for.
 
@@ -69,10 +70,10 @@ def execution_paths(
     """
     if caches[0][0].device.type == "cpu":
         if not enforce_eager:
-            decoder = native_decoder(model, caches, shapes, num_threads)
+            decoder = native_decoder(model, caches, shapes, num_threads, autotune)
             if decoder is not None:
                 yield ExecutionPath("native decoder", decoder)
-            pack_linears(model, num_threads)
+            pack_linears(model, num_threads, autotune)
         if (kernels := native_attention()) is not None:
             yield ExecutionPath("native attention", kernels=kernels)
     elif (kernels := triton_attention()) is not None:
@@ -98,12 +99,12 @@ def triton_attention() -> AttentionKernels | None:
 
 
 def native_decoder(
-    model: PreTrainedModel, caches: Caches, shapes: Sequence[LayerShape], num_threads: int
+    model: PreTrainedModel, caches: Caches, shapes: Sequence[LayerShape], num_threads: int, autotune: str
 ) -> FusedForward | None:
     """The native decoder built from a model's weights on these caches, where it knows the architecture."""
-    return NativeDecoder.build(model, caches, [shape.window for shape in shapes], num_threads)
+    return NativeDecoder.build(model, caches, [shape.window for shape in shapes], num_threads, autotune=autotune)
 
 
-def pack_linears(model: PreTrainedModel, num_threads: int) -> None:
+def pack_linears(model: PreTrainedModel, num_threads: int, autotune: str) -> None:
     """Swap a model's linear layers for packed ones that run at memory speed for few rows."""
-    linears.pack_linears(model, num_threads)
+    linears.pack_linears(model, num_threads, autotune)

@@ -395,7 +395,7 @@ class Pass {
     template <class Done>
     void multiply(const Rows<Format>& a, const void* weight, int64_t k, int64_t groups, int group, Done&& done) {
       product<Format>(team, *counter, n, a, static_cast<const Weight*>(weight), k, int(groups), group,
-                      group * panel_size<Format>(k), scratch, done);
+                      group * panel_size<Format>(k), n == 1 ? m.prefetch_one : m.prefetch_several, scratch, done);
     }
 
     static Vec bias_of(const float* bias, int64_t column) { return bias ? load(bias + column) : Vec{}; }

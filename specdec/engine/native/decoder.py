@@ -57,6 +57,8 @@ class NativeModel:
         self.vocab_size: int = model.vocab
         #: What every pass reads, all but the rows of the embedding.
         self.weight_bytes = packing.memory.num_bytes
+        #: Of its weights.
+        self.prefetch = packing.prefetch
         self._model = model
         self._kept = (packing.kept, caches)  # what the structures point into
         self._tabulate = tables
@@ -100,7 +102,14 @@ class NativeDecoder(NativeModel):
     """A model's forward pass on its packed weights and its cache."""
 
     def __init__(
-        self, library: NativeLibrary, model: Any, caches: Caches, windows: Sequence[int | None], num_threads: int
+        self,
+        library: NativeLibrary,
+        model: Any,
+        caches: Caches,
+        windows: Sequence[int | None],
+        num_threads: int,
+        *,
+        autotune: str,
     ) -> None:
         """Pack the weights of a model that :meth:`build` found suitable. Its modules run on the packed weights too."""
         config, decoder = model.config, model.model
@@ -132,19 +141,27 @@ class NativeDecoder(NativeModel):
             weight_dtype=WEIGHT_DTYPES[weight_dtype],
             embedding_dtype=DTYPES[embedding.dtype],
             cache_dtype=DTYPES[caches[0][0].dtype],
+            **packing.choose_prefetch(autotune),
         )
         super().__init__(packing, native, caches, partial(_rotary_tables, decoder.rotary_emb))
         self.hidden_size: int = config.hidden_size
 
     @classmethod
     def build(
-        cls, model: nn.Module, caches: Caches, windows: Sequence[int | None], num_threads: int
+        cls,
+        model: nn.Module,
+        caches: Caches,
+        windows: Sequence[int | None],
+        num_threads: int,
+        *,
+        autotune: str = "cached",
     ) -> NativeDecoder | None:
         """The decoder of a transformers model, or None where it is not of a known shape or there are no kernels.
 
         caches: key and value cache of every layer, [num_blocks, Hkv, block, D] each, float32 or bfloat16. windows: per
         layer, the entries a row sees, itself included; None for all. The model's linear layers are replaced by packed
-        ones, so it can still be run by itself; their own weights are freed one by one.
+        ones, so it can still be run by itself; their own weights are freed one by one. ``autotune``: see
+        :func:`~specdec.engine.native.autotune.choose_prefetch`.
         """
         library = load()
         if library is None:
@@ -154,7 +171,7 @@ class NativeDecoder(NativeModel):
             logger.info("the native decoder does not know this model: %s", reason)
             return None
         with torch.inference_mode(False), torch.no_grad():
-            return cls(library, model, caches, windows, num_threads)
+            return cls(library, model, caches, windows, num_threads, autotune=autotune)
 
     def forward(
         self,

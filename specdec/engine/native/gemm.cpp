@@ -4,17 +4,23 @@ namespace tandem {
 
 namespace {
 
-// R rows x W vectors in registers. The weights are not prefetched by hand: the hardware follows one stream well, and the
-// instructions cost more than they gained.
-template <class Format, int W, int R>
+constexpr int kIntoL2 = 2;  // of __builtin_prefetch; into L1 was slower, past the caches far slower
+
+// R rows x W vectors in registers. `Prefetches`: each step asks for the weights `prefetch` bytes behind its own.
+template <class Format, int W, int R, bool Prefetches>
 inline void tile(const typename Format::Activation* a, long lda, const typename Format::Weight* w, long ldw, int k,
-                 float* sums, long lds, bool add) {
+                 float* sums, long lds, bool add, long prefetch) {
+  constexpr int kStepBytes = W * kLanes * Format::kStep * int(sizeof(typename Format::Weight));
   typename Format::Sum sum[R][W];
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < W; v++) sum[r][v] = typename Format::Sum{};
   for (int i = 0; i < k; i += Format::kStep, w += ldw) {
+    if constexpr (Prefetches)
+#pragma GCC unroll 4
+      for (int line = 0; line < kStepBytes; line += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(w) + prefetch + line, 0, kIntoL2);
     typename Format::Factor factor[W];
 #pragma GCC unroll 4
     for (int v = 0; v < W; v++) factor[v] = Format::weights(w, v);
@@ -35,13 +41,13 @@ inline void tile(const typename Format::Activation* a, long lda, const typename 
     }
 }
 
-template <class Format, int W>
+template <class Format, int W, bool Prefetches>
 void tile(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* w, long ldw, int k,
-          float* sums, long lds, bool add) {
+          float* sums, long lds, bool add, long prefetch) {
   switch (rows) {
 #define TANDEM_TILE(R) \
   case R:              \
-    return tile<Format, W, R>(a, lda, w, ldw, k, sums, lds, add);
+    return tile<Format, W, R, Prefetches>(a, lda, w, ldw, k, sums, lds, add, prefetch);
     TANDEM_TILE(1)
     TANDEM_TILE(2)
     TANDEM_TILE(3)
@@ -56,13 +62,17 @@ void tile(int rows, const typename Format::Activation* a, long lda, const typena
   }
 }
 
-// Register tiles of nearly equal height.
+// Register tiles of nearly equal height. The first fetches the weights for all of them.
 template <class Format, int W>
 void tiles(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* w, long ldw, int k,
-           float* sums, long lds, bool add) {
+           float* sums, long lds, bool add, long prefetch) {
   for (int left = (rows + kTileRows - 1) / kTileRows; rows > 0; left--) {
     const int height = (rows + left - 1) / left;
-    tile<Format, W>(height, a, lda, w, ldw, k, sums, lds, add);
+    if (prefetch)
+      tile<Format, W, true>(height, a, lda, w, ldw, k, sums, lds, add, prefetch);
+    else
+      tile<Format, W, false>(height, a, lda, w, ldw, k, sums, lds, add, 0);
+    prefetch = 0;
     a += height * lda;
     sums += height * lds;
     rows -= height;
@@ -74,22 +84,24 @@ void tiles(int rows, const typename Format::Activation* a, long lda, const typen
 void float_tiles(int rows, const float* a, long lda, const float* w, long ldw, int k, int vectors, float* sums,
                  long lds, bool add) {
   if (vectors == kVectors)
-    tiles<Float32, kVectors>(rows, a, lda, w, ldw, k, sums, lds, add);
+    tiles<Float32, kVectors>(rows, a, lda, w, ldw, k, sums, lds, add, 0);
   else
-    tiles<Float32, 2>(rows, a, lda, w, ldw, k, sums, lds, add);
+    tiles<Float32, 2>(rows, a, lda, w, ldw, k, sums, lds, add, 0);
 }
 
 template <class Format>
 void chunk_product(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* panel,
-                   long from, long to, float* sums) {
+                   long from, long to, long prefetch, float* sums) {
   to = round_up(to, Format::kStep);
   for (long at = from; at < to; at += kDepth)
     tiles<Format, kVectors>(rows, a + at, lda, panel + at * kPanel, kPanel * Format::kStep,
-                            int(to - at < kDepth ? to - at : kDepth), sums, kPanel, at > from);
+                            int(to - at < kDepth ? to - at : kDepth), sums, kPanel, at > from,
+                            prefetch);
 }
 
 #define TANDEM_INSTANCE(Format)                                                                                    \
-  template void chunk_product<Format>(int, const Format::Activation*, long, const Format::Weight*, long, long, float*);
+  template void chunk_product<Format>(int, const Format::Activation*, long, const Format::Weight*, long, long, long,     \
+                                      float*);
 TANDEM_INSTANCE(Float32)
 TANDEM_INSTANCE(BFloat16)
 TANDEM_INSTANCE(Int8)

@@ -172,10 +172,11 @@ inline float prepare_row(const T* x, long n, long padded, int16_t* to) {
 void float_tiles(int rows, const float* a, long lda, const float* w, long ldw, int k, int vectors, float* sums,
                  long lds, bool add);
 
-// sums[rows][kPanel] = a[.., from..to) · the same rows, at most a chunk, of one panel.
+// sums[rows][kPanel] = a[.., from..to) · the same rows, at most a chunk, of one panel, whose weights are fetched into
+// the L2 cache `prefetch` bytes ahead; 0 leaves that to the hardware. Which is faster depends on the processor.
 template <class Format>
 void chunk_product(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* panel,
-                   long from, long to, float* sums);
+                   long from, long to, long prefetch, float* sums);
 
 // Activation rows lie this far apart: whole panels, zero padded, plus a cache line so that rows a power of two long do
 // not all fall into the same cache sets.
@@ -184,6 +185,8 @@ inline long row_stride(long n) { return round_up(n, 64) + 32; }
 constexpr int kRowBlock = 96;     // rows a thread takes at a time: their sums stay in the L1 cache
 constexpr int kSplitRows = 16;    // rows up to which threads share panels,
 constexpr int kSplitGroups = 8;   // where there are fewer than so many groups for each of them
+constexpr int kSplitRuns = 16;    // runs of groups for each of them at least,
+constexpr long kRunBytes = 512 << 10;  // of so many weights at most: what a thread prefetches is mostly its own
 
 inline int chunks_of(long k) { return int((k + kChunk - 1) / kChunk); }
 
@@ -225,11 +228,23 @@ inline void scale_sums(const typename Format::Weight* panel, long k, const Rows<
   }
 }
 
+// Items handed out to a team: three quarters in runs of neighbours, then one by one, so that all threads end together.
+struct Runs {
+  int items, length, count;  // count: of runs
+
+  Runs(int items, long longest, int threads) : items(items), length(items * 3 / 4 / (kSplitRuns * threads)) {
+    if (length > longest) length = int(longest);
+    count = length > 1 ? items * 3 / 4 / length : 0;
+  }
+  int size() const { return items - count * (length - 1); }  // entries of the list: entry i is first(i) … first(i + 1)
+  int first(int i) const { return i < count ? i * length : count * length + i - count; }
+};
+
 // All groups of `group` neighbouring panels times all rows, shared out over the team; groups lie `stride` elements
 // apart. done(first_row, rows, index of the group, sums) sees sums[panel of the group][row][kPanel].
 template <class Format, class Done>
 inline void product(Team& team, Counter& counter, int rows, const Rows<Format>& a,
-                    const typename Format::Weight* weight, long k, int groups, int group, long stride,
+                    const typename Format::Weight* weight, long k, int groups, int group, long stride, long prefetch,
                     const ProductScratch& scratch, Done&& done) {
   const int chunks = chunks_of(k);
   auto panel = [&](int index, int i) { return weight + index * stride + i * panel_size<Format>(k); };
@@ -240,7 +255,7 @@ inline void product(Team& team, Counter& counter, int rows, const Rows<Format>& 
       const long from = long(chunk) * kChunk, to = from + kChunk < k ? from + kChunk : k;
       float* parts = scratch.shared + index * chunks * floats;
       for (int i = 0; i < group; i++)
-        chunk_product<Format>(rows, a.at, a.stride, panel(index, i), from, to,
+        chunk_product<Format>(rows, a.at, a.stride, panel(index, i), from, to, prefetch,
                               parts + chunk * floats + long(i) * rows * kPanel);
       std::atomic<int>& finished = scratch.done[index].taken;
       if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < chunks) continue;
@@ -254,7 +269,7 @@ inline void product(Team& team, Counter& counter, int rows, const Rows<Format>& 
   }
   const int blocks = (rows + kRowBlock - 1) / kRowBlock;
   const int height = (rows + blocks - 1) / blocks;
-  for (int item; (item = team.next(counter)) < groups * blocks;) {
+  auto multiply = [&](int item) {
     const int index = item / blocks, first = item % blocks * height;
     const int count = rows - first < height ? rows - first : height;
     const long floats = long(count) * kPanel;
@@ -263,13 +278,18 @@ inline void product(Team& team, Counter& counter, int rows, const Rows<Format>& 
       float* sums = scratch.sums + i * floats;
       for (int chunk = 0; chunk < chunks; chunk++) {
         const long from = long(chunk) * kChunk, to = from + kChunk < k ? from + kChunk : k;
-        chunk_product<Format>(count, a.at + first * a.stride, a.stride, panel(index, i), from, to, chunk ? extra : sums);
+        chunk_product<Format>(count, a.at + first * a.stride, a.stride, panel(index, i), from, to, prefetch,
+                              chunk ? extra : sums);
         if (chunk) add_chunk(extra, floats, sums);
       }
       scale_sums<Format>(panel(index, i), k, a, first, count, sums);
     }
     done(first, count, index, static_cast<const float*>(scratch.sums));
-  }
+  };
+  const long group_bytes = group * panel_size<Format>(k) * long(sizeof(typename Format::Weight));
+  const Runs runs(groups * blocks, blocks > 1 ? 1 : kRunBytes / group_bytes, team.size);
+  for (int i; (i = team.next(counter)) < runs.size();)
+    for (int item = runs.first(i); item < runs.first(i + 1); item++) multiply(item);
 }
 
 }  // namespace tandem

@@ -84,7 +84,7 @@ class NativeLibrary:
         self.linear = lib.tandem_linear
         self.linear.argtypes = (
             *(_Int, _Int, _Pointer, _Int, _Int64, _Int64, _Pointer, _Int64),
-            *(_Pointer, _Pointer, _Int64, _Int64, _Int),
+            *(_Pointer, _Pointer, _Int64, _Int64, _Int64, _Int),
         )
         self.attention = lib.tandem_attention
         self.attention.argtypes = (

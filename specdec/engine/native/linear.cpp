@@ -39,7 +39,7 @@ void pack(const typename Format::Weight* source, const float* scales, long n, lo
 
 template <class Format, class T>
 int linear(const T* x, int rows, long ldx, long k, const typename Format::Weight* weight, long n, const float* bias,
-           T* y, long ldy, long panel_step, int threads) {
+           T* y, long ldy, long panel_step, long prefetch, int threads) {
   using Activation = typename Format::Activation;
   constexpr bool same = std::is_same_v<T, Activation>;
   bool copied = !same || k % Format::kStep || (rows > 1 && (ldx * sizeof(T)) % 1024 == 0) || ldx % Format::kStep;
@@ -70,7 +70,8 @@ int linear(const T* x, int rows, long ldx, long k, const typename Format::Weight
       team.barrier();
     }
     const ProductScratch mine{sums + team.id * own_floats, sums + threads * own_floats, done};
-    product<Format>(team, counter, rows, {a, lda, scales}, weight, k, groups, 1, panel_step * panel_size<Format>(k), mine,
+    product<Format>(team, counter, rows, {a, lda, scales}, weight, k, groups, 1, panel_step * panel_size<Format>(k),
+                    prefetch, mine,
                     [&](int first, int count, int panel, const float* s) {
                       long column = long(panel) * kPanel;
                       for (int half = 0; half < kPanel; half += kLanes, column += kLanes) {
@@ -138,11 +139,11 @@ TANDEM_API void tandem_pack(int dtype, const void* weight, const float* scales, 
 // float32 [n] or null; W's panels are panel_step apart. Returns 0, or -1 without memory.
 TANDEM_API int tandem_linear(int dtype, int weight_dtype, const void* x, int rows, int64_t ldx, int64_t k,
                              const void* packed, int64_t n, const float* bias, void* y, int64_t ldy, int64_t panel_step,
-                             int threads) {
+                             int64_t prefetch, int threads) {
   auto run = [&](auto format, auto* rows_in, auto* rows_out) {
     using Weight = typename decltype(format)::Weight;
     return linear<decltype(format)>(rows_in, rows, ldx, k, static_cast<const Weight*>(packed), n, bias, rows_out, ldy,
-                                    panel_step, threads);
+                                    panel_step, prefetch, threads);
   };
   if (dtype == kFloat32) {
     const auto* in = static_cast<const float*>(x);

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from specdec.engine.native.autotune import Prefetch, WeightRun, choose_prefetch
 from specdec.engine.native.library import DTYPES, WEIGHT_DTYPES, Memory, NativeLibrary, load, page_aligned
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class NativeLinear(PackedLinear):
         super().__init__(packed.in_features, packed.out_features, dtype, bias)
         self.packed = packed
         self.num_threads = num_threads
+        self.prefetch = Prefetch()
         self._bias32 = None if bias is None else bias.detach().float().contiguous()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,6 +97,7 @@ class NativeLinear(PackedLinear):
                 y.data_ptr(),
                 packed.out_features,
                 packed.panel_step,
+                self.prefetch.distance(rows.shape[0]),
                 self.num_threads,
             )
             if failed:
@@ -151,12 +154,13 @@ def quantise_linears(model: nn.Module) -> int:
     return len(done)
 
 
-def pack_linears(model: nn.Module, num_threads: int) -> int:
+def pack_linears(model: nn.Module, num_threads: int, autotune: str = "cached") -> int:
     """Replace the model's plain linear layers (and transformers' ``Conv1D``) on the CPU by packed ones, in place.
 
     Only :class:`Int8Linear` and exact ``nn.Linear`` and ``Conv1D`` of float32 or bfloat16 are taken; their activations
     must have the same dtype. Each weight is freed as its packed copy is made (one that an embedding shares stays with
-    the embedding); the bias is kept. The model can only be run without gradients afterwards.
+    the embedding); the bias is kept. The model can only be run without gradients afterwards. ``autotune``: see
+    :func:`~specdec.engine.native.autotune.choose_prefetch`.
 
     Returns how many layers were replaced.
     """
@@ -183,7 +187,19 @@ def pack_linears(model: nn.Module, num_threads: int) -> int:
                 layer.weight = layer.quantised = None  # free it now; the layer may stand in another place too
                 done[id(layer)] = layer, packed
             parent._modules[name] = done[id(layer)][1].train(layer.training)
+        if done:
+            runs = [run_of([packed]) for packed in packed_weights.values()]
+            prefetch = choose_prefetch(library, runs, num_threads, autotune)
+            for _, packed_layer in done.values():
+                packed_layer.prefetch = prefetch
         return len(done)
+
+
+def run_of(group: Sequence[PackedWeight]) -> WeightRun:
+    """The memory of weights that were packed together."""
+    first = group[0]
+    num_panels = sum(-(-packed.out_features // first.library.panel) for packed in group)
+    return WeightRun(first.address, num_panels, first.in_features, first.dtype)
 
 
 def pack_group(

@@ -26,9 +26,10 @@ struct Mlp {
   int32_t scales_input;  // the target's state is normed and halved in power
   int32_t weight_dtype, embedding_dtype;  // 0 float32, 1 bfloat16, 2 int8 (weights only)
   int32_t features_dtype;
+  int64_t prefetch_one, prefetch_several;  // of weights, for one row and for several: gemm.h
 };
 TANDEM_STRUCT(Mlp, steps, num_steps, features, inner, vocab, scale, scales_input, weight_dtype, embedding_dtype,
-              features_dtype)
+              features_dtype, prefetch_one, prefetch_several)
 
 namespace {
 
@@ -128,6 +129,7 @@ class MlpSteps {
   void pass(int rows, int64_t number, float* logits, Make&& make) {
     const MlpStep& step = m.steps[number];
     const int64_t width = number == 0 ? m.features : m.inner;
+    const int64_t prefetch = rows == 1 ? m.prefetch_one : m.prefetch_several;
     Counter making, projecting, activating, answering;
     Pool::local().run(threads_, [&](Team& team) {
       const ProductScratch scratch{own_ + team.id * own_floats_, shared_, done_};
@@ -141,7 +143,7 @@ class MlpSteps {
       }
       const Rows<Format> inputs{inputs_, stride_, scales_};
       product<Format>(team, projecting, rows, inputs, static_cast<const Weight*>(step.proj), width, panels(m.inner), 1,
-                      panel_size<Format>(width), scratch, [&](int first, int count, int panel, const float* s) {
+                      panel_size<Format>(width), prefetch, scratch, [&](int first, int count, int panel, const float* s) {
                         for (int r = 0; r < count; r++) add_token(step, first + r, panel, s + r * kPanel);
                       });
       team.barrier();
@@ -151,7 +153,7 @@ class MlpSteps {
       }
       team.barrier();
       product<Format>(team, answering, rows, inputs, static_cast<const Weight*>(step.head), m.inner, panels(m.vocab), 1,
-                      panel_size<Format>(m.inner), scratch, [&](int first, int count, int panel, const float* s) {
+                      panel_size<Format>(m.inner), prefetch, scratch, [&](int first, int count, int panel, const float* s) {
                         for (int v = 0; v < kPanel; v += kLanes) {
                           const int64_t column = int64_t(panel) * kPanel + v, left = m.vocab - column;
                           if (left <= 0) return;

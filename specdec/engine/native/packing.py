@@ -9,8 +9,17 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from specdec.engine.native.autotune import Prefetch, WeightRun, choose_prefetch
 from specdec.engine.native.library import Memory, NativeLibrary
-from specdec.engine.native.linears import Matrix, NativeLinear, PackedWeight, group_bytes, matrix_of, pack_group
+from specdec.engine.native.linears import (
+    Matrix,
+    NativeLinear,
+    PackedWeight,
+    group_bytes,
+    matrix_of,
+    pack_group,
+    run_of,
+)
 from specdec.engine.native.structs import CLayer
 
 T = TypeVar("T")
@@ -25,6 +34,16 @@ class Packing:
         self.num_threads = num_threads
         self.memory = Memory(library, sum(group_bytes(library, group) for group in groups))
         self.kept: list[Any] = []
+        self.prefetch = Prefetch()
+        self._linears: list[NativeLinear] = []
+        self._runs: list[WeightRun] = []
+
+    def choose_prefetch(self, autotune: str) -> dict[str, int]:
+        """Choose how far ahead all weights packed so far are prefetched; fields of ``Model`` (decoder.h) or ``Mlp``."""
+        self.prefetch = choose_prefetch(self.library, self._runs, self.num_threads, autotune)
+        for linear in self._linears:
+            linear.prefetch = self.prefetch
+        return {"prefetch_one": self.prefetch.one_row, "prefetch_several": self.prefetch.several_rows}
 
     def keep(self, kept: T) -> T:
         """The same, kept as long as the packing."""
@@ -64,8 +83,11 @@ class Packing:
         packed = pack_group(
             self.library, self.memory, [matrix_of(layer) for layer in layers], self.num_threads, interleave=interleave
         )
+        self._runs.append(run_of(packed))
         for name, weight, layer in zip(names, packed, layers, strict=True):
-            setattr(parent, name, NativeLinear(weight, layer.weight.dtype, layer.bias, self.num_threads))
+            linear = NativeLinear(weight, layer.weight.dtype, layer.bias, self.num_threads)
+            self._linears.append(linear)
+            setattr(parent, name, linear)
         self.keep(packed)
         biases = [self._padded_bias(layer, weight) for layer, weight in zip(layers, packed, strict=True)]
         if all(bias is None for bias in biases):

@@ -128,6 +128,8 @@ class CModel(ctypes.Structure):
         ("weight_dtype", _Int32),
         ("embedding_dtype", _Int32),
         ("cache_dtype", _Int32),
+        ("prefetch_one", _Int64),
+        ("prefetch_several", _Int64),
     )
 
 
@@ -334,6 +336,8 @@ class CMlp(ctypes.Structure):
         ("weight_dtype", _Int32),
         ("embedding_dtype", _Int32),
         ("features_dtype", _Int32),
+        ("prefetch_one", _Int64),
+        ("prefetch_several", _Int64),
     )
 
 

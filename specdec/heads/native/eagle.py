@@ -38,7 +38,12 @@ class NativeHead(NativeModel):
     """An EAGLE or EAGLE-3 head on its packed weights and the caches of its layers."""
 
     def __init__(
-        self, library: NativeLibrary, head: EagleHead | Eagle3Head, caches: Sequence[Cache], num_threads: int
+        self,
+        library: NativeLibrary,
+        head: EagleHead | Eagle3Head,
+        caches: Sequence[Cache],
+        num_threads: int,
+        autotune: str,
     ) -> None:
         """Pack the weights of a head that :meth:`build` found suitable. Its module runs on the packed weights too."""
         config, own_layers = head.config.layer, _layers(head)
@@ -85,6 +90,7 @@ class NativeHead(NativeModel):
                 weight_dtype=WEIGHT_DTYPES[weight_dtype],
                 embedding_dtype=DTYPES[embedding.dtype],
                 cache_dtype=DTYPES[caches[0][0].dtype],
+                **packing.choose_prefetch(autotune),
             ),
             caches,
             partial(_rotary_tables, Rotary(config.rope, config.head_dim)),
@@ -94,11 +100,14 @@ class NativeHead(NativeModel):
         self.hidden_size = config.hidden_size
 
     @classmethod
-    def build(cls, head: nn.Module, caches: Sequence[Cache], num_threads: int) -> NativeHead | None:
+    def build(
+        cls, head: nn.Module, caches: Sequence[Cache], num_threads: int, autotune: str = "cached"
+    ) -> NativeHead | None:
         """A head on the native kernels, or None where there are none or the head is not one they compute.
 
         caches: of each layer keys and values [num_blocks, Hkv, block, D], float32 or bfloat16. The head's linear layers
         are replaced by packed ones, so it can still be run by itself; their own weights are freed one by one.
+        ``autotune``: see :func:`~specdec.engine.native.autotune.choose_prefetch`.
         """
         library = load()
         if library is None:
@@ -109,7 +118,7 @@ class NativeHead(NativeModel):
             return None
         assert isinstance(head, EagleHead | Eagle3Head)
         with torch.inference_mode(False), torch.no_grad():
-            return cls(library, head, caches, num_threads)
+            return cls(library, head, caches, num_threads, autotune)
 
     def forward(
         self, token_ids: Tensor, states: Tensor, plan: BatchPlan, logit_rows: Tensor, *, are_features: bool

@@ -37,7 +37,7 @@ _TOLERANCES: Final = {torch.float32: 1e-2, torch.bfloat16: 0.2}
 class NativeMlp:
     """An MLP speculator on its packed weights."""
 
-    def __init__(self, library: NativeLibrary, mlp: MlpSpeculator, num_threads: int) -> None:
+    def __init__(self, library: NativeLibrary, mlp: MlpSpeculator, num_threads: int, autotune: str) -> None:
         """Pack the weights of a speculator that :meth:`build` found suitable. Its module runs on them too."""
         config = mlp.config
         weight_dtype = matrix_of(mlp.head[0]).weight.dtype
@@ -69,14 +69,16 @@ class NativeMlp:
             scales_input=config.scale_input,
             weight_dtype=WEIGHT_DTYPES[weight_dtype],
             embedding_dtype=DTYPES[embeddings[0].dtype],
+            **packing.choose_prefetch(autotune),
         )
 
     @classmethod
-    def build(cls, mlp: nn.Module, num_threads: int) -> NativeMlp | None:
+    def build(cls, mlp: nn.Module, num_threads: int, autotune: str = "cached") -> NativeMlp | None:
         """A speculator on the native kernels, or None where there are none, they do not know its weights, or chains are
         not those of the module.
 
         Its linear layers are replaced by packed ones, so it can still be run by itself; their own weights are freed.
+        ``autotune``: see :func:`~specdec.engine.native.autotune.choose_prefetch`.
         """
         library = load()
         if library is None:
@@ -87,7 +89,7 @@ class NativeMlp:
             return None
         assert isinstance(mlp, MlpSpeculator)
         with torch.inference_mode(False), torch.no_grad():
-            native = cls(library, mlp, num_threads)
+            native = cls(library, mlp, num_threads, autotune)
         difference = _difference(mlp, native)
         if difference is not None:
             logger.warning("the native speculator is not used: %s", difference)

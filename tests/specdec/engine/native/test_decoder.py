@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import GemmaConfig, GemmaForCausalLM, PreTrainedModel
 
+from specdec.engine.native import packing
+from specdec.engine.native.autotune import DISTANCES, Prefetch
 from specdec.engine.native.decoder import NativeDecoder
 from specdec.engine.native.linears import NativeLinear, quantise_linears
 from specdec.errors import InvalidRequest
@@ -131,6 +133,26 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(name: str, dtype: torch.dty
                 done[s] += count
         rows.append(runner.feed(parts)[0])
     assert torch.equal(torch.cat(rows), alone)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "int8")]
+)
+def test_what_the_kernels_prefetch_changes_no_bit(
+    dtype: torch.dtype, quantization: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, logits = _ids(33), []
+    for distance in DISTANCES:
+        monkeypatch.setattr(packing, "choose_prefetch", lambda *_, distance=distance: Prefetch(distance, distance))
+        model = make_model("llama-tied-odd", dtype)
+        if quantization:
+            quantise_linears(model)
+        runner = Runner(model)
+        assert runner.decoder.prefetch.distance(5) == distance
+        table = runner.open(33)
+        parts = [runner.feed([(table, start, ids[start:end])])[0] for start, end in ((0, 27), (27, 32), (32, 33))]
+        logits.append(torch.cat([*parts, _stock(model, ids)]))
+    assert all(torch.equal(other, logits[0]) for other in logits)
 
 
 def test_neither_threads_nor_the_choice_of_logits_change_a_bit() -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from specdec.engine.native.autotune import DISTANCES, Prefetch
 from specdec.engine.native.library import NativeLibrary
 from specdec.engine.native.linears import Int8Linear, NativeLinear, pack_linears, quantise_linears
 
@@ -65,17 +66,24 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(
     for rows in [*range(1, 41), 191, 192, 193, 420]:
         first = 420 - rows
         assert torch.equal(packed(x[first:]), alone[first:])
+    for distance in DISTANCES:
+        packed.prefetch = Prefetch(distance, distance)
+        for rows in (1, 5, 8, 9, 33, 200):
+            assert torch.equal(packed(x[-rows:]), alone[-rows:])
 
 
 @pytest.mark.parametrize(("dtype", "weights"), KINDS)
-@pytest.mark.parametrize("shape", [(300, 200), (5000, 130)])
+@pytest.mark.parametrize("shape", [(300, 200), (5000, 130), (130, 7000)])
 def test_the_number_of_threads_changes_no_bit(
     shape: tuple[int, int], dtype: torch.dtype, weights: torch.dtype | None
 ) -> None:
     x = torch.randn(37, shape[0]).to(dtype)
-    for rows in (1, 5, 16, 37):
-        results = [_pack(shape, dtype, threads, weights)[1](x[:rows]) for threads in (1, 2, 3, 7)]
-        assert all(torch.equal(result, results[0]) for result in results)
+    wanted = _pack(shape, dtype, 1, weights)[1](x)
+    for threads in (1, 2, 3, 7):
+        _, packed = _pack(shape, dtype, threads, weights)
+        for distance in DISTANCES:
+            packed.prefetch = Prefetch(distance, distance)
+            assert all(torch.equal(packed(x[:rows]), wanted[:rows]) for rows in (1, 5, 16, 37))
 
 
 def test_weights_are_rounded_to_the_nearest_of_255_steps_per_output() -> None:
