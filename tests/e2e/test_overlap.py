@@ -1,5 +1,7 @@
 """Drafting ahead of verdicts in real processes: the same text, hits that are counted, nothing stale, nothing left."""
 
+import signal
+import time
 from functools import partial
 
 import grpc
@@ -73,29 +75,42 @@ def test_requests_with_and_without(overlapped, serial, prompts, temperature, rul
 
 def test_hits_are_counted_by_rule(overlapped, prompts):
     before = metrics_of(overlapped)
-    requests = [
-        request_of(
-            prompt,
+    rules = {"coupled": types_pb2.VERIFICATION_RULE_COUPLED, "block": types_pb2.VERIFICATION_RULE_BLOCK}
+    reports = {rule: [] for rule in rules}
+
+    def slow_target():
+        """Give the draft time to draft ahead, however busy the machine is."""
+        overlapped.targets[0].signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        overlapped.targets[0].signal(signal.SIGCONT)
+
+    def ask(rule, number, acts=None):
+        request = request_of(
+            prompts[number % len(prompts)],
             max_tokens=200,
             temperature=1.0,
             seed=number,
-            speculation=pb.SpeculationOptions(num_speculative_tokens=K, verification=rule),
+            speculation=pb.SpeculationOptions(num_speculative_tokens=K, verification=rules[rule]),
         )
-        for number, prompt in enumerate(prompts)
-        for rule in (types_pb2.VERIFICATION_RULE_COUPLED, types_pb2.VERIFICATION_RULE_BLOCK)
-    ]
-    reports = [collect(overlapped, request)[-1].speculation for request in requests]
+        reports[rule].append(collect(overlapped, request, acts=acts)[-1].speculation)
+
+    for rule in rules:
+        for number in range(len(prompts)):
+            ask(rule, number)
+        while not sum(report.num_ahead_hits for report in reports[rule]) and len(reports[rule]) < 40:
+            ask(rule, len(reports[rule]), acts=dict.fromkeys(range(20, 180, 20), slow_target))
     after = metrics_of(overlapped)
 
     def grown(name):
         return after.get(name, 0.0) - before.get(name, 0.0)
 
-    for index, rule in enumerate(("coupled", "block")):
+    for rule in rules:
         hits, misses = (
             grown(f'tandem_spec_decode_num_ahead_{what}_total{{rule="{rule}"}}') for what in ("hits", "misses")
         )
-        assert hits == sum(report.num_ahead_hits for report in reports[index::2]) > 0
-        assert misses == sum(report.num_ahead_misses for report in reports[index::2]) > 0
+        assert hits == sum(report.num_ahead_hits for report in reports[rule]) > 0
+        assert misses == sum(report.num_ahead_misses for report in reports[rule]) > 0
+    reports = [*reports["coupled"], *reports["block"]]
     # What the draft sent after the last verdict of a request counts, too.
     assert grown("tandem_spec_decode_num_wasted_tokens_total") >= sum(r.num_wasted_draft_tokens for r in reports) > 0
     for name in ("draft_wait", "wire"):

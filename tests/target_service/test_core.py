@@ -91,7 +91,7 @@ async def test_an_assumption_that_came_true_is_taken(start_core, plain):
         await session.close()
 
 
-async def test_decoding_ahead_is_the_same_text(start_core, plain):
+async def test_multi_step_decode_is_the_same_text(start_core, plain):
     prompt = make_prompt(5)
     text = plain(prompt, 40)
     async with start_core() as core:

@@ -14,7 +14,7 @@ from specdec.errors import InvalidRequest
 from specdec.rpc.channel import open_channel
 from specdec.types import HiddenStates, Proposal, Verdict
 from target_service import core as core_module
-from tests.target_service.conftest import VOCAB, make_prompt, make_spec, multi_step_decode, verify
+from tests.target_service.conftest import VOCAB, make_prompt, make_spec, multi_step_decode, until, verify
 
 H = 32
 LAYERS = (2, 0, 1, -1)
@@ -204,7 +204,7 @@ async def test_the_last_position_alone(start_core, plain, stock):
                 break
             if len(tokens) == 60:
                 session.multi_step_decode(60, 5)
-                await asyncio.sleep(0.05)
+                await until(lambda: session.committed_len == 65)
                 verdict = await session.receive()
                 continue
             drafted = plain(prompt, 60)[len(tokens) - 50 :][:3]
@@ -238,7 +238,8 @@ async def test_no_more_is_kept_than_there_is_room_for(start_core, plain, stock, 
         reader.take(session.first)
         reader.check()
         session.multi_step_decode(36, 20)
-        await asyncio.sleep(0.1)  # nobody reads: those of the first step and the newest are kept
+        # Nobody reads: those of the first step and the newest are kept.
+        await until(lambda: session.committed_len == 56)
         verdict = await session.receive()
         assert len(verdict.token_ids) == 20
         assert [(block.start, block.end) for block in verdict.hidden_states] == [(35, 36), (45, 55)]

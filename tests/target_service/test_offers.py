@@ -103,7 +103,7 @@ async def test_what_an_offer_assumes_beyond_the_next_verdict_stays_valid(start_c
         await session.close()
 
 
-async def test_decoding_ahead_withdraws_offers(start_core, plain):
+async def test_multi_step_decode_withdraws_offers(start_core, plain):
     prompt = make_prompt(5)
     text = plain(prompt, 20)
     async with start_core() as core:
@@ -122,7 +122,7 @@ async def test_decoding_ahead_withdraws_offers(start_core, plain):
         await session.close()
 
 
-async def test_decoding_ahead_is_refused_while_a_round_is_under_way(start_core, plain):
+async def test_multi_step_decode_is_refused_during_a_round(start_core, plain):
     prompt = make_prompt(6)
     text = plain(prompt, 20)
     async with start_core() as core:

@@ -85,7 +85,7 @@ async def test_a_round_without_a_proposal_is_one_plain_step(start_core, serve, p
         assert (await client.verdict()).token_ids == plain(prompt, 2)[1:]
 
 
-async def test_decoding_ahead_over_the_wire(start_core, serve, plain):
+async def test_multi_step_decode_over_the_wire(start_core, serve, plain):
     prompt = make_prompt(2)
     text = plain(prompt, 40)
     async with (

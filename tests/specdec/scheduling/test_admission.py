@@ -131,7 +131,7 @@ async def test_a_client_that_holds_its_share_lets_others_pass(queue):
     assert queue.admitted == ["other"]
     held = 0
     queue.admission.admit_next()
-    await asyncio.sleep(0.01)
+    await asyncio.wait(queue.tasks)
     assert queue.admitted == ["other", "full"]
 
 
@@ -144,7 +144,7 @@ async def test_errors_and_cancelled_calls_leave_nothing(queue):
     for client in "abc":
         await queue.ask(client)
     queue.tasks[-1].cancel()
-    await asyncio.sleep(0.01)
+    await asyncio.wait(queue.tasks)
     assert (queue.admission.num_waiting, queue.admission.num_open) == (0, 2)
     with pytest.raises(Overloaded, match=r"no slot came free within 0\.05 s"):
         await make(max_open=0, max_wait_s=0.05).admit(lambda: True)

@@ -194,7 +194,7 @@ async def test_a_cancelled_receive_loses_nothing(start_core, plain):
             await session.close()
 
 
-async def test_closed_while_decoding_ahead(start_core):
+async def test_closed_during_multi_step_decode(start_core):
     async with start_core() as core:
         session = await core.open(make_spec(make_prompt(0), 200, multi_step_tokens=200))
         await until(lambda: core.num_steps > 5)
