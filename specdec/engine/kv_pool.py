@@ -53,6 +53,9 @@ class _Parked:
     blocks: BlockIds
     #: int64 [entries].
     token_ids: npt.NDArray[np.int64]
+    #: int64 [entries]: where the tokens stand in the text.
+    positions: npt.NDArray[np.int64]
+    num_dropped: int
     parked_at_s: float
 
 
@@ -178,16 +181,26 @@ class KVPool:
         self._drop_open(sequence.blocks)
         self._drop(sequence.blocks)
 
-    def park(self, sequence: KVSequence, key: str, token_ids: Sequence[int], now: float | None = None) -> None:
+    def park(
+        self,
+        sequence: KVSequence,
+        key: str,
+        token_ids: Sequence[int],
+        now: float | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> None:
         """Release the sequence but keep its entries, evictable, under ``key``.
 
-        ``token_ids`` are the tokens of the entries (more are ignored). An older session of the same key is dropped.
-        ``now`` is in seconds of ``time.monotonic()``.
+        Entry i stands for the token at ``positions[i]`` (None: at i) of ``token_ids``. An older session of the same key
+        is dropped. ``now`` is in seconds of ``time.monotonic()``.
         """
         if sequence.released:
             return
-        if len(token_ids) < sequence.length:
-            raise ValueError(f"{sequence.length} entries cannot be parked under {len(token_ids)} tokens")
+        places = np.array(range(sequence.length) if positions is None else positions, dtype=np.int64)
+        if len(places) != sequence.length or (places[-1:] >= len(token_ids)).any():
+            raise ValueError(
+                f"{sequence.length} entries cannot be parked under {len(token_ids)} tokens, at {len(places)} positions"
+            )
         self.drop_parked(key)
         if not sequence.length:
             self.release(sequence)
@@ -195,20 +208,26 @@ class KVPool:
         kept = sequence.blocks[: self.blocks_for(sequence.length)]
         self._refs[kept] += 1
         self.release(sequence)
-        tokens = np.array(token_ids[: sequence.length], dtype=np.int64)
-        self._parked[key] = _Parked(kept, tokens, time.monotonic() if now is None else now)
+        tokens = np.array(token_ids, dtype=np.int64)[places]
+        parked_at_s = time.monotonic() if now is None else now
+        self._parked[key] = _Parked(kept, tokens, places, sequence.num_dropped, parked_at_s)
+
+    def parked_positions(self, key: str) -> Sequence[int]:
+        """Where the tokens of a parked session's entries stand in its text; empty where there is none."""
+        parked = self._parked.get(key)
+        return [] if parked is None else parked.positions.tolist()
 
     def resume(self, key: str, token_ids: Sequence[int], max_tokens: int) -> KVSequence | None:
-        """Take back a parked session, cut to the longest common prefix with ``token_ids``.
+        """Take back a parked session, cut to the entries before the first that does not agree with ``token_ids``.
 
-        The result's ``length`` (tokens reused) is at most ``len(token_ids) - 1``: at least one token must be fed.
+        At least the last token must be fed: its entry is not among them.
         None where nothing is parked under the key or nothing is in common (the parked session is dropped then).
         Raises like :meth:`open`; the session then stays parked.
         """
         parked = self._parked.get(key)
         if parked is None:
             return None
-        length = _common_prefix(parked.token_ids, token_ids)
+        length = _num_common(parked, token_ids)
         if length == 0:
             self.drop_parked(key)
             return None
@@ -229,7 +248,13 @@ class KVPool:
             self._drop_open(last)
             self._drop(last)
         self._num_open += 1
-        return KVSequence(np.concatenate((kept, new)), max_tokens, length, length // self.block_size)
+        return KVSequence(
+            np.concatenate((kept, new)),
+            max_tokens,
+            length,
+            num_shared_blocks=length // self.block_size,
+            num_dropped=parked.num_dropped,
+        )
 
     def drop_parked(self, key: str) -> bool:
         """Free a parked session; False where there is none."""
@@ -361,10 +386,9 @@ class KVPool:
         sequence.num_shared_blocks = first
 
 
-def _common_prefix(parked: npt.NDArray[np.int64], token_ids: Sequence[int]) -> int:
-    """Length of the longest common prefix, at most ``len(token_ids) - 1``."""
-    limit = min(len(parked), len(token_ids) - 1)
-    if limit < 1:
-        return 0
-    different = np.nonzero(parked[:limit] != np.array(token_ids[:limit], dtype=np.int64))[0]
+def _num_common(parked: _Parked, token_ids: Sequence[int]) -> int:
+    """The leading entries that agree with ``token_ids`` and stand before the last of them."""
+    limit = int(np.searchsorted(parked.positions, len(token_ids) - 1))
+    wanted = np.array(token_ids, dtype=np.int64)[parked.positions[:limit]]
+    different = np.nonzero(parked.token_ids[:limit] != wanted)[0]
     return int(different[0]) if len(different) else limit

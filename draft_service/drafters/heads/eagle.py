@@ -144,12 +144,13 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         # Of a text with gaps not only whole blocks would have to be dropped: one more stays.
         num_read = self._window.size + self.info.num_speculative_tokens + pool.block_size
         max_tokens = min(min(state.max_tokens, num_read) + self._num_fed, pool.total_blocks * pool.block_size)
-        sequence = None
+        sequence, key = None, _key(spec.session_id, spec.token_ids)
+        positions = pool.parked_positions(key)
         if spec.park and len(spec.token_ids) > 1:
-            sequence = pool.resume(_key(spec.session_id, spec.token_ids), spec.token_ids[1:], max_tokens)
+            sequence = pool.resume(key, spec.token_ids[1:], max_tokens)
         state.sequence = sequence or pool.open(max_tokens)
         state.num_cached_tokens = state.sequence.length
-        state.known = KnownStates(state.sequence.length)
+        state.known = KnownStates(positions[: state.sequence.length])
         self._skip(state)
         return state
 
@@ -173,7 +174,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         return state.max_tokens + 1 - len(state.sampling) if state.may_draft else 0
 
     def close(self, state: EagleState, park_as: str | None = None) -> None:
-        """Release or park the cache; entries after a gap are not parked."""
+        """Release or park the cache."""
         sequence, state.sequence = state.sequence, None
         state.newest = None
         if sequence is None:
@@ -182,8 +183,10 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             self._pool.release(sequence)
             return
         now = time.monotonic()
-        self._pool.rollback(sequence, state.known.num_gapless)
-        self._pool.park(sequence, _key(park_as, state.token_ids), state.token_ids[1:], now)
+        count = state.known.num_entries
+        self._pool.rollback(sequence, count)
+        key, positions = _key(park_as, state.token_ids), state.known.positions(0, count)
+        self._pool.park(sequence, key, state.token_ids[1:], now, positions)
         self._pool.expire(now, self._park_ttl_s)
 
     def occupancy(self) -> tuple[int, int, int]:

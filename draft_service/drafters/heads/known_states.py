@@ -18,12 +18,14 @@ from specdec.types import HiddenStates
 class KnownStates:
     """States of one session, in ascending order of position."""
 
-    def __init__(self, num_entries: int = 0) -> None:
-        """``num_entries`` are in the cache already, for the first positions."""
-        self.num_entries = num_entries
+    def __init__(self, positions: Sequence[int] = ()) -> None:
+        """``positions`` have entries in the cache already."""
+        self.num_entries = len(positions)
         self._waiting: deque[HiddenStates] = deque()
         #: Runs of positions without a gap: the first entry and its position.
-        self._spans: list[tuple[int, int]] = [(0, 0)] if num_entries else []
+        self._spans = [
+            (i, position) for i, position in enumerate(positions) if i == 0 or position > positions[i - 1] + 1
+        ]
         #: Positions that are not read.
         self._skipped = (0, 0)
 
@@ -33,13 +35,6 @@ class KnownStates:
         if self._waiting:
             return self._waiting[-1].end
         return self._position(self.num_entries - 1) + 1 if self.num_entries else 0
-
-    @property
-    def num_gapless(self) -> int:
-        """Entries that stand for the positions 0, 1, 2, …"""
-        if not self._spans or self._spans[0][1] > 0:
-            return 0
-        return self._spans[1][0] if len(self._spans) > 1 else self.num_entries
 
     def num_waiting(self, num_tokens: int) -> int:
         """States that wait and can be ingested: of ``num_tokens`` committed tokens, those before the last."""

@@ -3,6 +3,7 @@
 import pytest
 
 from draft_service.drafters.lookup import suffix
+from draft_service.drafters.window import DraftWindow
 from specdec.rules import Rule
 from tests.draft_service.proposing import propose
 
@@ -133,4 +134,18 @@ async def test_a_chain_in_place_of_a_tree_is_no_longer_than_that_is_deep(start, 
         assert (await propose(session, len(COPY), [], 4)).token_ids == (30, 31)
         proposal = await propose(session, len(COPY), [1, 2, 3], 4)
         assert len(proposal.parents) == len(proposal.token_ids) == 4  # the model's
+        await session.close()
+
+
+async def test_a_window_moves_while_the_lookup_drafts(start, spec, greedy):
+    window = DraftWindow(64, 4, 30)
+    async with start(draft_window_size=64) as core:
+        session = await core.open(spec(COPY))
+        known = list(COPY)
+        for _ in range(60):
+            proposal = await propose(session, len(known), [], 4)
+            await propose(session, len(known), list(proposal.token_ids), 0)
+            known += proposal.token_ids
+        known += [1, 2, 3]
+        assert (await propose(session, len(known) - 3, [1, 2, 3], 4)).token_ids == greedy(window.read(known), 4)
         await session.close()

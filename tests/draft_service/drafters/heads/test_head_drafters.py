@@ -124,7 +124,6 @@ async def test_what_is_known_before_a_gap_stays_of_use(start, spec, formula, see
         tokens, features = [talk.tokens[i + 1] for i in known], [model.fuse(states[i]) for i in known]
         x = model.outputs(tokens, features, range(len(known)))[-1]
         torch.testing.assert_close(seen[0][0], model.logits(x).float(), rtol=0, atol=1e-4)
-        assert talk.session.state.known.num_gapless == len(PROMPT)
         await talk.session.close()
 
 
@@ -237,6 +236,29 @@ async def test_a_parked_session_is_taken_up(start, spec, formula, target, change
         await talk.session.close()
         load = await core.load()
         assert load.parked_sessions == 1 + (change == 0)
+
+
+@pytest.mark.parametrize("num_more", [2, 30])
+async def test_a_parked_session_in_a_window_is_taken_up(start, spec, formula, num_more):
+    """What it has read, and where that stood, is parked; the window moves on over it."""
+    rng, model = random.Random(6), formula.models["eagle3"]
+    async with start("eagle3", parks=True, speculative=WINDOW, block_size=4) as core:
+        talk = Talk(core, formula.target, "eagle3")
+        await talk.open(spec(PROMPT, park=True))
+        await talk.propose([7], K, start=0)
+        while len(talk.tokens) < 60:
+            await talk.propose(others(rng, 3), K)
+        held = talk.session.state.known.num_entries
+        await talk.session.close()
+        known = len(talk.tokens)
+        await talk.open(spec([*talk.tokens, *others(rng, num_more)], park=True))
+        assert talk.session.opened.num_cached_tokens == held == known - 1 - 40
+        proposal = await talk.propose([1], K, start=known - 1)
+        num_skipped = -(-(len(talk.tokens) - 24) // 8) * 8
+        read = [i for i in range(len(talk.tokens) - 1) if i < 4 or i >= 4 + num_skipped]
+        step = windowed(model, talk.tokens, talk.states(), read, read)
+        assert proposal.token_ids == greedy(step, K)
+        await talk.session.close()
 
 
 @pytest.mark.parametrize("method", KINDS)
