@@ -25,10 +25,9 @@ def test_a_method_alone_takes_the_bundled_head(real_prompts, method):
     assert accepted > 0.15 * sum(output.metrics.num_draft_tokens for output in drafted)
 
 
-@pytest.mark.parametrize(("method", "least"), [("draft_model", 2.4), ("eagle3", 2.4)])
-def test_a_long_context(method, least):
+def test_a_long_context():
     """Prompts of four times the length of texts in training; without a window the draft model reaches 1.8."""
     prompts = pick_prompts(TextTokenizer.load(TARGET_MODEL).encode, 4, 1024, seed=2)
-    outputs = generate([{"prompt_token_ids": list(ids)} for ids in prompts], {"method": method})
+    outputs = generate([{"prompt_token_ids": list(ids)} for ids in prompts], {"method": "draft_model"})
     accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
-    assert 1 + accepted / sum(output.metrics.num_drafts for output in outputs) > least
+    assert 1 + accepted / sum(output.metrics.num_drafts for output in outputs) > 2.4
