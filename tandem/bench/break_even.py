@@ -146,7 +146,8 @@ def draw_curves(pyplot: Any, title: str, curves: Sequence[Curve], path: str) -> 
         panel.set_xscale("log", base=2)
         panel.set_xticks(counts, labels=[str(num) for num in counts])
         panel.set_title(task, fontsize=9)
-    figure.supxlabel("sessions", fontsize=9)
+    for panel in panels[-1]:
+        panel.set_xlabel("sessions", fontsize=9)
     figure.supylabel("speed over plain decoding" if over_plain else "tokens/s", fontsize=9)
     figure.legend([lines[mode] for mode in modes], modes, loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(title, fontsize=9)
