@@ -185,7 +185,8 @@ class FakeSession:
         except Exception as error:
             self.received.put_nowait(error)
 
-    async def receive(self):
+    async def receive(self, earliest_s=0.0):
+        """The next item; verdicts are not joined, so there is nothing to wait for until ``earliest_s``."""
         assert not self.closed
         item = await self.received.get()
         if isinstance(item, Exception):
@@ -195,9 +196,6 @@ class FakeSession:
     def end(self):
         """What the servicers call when the requests have ended."""
         self.received.put_nowait(Cancelled("the session was closed"))
-
-    async def gather(self, seconds):
-        """The fake's verdicts are not joined."""
 
     async def close(self):
         """A call that is cancelled here closes all the same, as with real sessions."""

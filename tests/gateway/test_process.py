@@ -155,7 +155,7 @@ def test_flags():
     assert given.served_model_name == ("m",)
     assert given.verification is Rule.COUPLED
     assert (given.num_speculative_tokens, given.request_timeout_s, given.seed) == (7, 2.5, 1)
-    with pytest.raises(InvalidRequest, match="write each as host:port"):
+    with pytest.raises(InvalidRequest, match="write host:port"):
         parse("--targets", "nowhere")
 
 
