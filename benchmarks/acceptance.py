@@ -25,11 +25,11 @@ from specdec.rules import Rule
 from tandem.checkpoints import DRAFT, TARGET, find_checkpoint
 
 if TYPE_CHECKING:
-    from benchmarks.acceptance_rates import RuleAcceptance, TextAcceptance
+    from benchmarks.acceptance_rates import AcceptanceMeans, RuleAcceptance
     from benchmarks.rounds import Text
 
 
-def show_text(means: Sequence[TextAcceptance]) -> Table:
+def show_text(means: Sequence[AcceptanceMeans]) -> Table:
     """Acceptance of one drafted token."""
     table = Table(title="acceptance of a drafted token on the target's own text", title_justify="left")
     for column in ("draft temperature", "1 - TV, whole q", "1 - TV, q as sent", "coupled"):

@@ -22,7 +22,7 @@ from target_service.rules.drafts import Drafts, Q
 
 
 @dataclass(frozen=True, slots=True)
-class TextAcceptance:
+class AcceptanceMeans:
     """Mean acceptance of one drafted token over the target's own text."""
 
     draft_temperature: float
@@ -100,7 +100,7 @@ class BlockExpectation:
 
 def measure_text(
     recorder: Recorder, texts: Sequence[Text], temperature: float, draft_temperatures: Sequence[float]
-) -> tuple[list[TextAcceptance], list[dict[str, Tensor]]]:
+) -> tuple[list[AcceptanceMeans], list[dict[str, Tensor]]]:
     """Acceptance on texts that the target wrote; also, of each text, that of every output position by kind, at the
     first of the draft's temperatures.
     """
@@ -120,7 +120,7 @@ def measure_text(
             if value == draft_temperatures[0]:
                 by_text.append(found)
     means = [
-        TextAcceptance(value, **{kind: total / num_positions for kind, total in kinds.items()})
+        AcceptanceMeans(value, **{kind: total / num_positions for kind, total in kinds.items()})
         for value, kinds in sums.items()
     ]
     return means, by_text

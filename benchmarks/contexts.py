@@ -46,7 +46,7 @@ _MAX_ROWS: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class WrittenText:
     """A prompt and the target's greedy continuation of it."""
 
     prompt: Tokens
@@ -82,7 +82,7 @@ class ContextResult:
         )
 
 
-def write_text(engine: Engine, prompt: Tokens, num_tokens: int) -> Text:
+def write_text(engine: Engine, prompt: Tokens, num_tokens: int) -> WrittenText:
     """Let the target write."""
     from specdec.engine.engine import Segment  # noqa: PLC0415 (torch)
 
@@ -95,10 +95,10 @@ def write_text(engine: Engine, prompt: Tokens, num_tokens: int) -> Text:
         fed = [int(logits[-1].argmax())]
         output += fed
     engine.pool.release(sequence)
-    return Text(prompt, tuple(output))
+    return WrittenText(prompt, tuple(output))
 
 
-def states_of(engine: Engine, text: Text, layers: tuple[int, ...]) -> HiddenStates:
+def states_of(engine: Engine, text: WrittenText, layers: tuple[int, ...]) -> HiddenStates:
     """The target's hidden states of a text."""
     from specdec.engine.engine import Segment  # noqa: PLC0415 (torch)
 
@@ -112,7 +112,9 @@ def states_of(engine: Engine, text: Text, layers: tuple[int, ...]) -> HiddenStat
     return HiddenStates(0, len(layers) * engine.hidden_size, "bfloat16", data)
 
 
-async def play(drafter: Drafter[Any], text: Text, states: HiddenStates | None, k: int, result: ContextResult) -> None:
+async def play(
+    drafter: Drafter[Any], text: WrittenText, states: HiddenStates | None, k: int, result: ContextResult
+) -> None:
     """Let a drafter draft a text round by round."""
     from draft_service.common_prefix import common_prefix_len  # noqa: PLC0415
     from draft_service.drafters.base import DraftJob  # noqa: PLC0415 (torch)
@@ -144,7 +146,7 @@ async def play(drafter: Drafter[Any], text: Text, states: HiddenStates | None, k
 
 
 async def replay(
-    engine: Engine, settings: DraftSettings, name: str, texts: Mapping[int, Sequence[Text]]
+    engine: Engine, settings: DraftSettings, name: str, texts: Mapping[int, Sequence[WrittenText]]
 ) -> list[ContextResult]:
     """One drafter at every length of context."""
     from draft_service.drafters.registry import load_drafter  # noqa: PLC0415 (torch)
@@ -165,7 +167,9 @@ async def replay(
 
 
 async def time_requests(
-    systems: Mapping[str, System], texts: Mapping[int, Sequence[Text]], results: Mapping[tuple[str, int], ContextResult]
+    systems: Mapping[str, System],
+    texts: Mapping[int, Sequence[WrittenText]],
+    results: Mapping[tuple[str, int], ContextResult],
 ) -> None:
     """Add the speeds over plain decoding; all systems share the target."""
     for context, of_length in texts.items():

@@ -110,11 +110,11 @@ def play(
     total = Playback(0, 0, 0.0, 0, 0)
     guesses = policy.guesses(statistics) if policy.depth else []
     for text in texts:
-        total += _Session(text, statistics.k, guesses, costs, policy).play()
+        total += _SimulatedSession(text, statistics.k, guesses, costs, policy).play()
     return total
 
 
-class _Session:
+class _SimulatedSession:
     """One text. The draft works, and when it completes the proposal of a round, the round's times follow."""
 
     def __init__(

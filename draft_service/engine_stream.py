@@ -25,7 +25,7 @@ class EngineStream:
 
     def __init__(self, backend: DraftBackend) -> None:
         self._backend = backend
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _EngineSession] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     async def step(self, request: pb.DraftStepRequest) -> pb.DraftStepResponse:
@@ -61,9 +61,9 @@ class EngineStream:
             raise InvalidRequest(f"session {quote(spec.session_id)} is open already; choose another name")
         if len(self._sessions) >= MAX_SESSIONS:
             raise Overloaded(f"{MAX_SESSIONS} sessions are open on this stream; end some")
-        self._sessions[spec.session_id] = _Session(self._backend, spec)
+        self._sessions[spec.session_id] = _EngineSession(self._backend, spec)
 
-    def _advance(self, request: pb.SessionAdvance, response: pb.DraftStepResponse) -> _Session | None:
+    def _advance(self, request: pb.SessionAdvance, response: pb.DraftStepResponse) -> _EngineSession | None:
         """Pass an advance on; the session, if it asks for a proposal."""
         session = self._sessions.get(request.session_id)
         if session is None:
@@ -72,7 +72,7 @@ class EngineStream:
         session.advance(request.advance)
         return session if request.advance.num_draft_tokens else None
 
-    def _answer(self, session: _Session, response: pb.DraftStepResponse) -> None:
+    def _answer(self, session: _EngineSession, response: pb.DraftStepResponse) -> None:
         answer = session.answered.result()
         if isinstance(answer, Proposal):
             response.proposals.add(session_id=session.name, proposal=codec.encode_proposal(answer))
@@ -88,7 +88,7 @@ class EngineStream:
             task.add_done_callback(self._ending.discard)
 
 
-class _Session:
+class _EngineSession:
     """One session, opened in the background."""
 
     def __init__(self, backend: DraftBackend, spec: SessionSpec) -> None:

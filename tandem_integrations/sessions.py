@@ -30,7 +30,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
-class Row:
+class BatchRow:
     """One sequence of the batch."""
 
     #: All committed tokens, the new ones included: int32 [length].
@@ -40,7 +40,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class _Session:
+class _RemoteSession:
     name: str
     length: int
     #: Length up to which the service has reserved cache.
@@ -58,10 +58,10 @@ class RemoteSessions:
         self._num_tokens = num_speculative_tokens
         self._max_model_len = max_model_len
         self._client = StepClient(settings.draft, settings.timeout_ms)
-        self._sessions: dict[tuple[int, bytes], list[_Session]] = {}
+        self._sessions: dict[tuple[int, bytes], list[_RemoteSession]] = {}
         self._step = 0
 
-    def draft(self, rows: Sequence[Row]) -> list[list[int]]:
+    def draft(self, rows: Sequence[BatchRow]) -> list[list[int]]:
         """Drafted tokens after each row, ``num_speculative_tokens`` at most; none where none came in time."""
         self._step += 1
         if not self._client.connect():
@@ -84,7 +84,7 @@ class RemoteSessions:
         """End all sessions."""
         self._client.close()
 
-    def _advance(self, row: Row, request: pb.DraftStepRequest) -> str | None:
+    def _advance(self, row: BatchRow, request: pb.DraftStepRequest) -> str | None:
         """Add a row's commit to the request; the name of its session, if it has one now."""
         length = len(row.token_ids)
         num_tokens = min(self._num_tokens, self._max_model_len - length - 1)
@@ -109,7 +109,7 @@ class RemoteSessions:
         return session.name
 
     def _ask(
-        self, request: pb.DraftStepRequest, session: _Session, base_len: int, new: Tokens, num_tokens: int
+        self, request: pb.DraftStepRequest, session: _RemoteSession, base_len: int, new: Tokens, num_tokens: int
     ) -> None:
         advance = pb.Advance(
             epoch=1,
@@ -120,11 +120,11 @@ class RemoteSessions:
         )
         request.advances.add(session_id=session.name, advance=advance)
 
-    def _open(self, row: Row, request: pb.DraftStepRequest) -> _Session:
+    def _open(self, row: BatchRow, request: pb.DraftStepRequest) -> _RemoteSession:
         """A session whose drafts are the likeliest tokens: the engine takes a draft for certain, not for a sample."""
         length = len(row.token_ids)
         reserve = min(self._settings.reserve_tokens, self._max_model_len - length)
-        session = _Session(uuid.uuid4().hex, length, length + reserve, self._step)
+        session = _RemoteSession(uuid.uuid4().hex, length, length + reserve, self._step)
         request.open.add(
             session_id=session.name,
             epoch=1,
@@ -137,7 +137,7 @@ class RemoteSessions:
         )
         return session
 
-    def _find(self, row: Row) -> _Session | None:
+    def _find(self, row: BatchRow) -> _RemoteSession | None:
         """The session that had this row's tokens before the step, taken out of the table."""
         before = row.token_ids[: len(row.token_ids) - row.num_new]
         key = _key(before)
@@ -149,7 +149,7 @@ class RemoteSessions:
             del self._sessions[key]
         return session
 
-    def _put(self, session: _Session, row: Row) -> None:
+    def _put(self, session: _RemoteSession, row: BatchRow) -> None:
         session.length, session.last_step = len(row.token_ids), self._step
         self._sessions.setdefault(_key(row.token_ids), []).append(session)
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 #: Seconds after a failure before the service is tried again.
 RETRY_S: Final = 1.0
-#: Milliseconds that the answer of a step may be on its way, above the time the service gets for it.
+#: Milliseconds that the answer of a step may be delayed, above the time the service gets for it.
 NETWORK_MS: Final = 20
 
 

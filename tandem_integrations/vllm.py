@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from tandem_integrations.sessions import RemoteSessions, Row
+from tandem_integrations.sessions import BatchRow, RemoteSessions
 from tandem_integrations.settings import RemoteDraftSettings
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class RemoteProposer:
         if not self._is_output_rank:
             return [[] for _ in sampled_token_ids]
         rows = [
-            Row(token_ids_cpu[index, : num_tokens_no_spec[index]], len(new))
+            BatchRow(token_ids_cpu[index, : num_tokens_no_spec[index]], len(new))
             for index, new in enumerate(sampled_token_ids)
         ]
         drafts = self._sessions.draft(rows)

@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("specdec", "draft_service", "target_service", "gateway", "tandem", "benchmarks")
+ROOMS = ("specdec", "draft_service", "target_service", "gateway", "tandem", "tandem_integrations", "benchmarks")
 
 
 def test_a_class_name_occurs_once():

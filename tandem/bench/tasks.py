@@ -85,14 +85,14 @@ def _extraction(rng: random.Random) -> str:
 
 
 def _lists(rng: random.Random) -> str:
-    """A table of constants that goes on."""
+    """A table of constants without an end."""
     noun, first = rng.choice(_NOUNS), rng.randrange(1, 50)
     rows = "".join(f'    ("{verb}_{noun}", {first + i}),\n' for i, verb in enumerate(rng.sample(_VERBS, 6)))
     return f'# Every operation on a {noun}, with its number.\n{noun.upper()}_OPERATIONS = [\n{rows}    ("'
 
 
 def _json(rng: random.Random) -> str:
-    """A JSON document of equal objects that goes on."""
+    """A JSON document of equal objects without an end."""
     noun, *keys = rng.sample(_NOUNS, 3)
     items = [
         {keys[0]: rng.choice(_NOUNS), keys[1]: rng.randrange(100), "enabled": rng.random() < 0.5} for _ in range(5)

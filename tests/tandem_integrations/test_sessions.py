@@ -12,7 +12,7 @@ from specdec.rpc.server import RpcServer
 from specdec.settings import ServerSettings
 from specdec.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 from tandem_integrations import sessions, step_client
-from tandem_integrations.sessions import RemoteSessions, Row
+from tandem_integrations.sessions import BatchRow, RemoteSessions
 from tandem_integrations.settings import RemoteDraftSettings
 from tandem_integrations.vllm import RemoteProposer
 from tests.gateway.fakes import FakeDraft, params, reference
@@ -65,7 +65,7 @@ class Engine:
             text += right[len(text) : len(text) + num_new]
             self.num_accepted += num_new - 1
             self.drafts[i] = []
-            rows.append((i, Row(np.array(text, np.int32), num_new)))
+            rows.append((i, BatchRow(np.array(text, np.int32), num_new)))
         drafts = self.draft([row for _, row in rows])
         for (i, _), draft in zip(rows, drafts, strict=True):
             self.drafts[i] = draft

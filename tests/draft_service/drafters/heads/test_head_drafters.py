@@ -145,11 +145,11 @@ def windowed(model, tokens, states, read, positions):
 WINDOW = {"draft_window_size": 24, "draft_sink_size": 3}
 
 
-@pytest.mark.parametrize("way", [("eagle", True), ("eagle", False), ("eagle3", True), ("eagle3", False)], ids=str)
+@pytest.mark.parametrize("variant", [("eagle", True), ("eagle", False), ("eagle3", True), ("eagle3", False)], ids=str)
 @pytest.mark.parametrize("tree", [{}, {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"}], ids=["chain", "tree"])
-async def test_a_window(start, spec, formula, way, tree):
+async def test_a_window(start, spec, formula, variant, tree):
     """Whole blocks of 4 entries are dropped, 8 at a time; what stays keeps its position. No more blocks are used."""
-    (method, in_torch), rng = way, random.Random(3)
+    (method, in_torch), rng = variant, random.Random(3)
     model = formula.models[method]
     async with start(method, speculative=WINDOW | tree, block_size=4, enforce_eager=in_torch) as core:
         talk = Talk(core, formula.target, method)
