@@ -30,7 +30,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 #: Seconds of one core between two messages of multi-step decode, all sessions together. What a session decodes
 #: meanwhile leaves in one message; a session alone does not wait. A message costs target, gateway and client about a
 #: tenth of it, on the cores that compute the model. With 4 ms instead of 2 a target of 12 M parameters on two cores
-#: gives 1.13 times the tokens per second at 8 sessions and 1.15 times at 32 (over gRPC, medians of 5 alternating
+#: gives 1.15 times the tokens per second at 8 and at 32 sessions (over gRPC, medians of 5 alternating
 #: windows).
 GATHER_CORE_S: Final = 0.004
 
