@@ -133,7 +133,8 @@ def _piece_of(event: Mapping[str, Any]) -> Piece | None:
     now = time.perf_counter()
     choice = (event.get("choices") or [{}])[0]
     text = str(choice.get("text") or "")
-    count = len(choice["token_ids"]) if "token_ids" in choice else int(bool(text))
+    token_ids = choice.get("token_ids")  # vLLM sends null
+    count = int(bool(text)) if token_ids is None else len(token_ids)
     usage = event.get("usage")
     if usage is None:
         return Piece(now, count, text) if count or text else None

@@ -41,7 +41,7 @@ class Stranger(BaseHTTPRequestHandler):
         if body["prompt"] == "odd":
             self.send(b'data: {"choices": 5}\n\n')
             return
-        events = [{"choices": [{"text": text}], "usage": None} for text in ("a", "", "bc")]
+        events = [{"choices": [{"text": text, "token_ids": None}], "usage": None} for text in ("a", "", "bc")]
         events.append({"choices": [], "usage": {"completion_tokens": 5}})
         lines = [f"data: {json.dumps(event)}\n\n" for event in events]
         self.send("".join([*lines, "data: [DONE]\n\n"]).encode())
