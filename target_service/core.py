@@ -190,7 +190,8 @@ class TargetCore:
         self._sessions.discard(session)
         self._batcher.forget(session)
         if park and session.spec.session_id and sequence.length:
-            pool.park(sequence, session.spec.session_id, session.step_session.state.token_ids[: sequence.length])
+            token_ids = session.step_session.state.token_ids[: sequence.length]
+            pool.park(sequence, session.spec.session_id, token_ids, owner=session.spec.owner)
             self._expire_later()
         self._give_back(sequence)
         self._admission.leave(session.spec.client)
@@ -233,10 +234,10 @@ class TargetCore:
         pool = self.engine.pool
         # A prompt that is not computed has no log-probabilities.
         if spec.park and spec.session_id and spec.params.prompt_logprobs is None:
-            resumed = pool.resume(spec.session_id, spec.token_ids, num_entries)
+            resumed = pool.resume(spec.session_id, spec.token_ids, num_entries, spec.owner)
             if resumed is not None:
                 return resumed
-        return pool.open(num_entries)
+        return pool.open(num_entries, spec.owner)
 
     def _check(self, spec: SessionSpec) -> StopCriteria:
         """The session's limits. Raises :class:`InvalidRequest` for what no amount of waiting would make possible."""

@@ -57,6 +57,7 @@ class _Parked:
     positions: npt.NDArray[np.int64]
     num_dropped: int
     parked_at_s: float
+    owner: str
 
 
 class KVPool:
@@ -83,14 +84,15 @@ class KVPool:
         self._parked: OrderedDict[str, _Parked] = OrderedDict()  # least recently parked first
         self._copies: deque[tuple[int, int]] = deque()
 
-    def open(self, max_tokens: int) -> KVSequence:
-        """Reserve blocks for ``max_tokens`` entries, evicting the least recently parked sessions if needed.
+    def open(self, max_tokens: int, owner: str = "") -> KVSequence:
+        """Reserve blocks for ``max_tokens`` entries, evicting the least recently parked sessions if needed, first those
+        of the owner itself.
 
         Raises:
             InvalidRequest: it can never fit.
             CacheFull: it does not fit now.
         """
-        blocks = self._allocate(self.blocks_for(max_tokens), max_tokens)
+        blocks = self._allocate(self.blocks_for(max_tokens), max_tokens, owner)
         self._num_open += 1
         return KVSequence(blocks, max_tokens)
 
@@ -188,6 +190,8 @@ class KVPool:
         token_ids: Sequence[int],
         now: float | None = None,
         positions: Sequence[int] | None = None,
+        *,
+        owner: str = "",
     ) -> None:
         """Release the sequence but keep its entries, evictable, under ``key``.
 
@@ -210,14 +214,14 @@ class KVPool:
         self.release(sequence)
         tokens = np.array(token_ids, dtype=np.int64)[places]
         parked_at_s = time.monotonic() if now is None else now
-        self._parked[key] = _Parked(kept, tokens, places, sequence.num_dropped, parked_at_s)
+        self._parked[key] = _Parked(kept, tokens, places, sequence.num_dropped, parked_at_s, owner)
 
     def parked_positions(self, key: str) -> Sequence[int]:
         """Where the tokens of a parked session's entries stand in its text; empty where there is none."""
         parked = self._parked.get(key)
         return [] if parked is None else parked.positions.tolist()
 
-    def resume(self, key: str, token_ids: Sequence[int], max_tokens: int) -> KVSequence | None:
+    def resume(self, key: str, token_ids: Sequence[int], max_tokens: int, owner: str = "") -> KVSequence | None:
         """Take back a parked session, cut to the entries before the first that does not agree with ``token_ids``.
 
         At least the last token must be fed: its entry is not among them.
@@ -241,7 +245,7 @@ class KVPool:
         del self._parked[key]
         self._add_open(kept)
         self._drop(parked.blocks)
-        new = self._allocate(num_new, max_tokens)
+        new = self._allocate(num_new, max_tokens, owner)
         if copy_last:
             self._copies.append((int(kept[-1]), int(new[0])))
             last, kept = kept[-1:], kept[:-1]
@@ -323,11 +327,12 @@ class KVPool:
                 f" use by {self._num_open} open sessions: retry when some have ended"
             )
 
-    def _allocate(self, count: int, max_tokens: int) -> BlockIds:
+    def _allocate(self, count: int, max_tokens: int, owner: str = "") -> BlockIds:
         """Take ``count`` blocks for an open sequence of ``max_tokens``, evicting parked sessions as needed."""
         self._require(count, self.blocks_for(max_tokens), max_tokens)
         while self._num_free < count:
-            key = next(iter(self._parked))
+            own = (key for key, parked in self._parked.items() if parked.owner == owner)
+            key = next(own, next(iter(self._parked)))
             self.drop_parked(key)
             self.num_evicted += 1
         self._num_free -= count

@@ -152,9 +152,10 @@ async def test_health_and_reflection(stand):
 
 
 async def test_deadline_ends_a_partial_stream(stand, stub):
-    stand.targets[0].latency_s = 0.02
+    await collect(stub.Generate(request_of(max_tokens=1)), [])  # the connection is made outside of the deadline
+    stand.targets[0].latency_s = 0.1
     pieces = []
-    call = stub.Generate(request_of(max_tokens=400), timeout=1.0)
+    call = stub.Generate(request_of(max_tokens=400), timeout=2.0)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await collect(call, pieces)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

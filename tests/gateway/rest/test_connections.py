@@ -80,18 +80,23 @@ async def test_a_client_that_leaves_within_its_body_is_no_error_of_ours(impatien
 
 
 async def test_a_drop_at_a_time_does_not_help(impatient):
-    reader, writer = await connect(impatient.gateway.port, HEAD)
+    loop = asyncio.get_running_loop()
+    # A stream of asyncio would drop the answer where a reset follows it: the drops meet a closed connection.
+    with socket.create_connection(("127.0.0.1", impatient.gateway.port)) as client:
+        client.setblocking(False)
+        await loop.sock_sendall(client, HEAD)
 
-    async def drip():
-        with contextlib.suppress(ConnectionError):
-            while True:
-                writer.write(b"X-A: b\r\n")
-                await asyncio.sleep(0.02)
+        async def drip():
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    await loop.sock_sendall(client, b"X-A: b\r\n")
+                    await asyncio.sleep(0.02)
 
-    dripping = asyncio.create_task(drip())
-    assert (await answer_of(reader)).startswith(b"HTTP/1.1 408 ")
-    dripping.cancel()
-    writer.close()
+        dripping = asyncio.create_task(drip())
+        async with asyncio.timeout(5):
+            assert (await loop.sock_recv(client, 2**16)).startswith(b"HTTP/1.1 408 ")
+        dripping.cancel()
+        await asyncio.wait([dripping])
 
 
 async def test_a_connection_is_kept_between_requests_and_not_for_ever(impatient):

@@ -236,6 +236,18 @@ def test_parking_nothing_releases_and_too_few_tokens_are_an_error() -> None:
         pool.park(grow(pool.open(8), 3), "short", [1, 2])
 
 
+def test_an_owner_evicts_its_own_sessions_first() -> None:
+    pool = KVPool(4, BLOCK)
+    for key, owner in (("a", "other"), ("b", "mine"), ("c", "mine"), ("d", "other")):
+        pool.park(grow(pool.open(4), 4), key, [1, 2, 3, 4], owner=owner)
+    pool.open(4, "mine")
+    assert pool.resume("b", [1, 2, 3, 4, 5], 4) is None
+    pool.open(8, "mine")  # c, then the oldest of all
+    assert pool.resume("c", [1, 2, 3, 4, 5], 4) is None
+    assert pool.resume("a", [1, 2, 3, 4, 5], 4) is None
+    assert pool.num_parked == 1
+
+
 def test_the_least_recently_parked_session_is_evicted_first() -> None:
     pool = KVPool(6, BLOCK)
     for key in ("a", "b", "c"):
