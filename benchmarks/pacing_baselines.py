@@ -15,7 +15,7 @@ import uvloop
 
 from gateway.app import Gateway, serve
 from gateway.main import add_arguments, settings_of
-from gateway.pacing.pace import MULTI_STEP_TOKENS, Pace, Pacer
+from gateway.pacing.pace import Pace, Pacer
 from gateway.pacing.stats import Mode, PacingStats
 from gateway.pacing.target_pacer import TargetPacer
 from specdec.flags import Parser
@@ -65,10 +65,6 @@ class SharedLengthPace:
         """See :class:`~gateway.pacing.pace.Pace`."""
         self.k = max(0, min(self._limit, num_remaining - 1, self._target.num_draft_tokens()))
         return self.k
-
-    def num_multi_step_tokens(self, num_remaining: int, now_ns: int) -> int:
-        """See :class:`~gateway.pacing.pace.Pace`."""
-        return min(MULTI_STEP_TOKENS, num_remaining)
 
     def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""

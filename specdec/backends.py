@@ -33,18 +33,24 @@ class TargetSession(Protocol):
         """The verdict of prefilling: the first token."""
         ...
 
-    def offer(self, proposal: Proposal) -> None:
-        """Ask for a round: verify the proposal (one without tokens is a plain step).
+    def offer(self, proposal: Proposal, multi_step_tokens: int = 0) -> None:
+        """Ask for a round: verify the proposal (one without tokens is a plain step). Then decode in multi-step, up to
+        ``multi_step_tokens`` tokens after the committed ones, those of the round included.
 
         The round starts at once if the proposal continues the committed tokens. A proposal that assumes more tokens is
         kept: its round starts when those tokens are committed, and it is dropped when other tokens are. So at most one
         round runs at a time, and a verdict alone tells whether a proposal offered earlier starts the next one. At most
         as many are kept as :class:`~specdec.pending_proposals.PendingProposals` holds.
+
+        While multi-step decode continues, the committed length is one that a verdict has named. What was committed since
+        is cut off the proposal, and the rest takes the place of the next tokens. Where other tokens were committed or
+        nothing is left, the proposal is dropped.
         """
         ...
 
     def multi_step_decode(self, committed_len: int, num_tokens: int) -> None:
-        """Ask for up to ``num_tokens`` tokens after ``committed_len`` without proposals; drops all proposals kept.
+        """Ask for up to ``num_tokens`` tokens after ``committed_len`` without proposals; drops all proposals kept. 0 ends
+        multi-step decode with its next token.
 
         ``committed_len`` is that of a verdict received, and all verdicts after it came from multi-step decode.
         """

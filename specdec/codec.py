@@ -314,6 +314,7 @@ def encode_verdict(verdict: Verdict) -> target_pb.Verdict:
         logprobs=encode_logprobs(verdict.logprobs),
         timings=target_pb.RoundTimings(**_values(verdict.timings, RoundTimings)),
         hidden_states=map(encode_hidden_states, verdict.hidden_states),
+        num_multi_step_left=verdict.num_multi_step_left,
     )
 
 
@@ -330,6 +331,7 @@ def decode_verdict(message: target_pb.Verdict) -> Verdict:
         logprobs=decode_logprobs(message.logprobs),
         timings=RoundTimings(**_values(message.timings, RoundTimings)),
         hidden_states=tuple(map(decode_verdict_states, message.hidden_states)),
+        num_multi_step_left=message.num_multi_step_left,
     )
 
 

@@ -70,6 +70,19 @@ class Proposal:
             q_rows=tuple(self.q_rows[group] for group in groups) if self.q_rows else (),
         )
 
+    def after(self, token_ids: tuple[int, ...]) -> Proposal | None:
+        """What is left of a chain once ``token_ids`` are committed after its base; None: nothing, or they differ.
+
+        It stays a draw from the same q: given the tokens that were committed, those after them are as they were drawn.
+        """
+        count = len(token_ids)
+        if not count:
+            return self
+        if self.parents or self.token_ids[:count] != token_ids or len(self.token_ids) == count:
+            return None
+        rest = replace(self, base_len=self.base_len + count, token_ids=self.token_ids[count:])
+        return replace(rest, q_rows=self.q_rows[count:]) if self.q_rows else rest
+
     @property
     def num_bytes(self) -> int:
         """Approximate size in memory: 4 bytes per token, and the q rows."""
@@ -170,6 +183,8 @@ class Verdict:
     #: If the session asked for them: the states from which each of ``token_ids`` was predicted, in ascending order of
     #: position, so from position ``base_len - 1`` on. Those of the first verdict start at the first position computed.
     hidden_states: tuple[HiddenStates, ...] = ()
+    #: Tokens that the target goes on to decode in multi-step; 0: it waits for a request.
+    num_multi_step_left: int = 0
 
     @property
     def committed_len(self) -> int:

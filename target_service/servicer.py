@@ -127,7 +127,7 @@ def _ask(core: TargetCore, session: Session, request: pb.VerifyRequest) -> None:
     elif kind == "multi_step_decode":
         session.multi_step_decode(message.committed_len, request.multi_step_decode.num_tokens)
     else:
-        session.offer(_proposal_of(request.round))
+        session.offer(_proposal_of(request.round), request.round.multi_step_tokens)
 
 
 def _proposal_of(message: pb.Round) -> Proposal:

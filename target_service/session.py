@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -85,10 +86,12 @@ class Session:
         self._asked: Proposal | None = None
         #: Proposals for lengths beyond what is committed.
         self._pending = PendingProposals()
-        #: Decoding continues without being asked while committed_len is below this.
-        self._multi_step_until = 0
+        #: Decoding continues without being asked while committed_len is below this; and up to where after ``_asked``.
+        self._multi_step_until = self._multi_step_after = 0
         #: Everything since this length came of multi-step decode.
         self._multi_step_from = 0
+        #: Where multi-step decode last began: since then rounds may come too late.
+        self._early_from = sys.maxsize
         self._verdicts = VerdictQueue(last_state_only=spec.last_hidden_state_only)
         #: Gets the prompt's hidden states.
         self._on_states = on_states or self._verdicts.add_states
@@ -117,7 +120,7 @@ class Session:
         self._owner.ready(self)
         self._first = await self.receive()
 
-    def offer(self, proposal: Proposal) -> None:
+    def offer(self, proposal: Proposal, multi_step_tokens: int = 0) -> None:
         """Ask for a round, now or once what the proposal assumes is committed; see
         :meth:`specdec.backends.TargetSession.offer`. One that fits nothing any more is counted and dropped.
 
@@ -130,14 +133,19 @@ class Session:
         if proposal.epoch != self.spec.epoch or proposal.base_len > self.committed_len:
             self._owner.count_stale()
             return
-        path = None
-        if self.finish_reason is None:
-            path = path_of(proposal, self.step_session.state.token_ids[proposal.base_len : self.committed_len])
-        if path == () and not self._busy:
-            self._start(proposal)
+        known = self.step_session.state.token_ids[proposal.base_len : self.committed_len]
+        path = path_of(proposal, known) if self.finish_reason is None else None
+        until = self._limited(proposal.base_len + multi_step_tokens) if multi_step_tokens else 0
+        if self._is_multi_step and not proposal.assumed_token_ids:
+            rest = self._fitted(proposal.after(tuple(known)))
+            self._owner.count_superseded(rest is None or self._asked is not None)
+            if rest is not None:
+                self._asked, self._multi_step_after = rest, until
+        elif path == () and not self._busy:
+            self._start(proposal, until)
         elif path:
             self._keep(path, proposal)
-        elif proposal.assumed_token_ids:
+        elif proposal.assumed_token_ids or proposal.base_len >= self._early_from:
             self._owner.count_superseded()
         else:
             self._owner.count_stale()
@@ -150,10 +158,16 @@ class Session:
         counted and dropped.
         """
         in_round = self._busy and self._multi_step_until <= self.committed_len
+        if not num_tokens:
+            self._multi_step_until = min(self._multi_step_until, self.committed_len + 1)
+            self._multi_step_after = 0
+            return
         if in_round or not self._multi_step_from <= committed_len <= self.committed_len:
             self._owner.count_stale()
             return
         self._owner.count_superseded(self._pending.clear())
+        if not self._is_multi_step:
+            self._early_from = committed_len
         self._multi_step_until = max(self._multi_step_until, self._limited(committed_len + num_tokens))
         if self.num_round_tokens and not self.in_flight:
             self._asked_ns = time.perf_counter_ns()
@@ -162,7 +176,8 @@ class Session:
     async def receive(self, earliest_s: float = 0.0) -> Verdict:
         """The next verdict, with those of multi-step decode that wait joined into one; waits until there is one.
 
-        Before ``earliest_s`` (time of the event loop) multi-step tokens gather as long as further ones follow.
+        Before ``earliest_s`` (time of the event loop) multi-step tokens gather as long as further ones follow and no
+        round's verdict waits.
 
         Raises:
             Unavailable: the session was closed.
@@ -174,7 +189,8 @@ class Session:
             if self._closing:
                 raise Unavailable("the session was closed")
             await self._wait()
-        if self._is_multi_step and (wait_s := earliest_s - asyncio.get_running_loop().time()) > 0:
+        wait_s = earliest_s - asyncio.get_running_loop().time()
+        if wait_s > 0 and self._is_multi_step and not self._verdicts.has_round:
             await self._gather(wait_s)
         return self._verdicts.take()
 
@@ -232,6 +248,7 @@ class Session:
         last = self.step_session.state.token_ids[-1]
         if asked is None:
             return ScheduledSequence(self.step_session, (last,), decides=True)
+        self._multi_step_until = self._multi_step_after
         return ScheduledSequence(
             self.step_session,
             (last, *asked.token_ids),
@@ -295,6 +312,8 @@ class Session:
             )
             self._multi_step_from = self.committed_len
             self._multi_step_until = self._limited(self.committed_len + self.spec.multi_step_tokens)
+            if self.spec.multi_step_tokens:
+                self._early_from = self.committed_len
         elif self._multi_step_until < self.committed_len:  # a round
             self._multi_step_from = self.committed_len
         states = () if result.hidden_states is None else (result.hidden_states,)
@@ -313,17 +332,21 @@ class Session:
                 logprobs=result.logprobs,
                 timings=replace(step.timings, queue_ns=max(0, step.started_ns - self._asked_ns)),
                 hidden_states=states,
+                num_multi_step_left=self._multi_step_until - self.committed_len if self._is_multi_step else 0,
             )
         )
         self._asked_ns = now_ns  # of the next token when multi-step decode
         dropped = self._pending.commit(token_ids) if self.finish_reason is None else self._pending.clear()
+        if self._asked is not None:  # it came during a step of multi-step decode
+            self._asked = self._fitted(self._asked.after(token_ids)) if self._is_multi_step else None
+            dropped += self._asked is None
         if (fitting := self._pending.take()) is not None:
             if self.num_round_tokens:  # multi-step decode continues
                 dropped += 1
             else:
                 self._start(fitting)
         self._owner.count_superseded(dropped)
-        if not (self._is_gathering and self._is_multi_step):
+        if part.draft_token_ids or not (self._is_gathering and self._is_multi_step):
             self._wake()
 
     # --- inside ---
@@ -343,17 +366,25 @@ class Session:
         """Whether a verdict is to come without anything more being asked for."""
         return self.in_flight or self.num_round_tokens > 0 or self._opened is None
 
-    def _start(self, proposal: Proposal) -> None:
+    def _start(self, proposal: Proposal, multi_step_after: int = 0) -> None:
         """Ask for the proposal's round, without what it cannot bring: near its limit a sequence has no room for all
-        drafted tokens.
+        drafted tokens. Multi-step decode follows, up to length ``multi_step_after``.
         """
-        room = self.step_session.stop_criteria.room(self.committed_len) - 1
-        num_entries = self.step_session.sequence.max_tokens - self.committed_len  # siblings take room of their own
-        self._asked = proposal.cut(num_entries, max_depth=room)
-        self._multi_step_until = 0
+        self._asked = self._cut(proposal)
+        self._multi_step_until, self._multi_step_after = 0, multi_step_after
         self._asked_ns = time.perf_counter_ns()
         if not self.in_flight:
             self._owner.ready(self)
+
+    def _cut(self, proposal: Proposal) -> Proposal:
+        room = self.step_session.stop_criteria.room(self.committed_len) - 1
+        num_entries = self.step_session.sequence.max_tokens - self.committed_len  # siblings take room of their own
+        return proposal.cut(num_entries, max_depth=room)
+
+    def _fitted(self, proposal: Proposal | None) -> Proposal | None:
+        """What takes the place of multi-step decode's next token; None where nothing is left."""
+        fitted = None if proposal is None else self._cut(proposal)
+        return fitted if fitted is not None and fitted.token_ids else None
 
     def _keep(self, path: Path, proposal: Proposal) -> None:
         if self._pending.full:

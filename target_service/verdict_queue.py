@@ -26,6 +26,11 @@ class VerdictQueue:
         """Verdicts that wait, before any are joined."""
         return len(self._verdicts)
 
+    @property
+    def has_round(self) -> bool:
+        """Whether a verdict on drafted tokens waits."""
+        return any(verdict.num_draft_tokens for verdict in self._verdicts)
+
     def add_states(self, states: HiddenStates) -> None:
         """Keep hidden states for the next verdict that is taken."""
         self._states.add(states)

@@ -62,10 +62,13 @@ class GrpcTargetSession:
         self._states = states
         self.opened = opened
 
-    def offer(self, proposal: Proposal) -> None:
+    def offer(self, proposal: Proposal, multi_step_tokens: int = 0) -> None:
         """Ask for a round, now or once what the proposal assumes is committed."""
         message = pb.Round(
-            epoch=self._epoch, committed_len=proposal.committed_len, proposal=codec.encode_proposal(proposal)
+            epoch=self._epoch,
+            committed_len=proposal.committed_len,
+            proposal=codec.encode_proposal(proposal),
+            multi_step_tokens=multi_step_tokens,
         )
         self._stream.post(pb.VerifyRequest(round=message))
 

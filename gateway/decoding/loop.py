@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 #: Failures of a target after which the session is opened again; all others are the request's own fault.
 LOST: Final = (Unavailable, StaleSession, Overloaded, Cancelled, InternalError)
 
-#: Multi-step tokens at most while a draft may come back; the chunks double from one token.
-MAX_CHUNK: Final = 16
 #: Tokens up to which an answer ends before a draft can help.
 SHORT_ANSWER: Final = 2
 
@@ -77,7 +75,6 @@ class Decoding:
         self._num_asked = 0
         #: Since when the loop waits for a proposal; None while it does not.
         self._waiting_since_ns: int | None = None
-        self._chunk = 1
         #: Whether drafted tokens were ever wanted, and whether ever too many sequences were open for them.
         self._wanted_draft = self._was_crowded = False
 
@@ -152,9 +149,9 @@ class Decoding:
             try:
                 if replica is not None:
                     return await self._open(replica)
-                if target.round is None and not target.num_multi_step_left:
+                if target.is_idle:
                     await self._ask()
-                return self._record(target.round, await target.receive())
+                return self._record(*await target.receive())
             except InvalidRequest as error:
                 if not was_open or self._draft.off:
                     raise
@@ -172,8 +169,8 @@ class Decoding:
         num_remaining = self._state.num_remaining
         if self._num_draft_tokens(num_remaining):
             draft.prepare()
-        # While no draft is wanted more can be asked for at once; the first verdict brings one token of it.
-        num_multi_step = 0 if self._pace.k else self._next_chunk(num_remaining - 1)
+        # While no draft is wanted the rest can be asked for at once; the first verdict brings one token of it.
+        num_multi_step = 0 if self._pace.k else num_remaining - 1
         states = draft.hidden_states_spec()
         try:
             first = await target.open(num_multi_step, states)
@@ -187,7 +184,7 @@ class Decoding:
         return first
 
     async def _ask(self) -> None:
-        """Ask for a round as soon as its proposal is there, or for multi-step decode where there is none."""
+        """Ask for a round as soon as its proposal is there, or for the rest of the text where there is none."""
         self._waiting_since_ns = time.perf_counter_ns()
         try:
             self._start_fitting()
@@ -196,7 +193,7 @@ class Decoding:
         finally:
             self._waiting_since_ns = None
         if self._target.round is None:
-            self._target.multi_step_decode(self._next_chunk(self._state.num_remaining))
+            self._target.multi_step_decode(self._state.num_remaining)
 
     async def _start_next_round(self, verdict: Verdict) -> None:
         """After a verdict: start the next round and the draft's work before the caller handles the text.
@@ -208,32 +205,22 @@ class Decoding:
         if target.round is not None:
             self._note_start(target.round)
         draft.commit(verdict.token_ids, verdict.hidden_states)
-        if target.num_multi_step_left:
-            if target.needs_extension:
-                self._extend_decode()
-            return
-        if target.round is None:
+        if target.is_idle:
             self._start_fitting()
         is_sent = await draft.request(self._num_draft_tokens(self._state.num_remaining))
+        if draft.k:
+            target.end_multi_step()  # the draft is asked again at its last token, and waited for
+        elif target.is_idle:
+            target.multi_step_decode(self._state.num_remaining)
         if is_sent or target.round is not None:
             await asyncio.sleep(0)  # the messages leave now
-
-    def _extend_decode(self) -> None:
-        """Multi-step decode ends soon: ask for more of it, or have a draft ready when it ends."""
-        target = self._target
-        target.stop_extending()
-        num_remaining = self._state.num_remaining - target.num_multi_step_left
-        if self._num_draft_tokens(num_remaining):
-            self._draft.prepare()
-        elif num_remaining > 0:
-            target.multi_step_decode(self._next_chunk(num_remaining))
 
     def _on_proposal(self, path: Path, proposal: Proposal) -> None:
         """A proposal arrived that fits once ``path`` is committed: start its round if the loop waits for it, or let the
         target have it before the verdict, where that is likely to be needed.
         """
         if not path:
-            if self._waiting_since_ns is not None:
+            if self._waiting_since_ns is not None or self._target.num_multi_step_left:
                 self._start_fitting()
         elif (
             proposal.likelihood >= self._context.settings.min_offer_likelihood and len(path) < self._state.num_remaining
@@ -245,8 +232,7 @@ class Decoding:
 
     def _start_fitting(self) -> None:
         """Start the round of the proposal that fits the committed tokens, where the draft has sent it."""
-        proposal = self._draft.take()
-        if proposal is None:
+        if not self._target.may_start or (proposal := self._draft.take()) is None:
             return
         try:
             self._target.start(proposal)
@@ -260,9 +246,7 @@ class Decoding:
         now_ns = time.perf_counter_ns()
         # A proposal made before the verdict was asked for with the last round, and so was its length.
         self._num_asked = max(self._draft.k, len(proposal.token_ids))
-        self._chunk = 1
         self._asked_ns = now_ns
-        self.metrics.draft_ns += proposal.draft_ns
         if self._waiting_since_ns is not None:
             self.metrics.draft_wait_ns += now_ns - self._waiting_since_ns
 
@@ -275,30 +259,21 @@ class Decoding:
         self._wanted_draft |= wanted > 0
         return wanted
 
-    def _next_chunk(self, num_remaining: int) -> int:
-        """Tokens of the next multi-step decode: all that remain when no draft can come back; as many as the pace says
-        while no draft is wanted; else chunks of 1, 2, 4, … 16 until it is there.
-        """
-        if self._draft.off:
-            return num_remaining
-        if not self._pace.k:
-            return self._pace.num_multi_step_tokens(num_remaining, time.perf_counter_ns())
-        size, self._chunk = self._chunk, min(2 * self._chunk, MAX_CHUNK)
-        return min(size, num_remaining)
-
     def _record(self, proposal: Proposal | None, verdict: Verdict) -> Verdict:
         """Count a verdict, of the round of ``proposal`` or of multi-step decode."""
         now_ns = time.perf_counter_ns()
         depth = None
-        if proposal is not None and proposal.parents and verdict.num_draft_tokens:
-            depth = proposal.cut(verdict.num_draft_tokens).depth
+        if proposal is not None:
+            self.metrics.draft_ns += proposal.draft_ns
+            if proposal.parents and verdict.num_draft_tokens:
+                depth = proposal.cut(verdict.num_draft_tokens).depth
         self.metrics.record(verdict, now_ns - self._asked_ns, depth)
         if proposal is None:
             self._pace.record(verdict, 0, now_ns)
         else:
             # Drafted tokens that the target cut off say nothing of their acceptance.
             is_cut = verdict.num_draft_tokens < len(proposal.token_ids)
-            num_asked = verdict.num_draft_tokens if is_cut else self._num_asked
+            num_asked = verdict.num_draft_tokens if is_cut else max(self._num_asked, verdict.num_draft_tokens)
             self._pace.record(verdict, num_asked, now_ns, tree_depth=depth)
         return verdict
 

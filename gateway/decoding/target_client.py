@@ -18,8 +18,6 @@ from specdec.types import Proposal, TargetOpened, Verdict
 
 logger = logging.getLogger(__name__)
 
-#: More multi-step tokens are asked for when so many are still to come, so that the target does not wait.
-LOW_WATER: Final = 8
 #: Seconds before a target session is opened again; doubled with every failure.
 FIRST_BACKOFF_S: Final = 0.05
 LAST_BACKOFF_S: Final = 2.0
@@ -43,10 +41,15 @@ class TargetClient:
         self.opened: TargetOpened | None = None
         #: The proposal whose round is in progress.
         self.round: Proposal | None = None
+        #: Tokens that the target goes on to decode by itself.
+        self.num_multi_step_left = 0
         #: Proposals the target holds for rounds after the one in progress.
         self._offered = PendingProposals()
-        #: Length up to which the target decodes without being asked, and the one at which it is asked for more.
-        self._multi_step_end = self._extend_at = 0
+        #: The latest proposal for the place of a multi-step token, the length it continues, and the most tokens that
+        #: one of them had: the target takes it or drops it.
+        self._early: Proposal | None = None
+        self._early_len = self._max_early = 0
+        self._is_ending = False
         self._session: TargetSession | None = None
         self._replica: Replica[TargetBackend] | None = None
         self._epoch = 0
@@ -59,14 +62,14 @@ class TargetClient:
         return self._session is not None
 
     @property
-    def num_multi_step_left(self) -> int:
-        """Multi-step tokens still to come."""
-        return max(0, self._multi_step_end - len(self._state))
+    def is_idle(self) -> bool:
+        """Whether nothing comes without being asked for."""
+        return self.round is None and not self.num_multi_step_left
 
     @property
-    def needs_extension(self) -> bool:
-        """Whether so few multi-step tokens are still to come that more should be asked for."""
-        return len(self._state) >= self._extend_at
+    def may_start(self) -> bool:
+        """Whether a round may be asked for: none is, and no other one was tried after the same tokens."""
+        return self.round is None and (not self.num_multi_step_left or self._early_len != len(self._state))
 
     async def pick(self) -> Replica[TargetBackend]:
         """Choose the replica of the next opening. A session that was lost waits for a target to return.
@@ -102,19 +105,26 @@ class TargetClient:
         )
         self._session = session = await self._replica.backend.open(spec)
         first = self._checked(session.first)
-        self._expect(first.committed_len + num_multi_step, num_multi_step)
+        self.num_multi_step_left = first.num_multi_step_left
         self.opened = self.opened or session.opened
         return first
 
-    def start(self, proposal: Proposal) -> None:
-        """Ask for the round of a proposal that fits the committed tokens.
+    def start(self, proposal: Proposal, multi_step_tokens: int = 0) -> None:
+        """Ask for the round of a proposal that fits the committed tokens, and for multi-step decode after it.
+
+        While multi-step decode continues, the target takes what is left of it, or drops it.
 
         Raises:
             InvalidRequest: the target cannot verify it.
         """
         length = len(self._state)
-        self._open_session.offer(replace(proposal, epoch=self._epoch, base_len=length, assumed_token_ids=()))
-        self.round = proposal
+        proposal = replace(proposal, epoch=self._epoch, base_len=length, assumed_token_ids=())
+        self._open_session.offer(proposal, multi_step_tokens)
+        if self.num_multi_step_left:
+            self._early, self._early_len = proposal, length
+            self._max_early = max(self._max_early, len(proposal.token_ids))
+        else:
+            self.round = proposal
 
     def offer(self, path: Path, proposal: Proposal) -> None:
         """Give the target a proposal before the verdict it assumes, where it can be kept. Raises what :meth:`start`
@@ -128,19 +138,26 @@ class TargetClient:
     def multi_step_decode(self, num_tokens: int) -> None:
         """Have the target decode so many more tokens without proposals; it drops those it holds."""
         self._offered.clear()
-        length = len(self._state)
-        self._expect(max(self._multi_step_end, length) + num_tokens, num_tokens)
-        self._open_session.multi_step_decode(length, self._multi_step_end - length)
+        self.num_multi_step_left, self._is_ending = num_tokens, False
+        self._open_session.multi_step_decode(len(self._state), num_tokens)
 
-    def stop_extending(self) -> None:
-        """Ask for no more multi-step tokens than those still to come."""
-        self._extend_at = self._multi_step_end
+    def end_multi_step(self) -> None:
+        """Have multi-step decode end with its next token."""
+        if self.num_multi_step_left and not self._is_ending:
+            self._is_ending = True
+            self._open_session.multi_step_decode(len(self._state), 0)
 
-    async def receive(self) -> Verdict:
-        """The next verdict. The round that was in progress is over."""
+    async def receive(self) -> tuple[Proposal | None, Verdict]:
+        """The next verdict, and the proposal of its round; None: it is multi-step decode's."""
         verdict = self._checked(await self._open_session.receive())
+        answered = self.round
+        if answered is None and verdict.num_draft_tokens:
+            answered = self._early
         self.round = None
-        return verdict
+        self.num_multi_step_left = verdict.num_multi_step_left
+        if not verdict.num_multi_step_left:
+            self._early, self._early_len, self._max_early, self._is_ending = None, 0, 0, False
+        return answered, verdict
 
     def commit(self, token_ids: tuple[int, ...]) -> None:
         """Tokens were committed: where the target holds the proposal that fits now, its round is in progress."""
@@ -181,11 +198,6 @@ class TargetClient:
         assert self._session is not None, "no session is open"
         return self._session
 
-    def _expect(self, multi_step_end: int, num_tokens: int) -> None:
-        """Multi-step decode goes up to this length, with the last ``num_tokens`` just asked for."""
-        self._multi_step_end = multi_step_end
-        self._extend_at = multi_step_end - (LOW_WATER if num_tokens > LOW_WATER else 0)
-
     def _checked(self, verdict: Verdict) -> Verdict:
         length = len(self._state)
         if verdict.base_len != length or not (verdict.token_ids or verdict.finish_reason):
@@ -196,7 +208,8 @@ class TargetClient:
 
     def _is_possible(self, verdict: Verdict) -> bool:
         """Whether a verdict answers what was asked for; one that does not comes of a fault of the target."""
-        token_ids, num_asked = verdict.token_ids, len(self.round.token_ids) if self.round is not None else 0
+        num_asked = self._max_early if self.round is None else len(self.round.token_ids)
+        token_ids = verdict.token_ids
         return (
             len(token_ids) <= self._state.num_remaining
             and max(token_ids, default=0) < self._router.model().vocab_size
@@ -205,7 +218,9 @@ class TargetClient:
         )
 
     async def _drop(self) -> None:
-        self.round = None
+        self.round = self._early = None
+        self.num_multi_step_left = self._early_len = self._max_early = 0
+        self._is_ending = False
         self._offered.clear()
         session, self._session = self._session, None
         if session is not None:

@@ -8,14 +8,10 @@ it is for, nor on anything drawn with them.
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Protocol
 
 from gateway.pacing.stats import PacingStats
 from specdec.types import Verdict
-
-#: Tokens decoded in multi-step on one request: enough that the next request comes in time, few enough that a change of
-#: mode takes effect soon.
-MULTI_STEP_TOKENS: Final = 16
 
 
 class Pace(Protocol):
@@ -28,10 +24,6 @@ class Pace(Protocol):
 
     def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
         """Tokens to draft for the next round, with ``num_remaining`` still to be generated; 0: decode in multi-step."""
-        ...
-
-    def num_multi_step_tokens(self, num_remaining: int, now_ns: int) -> int:
-        """Tokens to decode in multi-step before asking again, where nothing is to be drafted."""
         ...
 
     def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
@@ -71,10 +63,6 @@ class FixedPace:
         """All that the limit and the rest of the request allow."""
         self.k = max(0, min(self._limit, num_remaining - 1))
         return self.k
-
-    def num_multi_step_tokens(self, num_remaining: int, now_ns: int) -> int:
-        """See :class:`Pace`."""
-        return min(MULTI_STEP_TOKENS, num_remaining)
 
     def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
         """Do nothing: nothing is learned."""

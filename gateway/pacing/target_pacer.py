@@ -13,7 +13,6 @@ import math
 from collections import deque
 from typing import Final
 
-from gateway.pacing.pace import MULTI_STEP_TOKENS
 from gateway.pacing.round_times import WINDOW_NS, WINDOW_VERDICTS, RoundTimes
 from gateway.pacing.stats import Mode, PacingStats
 from gateway.pacing.text_acceptance import SURPRISE, TextAcceptance
@@ -26,6 +25,8 @@ TRIAL_PAUSE_TOKENS: Final = 512
 #: A trial that was not measured ends after the time of so many windows: sessions that decode many tokens on one request
 #: join late.
 TRIAL_WINDOWS: Final = 8
+#: Plain tokens after which what a text's rounds brought says nothing of the next ones.
+NEW_TEXT_TOKENS: Final = 16
 #: Texts that say what is usual. The first one was never seen, so the optimism ends after eight bad texts.
 RECENT_TEXTS: Final = 8
 #: Drafted tokens of a round at most, by the settings.
@@ -159,10 +160,6 @@ class SessionPace:
         self.k = self._choose(limit, num_remaining, now_ns) if limit else 0
         return self.k
 
-    def num_multi_step_tokens(self, num_remaining: int, now_ns: int) -> int:
-        """See :class:`~gateway.pacing.pace.Pace`."""
-        return min(MULTI_STEP_TOKENS if self._target.times.is_measured else 2 * WINDOW_VERDICTS, num_remaining)
-
     def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
         target, num_tokens, stats = self._target, len(verdict.token_ids), self._target.stats
@@ -196,7 +193,7 @@ class SessionPace:
             return 0
         is_tree = target.tree_depth is not None  # the draft keeps trees as low as the rest of the request is short
         if target.trial is Mode.SPECULATIVE:
-            if self._num_plain > MULTI_STEP_TOKENS:
+            if self._num_plain > NEW_TEXT_TOKENS:
                 self._acceptance = TextAcceptance()  # the text has moved on: its bad beginning counts no more
             return self._limit if is_tree else limit  # fewer tokens would not show long copies
         target.compare_texts(self._limit, now_ns)

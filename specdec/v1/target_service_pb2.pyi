@@ -180,10 +180,15 @@ class Round(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     COMMITTED_LEN_FIELD_NUMBER: _builtins.int
     PROPOSAL_FIELD_NUMBER: _builtins.int
+    MULTI_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     committed_len: _builtins.int
     """Committed length the round starts from. One the session has passed is stale: the message is dropped and counted."""
+    multi_step_tokens: _builtins.int
+    """Decode in multi-step after the round, up to so many tokens after committed_len, those of the round included; 0
+    waits. Without effect in a proposal with assumed tokens.
+    """
     @_builtins.property
     def proposal(self) -> _types_pb2.Proposal:
         """Drafted tokens; absent or empty is one plain decoding step."""
@@ -194,10 +199,11 @@ class Round(_message.Message):
         epoch: _builtins.int = ...,
         committed_len: _builtins.int = ...,
         proposal: _types_pb2.Proposal | None = ...,
+        multi_step_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_len", b"committed_len", "epoch", b"epoch", "proposal", b"proposal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_len", b"committed_len", "epoch", b"epoch", "multi_step_tokens", b"multi_step_tokens", "proposal", b"proposal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -205,7 +211,12 @@ Global___Round: _TypeAlias = Round  # noqa: Y015
 
 @_typing.final
 class MultiStepDecode(_message.Message):
-    """Plain decoding of several tokens without a message for each of them. Drops the proposals kept for later rounds."""
+    """Plain decoding of several tokens without a message for each of them. Drops the proposals kept for later rounds.
+
+    A round that arrives meanwhile takes the place of the next tokens: what was committed since its committed_len is cut
+    off its proposal, and the rest is verified in the next step. Where other tokens were committed, or none of the proposal
+    is left, it is dropped, and decoding continues. It carries no assumed tokens. A newer round replaces one that waits.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -217,7 +228,7 @@ class MultiStepDecode(_message.Message):
     committed_len: _builtins.int
     """Committed length the gateway stands at."""
     num_tokens: _builtins.int
-    """Tokens to decode at most; the session's own limits end it earlier."""
+    """Tokens to decode at most; the session's own limits end it earlier. 0 ends multi-step decode with its next token."""
     def __init__(
         self,
         *,
@@ -333,6 +344,7 @@ class Verdict(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     HIDDEN_STATES_FIELD_NUMBER: _builtins.int
+    NUM_MULTI_STEP_LEFT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     base_len: _builtins.int
@@ -345,6 +357,8 @@ class Verdict(_message.Message):
     """Set when the sequence ended with this verdict."""
     stop_token_id: _builtins.int
     """The token that ended it, when a stop token did."""
+    num_multi_step_left: _builtins.int
+    """Tokens that the target goes on to decode in multi-step; 0: it waits for a request."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens now committed after base_len: the accepted ones, then the target's own. Shorter where the sequence ended."""
@@ -376,10 +390,11 @@ class Verdict(_message.Message):
         logprobs: _abc.Iterable[_types_pb2.PositionLogprobs] | None = ...,
         timings: Global___RoundTimings | None = ...,
         hidden_states: _abc.Iterable[_types_pb2.HiddenStates] | None = ...,
+        num_multi_step_left: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "base_len", b"base_len", "epoch", b"epoch", "finish_reason", b"finish_reason", "hidden_states", b"hidden_states", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_draft_tokens", b"num_draft_tokens", "stop_token_id", b"stop_token_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "base_len", b"base_len", "epoch", b"epoch", "finish_reason", b"finish_reason", "hidden_states", b"hidden_states", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_draft_tokens", b"num_draft_tokens", "num_multi_step_left", b"num_multi_step_left", "stop_token_id", b"stop_token_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

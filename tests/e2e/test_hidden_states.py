@@ -117,9 +117,6 @@ class FicklePace(FixedPace):
         self.k = min(self.limit, max(0, num_remaining - 1)) if self.rng.random() < 0.75 else 0
         return self.k
 
-    def num_multi_step_tokens(self, num_remaining, now_ns):
-        return min(self.rng.randint(1, 4), num_remaining)
-
 
 @asynccontextmanager
 async def service(model_settings, reader, transport):

@@ -8,6 +8,7 @@ the same proposals get the same text.
 
 import asyncio
 import hashlib
+from dataclasses import replace
 
 from specdec.errors import Cancelled, InvalidRequest, Unavailable
 from specdec.params import SamplingParams
@@ -214,8 +215,10 @@ class FakeTarget(FakeBackend):
         super().__init__(**kwargs)
         self.by_round = by_round
         self.model = self.model or target_info()
-        #: Rounds that began with an offer made before their verdict, and offers that came to nothing.
+        #: Rounds that began with an offer made before their verdict, rounds in place of multi-step decode, and offers
+        #: that came to nothing.
         self.num_started_by_offers = 0
+        self.num_early_rounds = 0
         self.num_superseded = 0
 
     async def open(self, spec, on_states=None):
@@ -232,29 +235,42 @@ class FakeTargetSession(FakeSession):
             for token in spec.token_ids[1 : spec.prompt_len]:
                 prompt_logprobs += logprobs_of(token, params.prompt_logprobs)
         self.opened = TargetOpened(spec.epoch, spec.rule or Rule.BLOCK, prompt_logprobs=prompt_logprobs, queue_ns=1000)
-        self.multi_step_until = self.asked = None
+        self.asked = self.early = None
+        self.multi_step_until = self.multi_step_after = 0
         self.offers = []
         self.finished = False
-        self.first = self.commit([])
+        first = self.commit([])
         self.multi_step_from = len(self.token_ids)
         self.multi_step_until = self.multi_step_from + spec.multi_step_tokens
+        self.first = replace(first, num_multi_step_left=self.num_left)
 
     @property
     def is_multi_step(self):
         return not self.finished and self.multi_step_until > len(self.token_ids)
 
-    def offer(self, proposal):
+    @property
+    def num_left(self):
+        limit = self.spec.prompt_len + self.spec.params.max_tokens
+        return 0 if self.finished else max(0, min(self.multi_step_until, limit) - len(self.token_ids))
+
+    def offer(self, proposal, multi_step_tokens=0):
         assert not self.closed
-        assert not self.is_multi_step, "offered while multi-step decode"
         assert proposal.epoch == self.spec.epoch
         assert len(proposal.token_ids) <= self.spec.num_speculative_tokens
         if any(not 0 <= token < VOCAB for token in proposal.token_ids) and self.backend.model.vocab_size == VOCAB:
             raise InvalidRequest("no such token")
+        until = proposal.base_len + multi_step_tokens if multi_step_tokens else 0
+        if not proposal.assumed_token_ids and (self.is_multi_step or proposal.base_len < len(self.token_ids)):
+            rest = proposal.after(tuple(self.token_ids[proposal.base_len :])) if self.is_multi_step else None
+            if rest is not None and rest.token_ids:
+                self.early, self.multi_step_after = rest, until
+            return
+        self.multi_step_after = until
         self.offers.append(proposal)
         assert len(self.offers) <= MAX_PENDING_PROPOSALS
         if not proposal.assumed_token_ids:
             assert proposal.base_len == len(self.token_ids), "the gateway sent a stale round"
-            assert self.asked is None, "two rounds at once"
+            assert self.asked is None or self.asked is self.started_early, "two rounds at once"
         if self.asked is None:
             self.look()
         self.wake.set()
@@ -276,8 +292,11 @@ class FakeTargetSession(FakeSession):
 
     def multi_step_decode(self, committed_len, num_tokens):
         assert not self.closed
-        assert self.asked is None, "a round is in progress"
         assert self.multi_step_from <= committed_len <= len(self.token_ids)
+        if not num_tokens:
+            self.multi_step_until, self.multi_step_after = min(self.multi_step_until, len(self.token_ids) + 1), 0
+            return
+        assert self.asked is None, "a round is in progress"
         self.offers.clear()
         self.multi_step_until = max(self.multi_step_until, committed_len + num_tokens)
         self.wake.set()
@@ -285,18 +304,27 @@ class FakeTargetSession(FakeSession):
     async def step(self):
         if self.finished or (self.asked is None and not self.is_multi_step):
             return False
+        self.started_early = None
+        if self.asked is None and self.early is not None:
+            self.asked = self.started_early = self.early
+            self.early = None
+            self.backend.num_early_rounds += 1
+        if self.asked is not None:
+            self.multi_step_until = self.multi_step_after
         drafted = self.asked.token_ids if self.asked else ()
         started_by_offer = bool(self.asked and self.asked.assumed_token_ids)
         await self.backend.work("verify" if self.asked else "multi_step")
         self.backend.num_started_by_offers += started_by_offer
         verdict = self.commit(drafted)
-        if self.asked:
+        if self.asked and not self.is_multi_step:
             self.multi_step_from = len(self.token_ids)
         self.asked = None
+        if self.early is not None:
+            self.early = self.early.after(verdict.token_ids) if self.is_multi_step else None
         self.look()
         if verdict.finish_reason:
             self.asked = None
-        self.received.put_nowait(verdict)
+        self.received.put_nowait(replace(verdict, num_multi_step_left=self.num_left))
         return True
 
     @property

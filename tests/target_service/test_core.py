@@ -114,13 +114,14 @@ async def test_multi_step_from_the_first_token_and_then_rounds(start_core, plain
         session = await core.open(make_spec(prompt, 20, multi_step_tokens=6))
         n = len(prompt) + 1
         await until(lambda: session.committed_len == n + 6)  # without being asked
-        session.offer(Proposal(1, n, (1,)))  # stale
+        session.offer(Proposal(1, n, (1,)))  # too late
         tokens = await multi_step_decode(session, n, 6)
         assert (await verify(session, n + 6, Proposal(1, n + 6, text[7:10]))).token_ids == text[7:11]
         assert tokens == text[1:7]
         session.multi_step_decode(n + 6, 3)  # a round lies between
         await nothing_comes(session)
-        assert (await core.load()).stale_messages == 2
+        load = await core.load()
+        assert (load.stale_messages, load.superseded_proposals) == (1, 1)
         await session.close()
 
 

@@ -360,9 +360,6 @@ class ScriptedPace(FixedPace):
         self.k = max(0, min(wanted, self._limit, num_remaining - 1))
         return self.k
 
-    def num_multi_step_tokens(self, num_remaining, now_ns):
-        return min(1 + int(share("ahead", self.seed, self.calls) * 24), num_remaining)
-
     def record(self, verdict, num_asked, now_ns, *, tree_depth=None):
         assert num_asked >= verdict.num_draft_tokens
         self.asked.append(num_asked)

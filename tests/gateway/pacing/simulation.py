@@ -14,8 +14,6 @@ from specdec.types import RoundTimings, Verdict
 from target_service.scheduler.round_coalescer import RoundCoalescer
 
 MS = 1_000_000
-#: More tokens are asked for when so many of those asked for are left.
-LOW_WATER = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +73,6 @@ class Client:
     k: int = 0
     #: Tokens that the target still decodes by itself.
     multi_step: int = 0
-    chunk: int = 1
     #: When the draft session is open; None: not asked for.
     open_at: float | None = None
     unseen: int = 0
@@ -167,24 +164,17 @@ class Simulation:
             done = self.work(world.round_work) + wait
             self.at(done, lambda: self.arrive(client))
             return
-        if k:
-            client.multi_step, client.chunk = min(client.chunk, client.remaining), min(2 * client.chunk, 16)
-            client.k = 0
-        else:
-            now_ns = int(self.now * MS)
-            client.multi_step = (
-                client.remaining
-                if self.policy is plain
-                else client.pace.num_multi_step_tokens(client.remaining, now_ns)
-            )
-            client.chunk = 1
+        client.k, client.multi_step = 0, client.remaining
         self.at(self.work(world.plain_work) + world.network, lambda: self.arrive(client))
+
+    def end_multi_step(self, client: Client) -> None:
+        client.multi_step = min(client.multi_step, 1)
 
     def open_draft(self, client: Client) -> None:
         world = self.world
         client.open_at = self.now + 2 * world.network + client.unseen * world.catch_up
         self.stolen += client.unseen * world.catch_up
-        client.unseen, client.chunk = 0, 1
+        client.unseen = 0
 
     def arrive(self, client: Client) -> None:
         if not client.closed:
@@ -248,14 +238,6 @@ class Simulation:
             client.multi_step -= 1
             client.unseen += 1
             continues = client.multi_step > 0 and client.remaining > 0
-            if client.multi_step == LOW_WATER and client.remaining > LOW_WATER:
-                # More is asked for before it is needed.
-                now_ns = int(self.now * MS)
-                k = self.policy(client.pace, client.remaining, now_ns)
-                if not k:
-                    client.multi_step += client.pace.num_multi_step_tokens(client.remaining - LOW_WATER, now_ns)
-                elif client.open_at is None:
-                    self.open_draft(client)
         if continues:
             client.asked_at = self.now
             self.ready.append(client)
@@ -269,6 +251,12 @@ class Simulation:
         tree_depth = None if self.world.depth is None or not asked else min(asked, self.world.depth)
         client.pace.record(verdict, asked, int(self.now * MS), tree_depth=tree_depth)
         if continues:
+            k = self.policy(client.pace, client.remaining, int(self.now * MS))
+            self.ks.append((self.now / 1000.0, k))
+            if k and client.open_at is None:
+                self.open_draft(client)
+            elif k and client.open_at is not None and client.open_at <= self.now:
+                self.at(self.work(0.0) + self.world.network, lambda: self.end_multi_step(client))
             return
         if client.remaining > 0:
             self.start_next(client)

@@ -154,7 +154,8 @@ def test_more_sessions_than_pay_off_turn_speculation_off_and_on_again():
     assert mean_k(5.0) > 2.0
     simulation.run(7.0)
     assert mean_k(7.0) < 0.7
-    assert mean_k(3.0) > 2.0
+    simulation.run(2.0)
+    assert mean_k(2.0) > 2.0
 
 
 def test_the_first_request_of_a_fresh_server_speculates():
@@ -200,7 +201,6 @@ def test_the_ceiling_and_the_rest_of_the_request_are_obeyed():
             pace.record(verdict(k, k), k, now)
         assert pace.num_draft_tokens(2, now) <= 1
         assert pace.num_draft_tokens(1, now) == 0
-        assert pace.num_multi_step_tokens(3, now) == 3
 
 
 def test_a_session_leaves_nothing_behind():
