@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from draft_service.drafters.base import DraftJob
-from draft_service.drafters.lookup.base import LookupDrafter
+from draft_service.drafters.lookup import LookupDrafter
 from draft_service.drafters.registry import load_drafter
 from gateway.text.tokenizer import TextTokenizer
 from specdec.flags import Parser

@@ -11,12 +11,13 @@ from gateway.backends.discovery import source_of
 from specdec.errors import InvalidRequest, TandemError
 from specdec.flags import Parser, add_flags, settings_from
 from specdec.lifecycle import run_main
-from specdec.settings import GatewaySettings
+from specdec.settings import GatewaySettings, LookupSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the gateway's flags; their defaults are those of :class:`GatewaySettings`."""
     add_flags(parser, GatewaySettings)
+    add_flags(parser, LookupSettings)
 
 
 def settings_of(args: argparse.Namespace) -> GatewaySettings:
@@ -30,6 +31,7 @@ def settings_of(args: argparse.Namespace) -> GatewaySettings:
         args,
         targets=_addresses("targets", args.targets),
         drafts=_addresses("drafts", args.drafts),
+        lookup_settings=settings_from(LookupSettings, args),
     )
 
 

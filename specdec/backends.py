@@ -42,15 +42,15 @@ class TargetSession(Protocol):
         round runs at a time, and a verdict alone tells whether a proposal offered earlier starts the next one. At most
         as many are kept as :class:`~specdec.pending_proposals.PendingProposals` holds.
 
-        While multi-step decode continues, the committed length is one that a verdict has named. What was committed since
-        is cut off the proposal, and the rest takes the place of the next tokens. Where other tokens were committed or
+        While multi-step decode continues, ``base_len`` is a length that a verdict has named. What was committed since is
+        cut off the proposal, and the rest takes the place of the next tokens. Where other tokens were committed or
         nothing is left, the proposal is dropped.
         """
         ...
 
     def multi_step_decode(self, committed_len: int, num_tokens: int) -> None:
-        """Ask for up to ``num_tokens`` tokens after ``committed_len`` without proposals; drops all proposals kept. 0 ends
-        multi-step decode with its next token.
+        """Ask for up to ``num_tokens`` tokens after ``committed_len`` without proposals; drops all proposals kept.
+        With 0 multi-step decode ends with its next token.
 
         ``committed_len`` is that of a verdict received, and all verdicts after it came from multi-step decode.
         """

@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import Any, Final, Generic, TypeVar
 
 from draft_service.drafters.base import Draft, Drafter, DraftJob, DraftState
-from draft_service.drafters.lookup.base import LookupDrafter, LookupState
+from draft_service.drafters.lookup import LookupDrafter
 from draft_service.drafters.session_cache import SessionCacheFactory
+from specdec.lookup.base import LookupText
 from specdec.settings import SpeculativeSettings
 from specdec.types import HiddenStates, ModelInfo, SessionSpec
 
-L = TypeVar("L", bound=LookupState)
+L = TypeVar("L", bound=LookupText)
 S = TypeVar("S", bound=DraftState)
 
 #: Tokens that the lookup ingests as they are committed; more wait for the next batch.

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from draft_service.drafters.base import Drafter
 from draft_service.drafters.combined import CombinedDrafter
-from draft_service.drafters.lookup.base import LookupDrafter
+from draft_service.drafters.lookup import LookupDrafter
 from specdec.methods import METHODS, Method
 from specdec.settings import DraftSettings
 
@@ -18,8 +18,8 @@ DRAFTERS: Final[dict[str, str | type[Drafter[Any]]]] = {
     "eagle3": "draft_service.drafters.heads.eagle:EagleDrafter",
     "medusa": "draft_service.drafters.heads.medusa:MedusaDrafter",
     "mlp_speculator": "draft_service.drafters.heads.mlp_speculator:MlpDrafter",
-    "ngram": "draft_service.drafters.lookup.ngram:NgramDrafter",
-    "suffix": "draft_service.drafters.lookup.suffix:SuffixDrafter",
+    "ngram": "draft_service.drafters.lookup:NgramDrafter",
+    "suffix": "draft_service.drafters.lookup:SuffixDrafter",
     "none": "draft_service.drafters.none:NoDrafter",
 }
 

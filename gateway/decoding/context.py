@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from gateway.pacing.lookup_pacer import LookupPace, LookupPacer
 from gateway.pacing.pace import FixedPace, Pace, Pacer
 from gateway.pacing.stats import PacingStats
 from gateway.pacing.target_pacer import TargetPacer
 from gateway.routing import Replica, Router
 from specdec.backends import TargetBackend
+from specdec.lookup.registry import make_lookups
 from specdec.settings import GatewaySettings
 
 
@@ -23,12 +25,19 @@ class DecodingContext:
         *,
         make_pacer: Callable[[], Pacer] = TargetPacer,
     ) -> None:
-        """``make_pacer`` is called once for each target; a benchmark compares other policies by it."""
+        """``make_pacer`` is called once for each target; a benchmark compares other policies by it.
+
+        Raises:
+            InvalidRequest: a look-up cannot be used on this machine.
+        """
         self.router = router
         self.settings = settings or GatewaySettings()
         self.open_sessions = 0
+        #: Past outputs are shared by the sessions.
+        self.lookups = make_lookups(self.settings.lookup, self.settings.lookup_settings)
         self._make_pacer = make_pacer
         self._pacers: dict[Replica[TargetBackend], Pacer] = {}
+        self._lookup_pacers: dict[Replica[TargetBackend], LookupPacer] = {}
         #: Closings that outlive their caller (a cancelled one); kept so that they are not collected.
         self.closings: set[asyncio.Task[None]] = set()
 
@@ -45,6 +54,11 @@ class DecodingContext:
         if replica not in self._pacers:
             self._pacers[replica] = self._make_pacer()
         return self._pacers[replica].session(limit)
+
+    def lookup_pace(self, replica: Replica[TargetBackend]) -> LookupPace:
+        """What decides how many tokens that were looked up one session drafts on a target."""
+        pacer = self._lookup_pacers.setdefault(replica, LookupPacer())
+        return LookupPace(pacer, is_fixed=self.settings.fixed_draft_length)
 
     @property
     def pacing_stats(self) -> dict[str, PacingStats]:

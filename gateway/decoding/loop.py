@@ -15,10 +15,12 @@ from typing import Final
 
 from gateway.decoding.context import DecodingContext
 from gateway.decoding.draft_client import DraftClient
+from gateway.decoding.lookup_client import LookupClient
 from gateway.decoding.metrics import SpeculationMetrics
 from gateway.decoding.plain_reason import PlainReason
 from gateway.decoding.request import DecodingRequest, RequestState
 from gateway.decoding.target_client import TargetClient
+from gateway.pacing.lookup_pacer import LookupPace, LookupPacer
 from gateway.pacing.pace import FixedPace, Pace
 from gateway.routing import HiddenStateSpec, Replica
 from specdec.backends import TargetBackend
@@ -68,11 +70,15 @@ class Decoding:
             timeout_s=settings.draft_timeout_s,
             on_proposal=self._on_proposal,
         )
+        self._lookup = LookupClient(context.lookups, self._state)
         self._pace: Pace = FixedPace(0)
+        self._lookup_pace = LookupPace(LookupPacer())
         #: When the round in progress was asked for, or when the last verdict came if the round was asked for earlier;
         #: and how many drafted tokens were asked for.
         self._asked_ns = 0
         self._num_asked = 0
+        #: Whether the latest round's tokens were looked up.
+        self._is_looked_up = False
         #: Since when the loop waits for a proposal; None while it does not.
         self._waiting_since_ns: int | None = None
         #: Whether drafted tokens were ever wanted, and whether ever too many sequences were open for them.
@@ -88,14 +94,15 @@ class Decoding:
         draft, request = self._draft, self.request
         is_short = request.params.max_tokens == 1 or self._state.num_output_tokens <= SHORT_ANSWER
         reasons = (
-            (not len(self._context.router.drafts), PlainReason.NO_DRAFT),
+            (not len(self._context.router.drafts) and not self._context.lookups, PlainReason.NO_DRAFT),
             (request.num_speculative_tokens == 0 and request.params.max_tokens != 1, PlainReason.OFF),
             (self.metrics.num_draft_failures > 0, PlainReason.FAILED),
-            (draft.off and request.num_speculative_tokens > 0, PlainReason.DECLINED),
+            (draft.off and request.num_speculative_tokens > 0 and not self._lookup.is_on, PlainReason.DECLINED),
             (self._wanted_draft and draft.was_open, PlainReason.NO_PROPOSAL),
             (self._wanted_draft, PlainReason.NOT_READY),
             (self._was_crowded, PlainReason.CROWDED),
             (is_short, PlainReason.TOO_SHORT),
+            (self._lookup.is_on and not self._lookup.found_any, PlainReason.NO_PROPOSAL),
         )
         return next((reason for holds, reason in reasons if holds), PlainReason.PACING)
 
@@ -111,6 +118,7 @@ class Decoding:
                 than it may be opened again.
         """
         self._context.open_sessions += 1
+        self._lookup.start()
         try:
             while True:
                 verdict = self._commit(await self._next_in_time())
@@ -121,6 +129,7 @@ class Decoding:
                     return
         finally:
             self._context.open_sessions -= 1
+            self._lookup.close()
             closing = asyncio.create_task(self._close())
             self._context.closings.add(closing)
             closing.add_done_callback(self._context.closings.discard)
@@ -166,6 +175,7 @@ class Decoding:
         target, draft = self._target, self._draft
         self._pace.leave()
         self._pace = self._context.pace(replica, 0 if draft.off else self.request.num_speculative_tokens)
+        self._lookup_pace = self._context.lookup_pace(replica)
         num_remaining = self._state.num_remaining
         if self._num_draft_tokens(num_remaining):
             draft.prepare()
@@ -203,8 +213,12 @@ class Decoding:
         target, draft = self._target, self._draft
         target.commit(verdict.token_ids)
         if target.round is not None:
-            self._note_start(target.round)
+            self._note_start(target.round, draft.k)
         draft.commit(verdict.token_ids, verdict.hidden_states)
+        self._lookup.commit(verdict.token_ids)
+        if self._start_looked_up():
+            await asyncio.sleep(0)  # the message leaves now
+            return
         if target.is_idle:
             self._start_fitting()
         is_sent = await draft.request(self._num_draft_tokens(self._state.num_remaining))
@@ -230,6 +244,28 @@ class Decoding:
             except InvalidRequest as error:
                 self._draft.refuse(error)
 
+    def _start_looked_up(self) -> bool:
+        """Start a round of what followed the last tokens before, where that is worth it.
+
+        A model drafts better than a short match does. This choice, like the match, depends on committed tokens alone,
+        and is made before anything is drawn.
+        """
+        if not self._lookup.is_on or not self._target.may_start or self._context.crowded:
+            return False
+        limit = min(self.request.num_speculative_tokens, self._state.num_remaining - 1)
+        match = self._lookup.find(limit, only_long=self._draft.k > 0)
+        if match is None:
+            return False
+        num_tokens, waits = self._lookup_pace.num_draft_tokens(match)
+        if not num_tokens:
+            return False
+        proposal = Proposal(0, len(self._state), match.token_ids[:num_tokens])
+        self.metrics.num_received_draft_tokens += num_tokens
+        self._target.start(proposal, 0 if waits else self._state.num_remaining)
+        self._note_start(proposal, num_tokens)
+        self._is_looked_up = True
+        return True
+
     def _start_fitting(self) -> None:
         """Start the round of the proposal that fits the committed tokens, where the draft has sent it."""
         if not self._target.may_start or (proposal := self._draft.take()) is None:
@@ -239,13 +275,14 @@ class Decoding:
         except InvalidRequest as error:
             self._draft.refuse(error)
         else:
-            self._note_start(proposal)
+            self._note_start(proposal, self._draft.k)
 
-    def _note_start(self, proposal: Proposal) -> None:
-        """The round of a proposal is in progress."""
+    def _note_start(self, proposal: Proposal, num_asked: int) -> None:
+        """The round of a proposal is in progress; ``num_asked`` tokens were asked for."""
         now_ns = time.perf_counter_ns()
         # A proposal made before the verdict was asked for with the last round, and so was its length.
-        self._num_asked = max(self._draft.k, len(proposal.token_ids))
+        self._num_asked = max(num_asked, len(proposal.token_ids))
+        self._is_looked_up = False
         self._asked_ns = now_ns
         if self._waiting_since_ns is not None:
             self.metrics.draft_wait_ns += now_ns - self._waiting_since_ns
@@ -268,7 +305,8 @@ class Decoding:
             if proposal.parents and verdict.num_draft_tokens:
                 depth = proposal.cut(verdict.num_draft_tokens).depth
         self.metrics.record(verdict, now_ns - self._asked_ns, depth)
-        if proposal is None:
+        self._lookup_pace.record(verdict)
+        if proposal is None or self._is_looked_up:
             self._pace.record(verdict, 0, now_ns)
         else:
             # Drafted tokens that the target cut off say nothing of their acceptance.

@@ -4,6 +4,7 @@ from specdec.settings.access import API_KEY_VARIABLE, AccessSettings, ClientLimi
 from specdec.settings.connections import ConnectionSettings
 from specdec.settings.gateway import GatewaySettings
 from specdec.settings.limits import RequestLimits
+from specdec.settings.lookup import LookupSettings
 from specdec.settings.model import AUTOTUNE, DTYPES, QUANTIZATIONS, ModelSettings, SchedulerSettings
 from specdec.settings.services import DraftSettings, ServerSettings, TargetSettings
 from specdec.settings.speculative import SpeculativeSettings
@@ -18,6 +19,7 @@ __all__ = [
     "ConnectionSettings",
     "DraftSettings",
     "GatewaySettings",
+    "LookupSettings",
     "ModelSettings",
     "RequestLimits",
     "SchedulerSettings",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdec.logs import FORMATS, LEVELS
+from specdec.methods import LOOKUP_METHODS
 from specdec.rules import Rule
 from specdec.settings.limits import RequestLimits
 from specdec.settings.listening import (
@@ -16,6 +17,7 @@ from specdec.settings.listening import (
     require_authentication,
     server_files,
 )
+from specdec.settings.lookup import LookupSettings
 from specdec.settings.option import option, require
 
 
@@ -26,7 +28,9 @@ class GatewaySettings(RequestLimits):
     targets: tuple[str, ...] = option(
         (), "target replicas: host:port, unix:/path, dns:///host:port (each of its addresses), file:path (one a line)"
     )
-    drafts: tuple[str, ...] = option((), "draft replicas; none serves without speculation")
+    drafts: tuple[str, ...] = option((), "draft replicas; without one only look-ups draft")
+    lookup: tuple[str, ...] = option((), "look-ups that draft in the gateway, best first", choices=LOOKUP_METHODS)
+    lookup_settings: LookupSettings = LookupSettings()
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port of the REST API; 0 takes a free one", ge=0, le=65535)
     grpc_port: int = option(50051, "port of the gRPC API; 0 takes a free one", ge=0, le=65535)

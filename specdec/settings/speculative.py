@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 from specdec.methods import HEAD_METHODS, LOOKUP_METHODS, METHODS, MODEL_METHODS, refuse_mtp
+from specdec.settings.lookup import LookupSettings
 from specdec.settings.model import QUANTIZATIONS
-from specdec.settings.option import check_options, option, options_of, require
+from specdec.settings.option import option, options_of, require
 from specdec.tree_shape import TreeShape
 
-_SUFFIX: Final = ("suffix",)
 _ATTENDING: Final = ("draft_model", "eagle", "eagle3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeSettings:
+class SpeculativeSettings(LookupSettings):
     """Speculation, under the names of vLLM's ``speculative_config``."""
 
     model: str | None = option(None, "folder of the draft model or head")
@@ -24,12 +24,6 @@ class SpeculativeSettings:
         None, "how to draft, or a look-up and what drafts where it finds too little", choices=METHODS
     )
     num_speculative_tokens: int = option(4, "drafted tokens a round at most", ge=0, le=64)
-    prompt_lookup_max: int = option(4, "longest n-gram looked up", only=("ngram",))
-    prompt_lookup_min: int = option(1, "shortest n-gram looked up", ge=1, only=("ngram",))
-    suffix_decoding_max_tree_depth: int = option(24, "longest match and its continuation", ge=1, le=512, only=_SUFFIX)
-    suffix_decoding_max_cached_requests: int = option(10000, "past requests looked up in, too", ge=0, only=_SUFFIX)
-    suffix_decoding_max_spec_factor: float = option(1.0, "drafted tokens for each one that matched", ge=0, only=_SUFFIX)
-    suffix_decoding_min_token_prob: float = option(0.1, "least likelihood of the draft", ge=0, le=1, only=_SUFFIX)
     tree_top_k: int = option(1, "children of each node of a drafted tree; 1: chains", ge=1, le=64)
     tree_depth: int | None = option(None, "levels of a tree; by default k / 2, from 2 to 6", ge=1, le=64)
     speculative_token_tree: str | None = option(None, "a static tree instead, such as '[(0,), (1,), (0, 0)]'")
@@ -47,18 +41,12 @@ class SpeculativeSettings:
     def __post_init__(self) -> None:
         methods = _read_methods(self.method or ("draft_model" if self.model else "none"))
         object.__setattr__(self, "method", methods if len(methods) > 1 else methods[0])
-        check_options(self)
+        LookupSettings.__post_init__(self)
         needing = next((method for method in methods if method in MODEL_METHODS), None)
         require(
             needing is None or self.model is not None,
             "model",
             f'method "{needing}" needs "model", the folder of the draft checkpoint',
-        )
-        require(
-            1 <= self.prompt_lookup_min <= self.prompt_lookup_max,
-            "prompt_lookup_min",
-            f"prompt_lookup_min ({self.prompt_lookup_min}) and prompt_lookup_max ({self.prompt_lookup_max}) must"
-            " satisfy 1 <= min <= max",
         )
         require(
             self.draft_tensor_parallel_size == 1,

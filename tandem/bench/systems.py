@@ -86,9 +86,10 @@ async def _start_embedded(
             stack.push_async_callback(first.close)
             generation = first.generation
         else:
-            assert deployment.draft is not None
-            draft = await DraftCore.start(deployment.draft)
-            stack.push_async_callback(draft.close)
+            draft = None
+            if deployment.draft is not None:
+                draft = await DraftCore.start(deployment.draft)
+                stack.push_async_callback(draft.close)
             router = await Router.local(first.target, draft)
             generation = Generation(router, deployment.gateway, first.generation.tokenizer)
         systems[name] = EmbeddedSystem(generation)

@@ -237,8 +237,7 @@ def _params(args: argparse.Namespace) -> SamplingParams:
 
 
 def _drafts_of(deployment: Deployment) -> int:
-    assert deployment.draft is not None
-    return deployment.draft.speculative.num_speculative_tokens
+    return deployment.gateway.num_speculative_tokens
 
 
 def _padded(deployments: dict[str, Deployment], size: str | None) -> dict[str, Deployment]:

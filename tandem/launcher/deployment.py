@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from specdec.flags import flags_of, parsed_options, settings_from
-from specdec.methods import MODEL_METHODS
+from specdec.methods import LOOKUP_METHODS, MODEL_METHODS
 from specdec.ports import check_port
 from specdec.settings import (
     API_KEY_VARIABLE,
     DraftSettings,
     GatewaySettings,
+    LookupSettings,
     ModelSettings,
     RequestLimits,
     SchedulerSettings,
@@ -38,7 +39,15 @@ _DRAFT_THREADS: Final = 1
 _DRAFT_GPU_SHARE: Final = 0.15
 #: Options of the gateway that follow from the rest of a deployment, or from its services running on one machine.
 DERIVED_OPTIONS: Final = (
-    *("targets", "drafts", "tokenizer", "num_speculative_tokens", "disable_by_batch_size", "untrusted_drafts"),
+    *(
+        "targets",
+        "drafts",
+        "lookup",
+        "tokenizer",
+        "num_speculative_tokens",
+        "disable_by_batch_size",
+        "untrusted_drafts",
+    ),
     *("backend_ssl_certfile", "backend_ssl_keyfile", "backend_ssl_ca_certs", "published_host"),
 )
 #: Options of the gateway that mean something to a server only. All others are those of :class:`tandem.LLM`, too.
@@ -53,7 +62,7 @@ SERVER_OPTIONS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Settings of the services; ``draft`` is None where nothing is drafted."""
+    """Settings of the services; ``draft`` is None where no service drafts."""
 
     target: TargetSettings
     draft: DraftSettings | None
@@ -62,13 +71,15 @@ class Deployment:
     def describe(self) -> str:
         """The models and how they speculate, in a few words."""
         name = ", ".join(self.gateway.served_model_name)
-        if self.draft is None:
+        drafters = list(self.gateway.lookup)
+        if self.draft is not None:
+            speculative = self.draft.speculative
+            drafters += [
+                Path(speculative.model or "").name if each in MODEL_METHODS else each for each in speculative.methods
+            ]
+        if not drafters:
             return f"{name} (no speculation)"
-        speculative = self.draft.speculative
-        drafters = [
-            Path(speculative.model or "").name if each in MODEL_METHODS else each for each in speculative.methods
-        ]
-        return f"{name}, drafted by {' and '.join(drafters)}, k = {speculative.num_speculative_tokens}"
+        return f"{name}, drafted by {' and '.join(drafters)}, k = {self.gateway.num_speculative_tokens}"
 
     def ready_line(self, addresses: Mapping[str, str]) -> str:
         """The one line that says what is served where; ``addresses`` are those of the services behind the gateway."""
@@ -122,13 +133,16 @@ def make_deployment(
     rule = given.get("verification")
     scheduler = scheduler or SchedulerSettings()
     draft = draft_model = None
-    if choice.speculates:
-        if choice.speculative.needs_model:
-            draft_model, model = _share_device(model, choice.speculative)
+    speculative = choice.speculative
+    lookups = tuple(method for method in speculative.methods if method in LOOKUP_METHODS) if choice.speculates else ()
+    if choice.speculates and len(lookups) < len(speculative.methods):
+        speculative = replace(speculative, method=speculative.methods[len(lookups) :])
+        if speculative.needs_model:
+            draft_model, model = _share_device(model, speculative)
         draft = DraftSettings(
-            speculative=choice.speculative,
+            speculative=speculative,
             model=draft_model,
-            target_model=choice.target if choice.speculative.reads_target else None,
+            target_model=choice.target if speculative.reads_target else None,
             scheduler=scheduler,
         )
     return Deployment(
@@ -137,8 +151,10 @@ def make_deployment(
         gateway=GatewaySettings(
             served_model_name=names,
             tokenizer=model.tokenizer or model.model,
-            num_speculative_tokens=choice.speculative.num_speculative_tokens if draft else 0,
-            disable_by_batch_size=choice.speculative.disable_by_batch_size,
+            lookup=lookups,
+            lookup_settings=LookupSettings(**{name: getattr(speculative, name) for name in options_of(LookupSettings)}),
+            num_speculative_tokens=speculative.num_speculative_tokens if choice.speculates else 0,
+            disable_by_batch_size=speculative.disable_by_batch_size,
             **given,
         ),
     )
@@ -206,7 +222,7 @@ def services_of(deployment: Deployment, sockets: Path, *, target: str | None = N
         ServiceSpec(
             name="gateway",
             module="gateway",
-            arguments=flags_of(gateway, skip={"api_key"}),
+            arguments=(*flags_of(gateway, skip={"api_key"}), *flags_of(gateway.lookup_settings)),
             # Arguments can be read by everybody on the machine.
             environment={**environment, API_KEY_VARIABLE: ",".join(gateway.api_key)},
             address=f"{gateway.host}:{gateway.port}",

@@ -101,7 +101,8 @@ def test_to_the_context_limit(texts, name):
 
 def test_vllms_call_for_suffix_decoding(texts):
     with LLM(model=TARGET_MODEL, speculative_config={"method": "suffix", "num_speculative_tokens": 32}) as llm:
-        assert llm.deployment.draft.speculative.method == "suffix"
+        assert llm.deployment.draft is None
+        assert llm.deployment.gateway.lookup == ("suffix",)
         (output,) = llm.generate(texts[0], SamplingParams(temperature=0.0, max_tokens=16), use_tqdm=False)
     assert output.outputs[0].text
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from draft_service.drafters import draft_model
-from draft_service.drafters.lookup import suffix
 from specdec.errors import Cancelled
+from specdec.lookup import suffix
 from specdec.rules import Rule
 from tests.draft_service.proposing import propose
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from draft_service.drafters.lookup import suffix
 from draft_service.drafters.window import DraftWindow
+from specdec.lookup import suffix
 from specdec.rules import Rule
 from tests.draft_service.proposing import propose
 

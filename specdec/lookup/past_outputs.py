@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from typing import Final
 
-from draft_service.drafters.lookup.suffix_tree import SuffixCache
+from specdec.lookup.suffix_tree import SuffixCache
 
 #: Tokens of past outputs that are kept at most: 265 MB of tree if nothing repeats.
 MAX_CACHED_TOKENS: Final = 2_000_000

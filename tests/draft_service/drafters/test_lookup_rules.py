@@ -13,8 +13,8 @@ from scipy import stats
 
 from draft_service.drafters.base import Draft, DraftJob
 from draft_service.drafters.combined import CombinedDrafter
-from draft_service.drafters.lookup.ngram import NgramDrafter, NgramIndex
-from draft_service.drafters.lookup.suffix import SuffixDrafter
+from draft_service.drafters.lookup import NgramDrafter, SuffixDrafter
+from specdec.lookup.ngram import NgramIndex
 from specdec.rules import Rule
 from specdec.sampling.sparse import pack, unpack
 from specdec.sampling.state import SamplingState
@@ -179,7 +179,7 @@ async def test_what_was_written_with_the_same_noise_is_no_draft(spec, is_guarded
         opening = spec(PROMPT, temperature=1.0, rule=Rule.TOKEN, seed=seed)
         await play(drafter, [opening], length=2, k=1)
         if not is_guarded:
-            drafter.past.of("").has_seed = lambda seed: False
+            drafter.lookup.past.of("").has_seed = lambda seed: False
         (text,) = await play(drafter, [opening], length=2, k=1)
         texts.append(text)
     p = p_value(texts)

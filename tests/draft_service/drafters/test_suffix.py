@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from draft_service.drafters.lookup import past_outputs, suffix_tree
-from draft_service.drafters.lookup.suffix import SuffixDrafter
+from draft_service.drafters.lookup import SuffixDrafter
 from specdec.errors import InvalidRequest
+from specdec.lookup import past_outputs, suffix_tree
 from specdec.settings import SpeculativeSettings
 from tests.draft_service.proposing import propose
 
@@ -18,7 +18,7 @@ async def settled(core):
     """Wait until past outputs are in the tree: 1024 tokens in each iteration of the loop."""
     for _ in range(50):
         await asyncio.sleep(0)
-    assert core.drafter.past.of("").cache.is_up_to_date
+    assert core.drafter.lookup.past.of("").cache.is_up_to_date
 
 
 async def test_past_outputs_are_shared_and_prompts_are_not(start_core, spec):
@@ -51,7 +51,7 @@ async def test_all_owners_together_keep_as_much_as_one(start_core, spec, monkeyp
             session = await core.open(spec([1], session_id=owner, owner=owner))
             await propose(session, 1, [10, 11, 12, 13], 0)
             await session.close()
-        sizes = {owner: core.drafter.past.of(owner).cache.size.num_tokens for owner in ("alice", "bob", "carol")}
+        sizes = {owner: core.drafter.lookup.past.of(owner).cache.size.num_tokens for owner in ("alice", "bob", "carol")}
         assert sizes == {"alice": 0, "bob": 4, "carol": 4}
 
 
@@ -62,7 +62,7 @@ async def test_the_oldest_outputs_go_first(start_core, spec):
             await propose(session, 1, [100 + number, 200 + number, 300 + number], 0)
             await session.close()
         await settled(core)
-        assert core.drafter.past.of("").cache.size.num_requests == 2
+        assert core.drafter.lookup.past.of("").cache.size.num_requests == 2
         session = await core.open(spec([1, 2], session_id="x"))
         drafts = [(await propose(session, 2, [100 + number, 200 + number], 4)).token_ids for number in range(4)]
         assert drafts == [(), (), (302,), (303,)]
@@ -74,7 +74,7 @@ async def test_nothing_is_kept_of_requests_where_that_is_off(start_core, spec):
         session = await core.open(spec([1]))
         await propose(session, 1, [2, 3, 4], 0)
         await session.close()
-        assert core.drafter.past.of("").cache.size.num_tokens == 0
+        assert core.drafter.lookup.past.of("").cache.size.num_tokens == 0
 
 
 async def test_long_outputs_go_into_the_tree_by_and_by(start_core, spec):
@@ -82,7 +82,7 @@ async def test_long_outputs_go_into_the_tree_by_and_by(start_core, spec):
         session = await core.open(spec([1], max_tokens=None))
         await propose(session, 1, list(range(2, 40_002)), 0)
         await session.close()
-        past = core.drafter.past.of("").cache
+        past = core.drafter.lookup.past.of("").cache
         assert not past.is_up_to_date
         assert past.count([20_000, 20_001]) == 0
         await settled(core)
@@ -100,7 +100,7 @@ def test_options_of_vllm_reach_the_trees(spec):
     state = drafter.open(spec([1, 2, 3, 4, 1]))
     state.ingest(5)
     assert drafter.look_up(state, 8).token_ids == ()  # once of two times, below 0.6
-    past = drafter.past.of("").cache
+    past = drafter.lookup.past.of("").cache
     past.add([1, 2, 3, 4, 5])
     past.apply_pending(100)
     assert drafter.look_up(state, 8).token_ids == (2, 3, 4)  # of one token three times as many; the tree is 4 deep

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.drafters.lookup.suffix_tree import SuffixCache, SuffixText
+from specdec.lookup.suffix_tree import SuffixCache, SuffixText
 
 TOKENS = st.integers(0, 3)
 

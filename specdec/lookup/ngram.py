@@ -8,11 +8,14 @@ with a short period fills a whole proposal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Final
 
-from draft_service.drafters.lookup.base import LookupDrafter, Match
-from specdec.settings import DraftSettings, SpeculativeSettings
+from specdec.lookup.base import Lookup, Match
+from specdec.settings import LookupSettings
 from specdec.types import SessionSpec
+
+#: Longer matches count as so long.
+LONGEST_MATCH: Final = 32
 
 
 class NgramIndex:
@@ -86,22 +89,23 @@ class NgramIndex:
             if start is not None:
                 period = length - start
                 copied = tokens[start : start + num_tokens]
-                return Match(tuple(copied[i % period] for i in range(num_tokens)), n)
+                return Match(tuple(copied[i % period] for i in range(num_tokens)), self._match_length(start, n))
         return Match()
 
+    def _match_length(self, start: int, least: int) -> int:
+        """How many of the last tokens stand before ``start``, too: ``least`` or more."""
+        tokens, count = self.token_ids, least
+        while count < min(start, LONGEST_MATCH) and tokens[start - 1 - count] == tokens[-1 - count]:
+            count += 1
+        return count
 
-class NgramDrafter(LookupDrafter[NgramIndex]):
-    """Drafts by prompt lookup over prompt and output; no model."""
 
-    def __init__(self, settings: SpeculativeSettings) -> None:
-        super().__init__("ngram", settings.num_speculative_tokens)
+class NgramLookup(Lookup[NgramIndex]):
+    """Prompt lookup over prompt and output of each session."""
+
+    def __init__(self, settings: LookupSettings) -> None:
         self._min_n = settings.prompt_lookup_min
         self._max_n = settings.prompt_lookup_max
-
-    @classmethod
-    async def load(cls, settings: DraftSettings) -> Self:
-        """A drafter with these settings."""
-        return cls(settings.speculative)
 
     def open(self, spec: SessionSpec) -> NgramIndex:
         """An index with everything pending."""
@@ -112,13 +116,13 @@ class NgramDrafter(LookupDrafter[NgramIndex]):
         """The longest n-gram."""
         return self._max_n
 
-    def look_up(self, state: NgramIndex, num_tokens: int, assumed: Sequence[int] = ()) -> Match:
+    def look_up(self, text: NgramIndex, num_tokens: int, assumed: Sequence[int] = ()) -> Match:
         """The continuation of the indexed tokens and those assumed after them, which are indexed and taken back."""
         if not assumed:
-            return state.continuation(num_tokens)
-        num_committed = len(state.token_ids)
+            return text.continuation(num_tokens)
+        num_committed = len(text.token_ids)
         try:
-            state.extend(assumed)
-            return state.continuation(num_tokens)
+            text.extend(assumed)
+            return text.continuation(num_tokens)
         finally:
-            state.replace(num_committed, ())
+            text.replace(num_committed, ())

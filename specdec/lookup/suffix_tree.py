@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from draft_service.drafters.lookup.base import Match
 from specdec.compiler import BuildError, compile_folder
 from specdec.errors import InvalidRequest
+from specdec.lookup.base import Match
 from specdec.struct_check import check_structs
 
 _SOURCES: Final = Path(__file__).with_name("native")

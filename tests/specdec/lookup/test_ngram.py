@@ -7,10 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.drafters.lookup.ngram import NgramIndex
-from specdec.errors import StaleSession
-from specdec.rules import Rule
-from tests.draft_service.proposing import propose
+from specdec.lookup.ngram import LONGEST_MATCH, NgramIndex
 
 
 def brute_force(tokens, k, min_n, max_n):
@@ -79,6 +76,17 @@ def test_longest_wins_over_most_recent():
     assert look_up(index, 2) == (7, 1)
 
 
+def test_a_match_is_as_long_as_what_stands_in_both_places():
+    index = NgramIndex([7, 1, 2, 3, 4, 5, 9, 8, 1, 2, 3, 4, 5], 1, 3)
+    assert (look_up(index, 1), index.continuation(1).length) == ((9,), 5)
+    index = NgramIndex([1, 2, 3, 1, 2, 3], 1, 2)
+    index.ingest(6)
+    assert index.continuation(1).length == 3
+    index = NgramIndex([5] * 200, 1, 4)
+    index.ingest(200)
+    assert index.continuation(1).length == LONGEST_MATCH
+
+
 def test_a_period_fills_the_proposal():
     assert look_up(NgramIndex([5, 6, 7, 6, 7], 1, 4), 6) == (6, 7, 6, 7, 6, 7)
 
@@ -99,30 +107,3 @@ def test_cost_does_not_grow_with_the_text():
         return best
 
     assert seconds(50_000) < 20 * seconds(500)
-
-
-@pytest.mark.parametrize(
-    ("method", "k", "taken_back"), [("ngram", 5, ([1, 2], (9, 1, 5, 1, 2))), ("suffix", 32, ([1, 5], (1, 5)))]
-)
-async def test_lookups_draft_over_prompt_and_output(start_core, spec, method, k, taken_back):
-    async with start_core(method, k=k) as core:
-        info = await core.info()
-        assert (info.method, info.vocab_size, info.num_speculative_tokens) == (method, 0, k)
-        session = await core.open(spec([1, 2, 3, 4], temperature=1.0, rule=Rule.TOKEN))
-        proposal = await propose(session, 4, [1, 2], 2)
-        assert (proposal.base_len, proposal.token_ids, proposal.q_rows) == (6, (3, 4), ())
-        assert (await propose(session, 6, [9], 4)).token_ids == ()
-        assert (await propose(session, 7, [1, 2, 9, 1], 3)).token_ids == (2, 9, 1)
-        tokens, drafted = taken_back
-        assert (await propose(session, 7, [1, 5, *tokens], 64)).token_ids == drafted
-        with pytest.raises(StaleSession):
-            await propose(session, 99, [1], 2)
-        await session.close()
-
-
-async def test_no_drafter_proposes_nothing(start_core, spec):
-    async with start_core("none") as core:
-        session = await core.open(spec([1, 2, 1, 2]))
-        proposal = await propose(session, 4, [1], 4)
-        assert (proposal.base_len, proposal.token_ids) == (5, ())
-        await session.close()

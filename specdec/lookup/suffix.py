@@ -2,19 +2,18 @@
 
 Oliaro et al. 2024, "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications"; options and their
 meaning are vLLM's. No model; a proposal is as long as its match is worth. The trees are in
-:mod:`draft_service.drafters.lookup.suffix_tree`.
+:mod:`specdec.lookup.suffix_tree`.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from typing import Final, Self
+from typing import Final
 
-from draft_service.drafters.lookup.base import LookupDrafter, Match
-from draft_service.drafters.lookup.past_outputs import PastOutputsByOwner
-from draft_service.drafters.lookup.suffix_tree import SuffixText
-from specdec.settings import DraftSettings, SpeculativeSettings
+from specdec.lookup.base import Lookup, Match
+from specdec.lookup.past_outputs import PastOutputsByOwner
+from specdec.lookup.suffix_tree import SuffixText
+from specdec.settings import LookupSettings
 from specdec.types import SessionSpec
 
 #: A match of so many tokens is better than a model's draft; docs/drafters.md has the measurement.
@@ -32,25 +31,19 @@ class SuffixSession(SuffixText):
         self.is_draft_invariant = spec.is_draft_invariant
 
 
-class SuffixDrafter(LookupDrafter[SuffixSession]):
-    """Drafts by looking up in suffix trees: one over each session's text, one over past outputs."""
+class SuffixLookup(Lookup[SuffixSession]):
+    """Suffix trees: one over each session's text, one over past outputs."""
 
-    def __init__(self, settings: SpeculativeSettings) -> None:
+    def __init__(self, settings: LookupSettings) -> None:
         """Compile the trees if this machine has not done so yet.
 
         Raises:
             InvalidRequest: there is no compiler.
         """
-        super().__init__("suffix", settings.num_speculative_tokens)
         self._depth = settings.suffix_decoding_max_tree_depth
         self._max_spec_factor = settings.suffix_decoding_max_spec_factor
         self._min_token_prob = settings.suffix_decoding_min_token_prob
         self.past = PastOutputsByOwner(self._depth, settings.suffix_decoding_max_cached_requests)
-
-    @classmethod
-    async def load(cls, settings: DraftSettings) -> Self:
-        """A drafter with these settings. The first one on a machine compiles the trees, in another thread."""
-        return await asyncio.to_thread(cls, settings.speculative)
 
     def open(self, spec: SessionSpec) -> SuffixSession:
         """A text with everything pending."""
@@ -61,22 +54,22 @@ class SuffixDrafter(LookupDrafter[SuffixSession]):
         """A run of tokens that is rarely found by chance; a tree that is not so deep must match in full."""
         return min(LONG_MATCH, self._depth - 1)
 
-    def look_up(self, state: SuffixSession, num_tokens: int, assumed: Sequence[int] = ()) -> Match:
+    def look_up(self, text: SuffixSession, num_tokens: int, assumed: Sequence[int] = ()) -> Match:
         """The likeliest continuation of the ingested tokens and those assumed after them.
 
         Under a ratio rule a draft must not depend on the noise that decides on it. Another request with the same seed
         had the same noise at the same positions: what it wrote there is no draft for this one. (With p = (.6, .4) the
         first writes token 1 where u >= .6; proposed to the second, it would be accepted where u < .4, so never.)
         """
-        past = self.past.of(state.owner)
-        return state.look_up(
+        past = self.past.of(text.owner)
+        return text.look_up(
             num_tokens,
-            past.cache if state.is_draft_invariant or not past.has_seed(state.seed) else None,
+            past.cache if text.is_draft_invariant or not past.has_seed(text.seed) else None,
             max_spec_factor=self._max_spec_factor,
             min_token_prob=self._min_token_prob,
             assumed=assumed,
         )
 
-    def close(self, state: SuffixSession, park_as: str | None = None) -> None:
+    def close(self, text: SuffixSession) -> None:
         """Add the output to the past ones of its owner."""
-        self.past.add(state.owner, state.token_ids[state.prompt_len :], state.seed)
+        self.past.add(text.owner, text.token_ids[text.prompt_len :], text.seed)

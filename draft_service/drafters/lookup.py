@@ -1,0 +1,96 @@
+"""Look-ups as drafters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Generic, Self, TypeVar
+
+from draft_service.drafters.base import Draft, Drafter, DraftJob
+from specdec import __version__
+from specdec.lookup.base import Lookup, LookupText, Match
+from specdec.lookup.ngram import NgramIndex, NgramLookup
+from specdec.lookup.suffix import SuffixLookup, SuffixSession
+from specdec.settings import DraftSettings, SpeculativeSettings
+from specdec.types import HiddenStates, ModelInfo, SessionSpec
+
+T = TypeVar("T", bound=LookupText)
+
+
+class LookupDrafter(Drafter[T], Generic[T]):
+    """Drafts on the event loop by what a look-up finds."""
+
+    def __init__(self, method: str, lookup: Lookup[T], num_speculative_tokens: int) -> None:
+        self.lookup = lookup
+        self.info = ModelInfo(
+            name=method,
+            architecture=method,
+            method=method,
+            num_speculative_tokens=num_speculative_tokens,
+            version=__version__,
+        )
+
+    @property
+    def long_match(self) -> int:
+        """See :class:`~specdec.lookup.base.Lookup`."""
+        return self.lookup.long_match
+
+    def open(self, spec: SessionSpec) -> T:
+        """A text with everything pending."""
+        return self.lookup.open(spec)
+
+    def look_up(self, state: T, num_tokens: int, assumed: Sequence[int] = ()) -> Match:
+        """See :class:`~specdec.lookup.base.Lookup`."""
+        return self.lookup.look_up(state, num_tokens, assumed)
+
+    def advance(
+        self, state: T, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
+    ) -> None:
+        """Replace what follows the first ``keep`` tokens."""
+        state.replace(keep, token_ids)
+
+    async def draft(self, batch: Sequence[DraftJob[T]]) -> list[Draft]:
+        """Ingest and look up on the event loop; other tasks run between two batches."""
+        drafts = [self.draft_one(job) for job in batch]
+        await asyncio.sleep(0)
+        return drafts
+
+    def draft_one(self, job: DraftJob[T]) -> Draft:
+        """Do one job. If it assumes the next token, that is the first one of what is found without it."""
+        state = job.state
+        state.ingest(state.num_pending if job.assumed else job.num_rows)
+        if not job.num_tokens:
+            return Draft()
+        next_guesses = self.look_up(state, 1, job.assumed).token_ids if job.assumes_next else ()
+        if job.assumes_next and not next_guesses:
+            return Draft()
+        match = self.look_up(state, job.num_tokens, (*job.assumed, *next_guesses))
+        return Draft(match.token_ids, next_guesses=next_guesses)
+
+    def close(self, state: T, park_as: str | None = None) -> None:
+        """Tell the look-up; nothing is parked."""
+        self.lookup.close(state)
+
+
+class NgramDrafter(LookupDrafter[NgramIndex]):
+    """Drafts by prompt lookup over prompt and output."""
+
+    def __init__(self, settings: SpeculativeSettings) -> None:
+        super().__init__("ngram", NgramLookup(settings), settings.num_speculative_tokens)
+
+    @classmethod
+    async def load(cls, settings: DraftSettings) -> Self:
+        """A drafter with these settings."""
+        return cls(settings.speculative)
+
+
+class SuffixDrafter(LookupDrafter[SuffixSession]):
+    """Drafts by looking up in suffix trees."""
+
+    def __init__(self, settings: SpeculativeSettings) -> None:
+        super().__init__("suffix", SuffixLookup(settings), settings.num_speculative_tokens)
+
+    @classmethod
+    async def load(cls, settings: DraftSettings) -> Self:
+        """A drafter with these settings. The first one on a machine compiles the trees, in another thread."""
+        return await asyncio.to_thread(cls, settings.speculative)

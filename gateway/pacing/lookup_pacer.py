@@ -1,0 +1,98 @@
+"""Pacing of look-ups: how many tokens of a match are worth a round at this load.
+
+Looking up costs nothing, and how often matches are right is learned from what the target decodes by itself. So there
+are no trials. A round is worth it where the tokens it is expected to bring are more than all sessions of the step lose:
+by its rows, whose price the times of steps tell, and by its messages.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gateway.pacing.match_acceptance import MatchAcceptance
+from specdec.lookup.base import Match
+from specdec.scheduling.costs import StepCost
+from specdec.types import Verdict
+
+#: Nanoseconds that the messages of a round take from the decoding of tokens.
+ROUND_NS: Final = 400_000
+#: Weight of the newest step in the mean load.
+NEWEST: Final = 0.1
+#: Probability that a whole proposal is accepted from which the target waits for the next one.
+LIKELY: Final = 0.5
+
+
+class LookupPacer:
+    """What the sessions on one target have in common."""
+
+    def __init__(self) -> None:
+        self.acceptance = MatchAcceptance()
+        self._cost = StepCost()
+        self._sessions = self._rows = self._context = 0.0
+
+    def record(self, verdict: Verdict) -> None:
+        """Learn what a step took."""
+        timings = verdict.timings
+        if not timings.batch_rows:
+            return
+        spent_ns = timings.forward_ns + timings.verify_ns
+        self._cost.observe(timings.batch_rows, timings.batch_sessions, timings.batch_context, spent_ns)
+        weight = NEWEST if self._sessions else 1.0
+        self._sessions += weight * (timings.batch_sessions - self._sessions)
+        self._rows += weight * (timings.batch_rows - self._rows)
+        self._context += weight * (timings.batch_context - self._context)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether steps carry one session as a rule."""
+        return self._sessions < 1.5
+
+    def price(self, num_tokens: int) -> float:
+        """Tokens that all sessions lose by a round of so many drafted ones."""
+        sessions, context = max(self._sessions, 1.0), self._context
+        step_ns = self._cost.predict(sessions, sessions, context)
+        if not step_ns:
+            return 0.0
+        rows = max(self._rows, sessions)
+        added_ns = self._cost.predict(rows + num_tokens, sessions, context) - self._cost.predict(
+            rows, sessions, context
+        )
+        return (added_ns + ROUND_NS) * sessions / step_ns
+
+
+class LookupPace:
+    """The pace of one session's look-ups."""
+
+    def __init__(self, pacer: LookupPacer, *, is_fixed: bool = False) -> None:
+        """``is_fixed``: all that is found is drafted."""
+        self._pacer = pacer
+        self._is_fixed = is_fixed
+        self._acceptance = MatchAcceptance(pacer.acceptance)
+        self._match: Match | None = None
+
+    def record(self, verdict: Verdict) -> None:
+        """A verdict arrived: compare it with the latest match."""
+        self._pacer.record(verdict)
+        match, self._match = self._match, None
+        if match is None:
+            return
+        pairs = list(zip(match.token_ids, verdict.token_ids, strict=False))
+        num_right = next((i for i, (found, token) in enumerate(pairs) if found != token), len(pairs))
+        self._acceptance.observe(match.length, len(pairs), num_right)
+
+    def num_draft_tokens(self, match: Match) -> tuple[int, bool]:
+        """How many tokens of a match to draft, zero included, and whether the target is to wait for the next round."""
+        self._match = match
+        count = len(match.token_ids)
+        if self._is_fixed:
+            return count, True
+        first, following = self._acceptance.rates(match.length)
+        best = gain = expected = 0.0
+        survival = likely = first
+        for num_tokens in range(1, count + 1):
+            expected += survival
+            net = expected - self._pacer.price(num_tokens)
+            if net > gain:
+                best, gain, likely = num_tokens, net, survival
+            survival *= following
+        return int(best), self._pacer.is_alone or likely >= LIKELY

@@ -1,0 +1,62 @@
+"""How far continuations that were looked up are right, by the length of their matches."""
+
+from __future__ import annotations
+
+from typing import Final, Self
+
+#: Assumed of matches that were never seen: most are right, so that they are tried.
+FIRST_GUESS: Final = 0.7
+#: Weight of what is assumed or known of other texts, in matches, and the number of newer ones after which one counts
+#: half.
+PRIOR_WEIGHT: Final = 2.0
+HALF_LIFE: Final = 32.0
+#: Matches within a factor of two count as alike; all from this length on do.
+MAX_BITS: Final = 6
+
+_FADE: Final = 0.5 ** (1.0 / HALF_LIFE)
+
+
+class _Rates:
+    """Fading counts: of first tokens, and of tokens after a right one."""
+
+    __slots__ = ("first_right", "first_tried", "next_right", "next_tried")
+
+    def __init__(self) -> None:
+        self.first_tried = self.first_right = self.next_tried = self.next_right = 0.0
+
+
+class MatchAcceptance:
+    """Acceptance rates learned from what was committed after matches, whether or not it had been drafted."""
+
+    def __init__(self, prior: Self | None = None) -> None:
+        """``prior``: what is known of other texts; it learns what is observed here."""
+        self._prior = prior
+        self._rates = [_Rates() for _ in range(MAX_BITS + 1)]
+
+    def observe(self, length: int, num_tokens: int, num_right: int) -> None:
+        """After a match of ``length`` tokens ``num_tokens`` were compared with what followed; the first ``num_right``
+        were right.
+        """
+        if not num_tokens:
+            return
+        rates = self._rates[_bits(length)]
+        tried_next = min(num_right, num_tokens - 1)
+        rates.first_tried = rates.first_tried * _FADE + 1.0
+        rates.first_right = rates.first_right * _FADE + (num_right > 0)
+        rates.next_tried = rates.next_tried * _FADE + tried_next
+        rates.next_right = rates.next_right * _FADE + max(0, num_right - 1)
+        if self._prior is not None:
+            self._prior.observe(length, num_tokens, num_right)
+
+    def rates(self, length: int) -> tuple[float, float]:
+        """Of the first token after such a match, and of each further one after a right one."""
+        first, following = (FIRST_GUESS, FIRST_GUESS) if self._prior is None else self._prior.rates(length)
+        rates = self._rates[_bits(length)]
+        return (
+            (rates.first_right + PRIOR_WEIGHT * first) / (rates.first_tried + PRIOR_WEIGHT),
+            (rates.next_right + PRIOR_WEIGHT * following) / (rates.next_tried + PRIOR_WEIGHT),
+        )
+
+
+def _bits(length: int) -> int:
+    return min(length.bit_length(), MAX_BITS)

@@ -1,0 +1,75 @@
+"""The interface of look-ups: they continue a text by what followed the same tokens elsewhere."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from specdec.types import SessionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A continuation that was found."""
+
+    token_ids: tuple[int, ...] = ()
+    #: How many of the last tokens stood in one place before, at most, and were continued there.
+    length: int = 0
+
+
+class LookupText(Protocol):
+    """What a look-up keeps of one session."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The committed tokens."""
+        ...
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens that are not ingested yet."""
+        ...
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """0: nothing is parked."""
+        ...
+
+    def ingest(self, num_tokens: int) -> None:
+        """Ingest the next ``num_tokens`` pending tokens."""
+        ...
+
+    def replace(self, keep: int, token_ids: Sequence[int]) -> None:
+        """Keep the first ``keep`` tokens and put others after them; the new ones are pending."""
+        ...
+
+
+T = TypeVar("T", bound=LookupText)
+
+
+class Lookup(ABC, Generic[T]):
+    """One way to look up, and what its sessions share. A few microseconds per token; no context limit."""
+
+    @property
+    @abstractmethod
+    def long_match(self) -> int:
+        """Tokens that must have matched for a continuation to be better than a model's."""
+
+    @abstractmethod
+    def open(self, spec: SessionSpec) -> T:
+        """A text with everything pending."""
+
+    @abstractmethod
+    def look_up(self, text: T, num_tokens: int, assumed: Sequence[int] = ()) -> Match:
+        """The best continuation, ``num_tokens`` at most, of the ingested tokens and those assumed after them.
+
+        No token is pending. The text does not change.
+        """
+
+    def close(self, text: T) -> None:
+        """The session is over."""
+
+
+AnyLookup = Lookup[Any]
