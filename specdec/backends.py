@@ -42,8 +42,8 @@ class TargetSession(Protocol):
         round runs at a time, and a verdict alone tells whether a proposal offered earlier starts the next one. At most
         as many are kept as :class:`~specdec.pending_proposals.PendingProposals` holds.
 
-        While multi-step decode continues, ``base_len`` is a length that a verdict has named. What was committed since is
-        cut off the proposal, and the rest takes the place of the next tokens. Where other tokens were committed or
+        While multi-step decode continues, ``base_len`` is a length that a verdict has named. What was committed since
+        is cut off the proposal, and the rest takes the place of the next tokens. Where other tokens were committed or
         nothing is left, the proposal is dropped.
         """
         ...

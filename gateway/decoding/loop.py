@@ -212,6 +212,8 @@ class Decoding:
         """
         target, draft = self._target, self._draft
         target.commit(verdict.token_ids)
+        if target.num_multi_step_left and not self.request.num_speculative_tokens:
+            return
         if target.round is not None:
             self._note_start(target.round, draft.k)
         draft.commit(verdict.token_ids, verdict.hidden_states)
@@ -305,7 +307,8 @@ class Decoding:
             if proposal.parents and verdict.num_draft_tokens:
                 depth = proposal.cut(verdict.num_draft_tokens).depth
         self.metrics.record(verdict, now_ns - self._asked_ns, depth)
-        self._lookup_pace.record(verdict)
+        if self._lookup.is_on:
+            self._lookup_pace.record(verdict)
         if proposal is None or self._is_looked_up:
             self._pace.record(verdict, 0, now_ns)
         else:

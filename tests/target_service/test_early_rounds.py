@@ -1,4 +1,4 @@
-"""Rounds that arrive while multi-step decode continues: they take its place where they fit, and never change the text."""
+"""Rounds that arrive during multi-step decode: they take its place where they fit, and never change the text."""
 
 import asyncio
 
@@ -29,7 +29,7 @@ def text_of(verdicts):
 
 async def reach(session, length):
     """Let steps run, without receiving, until so much is committed."""
-    while session.committed_len < length:
+    while session.committed_len < length:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
