@@ -292,11 +292,11 @@ class FakeTargetSession(FakeSession):
 
     def multi_step_decode(self, committed_len, num_tokens):
         assert not self.closed
-        assert self.multi_step_from <= committed_len <= len(self.token_ids)
         if not num_tokens:
             self.multi_step_until, self.multi_step_after = min(self.multi_step_until, len(self.token_ids) + 1), 0
             return
         assert self.asked is None, "a round is in progress"
+        assert self.multi_step_from <= committed_len <= len(self.token_ids)
         self.offers.clear()
         self.multi_step_until = max(self.multi_step_until, committed_len + num_tokens)
         self.wake.set()

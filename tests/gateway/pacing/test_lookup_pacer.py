@@ -1,0 +1,105 @@
+"""Pacing of look-ups: learned without a trial, and a round only where it brings more than it costs."""
+
+import random
+
+import pytest
+
+from gateway.pacing.lookup_pacer import LookupPace, LookupPacer
+from gateway.pacing.match_acceptance import MatchAcceptance
+from specdec.lookup.base import Match
+from specdec.types import RoundTimings, Verdict
+
+MS = 1_000_000
+
+
+def plain_step(sessions, ms, rows=None):
+    timings = RoundTimings(forward_ns=int(ms * MS), batch_sessions=sessions, batch_rows=rows or sessions)
+    return Verdict(1, 10, (1,), timings=timings)
+
+
+def steps(pacer, sessions, *, row_ms, fixed_ms=1.0, count=200):
+    """Plain steps, and some with more rows, whose time is a straight line."""
+    source = random.Random(0)
+    for _ in range(count):
+        rows = sessions + source.choice((0, 0, 0, 8, 16, 64))
+        pacer.record(plain_step(sessions, fixed_ms + row_ms * rows, rows))
+
+
+def show(pace, *, right, length, num_tokens=8):
+    """A match is found, and so many of its tokens are what comes next; what the pace would have drafted."""
+    num_drafted, _ = pace.num_draft_tokens(Match((5,) * num_tokens, length))
+    pace.record(Verdict(1, 10, (*(5,) * right, 6)))
+    return num_drafted
+
+
+def test_acceptance_is_learned_from_what_was_not_drafted():
+    acceptance = MatchAcceptance()
+    for _ in range(100):
+        acceptance.observe(9, 4, 3)
+        acceptance.observe(2, 1, 0)
+    first, following = acceptance.rates(12)
+    assert first > 0.95
+    assert following == pytest.approx(2 / 3, abs=0.05)
+    assert acceptance.rates(3)[0] < 0.05
+    assert acceptance.rates(40) == MatchAcceptance().rates(40)
+
+
+def test_a_text_begins_with_what_is_known_of_others():
+    known = MatchAcceptance()
+    for _ in range(50):
+        MatchAcceptance(known).observe(4, 8, 0)
+    assert MatchAcceptance(known).rates(4)[0] < 0.1
+
+
+def test_a_continuation_that_is_cut_off_by_the_verdict_says_nothing_of_the_rest():
+    acceptance = MatchAcceptance()
+    for _ in range(100):
+        acceptance.observe(4, 1, 1)
+    first, following = acceptance.rates(4)
+    assert (first > 0.95, following) == (True, MatchAcceptance().rates(4)[1])
+
+
+@pytest.mark.parametrize("sessions", [1, 8])
+def test_matches_that_are_never_right_are_not_drafted_and_found_again_when_they_are(sessions):
+    pacer = LookupPacer()
+    steps(pacer, sessions, row_ms=0.1)
+    pace = LookupPace(pacer)
+    drafted = [show(pace, right=0, length=3) for _ in range(40)]
+    assert not any(drafted[10:])
+    assert all([show(pace, right=8, length=3) for _ in range(100)][-10:])
+
+
+def test_long_matches_are_drafted_and_short_ones_are_not_at_the_same_time():
+    pacer = LookupPacer()
+    steps(pacer, 8, row_ms=0.1)
+    pace = LookupPace(pacer)
+    for _ in range(30):
+        long, short = show(pace, right=8, length=20), show(pace, right=0, length=2)
+    assert (long, short) == (8, 0)
+
+
+def test_the_price_is_that_of_rows_and_messages():
+    pacer = LookupPacer()
+    assert pacer.price(8) == 0.0  # of a target that was never seen
+    steps(pacer, 8, row_ms=0.1)
+    step_ms = 1.0 + 0.1 * 8
+    assert pacer.price(0) == pytest.approx(0.4 * 8 / step_ms, rel=0.1)
+    assert pacer.price(16) - pacer.price(0) == pytest.approx(1.6 * 8 / step_ms, rel=0.25)
+    alone = LookupPacer()
+    steps(alone, 1, row_ms=0.1)
+    assert alone.price(16) < pacer.price(16) / 2
+
+
+def test_nobody_waits_for_the_next_round_of_a_match_that_may_end():
+    pacer = LookupPacer()
+    steps(pacer, 8, row_ms=0.01)
+    pace = LookupPace(pacer)
+    for _ in range(50):
+        show(pace, right=8, length=20)
+        show(pace, right=5, length=4)
+    assert pace.num_draft_tokens(Match((5,) * 8, 20))[1]
+    assert not pace.num_draft_tokens(Match((5,) * 8, 4))[1]
+
+
+def test_a_fixed_length_is_what_was_found():
+    assert LookupPace(LookupPacer(), is_fixed=True).num_draft_tokens(Match((1, 2, 3), 1)) == (3, True)
