@@ -114,7 +114,7 @@ class FicklePace(FixedPace):
         self.rng = random.Random(seed)
 
     def num_draft_tokens(self, num_remaining, now_ns):
-        self.k = min(self.limit, max(0, num_remaining - 1)) if self.rng.random() < 0.75 else 0
+        self.k = min(self.limit, max(0, num_remaining - 1)) if self.rng.random() < 0.9 else 0
         return self.k
 
 
@@ -190,7 +190,7 @@ async def test_every_state_is_exact(  # noqa: PLR0917
     for prompt, text, (out, decoding) in zip(prompts, texts, answers, strict=True):
         assert out == text[len(prompt) : len(prompt) + 60]
         assert decoding.metrics.draft_acceptance_rate > 0
-        assert decoding.metrics.num_spec_steps > 5
+        assert decoding.metrics.num_spec_steps > 2
         (reading,) = [own for own in reader.readings if tuple(own.token_ids[: len(prompt)]) == prompt]
         assert len(reading.token_ids) > len(prompt) + 30
         # What came of multi-step decode last, and what the last verdict brought, the draft was not told.

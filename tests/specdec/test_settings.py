@@ -12,6 +12,7 @@ from specdec.rules import Rule
 from specdec.settings import (
     DraftSettings,
     GatewaySettings,
+    LookupSettings,
     ModelSettings,
     SchedulerSettings,
     ServerSettings,
@@ -21,7 +22,7 @@ from specdec.settings import (
 from specdec.settings.option import Option, options_of
 from tandem.training.settings import TrainSettings
 
-CLASSES = (ModelSettings, SchedulerSettings, SpeculativeSettings, ServerSettings, GatewaySettings)
+CLASSES = (ModelSettings, SchedulerSettings, SpeculativeSettings, LookupSettings, ServerSettings, GatewaySettings)
 REQUIRED: dict[type, dict[str, Any]] = {ModelSettings: {"model": "m"}}
 #: Values that must fit together.
 PAIRED: dict[str, dict[str, Any]] = {
@@ -43,6 +44,7 @@ def other_value(option: Option) -> Any:
         "allowed_origins": ("https://a", "https://b"),
         "forwarded_allow_ips": ("10.0.0.1", "10.1.0.0/16"),
         "method": "ngram",
+        "lookup": ("suffix", "ngram"),
         "socket": "unix:/s",
         "speculative_token_tree": "[(0,), (1,), (0, 0)]",
         "autotune": "always",
@@ -62,6 +64,7 @@ def other_value(option: Option) -> Any:
 def test_every_field_is_an_option_with_a_help_text(settings: type) -> None:
     options = options_of(settings)
     nested = {"model", "scheduler", "speculative"} if settings in (TargetSettings, DraftSettings) else set()
+    nested |= {"lookup_settings"} if settings is GatewaySettings else set()
     assert {field.name for field in fields(settings)} - nested == options.keys()
     assert all(option.help and not option.help.endswith(".") for option in options.values())
 

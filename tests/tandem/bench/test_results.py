@@ -15,7 +15,6 @@ from rich.console import Console
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.params import SamplingParams
 from specdec.rules import Rule
-from specdec.settings import SpeculativeSettings
 from specdec.v1 import generation_service_pb2 as pb
 from tandem.bench.answers import Piece, TimedAnswer, collect
 from tandem.bench.chart import draw_report
@@ -29,6 +28,7 @@ from tandem.bench.report import print_report
 from tandem.bench.results import Measurement, Section
 from tandem.bench.systems import metrics_of
 from tandem.cli import bench as command
+from tandem.launcher.deployment import Deployment
 
 
 def answer(*pieces: tuple[float, int], **speculation: object) -> TimedAnswer:
@@ -202,26 +202,27 @@ def test_drafters_by_name() -> None:
     parser = ArgumentParser()
     command.add_arguments(parser)
 
-    def speculative(*argv: str) -> dict[str, SpeculativeSettings]:
-        found = {}
-        for name, deployment in deployments_of(parser.parse_args(argv)).items():
-            assert deployment.draft is not None
-            found[name] = deployment.draft.speculative
-        return found
+    def named(*argv: str) -> dict[str, Deployment]:
+        return deployments_of(parser.parse_args(argv))
 
-    every = speculative("--drafter", "all", "--k", "7")
+    every = named("--drafter", "all", "--k", "7")
     assert {"draft_model", "ngram", "suffix", "suffix+draft_model"} <= set(every)
-    assert {settings.num_speculative_tokens for name, settings in every.items() if not name.endswith("-tree")} == {7}
-    assert every["suffix+draft_model"].methods == ("suffix", "draft_model")
+    chains = [deployment.gateway for name, deployment in every.items() if not name.endswith("-tree")]
+    assert {gateway.num_speculative_tokens for gateway in chains} == {7}
+    both = every["suffix+draft_model"]
+    assert (both.gateway.lookup, both.draft and both.draft.speculative.method) == (("suffix",), "draft_model")
     config = '{"method": "suffix", "suffix_decoding_max_tree_depth": 12}'
-    (name, settings), *_ = speculative("--speculative-config", config, "--drafter", "suffix,ngram").items()
-    assert (name, settings.suffix_decoding_max_tree_depth, settings.num_speculative_tokens) == ("suffix", 12, 12)
-    assert list(speculative("--speculative-config", config)) == ["suffix"]
-    tree = speculative("--drafter", "draft_model-tree,ngram", "--k", "3")
-    assert (tree["draft_model-tree"].tree_top_k, tree["draft_model-tree"].num_speculative_tokens) == (2, 7)
-    assert (tree["ngram"].tree_top_k, tree["ngram"].num_speculative_tokens) == (1, 3)
-    both = '{"method": ["ngram", "draft_model"], "model": "python-1m"}'
-    assert list(speculative("--speculative-config", both)) == ["ngram+draft_model"]
+    (name, deployment), *_ = named("--speculative-config", config, "--drafter", "suffix,ngram").items()
+    depth = deployment.gateway.lookup_settings.suffix_decoding_max_tree_depth
+    assert (name, depth, deployment.gateway.num_speculative_tokens) == ("suffix", 12, 12)
+    assert list(named("--speculative-config", config)) == ["suffix"]
+    tree = named("--drafter", "draft_model-tree,ngram", "--k", "3")
+    draft = tree["draft_model-tree"].draft
+    assert draft is not None
+    assert (draft.speculative.tree_top_k, draft.speculative.num_speculative_tokens) == (2, 7)
+    assert (tree["ngram"].draft, tree["ngram"].gateway.num_speculative_tokens) == (None, 3)
+    given = '{"method": ["ngram", "draft_model"], "model": "python-1m"}'
+    assert list(named("--speculative-config", given)) == ["ngram+draft_model"]
 
 
 def options(**changes: object) -> Namespace:

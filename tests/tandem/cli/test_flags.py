@@ -100,40 +100,43 @@ def test_spellings_of_a_draft_model(argv: tuple[str, ...]) -> None:
 )  # fmt: skip
 def test_spellings_of_ngram(argv: tuple[str, ...]) -> None:
     deployment = deploy("python-12m", *argv)
-    assert deployment.draft is not None
-    assert deployment.draft.model is None
-    speculative = deployment.draft.speculative
-    assert (speculative.method, speculative.prompt_lookup_min, speculative.prompt_lookup_max) == ("ngram", 1, 4)
-    assert speculative.num_speculative_tokens == 5
+    assert deployment.draft is None
+    gateway = deployment.gateway
+    assert (gateway.lookup, gateway.num_speculative_tokens) == (("ngram",), 5)
+    assert (gateway.lookup_settings.prompt_lookup_min, gateway.lookup_settings.prompt_lookup_max) == (1, 4)
 
 
 def test_vllms_call_for_suffix_decoding() -> None:
     deployment = deploy("python-12m", "-sc", '{"method": "suffix", "num_speculative_tokens": 32}')
-    assert deployment.draft is not None
-    assert deployment.draft.model is None
-    speculative = deployment.draft.speculative
-    assert (speculative.methods, speculative.num_speculative_tokens) == (("suffix",), 32)
-    assert speculative.suffix_decoding_max_tree_depth == 24
-    assert speculative.suffix_decoding_max_cached_requests == 10000
-    assert speculative.suffix_decoding_max_spec_factor == 1.0
-    assert speculative.suffix_decoding_min_token_prob == 0.1
+    assert deployment.draft is None
+    assert (deployment.gateway.lookup, deployment.gateway.num_speculative_tokens) == (("suffix",), 32)
+    lookup = deployment.gateway.lookup_settings
+    assert lookup.suffix_decoding_max_tree_depth == 24
+    assert lookup.suffix_decoding_max_cached_requests == 10000
+    assert lookup.suffix_decoding_max_spec_factor == 1.0
+    assert lookup.suffix_decoding_min_token_prob == 0.1
     deployment = deploy("python-12m", "-sc", '{"method": "suffix"}')
     assert deployment.gateway.num_speculative_tokens == 24
     arguments = json.dumps({"method": ["suffix"], "suffix_decoding_max_tree_depth": 12})
-    draft = services_of(deploy("python-12m", "-sc", arguments), SOCKETS)[1]
-    assert draft.arguments[:6] == (
-        *("--method", "suffix", "--num-speculative-tokens", "12", "--suffix-decoding-max-tree-depth", "12"),
-    )
+    target, gateway = services_of(deploy("python-12m", "-sc", arguments), SOCKETS)
+    assert "suffix" not in " ".join(target.arguments)
+    given = " ".join(gateway.arguments)
+    assert "--lookup suffix" in given
+    assert "--num-speculative-tokens 12" in given
+    assert "--suffix-decoding-max-tree-depth 12" in given
 
 
-def test_two_methods_reach_the_draft_service() -> None:
+def test_of_two_methods_the_look_up_reaches_the_gateway() -> None:
     deployment = deploy("-sc", '{"method": ["suffix", "draft_model"], "num_speculative_tokens": 5}')
     assert deployment.draft is not None
-    assert deployment.draft.speculative.method == ("suffix", "draft_model")
+    assert deployment.draft.speculative.method == "draft_model"
+    assert deployment.gateway.lookup == ("suffix",)
     assert deployment.draft.model is not None  # the bundled draft of the bundled target
     assert deployment.describe() == "python-12m, drafted by suffix and python-1m, k = 5"
-    arguments = " ".join(services_of(deployment, SOCKETS)[1].arguments)
-    assert "--method suffix --method draft_model" in arguments
+    _, draft, gateway = (" ".join(service.arguments) for service in services_of(deployment, SOCKETS))
+    assert "--method draft_model" in draft
+    assert "suffix" not in draft
+    assert "--lookup suffix" in gateway
 
 
 def test_a_head_is_told_where_the_target_is(tmp_path: Path) -> None:
