@@ -65,12 +65,13 @@ async def test_a_round_at_every_length(start_core, params, lag, wrong_at):
             num_rounds += len(rounds)
             assert len(rounds) <= 1
             for verdict in rounds:
-                assert n + offset <= verdict.base_len <= n + offset + lag + 1  # the step that ran when it came
+                assert n + offset <= verdict.base_len < n + offset + len(draft)
+                assert verdict.num_draft_tokens <= n + offset + len(draft) - verdict.base_len
             await session.close()
         stale, superseded = await counts(core)
         assert stale == 0
         assert num_rounds + superseded == NUM_TOKENS - 1
-        assert num_rounds >= (0 if lag == 3 else NUM_TOKENS // 2)
+        assert num_rounds >= (0 if lag == 3 else NUM_TOKENS // 4)
 
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
@@ -87,8 +88,8 @@ async def test_q_rows_are_cut_with_their_tokens(start_core, rule):
         verdict = (await rest_of(session, 3))[-1]
         while not verdict.num_draft_tokens:
             verdict = await session.receive()
-        assert verdict.base_len == n + 3
-        assert verdict.num_draft_tokens == 3
+        assert n + 2 <= verdict.base_len < n + 6
+        assert verdict.num_draft_tokens == n + 6 - verdict.base_len
         await session.close()
 
 
@@ -139,11 +140,12 @@ async def test_multi_step_decode_ends_with_the_next_token_on_request(start_core,
             verdicts = [session.first]
             while verdicts[-1].num_multi_step_left:
                 verdicts.append(await session.receive())
-            assert len(text_of(verdicts)) == 2 + offset
-            assert text_of(verdicts) == text[: 2 + offset]
+            done = len(text_of(verdicts))
+            assert 2 + offset <= done < 12 + offset  # the device thread is a few steps ahead
+            assert text_of(verdicts) == text[:done]
             await nothing_comes(session)
-            session.offer(Proposal(1, n + 1 + offset, text[2 + offset : 5 + offset]))
-            assert (await session.receive()).token_ids == text[2 + offset : 6 + offset]
+            session.offer(Proposal(1, len(prompt) + done, text[done : done + 3]))
+            assert (await session.receive()).token_ids == text[done : done + 4]
             await session.close()
         assert await counts(core) == (0, 0)
 
