@@ -1,6 +1,7 @@
 """Rounds that arrive during multi-step decode: they take its place where they fit, and never change the text."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from specdec.types import FinishReason, Proposal
 from tests.target_service.conftest import VOCAB, make_prompt, make_spec, nothing_comes
 from tests.target_service.test_offers import counts
 
-NUM_TOKENS = 30
+NUM_TOKENS = 16
 GREEDY, COUPLED = {}, {"temperature": 1.0, "rule": Rule.COUPLED}
 
 
@@ -33,6 +34,17 @@ async def reach(session, length):
         await asyncio.sleep(0)
 
 
+def slow(core):
+    """Steps take a millisecond, so that the event loop sees each of them."""
+    forward = core.engine.forward
+
+    def delayed(segments):
+        time.sleep(0.001)
+        return forward(segments)
+
+    core.engine.forward = delayed
+
+
 async def reference(core, prompt, params):
     session = await core.open(make_spec(prompt, NUM_TOKENS, multi_step_tokens=NUM_TOKENS, **params))
     text = (*session.first.token_ids, *text_of(await rest_of(session, NUM_TOKENS - 1)))
@@ -46,6 +58,7 @@ async def test_a_round_at_every_length(start_core, params, lag, wrong_at):
     """The session is ``lag`` tokens ahead of the length that the round names when it arrives."""
     prompt = make_prompt(0)
     async with start_core() as core:
+        slow(core)
         text = await reference(core, prompt, params)
         drafted = list(text)
         num_rounds = 0
@@ -98,9 +111,9 @@ async def test_a_round_ends_multi_step_decode_unless_it_asks_for_more(start_core
     text = plain(prompt, NUM_TOKENS)
     async with start_core() as core:
         for more, left in ((0, 0), (12, 7)):
-            session = await core.open(make_spec(prompt, NUM_TOKENS, multi_step_tokens=20))
+            session = await core.open(make_spec(prompt, NUM_TOKENS, multi_step_tokens=14))
             n = session.first.committed_len
-            assert session.first.num_multi_step_left == 20
+            assert session.first.num_multi_step_left == 14
             session.offer(Proposal(1, n, text[1:5]), more)
             verdicts = [await session.receive()]
             while not verdicts[-1].num_draft_tokens:
@@ -115,7 +128,7 @@ async def test_a_newer_round_replaces_one_that_waits(start_core, plain):
     prompt = make_prompt(3)
     text = plain(prompt, NUM_TOKENS)
     async with start_core() as core:
-        session = await core.open(make_spec(prompt, NUM_TOKENS, multi_step_tokens=20))
+        session = await core.open(make_spec(prompt, NUM_TOKENS, multi_step_tokens=14))
         n = session.first.committed_len
         session.offer(Proposal(1, n, text[1:3]))
         session.offer(Proposal(1, n, text[1:8]))
@@ -133,7 +146,7 @@ async def test_multi_step_decode_ends_with_the_next_token_on_request(start_core,
     text = plain(prompt, NUM_TOKENS)
     async with start_core() as core:
         for offset in range(6):
-            session = await core.open(make_spec(prompt, NUM_TOKENS, multi_step_tokens=20))
+            session = await core.open(make_spec(prompt, NUM_TOKENS, multi_step_tokens=14))
             n = session.first.committed_len
             await reach(session, n + offset)
             session.multi_step_decode(n, 0)
