@@ -64,6 +64,10 @@ class LookupClient:
         self.found_any = True
         return match
 
+    def stop(self) -> None:
+        """Look up nothing more: the target cannot verify what is found."""
+        self._lookups, self._texts = (), []
+
     def close(self) -> None:
         """The request is over: its output becomes one of the past ones."""
         if self._task is not None:

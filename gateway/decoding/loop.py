@@ -162,10 +162,11 @@ class Decoding:
                     await self._ask()
                 return self._record(*await target.receive())
             except InvalidRequest as error:
-                if not was_open or self._draft.off:
+                if not was_open or (self._draft.off and not self._lookup.is_on):
                     raise
                 # The session was accepted, so what the target refuses is a proposal of the draft.
                 self._draft.refuse(error)
+                self._lookup.stop()
                 await target.recover(error)
             except LOST as error:
                 await target.recover(error)

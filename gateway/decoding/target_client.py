@@ -120,6 +120,8 @@ class TargetClient:
         length = len(self._state)
         proposal = replace(proposal, epoch=self._epoch, base_len=length, assumed_token_ids=())
         self._open_session.offer(proposal, multi_step_tokens)
+        if multi_step_tokens:
+            self._is_ending = False
         if self.num_multi_step_left:
             self._early, self._early_len = proposal, length
             self._max_early = max(self._max_early, len(proposal.token_ids))

@@ -13,7 +13,7 @@ from gateway.decoding.plain_reason import PlainReason
 from gateway.decoding.request import DecodingRequest, RequestState
 from gateway.pacing.lookup_pacer import LookupPace, LookupPacer
 from gateway.pacing.pace import FixedPace
-from specdec.errors import Unavailable
+from specdec.errors import InvalidRequest, Unavailable
 from specdec.lookup.base import Match
 from specdec.lookup.registry import make_lookups
 from specdec.settings import LookupSettings
@@ -155,3 +155,13 @@ async def test_why_nothing_was_speculated(step, reason):
 async def test_without_look_ups_and_drafts_there_is_no_draft():
     _, decoding = await run(context_of([FakeTarget()]), request_of(4, max_tokens=12))
     assert decoding.plain_reason() == PlainReason.NO_DRAFT
+
+
+async def test_a_target_that_refuses_what_was_looked_up_decodes_without():
+    """The model behind a target may have changed since the past outputs."""
+    target = target_of(faults=Faults(verify={2: InvalidRequest("no such token")}))
+    out, decoding = await run(context_of([target], lookup=("suffix",)), request_of(6, max_tokens=80))
+    assert out == wanted(decoding.request)
+    assert decoding.metrics.num_target_failures == 1
+    assert decoding.metrics.num_spec_steps == 2
+    assert_all_closed(target)
