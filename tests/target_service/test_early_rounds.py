@@ -91,6 +91,7 @@ async def test_a_round_at_every_length(start_core, params, lag, wrong_at):
 async def test_q_rows_are_cut_with_their_tokens(start_core, rule):
     prompt = make_prompt(1)
     async with start_core() as core:
+        slow(core)
         text = await reference(core, prompt, {"temperature": 1.0, "rule": rule})
         session = await core.open(make_spec(prompt, NUM_TOKENS, temperature=1.0, rule=rule))
         n = session.first.committed_len
@@ -110,6 +111,7 @@ async def test_a_round_ends_multi_step_decode_unless_it_asks_for_more(start_core
     prompt = make_prompt(2)
     text = plain(prompt, NUM_TOKENS)
     async with start_core() as core:
+        slow(core)
         for more, left in ((0, 0), (12, 7)):
             session = await core.open(make_spec(prompt, NUM_TOKENS, multi_step_tokens=14))
             n = session.first.committed_len
@@ -128,6 +130,7 @@ async def test_a_newer_round_replaces_one_that_waits(start_core, plain):
     prompt = make_prompt(3)
     text = plain(prompt, NUM_TOKENS)
     async with start_core() as core:
+        slow(core)
         session = await core.open(make_spec(prompt, NUM_TOKENS, multi_step_tokens=14))
         n = session.first.committed_len
         session.offer(Proposal(1, n, text[1:3]))
@@ -145,6 +148,7 @@ async def test_multi_step_decode_ends_with_the_next_token_on_request(start_core,
     prompt = make_prompt(4)
     text = plain(prompt, NUM_TOKENS)
     async with start_core() as core:
+        slow(core)
         for offset in range(6):
             session = await core.open(make_spec(prompt, NUM_TOKENS, multi_step_tokens=14))
             n = session.first.committed_len
@@ -167,6 +171,7 @@ async def test_a_tree_waits_only_where_nothing_was_committed_since(start_core, p
     prompt = make_prompt(5)
     text = plain(prompt, NUM_TOKENS)
     async with start_core() as core:
+        slow(core)
         session = await core.open(make_spec(prompt, NUM_TOKENS, multi_step_tokens=NUM_TOKENS))
         n = session.first.committed_len
         session.offer(Proposal(1, n, (text[1], (text[1] + 1) % VOCAB), parents=(-1, -1)))
