@@ -148,14 +148,11 @@ async def test_who_reads_slowly_is_served(impatient):
         client.sendall(request)
         client.setblocking(False)
         await until(lambda: target.open_sessions)
-        num_output = -1
-        while num_output != (num_output := sum(each.num_output for each in target.open_sessions)):  # noqa: ASYNC110
-            await asyncio.sleep(0.2)  # until the buffers on the way are full
         begun = time.monotonic()
-        while time.monotonic() - begun < 2:
+        while time.monotonic() - begun < 4:  # the buffers on the way are full long before
             with contextlib.suppress(BlockingIOError):
                 assert client.recv(4000)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
         assert len(target.open_sessions) == 64
         assert sum(session.num_output for session in target.open_sessions) < 64 * 400
     await all_closed(*impatient.targets, *impatient.drafts)
