@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.hostile_connections`` starts ``tandem serve`` with the bundled pair, keeps eight streams running
 and makes one attack at a time, from a process of its own. Meanwhile it asks for health over HTTP and gRPC on new
-connections, and sends ordinary requests. The limits are the defaults.
+connections, and sends ordinary requests. The limits are the defaults, unless flags of ``tandem serve`` follow.
 """
 
 from __future__ import annotations
@@ -236,8 +236,8 @@ ATTACKS: Final[Mapping[str, ConnectionAttack]] = {
     "60 unfinished bodies of 16 MB": ConnectionAttack(_unfinished_bodies),
     "60 unfinished gRPC messages of 16 MB": ConnectionAttack(_unfinished_messages),
     "2 clients that never read": ConnectionAttack(_never_reading(2), 42.0),
-    "20 clients that never read": ConnectionAttack(_never_reading(20), 42.0),
-    "60 gRPC calls that never read": ConnectionAttack(_never_reading_calls, 48.0),
+    "20 clients that never read": ConnectionAttack(_never_reading(20), 120.0),
+    "60 gRPC calls that never read": ConnectionAttack(_never_reading_calls, 60.0),
     "a client with 500 requests": ConnectionAttack(_crowd(500, max_tokens=64)),
     "4 requests with n = 128": ConnectionAttack(_crowd(4, n=128, max_tokens=64)),
     "the same, prompts of 1,800 tokens": ConnectionAttack(
@@ -270,6 +270,18 @@ class Probes:
     """What an ordinary client meets: milliseconds by kind of request; infinity where there was no answer."""
 
     times_ms: dict[str, list[float]] = field(default_factory=dict)
+    #: Whether no probe begins now, and how many are in progress.
+    is_paused: bool = False
+    num_in_progress: int = 0
+
+    async def take(self) -> dict[str, list[float]]:
+        """The times since the last call, those of the probes in progress included."""
+        self.is_paused = True
+        while self.num_in_progress:  # noqa: ASYNC110 (each ends within its timeout)
+            await asyncio.sleep(0.05)
+        self.is_paused = False
+        times_ms, self.times_ms = self.times_ms, {}
+        return times_ms
 
     async def run(self, server: Server, target: str) -> None:
         """Ask again and again."""
@@ -281,13 +293,17 @@ class Probes:
 
         async def repeat(name: str, ask: Callable[[Server], Awaitable[None]]) -> None:
             while True:
+                while self.is_paused:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
                 begun = time.perf_counter()
+                self.num_in_progress += 1
                 try:
                     async with asyncio.timeout(PROBE_TIMEOUT_S):
                         await ask(server)
                     took_ms = 1e3 * (time.perf_counter() - begun)
                 except (OSError, TimeoutError, grpc.RpcError, RuntimeError, asyncio.IncompleteReadError):
                     took_ms = float("inf")
+                self.num_in_progress -= 1
                 self.times_ms.setdefault(name, []).append(took_ms)
                 await asyncio.sleep(0.5)
 
@@ -347,7 +363,7 @@ async def measure(server: Server, names: list[str], orders: Any, reports: Any) -
         for name in ["", *names]:
             seconds = ATTACKS[name].seconds if name else 8.0
             streams.take()
-            probes.times_ms.clear()
+            await probes.take()
             if name:
                 orders.put(name)
                 await asyncio.to_thread(reports.get)
@@ -362,7 +378,7 @@ async def measure(server: Server, names: list[str], orders: Any, reports: Any) -
                         busy_s = now_s
                 await asyncio.sleep(0.1)
             p99, longest, count = streams.take()
-            times = {kind: list(each) for kind, each in probes.times_ms.items()}
+            times = await probes.take()
             outcomes: dict[str, int] = {}
             if name:
                 orders.put("end")
@@ -412,7 +428,7 @@ def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="regular expression of the attacks to make")
-    args = parser.parse_args()
+    args, flags = parser.parse_known_args()
     names = [name for name in ATTACKS if re.search(args.only, name)]
     context = multiprocessing.get_context("spawn")
     orders, reports = context.Queue(), context.Queue()
@@ -421,7 +437,7 @@ def main() -> None:
         " MB after | s busy | s until free | connections |"
     )
     print("|" + " --- |" * 12)
-    with serving() as server:
+    with serving(*flags) as server:
         attacker = context.Process(target=_attacker, args=(server, orders, reports), daemon=True)
         attacker.start()
         try:
