@@ -114,12 +114,17 @@ def test_easy_and_hard_texts_at_the_same_time_draft_apart():
 
 
 def test_easy_after_hard_and_hard_after_easy():
-    """Three seconds of each: what was learned in one does not change the other."""
+    """Three seconds of each: what was learned in one does not spoil the other. When a trial falls is luck."""
     of = sequence(lambda now_s, _: 0.95 if int(now_s / 3.0) % 2 else 0.1)
-    simulation, reference = Simulation(of, adaptive), Simulation(of, plain)
-    speeds = [simulation.run(3.0) / reference.run(3.0) for _ in range(8)]
-    assert min(speeds[2::2]) > 0.9  # hard
-    assert sum(speeds[1::2]) > 1.3 * 4  # easy
+    hard, easy = [], []
+    for seed in range(3):
+        simulation, reference = Simulation(of, adaptive, seed), Simulation(of, plain, seed)
+        speeds = [simulation.run(3.0) / reference.run(3.0) for _ in range(8)]
+        hard += speeds[2::2]
+        easy += speeds[1::2]
+    assert min(hard) > 0.88
+    assert sum(hard) > 0.95 * len(hard)
+    assert sum(easy) > 1.2 * len(easy)
 
 
 def test_pauses_between_requests_do_not_start_the_search_anew():
