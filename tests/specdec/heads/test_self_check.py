@@ -73,8 +73,10 @@ def test_what_is_wrong_shows_and_the_module_drafts(
 ) -> None:
     build = NativeHead.build
 
-    def damaged(head: Head, cache: tuple[torch.Tensor, torch.Tensor], num_threads: int) -> NativeHead | None:
-        built = build(head, cache, num_threads)
+    def damaged(
+        head: Head, cache: tuple[torch.Tensor, torch.Tensor], num_threads: int, autotune: str
+    ) -> NativeHead | None:
+        built = build(head, cache, num_threads, autotune)
         assert built is not None
         damage(built)
         return built

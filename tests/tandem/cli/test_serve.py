@@ -134,9 +134,11 @@ def test_a_whole_life(launch: type[Launcher], capsys: pytest.CaptureFixture[str]
     assert text
 
     assert cli.main(["generate", "def f(", "--url", launcher.server.url, "--max-tokens", "16"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == text + "\n"
-    assert re.fullmatch(r"16 tokens in [\d.]+ s, [\d.]+ tokens/s, acceptance length .*\n", printed.err)
+    assert capsys.readouterr().out == text + "\n"
+    # So many that the draft is there before the last one, on a busy machine, too.
+    assert cli.main(["generate", "def f(", "--url", launcher.server.url, "--max-tokens", "256"]) == 0
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"\d+ tokens in [\d.]+ s, [\d.]+ tokens/s, acceptance length .*\n", said)
     assert cli.main(["chat", "--url", launcher.server.url, "--message", "hello", "--max-tokens", "4"]) == 0
 
     children["draft_service"].kill()
