@@ -297,7 +297,9 @@ class DraftClient:
             replica.avoid()
         if isinstance(error, TandemError | TimeoutError):
             reason = str(error) or "it took too long"
-            logger.warning("draft %s failed, decoding without it: %s", replica.name, reason)
+            # A crowd of requests would fill the log; the metrics count them.
+            level = logging.DEBUG if isinstance(error, Overloaded) else logging.WARNING
+            logger.log(level, "draft %s failed, decoding without it: %s", replica.name, reason)
         else:
             logger.error("draft %s failed unexpectedly, decoding without it", replica.name, exc_info=error)
 

@@ -173,7 +173,9 @@ class TargetClient:
         if isinstance(error, StaleSession):
             self._metrics.num_stale += 1
         if replica is not None:
-            logger.warning("session %s lost on target %s: %s", self._state.session_id, replica.name, error)
+            # A crowd of requests would fill the log; the metrics count them.
+            level = logging.DEBUG if isinstance(error, Overloaded) else logging.WARNING
+            logger.log(level, "session %s lost on target %s: %s", self._state.session_id, replica.name, error)
             if isinstance(error, Overloaded):
                 self._overloaded.add(replica)
             elif not isinstance(error, StaleSession | InvalidRequest):
