@@ -26,7 +26,6 @@ from tandem.checkpoints import DRAFT, TARGET, find_checkpoint
 
 if TYPE_CHECKING:
     from benchmarks.acceptance_rates import AcceptanceMeans, RuleAcceptance
-    from benchmarks.rounds import Text
 
 
 def show_text(means: Sequence[AcceptanceMeans]) -> Table:
@@ -77,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Record, compare, print."""
-    from benchmarks.acceptance_rates import measure_rule, measure_text  # noqa: PLC0415 (torch)
+    from benchmarks.acceptance_rates import measure_rule  # noqa: PLC0415 (torch)
     from benchmarks.rounds import Recorder  # noqa: PLC0415
     from gateway.text.tokenizer import TextTokenizer  # noqa: PLC0415
     from tandem.bench.prompts import pick_prompts  # noqa: PLC0415
@@ -88,10 +87,10 @@ def main() -> int:
     prompts = pick_prompts(TextTokenizer.load(target).encode, args.num_prompts, args.prompt_tokens)
     recorder = Recorder(target, find_checkpoint(args.draft), num_threads=args.threads, quantization="auto")
     measured: list[RuleAcceptance] = []
-    own: list[Text] = []
+    means: list[AcceptanceMeans] = []
     for rule in args.rules:
         for value in drawn_at:
-            found, own = measure_rule(
+            found, on_text = measure_rule(
                 recorder,
                 prompts,
                 Rule(rule),
@@ -101,7 +100,8 @@ def main() -> int:
                 draft_temperature=value,
             )
             measured.append(found)
-    means = measure_text(recorder, own, temperature, drawn_at)[0] if temperature else []
+            if on_text is not None and rule == args.rules[-1]:
+                means.append(on_text)
     recorder.close()
     console = Console(width=130)
     if means:

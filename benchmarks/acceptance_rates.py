@@ -99,31 +99,21 @@ class BlockExpectation:
 
 
 def measure_text(
-    recorder: Recorder, texts: Sequence[Text], temperature: float, draft_temperatures: Sequence[float]
-) -> tuple[list[AcceptanceMeans], list[dict[str, Tensor]]]:
-    """Acceptance on texts that the target wrote; also, of each text, that of every output position by kind, at the
-    first of the draft's temperatures.
-    """
-    sums = {value: dict.fromkeys(("whole", "sent", "coupled"), 0.0) for value in draft_temperatures}
-    by_text, num_positions = [], 0
+    recorder: Recorder, texts: Sequence[Text], temperature: float, draft_temperature: float
+) -> tuple[AcceptanceMeans, list[dict[str, Tensor]]]:
+    """Acceptance on texts that the target wrote: the means, and of each text that of every output position by kind."""
+    by_text = []
     for text in texts:
-        ids, start = text.target.token_ids, text.target.prompt_len
-        logits = [each[start - 1 : -1] for each in recorder.logits(ids)]
-        p = distribution(logits[0], _rows_at(text.target, temperature, len(logits[0]))).probabilities()
-        num_positions += len(p)
-        for value in draft_temperatures:
-            rows = _rows_at(text.draft, value, len(p))
-            q = distribution(logits[1], rows).probabilities()
-            found = {"whole": overlap(p, q), "sent": overlap(p, sent_q(logits[1], rows)), "coupled": coupling(p, q)}
-            for kind, values in found.items():
-                sums[value][kind] += float(values.sum())
-            if value == draft_temperatures[0]:
-                by_text.append(found)
-    means = [
-        AcceptanceMeans(value, **{kind: total / num_positions for kind, total in kinds.items()})
-        for value, kinds in sums.items()
-    ]
-    return means, by_text
+        start = text.target.prompt_len
+        target_logits, draft_logits = (each[start - 1 : -1] for each in recorder.logits(text.target.token_ids))
+        p = distribution(target_logits, _rows_at(text.target, temperature, len(target_logits))).probabilities()
+        rows = _rows_at(text.draft, draft_temperature, len(p))
+        q = distribution(draft_logits, rows).probabilities()
+        by_text.append(
+            {"whole": overlap(p, q), "sent": overlap(p, sent_q(draft_logits, rows)), "coupled": coupling(p, q)}
+        )
+    means = {kind: float(torch.cat([each[kind] for each in by_text]).mean()) for kind in by_text[0]}
+    return AcceptanceMeans(draft_temperature, **means), by_text
 
 
 def measure_rule(
@@ -135,8 +125,10 @@ def measure_rule(
     max_tokens: int,
     temperature: float,
     draft_temperature: float,
-) -> tuple[RuleAcceptance, list[Text]]:
-    """Rounds of a rule: what their p and q make expect, and what was accepted."""
+) -> tuple[RuleAcceptance, AcceptanceMeans | None]:
+    """Rounds of a rule: what their p and q make expect, and what was accepted; also, above temperature 0, the
+    acceptance of a drafted token on the text they wrote.
+    """
     blocks = BlockExpectation() if rule is Rule.BLOCK and temperature else None
     watch: Watch | None = blocks
     texts = recorder.record(
@@ -149,7 +141,7 @@ def measure_rule(
         watch=watch,
     )
     expected, counts, accepted = [0.0] * k, [0] * k, [0] * k
-    by_text = measure_text(recorder, texts, temperature, [draft_temperature])[1] if temperature else []
+    means, by_text = measure_text(recorder, texts, temperature, draft_temperature) if temperature else (None, [])
     for number, text in enumerate(texts):
         at = 0
         for outcome in text.outcomes:
@@ -168,7 +160,7 @@ def measure_rule(
         length = 1.0 + sum(expected) / num_rounds if temperature else reached
     share = [hits / max(1, count) for hits, count in zip(accepted, counts, strict=True)]
     by_position = [total / max(1, count) for total, count in zip(expected, counts, strict=True)] if by_text else share
-    return RuleAcceptance(rule, draft_temperature, num_rounds, reached, length, by_position, share), texts
+    return RuleAcceptance(rule, draft_temperature, num_rounds, reached, length, by_position, share), means
 
 
 def _rows_at(state: SamplingState, temperature: float, count: int) -> Rows:

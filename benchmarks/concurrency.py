@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +33,7 @@ from rich.table import Table
 from benchmarks import command
 from benchmarks.pacing_report import WindowReport, read_report
 from benchmarks.pairs import DRAFTS, TARGETS, pair
+from specdec.cores import usable_cores
 from specdec.flags import Parser
 from specdec.params import SamplingParams
 from specdec.rules import Rule
@@ -285,7 +285,7 @@ def main() -> int:
     begun = time.monotonic()
     new = asyncio.run(measure(args, console))
     points = merge(read_points(Path(args.json)) if args.json else [], new)
-    console.print(show(points, f"{len(os.sched_getaffinity(0))} cores, {args.dtype}, k = {args.k} at most"))
+    console.print(show(points, f"{usable_cores()} cores, {args.dtype}, k = {args.k} at most"))
     console.print(f"{len(new)} points measured in {time.monotonic() - begun:.0f} s", style="dim")
     if args.json:
         Path(args.json).write_text(json.dumps({"points": [asdict(point) for point in points]}, indent=1) + "\n")

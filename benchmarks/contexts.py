@@ -17,12 +17,12 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import command
+from specdec.errors import InvalidRequest
 from specdec.flags import Parser
 from specdec.params import SamplingParams
 from specdec.settings import DraftSettings, ModelSettings
@@ -175,19 +175,20 @@ async def time_requests(
     for context, of_length in texts.items():
         for number, text in enumerate(of_length):
             params = SamplingParams(temperature=0.0, max_tokens=len(text.output), ignore_eos=True)
-            plain = await _speed(next(iter(systems.values())), text.prompt, params, 0)
+            plain = await _decode_rate(next(iter(systems.values())), text.prompt, params, 0)
             for name in list(systems)[:: 1 if number % 2 else -1]:
-                speed = await _speed(systems[name], text.prompt, params, None)
+                speed = await _decode_rate(systems[name], text.prompt, params, None)
                 results[name, context].ratios.append(speed / plain)
 
 
-async def _speed(system: System, prompt: Tokens, params: SamplingParams, k: int | None) -> float:
-    """Tokens per second from the first one on."""
-    times = []
-    async with aclosing(system.stream(prompt, params, None, k)) as pieces:
-        async for piece in pieces:
-            times += [piece.at] * piece.num_tokens
-    return (len(times) - 1) / (times[-1] - times[0])
+async def _decode_rate(system: System, prompt: Tokens, params: SamplingParams, k: int | None) -> float:
+    """Tokens per second of an answer, prefill apart."""
+    from tandem.bench.answers import collect  # noqa: PLC0415
+
+    rate = (await collect(system.stream(prompt, params, None, k))).decode_rate
+    if rate is None:
+        raise InvalidRequest(f"answers of {params.max_tokens} tokens are too short to time; raise --max-tokens")
+    return rate
 
 
 def name_of(config: Mapping[str, Any]) -> str:

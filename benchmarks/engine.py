@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from rich.table import Table
 
 from benchmarks import command
 from benchmarks.pairs import PADDED_SIZE, TARGETS
+from specdec.cores import usable_cores
 from specdec.errors import InvalidRequest
 from specdec.flags import Parser
 from specdec.settings import AUTOTUNE, DTYPES, QUANTIZATIONS
@@ -240,7 +240,7 @@ def parser() -> Parser:
     flags.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
     flags.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights")
     flags.add_argument("--autotune", choices=AUTOTUNE, default="cached", help="default: cached")
-    flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
+    flags.add_argument("--threads", type=int, default=usable_cores(), help="default: all cores")
     flags.add_argument("--rows", type=command.numbers, default=ROWS, help="of one session")
     flags.add_argument("--sessions", type=command.numbers, default=SESSIONS, help="default: 1,2,4,8,16,32")
     flags.add_argument("--contexts", type=command.numbers, default=CONTEXTS, help="default: 128,1024,4096")

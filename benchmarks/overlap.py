@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import command
+from specdec.cores import usable_cores
 from specdec.flags import Parser
 from tandem.bench.plot import load_pyplot
 from tandem.checkpoints import DRAFT, TARGET, find_checkpoint
@@ -90,7 +90,7 @@ def record_all(ks: Iterable[int], *, num_prompts: int, max_tokens: int, temperat
 
     target, draft = find_checkpoint(TARGET), find_checkpoint(DRAFT)
     prompts = pick_prompts(TextTokenizer.load(target).encode, num_prompts, _PROMPT_TOKENS)
-    recorder = Recorder(target, draft, num_threads=len(os.sched_getaffinity(0)))
+    recorder = Recorder(target, draft, num_threads=usable_cores())
     records = []
     try:
         for rule in RULES:

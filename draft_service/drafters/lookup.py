@@ -1,4 +1,4 @@
-"""Look-ups as drafters."""
+"""Lookups as drafters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T", bound=LookupText)
 
 
 class LookupDrafter(Drafter[T], Generic[T]):
-    """Drafts on the event loop by what a look-up finds."""
+    """Drafts on the event loop by what a lookup finds."""
 
     def __init__(self, method: str, lookup: Lookup[T], num_speculative_tokens: int) -> None:
         self.lookup = lookup
@@ -68,7 +68,7 @@ class LookupDrafter(Drafter[T], Generic[T]):
         return Draft(match.token_ids, next_guesses=next_guesses)
 
     def close(self, state: T, park_as: str | None = None) -> None:
-        """Tell the look-up; nothing is parked."""
+        """Tell the lookup; nothing is parked."""
         self.lookup.close(state)
 
 

@@ -29,7 +29,7 @@ class DecodingContext:
         """``make_pacer`` is called once for each target; a benchmark compares other policies by it.
 
         Raises:
-            InvalidRequest: a look-up cannot be used on this machine.
+            InvalidRequest: a lookup cannot be used on this machine.
         """
         self.router = router
         self.settings = settings or GatewaySettings()

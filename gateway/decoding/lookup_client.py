@@ -1,4 +1,4 @@
-"""What one request's text repeats: its look-ups, which run where its tokens are committed."""
+"""What one request's text repeats: its lookups, which run where its tokens are committed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LookupClient:
     def find(self, num_tokens: int, *, only_long: bool) -> Match | None:
         """What may follow the committed tokens, ``num_tokens`` at most; None where nothing is found.
 
-        The first look-up with a long match counts, else the last one; with ``only_long`` none.
+        The first lookup with a long match counts, else the last one; with ``only_long`` none.
         """
         if num_tokens <= 0 or self._num_pending:
             return None

@@ -1,4 +1,4 @@
-"""Pacing of look-ups: how many tokens of a match are worth a round at this load.
+"""Pacing of lookups: how many tokens of a match are worth a round at this load.
 
 Looking up costs nothing, and how often matches are right is learned from what the target decodes by itself. So there
 are no trials. A round is worth it where the tokens it is expected to bring are more than all sessions of the step lose:
@@ -62,7 +62,7 @@ class LookupPacer:
 
 
 class LookupPace:
-    """The pace of one session's look-ups."""
+    """The pace of one session's lookups."""
 
     def __init__(self, pacer: LookupPacer, *, is_fixed: bool = False) -> None:
         """``is_fixed``: all that is found is drafted."""

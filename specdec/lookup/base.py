@@ -1,4 +1,4 @@
-"""The interface of look-ups: they continue a text by what followed the same tokens elsewhere."""
+"""The interface of lookups: they continue a text by what followed the same tokens elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Match:
 
 
 class LookupText(Protocol):
-    """What a look-up keeps of one session."""
+    """What a lookup keeps of one session."""
 
     @property
     def token_ids(self) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Look-ups by their methods."""
+"""Lookups by their methods."""
 
 from __future__ import annotations
 

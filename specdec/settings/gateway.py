@@ -28,8 +28,8 @@ class GatewaySettings(RequestLimits):
     targets: tuple[str, ...] = option(
         (), "target replicas: host:port, unix:/path, dns:///host:port (each of its addresses), file:path (one a line)"
     )
-    drafts: tuple[str, ...] = option((), "draft replicas; without one only look-ups draft")
-    lookup: tuple[str, ...] = option((), "look-ups that draft in the gateway, best first", choices=LOOKUP_METHODS)
+    drafts: tuple[str, ...] = option((), "draft replicas; without one only lookups draft")
+    lookup: tuple[str, ...] = option((), "lookups that draft in the gateway, best first", choices=LOOKUP_METHODS)
     lookup_settings: LookupSettings = LookupSettings()
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port of the REST API; 0 takes a free one", ge=0, le=65535)

@@ -1,4 +1,4 @@
-"""Settings of look-ups, under the names of vLLM's ``speculative_config``."""
+"""Settings of lookups, under the names of vLLM's ``speculative_config``."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class SpeculativeSettings(LookupSettings):
 
     model: str | None = option(None, "folder of the draft model or head")
     method: str | tuple[str, ...] | None = option(
-        None, "how to draft, or a look-up and what drafts where it finds too little", choices=METHODS
+        None, "how to draft, or a lookup and what drafts where it finds too little", choices=METHODS
     )
     num_speculative_tokens: int = option(4, "drafted tokens a round at most", ge=0, le=64)
     tree_top_k: int = option(1, "children of each node of a drafted tree; 1: chains", ge=1, le=64)
@@ -93,7 +93,7 @@ class SpeculativeSettings(LookupSettings):
 
 
 def _read_methods(given: Any) -> tuple[str, ...]:
-    """One method's name, or a look-up's and another's, as a tuple."""
+    """One method's name, or a lookup's and another's, as a tuple."""
     methods = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
     if "mtp" in methods:
         refuse_mtp()

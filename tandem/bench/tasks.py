@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from specdec.errors import InvalidRequest
+
 _NOUNS: Final = (
     "buffer", "channel", "client", "column", "counter", "cursor", "field",
     "filter", "handler", "header", "label", "line", "message", "node", "packet", "path", "pattern",
@@ -117,7 +119,7 @@ def _chat(rng: random.Random) -> str:
 
 def _maths(rng: random.Random) -> str:
     """Sums that a test checks, one number growing."""
-    value, step = rng.randrange(10, 100), rng.randrange(2, 10)
+    value, step = rng.randrange(100, 10_000), rng.randrange(2, 10)
     lines = [f"    self.assertEqual({value + i * step} + {step}, {value + i * step + step})\n" for i in range(6)]
     return "def test_sum(self):\n" + "".join(lines) + f"    self.assertEqual({value + 6 * step} +"
 
@@ -164,6 +166,9 @@ def _writing(rng: random.Random) -> str:
     )
 
 
+#: Prompts made for each one that is asked for, repetitions included, before giving up.
+_DRAWS_PER_PROMPT: Final = 10
+
 #: Category → the maker of one prompt.
 TASKS: Final[Mapping[str, Callable[[random.Random], str]]] = {
     "code": _code,
@@ -181,9 +186,17 @@ TASKS: Final[Mapping[str, Callable[[random.Random], str]]] = {
 
 
 def make_task_prompts(category: str, count: int) -> list[str]:
-    """``count`` different prompts of a category of :data:`TASKS`, the same in every run."""
+    """``count`` different prompts of a category of :data:`TASKS`, the same in every run.
+
+    Raises :class:`InvalidRequest` where the category has no more of them.
+    """
     rng = random.Random(category)
     prompts: dict[str, None] = {}
-    while len(prompts) < count:
+    for _ in range(_DRAWS_PER_PROMPT * count):
         prompts[TASKS[category](rng)] = None
-    return list(prompts)
+        if len(prompts) == count:
+            return list(prompts)
+    raise InvalidRequest(
+        f"{count} prompts of {category} are wanted but only {len(prompts)} different ones were found; ask for fewer",
+        param="num_prompts",
+    )

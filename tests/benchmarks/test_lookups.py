@@ -1,4 +1,4 @@
-"""The benchmark of look-ups, on texts so short that what it counts is known."""
+"""The benchmark of lookups, on texts so short that what it counts is known."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A look-up and a model as one drafter: who drafts, and that the model catches up."""
+"""A lookup and a model as one drafter: who drafts, and that the model catches up."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Look-ups beside the decoding loop: the text is the target's, whatever is found, and whenever a round arrives."""
+"""Lookups beside the decoding loop: the text is the target's, whatever is found, and whenever a round arrives."""
 
 import asyncio
 import contextlib
@@ -80,7 +80,7 @@ async def test_a_target_lost_at_every_step(event):
         assert_all_closed(target, spare)
 
 
-async def test_a_lost_draft_leaves_the_look_ups():
+async def test_a_lost_draft_leaves_the_lookups():
     draft = FakeDraft(faults=Faults(propose=lambda _: Unavailable("gone")))
     target = target_of(latency_s=0.0005)
     out, decoding = await run(context_of([target], [draft], lookup=("suffix",)), request_of(6, max_tokens=100))
@@ -91,7 +91,7 @@ async def test_a_lost_draft_leaves_the_look_ups():
 
 
 async def test_a_model_drafts_where_only_short_matches_are_found():
-    """Of the first look-up a long match counts, of the last any, and none while a model is asked."""
+    """Of the first lookup a long match counts, of the last any, and none while a model is asked."""
     state = RequestState(DecodingRequest(prompt=(1, 2, 3, 4, 9, 4), params=params(), num_speculative_tokens=4))
     client = LookupClient(make_lookups(("ngram",), LookupSettings(prompt_lookup_max=2)), state)
     client.start()
@@ -152,7 +152,7 @@ async def test_why_nothing_was_speculated(step, reason):
     assert decoding.plain_reason() == reason
 
 
-async def test_without_look_ups_and_drafts_there_is_no_draft():
+async def test_without_lookups_and_drafts_there_is_no_draft():
     _, decoding = await run(context_of([FakeTarget()]), request_of(4, max_tokens=12))
     assert decoding.plain_reason() == PlainReason.NO_DRAFT
 

@@ -1,4 +1,4 @@
-"""Pacing of look-ups: learned without a trial, and a round only where it brings more than it costs."""
+"""Pacing of lookups: learned without a trial, and a round only where it brings more than it costs."""
 
 import random
 

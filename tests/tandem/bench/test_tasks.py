@@ -4,6 +4,7 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from rich.console import Console
@@ -19,10 +20,17 @@ from tandem.bench.tasks import TASKS, make_task_prompts
 def test_eleven_tasks_make_as_many_different_prompts_as_are_needed() -> None:
     assert len(TASKS) == 11
     for task in TASKS:
-        prompts = make_task_prompts(task, 300)
-        assert len(set(prompts)) == 300
+        prompts = make_task_prompts(task, 2000)
+        assert len(set(prompts)) == 2000
         assert prompts[:4] == make_task_prompts(task, 4), "the same in every run"
         assert not any(prompt[-1].isspace() for prompt in prompts), "a token may begin with white space"
+
+
+def test_a_task_without_enough_prompts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cast("dict[str, object]", TASKS), "maths", lambda rng: f"{rng.randrange(3)} +")
+    assert len(make_task_prompts("maths", 3)) == 3
+    with pytest.raises(InvalidRequest, match=r"4 prompts of maths are wanted but only 3 .* ask for fewer"):
+        make_task_prompts("maths", 4)
 
 
 def test_a_plan_of_tasks() -> None:

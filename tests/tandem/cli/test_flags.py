@@ -126,7 +126,7 @@ def test_vllms_call_for_suffix_decoding() -> None:
     assert "--suffix-decoding-max-tree-depth 12" in given
 
 
-def test_of_two_methods_the_look_up_reaches_the_gateway() -> None:
+def test_of_two_methods_the_lookup_reaches_the_gateway() -> None:
     deployment = deploy("-sc", '{"method": ["suffix", "draft_model"], "num_speculative_tokens": 5}')
     assert deployment.draft is not None
     assert deployment.draft.speculative.method == "draft_model"

@@ -421,8 +421,8 @@ async def test_a_chain_that_is_stopped_ends_with_what_it_has(start, spec, target
         drafter.close(state)
 
 
-async def test_a_look_up_before_a_head(start, spec, formula):
-    """Where the look-up has no long match the head drafts, on all states that have come meanwhile."""
+async def test_a_lookup_before_a_head(start, spec, formula):
+    """Where the lookup has no long match the head drafts, on all states that have come meanwhile."""
     async with start("eagle3", lookup="ngram") as core:
         assert (await core.info()).hidden_state_layers == (2, 3, 4)
         talk = Talk(core, formula.target, "eagle3")
