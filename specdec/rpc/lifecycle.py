@@ -59,7 +59,8 @@ class ServiceProcess:
 
     def print_ready(self) -> None:
         """Print the ready line."""
-        print_ready(self._service.name, self._server.settings.host, self._server.port)
+        more = {"health_port": self._server.health_port} if self._server.health_port else {}
+        print_ready(self._service.name, self._server.settings.host, self._server.port, **more)
 
     async def drain(self) -> None:
         """Refuse new sessions and calls, and wait for open ones."""

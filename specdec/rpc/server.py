@@ -31,6 +31,9 @@ MAX_CALLS_PER_CONNECTION: Final = 2
 HANDSHAKE_TIMEOUT_MS: Final = 10_000
 #: Milliseconds after which a connection without calls is closed; clients open another one when they need it.
 MAX_IDLE_MS: Final = 300_000
+#: Connections to the port for health checks, and calls in progress there; bytes of a call's message.
+MAX_PROBES: Final = 16
+MAX_PROBE_BYTES: Final = 1024
 SERVER_OPTIONS: Final = (
     *MESSAGE_OPTIONS,
     *KEEPALIVE_OPTIONS,
@@ -76,6 +79,20 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._server.add_generic_rpc_handlers((self._health.list_handler(),))
         self._names: list[str] = []
+        #: Probes have no certificates.
+        self._health_server: grpc.aio.Server | None = None
+        self.health_port = 0
+        if settings.health_port is not None:
+            self._health_server = grpc.aio.server(
+                options=(
+                    *SERVER_OPTIONS,
+                    ("grpc.max_receive_message_length", MAX_PROBE_BYTES),
+                    ("grpc.max_concurrent_streams", MAX_PROBES),
+                    ("grpc.max_allowed_incoming_connections", MAX_PROBES),
+                ),
+                maximum_concurrent_rpcs=MAX_PROBES,
+            )
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
 
     @property
     def address(self) -> str:
@@ -101,25 +118,17 @@ class RpcServer:
         names = [*self._names, HEALTH_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
         await self.set_serving(False)
-        if self.settings.port is not None:
-            self.port = self._listen_on_port(self.settings.host, self.settings.port)
-        if self.settings.socket is not None:
-            self._listen_on_socket(self.settings.socket)
+        settings = self.settings
+        if settings.port is not None:
+            tls = settings.tls
+            credentials = Certificates(tls).server_credentials() if tls else None
+            self.port = _listen(self._server, settings.host, settings.port, "port", credentials)
+        if settings.socket is not None:
+            self._listen_on_socket(settings.socket)
+        if self._health_server is not None:
+            self.health_port = _listen(self._health_server, settings.host, settings.health_port or 0, "health_port")
+            await self._health_server.start()
         await self._server.start()
-
-    def _listen_on_port(self, host: str, port: int) -> int:
-        check_port(host, port)  # gRPC would write a line of its own to stderr
-        address, tls = join_address(host, port), self.settings.tls
-        try:
-            if not tls:
-                return self._server.add_insecure_port(address)
-            return self._server.add_secure_port(address, Certificates(tls).server_credentials())
-        except RuntimeError as error:
-            raise InvalidRequest(
-                f"cannot listen on {address}: the port is taken or the host is not this machine's; choose another port"
-                " (0 takes a free one)",
-                param="port",
-            ) from error
 
     def _listen_on_socket(self, address: str) -> None:
         try:
@@ -158,7 +167,27 @@ class RpcServer:
     async def stop(self) -> None:
         """End what is left with UNAVAILABLE, wait for the handlers to clean up, and close the port."""
         await self._calls.evict()
+        if self._health_server is not None:
+            await self._health_server.stop(grace=None)
         await self._server.stop(grace=None)
+
+
+def _listen(
+    server: grpc.aio.Server, host: str, port: int, param: str, credentials: grpc.ServerCredentials | None = None
+) -> int:
+    """The bound port; without credentials it takes plain text."""
+    check_port(host, port, param=param)  # gRPC would write a line of its own to stderr
+    address = join_address(host, port)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise InvalidRequest(
+            f"cannot listen on {address}: the port is taken or the host is not this machine's; choose another port"
+            " (0 takes a free one)",
+            param=param,
+        ) from error
 
 
 def join_address(host: str, port: int) -> str:

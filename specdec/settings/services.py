@@ -60,6 +60,9 @@ class ServerSettings:
         None, "port to listen on; 0 takes a free one, which is the default unless a socket is given", ge=0, le=65535
     )
     socket: str | None = option(None, "Unix domain socket to listen on: unix:/path or unix-abstract:name")
+    health_port: int | None = option(
+        None, "port for gRPC health checks alone, in plain text, such as those of Kubernetes", ge=0, le=65535
+    )
     ssl_certfile: str | None = option(None, SSL_CERTFILE)
     ssl_keyfile: str | None = option(None, SSL_KEYFILE)
     ssl_ca_certs: str | None = option(None, SSL_CA_CERTS)

@@ -18,6 +18,8 @@ from specdec.rpc.channel import open_channel
 from specdec.rpc.server import RpcServer
 from specdec.settings import ServerSettings
 from specdec.settings.listening import TlsFiles
+from specdec.v1 import target_service_pb2_grpc as target_grpc
+from specdec.v1 import types_pb2 as pb
 from tandem.certificates import write_certificates
 
 
@@ -59,6 +61,33 @@ def replace_files(folder: Path, source: Path) -> None:
     for path in source.glob("*/*.pem"):
         shutil.copy(path, folder / "new.pem")
         (folder / "new.pem").replace(folder / path.relative_to(source))
+
+
+async def test_health_has_a_port_in_plain_text_where_nothing_else_is(folder: Path) -> None:
+    tls = files(folder, "target")
+    server = RpcServer(
+        ServerSettings(
+            ssl_certfile=tls.certfile, ssl_keyfile=tls.keyfile, ssl_ca_certs=tls.ca_certs, health_port=0, drain_s=0
+        )
+    )
+    servicer = target_grpc.TargetServiceServicer()
+    server.add(target_grpc.add_TargetServiceServicer_to_server, servicer, "specdec.v1.TargetService")
+    await server.start()
+    try:
+        address = f"127.0.0.1:{server.health_port}"
+        assert await ask(address, None) == "NOT_SERVING"
+        await server.set_serving(True)
+        assert await ask(address, None) == "SERVING"
+        assert await ask(server.address, None) == "UNAVAILABLE"
+        async with open_channel(address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await target_grpc.TargetServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=5)
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        await server.drain()
+        assert await ask(address, None) == "NOT_SERVING"
+    finally:
+        await server.stop()
+    assert await ask(address, None) == "UNAVAILABLE"
 
 
 async def test_the_gateway_gets_in_and_nobody_else(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
