@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive chaos soak fuzz kernels lint protos docs lock compose bench dist install clean
+.PHONY: demo test test-exhaustive chaos soak fuzz kernels lint protos docs lock chart compose bench dist install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -76,6 +76,11 @@ lock: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip compile pyproject.toml --constraints constraints.txt --python-version 3.11 --universal \
 	  --generate-hashes --no-annotate --custom-compile-command "make lock" --upgrade --output-file requirements.lock
+
+# tests/deploy/rendered, what Helm makes of deploy/helm/tandem; `make test` looks at these files.
+chart: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check helm-python-sdk==0.2.2
+	$(BIN)/python -m tests.deploy.render
 
 # The image and docker-compose.yml, tried as a user would; needs Docker.
 compose: $(STAMP)

@@ -35,7 +35,7 @@ def test_sdist_and_wheel_are_complete(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", build], cwd=checkout, check=True, capture_output=True)
     shutil.unpack_archive(tmp_path / f"tandem_specdec-{specdec.__version__}.tar.gz", tmp_path)
     unpacked = tmp_path / f"tandem_specdec-{specdec.__version__}"
-    parts = (*PACKAGES, "benchmarks", "docs", "protos", "tests")
+    parts = (*PACKAGES, "benchmarks", "deploy", "docs", "protos", "tests")
     shutil.rmtree(checkout / "tandem_specdec.egg-info")
     assert files_of(unpacked, *parts) == files_of(checkout, *parts)
 
