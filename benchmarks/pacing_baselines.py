@@ -75,6 +75,10 @@ class SharedLengthPace:
             stats.num_draft_tokens += num_asked
             self._target.record(now_ns - last_ns, len(verdict.token_ids))
 
+    def skip(self, now_ns: int) -> None:
+        """See :class:`~gateway.pacing.pace.Pace`."""
+        self._last_ns = now_ns
+
     def leave(self) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
         self._target.num_sessions -= self._is_open

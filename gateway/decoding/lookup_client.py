@@ -39,10 +39,9 @@ class LookupClient:
             if self._num_pending:
                 self._task = asyncio.create_task(self._ingest_rest())
 
-    def commit(self, token_ids: tuple[int, ...]) -> None:
-        """Tokens were committed."""
-        for text in self._texts:
-            text.replace(len(text.token_ids), token_ids)
+    def commit(self) -> None:
+        """Take over the tokens that were committed."""
+        self._extend()
         if self._task is None or self._task.done():
             self._catch_up()
 
@@ -72,6 +71,7 @@ class LookupClient:
         """The request is over: its output becomes one of the past ones."""
         if self._task is not None:
             self._task.cancel()
+        self._extend()
         for lookup, text in zip(self._lookups, self._texts, strict=False):
             lookup.close(text)
         self._texts = []
@@ -79,6 +79,11 @@ class LookupClient:
     @property
     def _num_pending(self) -> int:
         return max((text.num_pending for text in self._texts), default=0)
+
+    def _extend(self) -> None:
+        for text in self._texts:
+            length = len(text.token_ids)
+            text.replace(length, self._state.after(length))
 
     def _catch_up(self) -> None:
         for text in self._texts:

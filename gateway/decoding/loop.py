@@ -19,6 +19,7 @@ from gateway.decoding.lookup_client import LookupClient
 from gateway.decoding.metrics import SpeculationMetrics
 from gateway.decoding.plain_reason import PlainReason
 from gateway.decoding.request import DecodingRequest, RequestState
+from gateway.decoding.round import Round
 from gateway.decoding.target_client import TargetClient
 from gateway.pacing.lookup_pacer import LookupPace, LookupPacer
 from gateway.pacing.pace import FixedPace, Pace
@@ -73,12 +74,6 @@ class Decoding:
         self._lookup = LookupClient(context.lookups, self._state)
         self._pace: Pace = FixedPace(0)
         self._lookup_pace = LookupPace(LookupPacer())
-        #: When the round in progress was asked for, or when the last verdict came if the round was asked for earlier;
-        #: and how many drafted tokens were asked for.
-        self._asked_ns = 0
-        self._num_asked = 0
-        #: Whether the latest round's tokens were looked up.
-        self._is_looked_up = False
         #: Since when the loop waits for a proposal; None while it does not.
         self._waiting_since_ns: int | None = None
         #: Whether drafted tokens were ever wanted, and whether ever too many sequences were open for them.
@@ -118,8 +113,8 @@ class Decoding:
                 than it may be opened again.
         """
         self._context.open_sessions += 1
-        self._lookup.start()
         try:
+            self._lookup.start()
             while True:
                 verdict = self._commit(await self._next_in_time())
                 if verdict.finish_reason is None:
@@ -212,13 +207,11 @@ class Decoding:
         Waits for nobody. Where the draft has no proposal yet, :meth:`_ask` waits for it.
         """
         target, draft = self._target, self._draft
-        target.commit(verdict.token_ids)
+        target.commit(verdict.token_ids, draft.k)
         if target.num_multi_step_left and not self.request.num_speculative_tokens:
             return
-        if target.round is not None:
-            self._note_start(target.round, draft.k)
         draft.commit(verdict.token_ids, verdict.hidden_states)
-        self._lookup.commit(verdict.token_ids)
+        self._lookup.commit()
         if self._start_looked_up():
             await asyncio.sleep(0)  # the message leaves now
             return
@@ -263,10 +256,15 @@ class Decoding:
         if not num_tokens:
             return False
         proposal = Proposal(0, len(self._state), match.token_ids[:num_tokens])
+        try:
+            self._target.start(
+                Round(proposal, num_tokens, is_looked_up=True), 0 if waits else self._state.num_remaining
+            )
+        except InvalidRequest as error:
+            logger.warning("session %s decodes without look-ups: %s", self._state.session_id, error)
+            self._lookup.stop()
+            return False
         self.metrics.num_received_draft_tokens += num_tokens
-        self._target.start(proposal, 0 if waits else self._state.num_remaining)
-        self._note_start(proposal, num_tokens)
-        self._is_looked_up = True
         return True
 
     def _start_fitting(self) -> None:
@@ -274,21 +272,12 @@ class Decoding:
         if not self._target.may_start or (proposal := self._draft.take()) is None:
             return
         try:
-            self._target.start(proposal)
+            self._target.start(Round(proposal, self._draft.k))
         except InvalidRequest as error:
             self._draft.refuse(error)
-        else:
-            self._note_start(proposal, self._draft.k)
-
-    def _note_start(self, proposal: Proposal, num_asked: int) -> None:
-        """The round of a proposal is in progress; ``num_asked`` tokens were asked for."""
-        now_ns = time.perf_counter_ns()
-        # A proposal made before the verdict was asked for with the last round, and so was its length.
-        self._num_asked = max(num_asked, len(proposal.token_ids))
-        self._is_looked_up = False
-        self._asked_ns = now_ns
+            return
         if self._waiting_since_ns is not None:
-            self.metrics.draft_wait_ns += now_ns - self._waiting_since_ns
+            self.metrics.draft_wait_ns += time.perf_counter_ns() - self._waiting_since_ns
 
     def _num_draft_tokens(self, num_remaining: int) -> int:
         """Drafted tokens wanted in the next round, with so many tokens still to be generated."""
@@ -299,24 +288,21 @@ class Decoding:
         self._wanted_draft |= wanted > 0
         return wanted
 
-    def _record(self, proposal: Proposal | None, verdict: Verdict) -> Verdict:
-        """Count a verdict, of the round of ``proposal`` or of multi-step decode."""
+    def _record(self, answered: Round | None, verdict: Verdict) -> Verdict:
+        """Count a verdict, of a round or of multi-step decode."""
         now_ns = time.perf_counter_ns()
-        depth = None
-        if proposal is not None:
-            self.metrics.draft_ns += proposal.draft_ns
-            if proposal.parents and verdict.num_draft_tokens:
-                depth = proposal.cut(verdict.num_draft_tokens).depth
-        self.metrics.record(verdict, now_ns - self._asked_ns, depth)
         if self._lookup.is_on:
             self._lookup_pace.record(verdict)
-        if proposal is None or self._is_looked_up:
+        if answered is None:
             self._pace.record(verdict, 0, now_ns)
+            return verdict
+        depth = answered.tree_depth(verdict)
+        self.metrics.draft_ns += answered.proposal.draft_ns
+        self.metrics.record(verdict, now_ns - answered.asked_ns, depth)
+        if answered.is_looked_up:
+            self._pace.skip(now_ns)
         else:
-            # Drafted tokens that the target cut off say nothing of their acceptance.
-            is_cut = verdict.num_draft_tokens < len(proposal.token_ids)
-            num_asked = verdict.num_draft_tokens if is_cut else max(self._num_asked, verdict.num_draft_tokens)
-            self._pace.record(verdict, num_asked, now_ns, tree_depth=depth)
+            self._pace.record(verdict, answered.num_tried(verdict), now_ns, tree_depth=depth)
         return verdict
 
     def _commit(self, verdict: Verdict) -> Verdict:

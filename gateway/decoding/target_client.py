@@ -10,6 +10,7 @@ from typing import Final
 from gateway.decoding.closing import close_session
 from gateway.decoding.metrics import SpeculationMetrics
 from gateway.decoding.request import RequestState
+from gateway.decoding.round import Round
 from gateway.routing import HiddenStateSpec, Replica, Router
 from specdec.backends import TargetBackend, TargetSession
 from specdec.errors import InvalidRequest, Overloaded, StaleSession, TandemError, Unavailable
@@ -39,16 +40,16 @@ class TargetClient:
         self._wait_s = wait_s
         #: What the first target found on opening; None before the first verdict.
         self.opened: TargetOpened | None = None
-        #: The proposal whose round is in progress.
-        self.round: Proposal | None = None
-        #: Tokens that the target goes on to decode by itself.
-        self.num_multi_step_left = 0
+        #: The round in progress.
+        self.round: Round | None = None
+        #: Tokens that the target goes on to decode by itself, and the length up to which it may.
+        self.num_multi_step_left = self._multi_step_end = 0
         #: Proposals the target holds for rounds after the one in progress.
         self._offered = PendingProposals()
-        #: The latest proposal for the place of a multi-step token, the length it continues, and the most tokens that
-        #: one of them had: the target takes it or drops it.
-        self._early: Proposal | None = None
-        self._early_len = self._max_early = 0
+        #: Rounds asked for in place of multi-step tokens, without what was committed since, and the length that the
+        #: latest one continues: the target takes one or drops it.
+        self._early: list[Round] = []
+        self._early_len = 0
         self._is_ending = False
         self._session: TargetSession | None = None
         self._replica: Replica[TargetBackend] | None = None
@@ -104,13 +105,14 @@ class TargetClient:
             last_hidden_state_only=states.last_only,
         )
         self._session = session = await self._replica.backend.open(spec)
+        self._multi_step_end = len(self._state) + 1 + num_multi_step
         first = self._checked(session.first)
         self.num_multi_step_left = first.num_multi_step_left
         self.opened = self.opened or session.opened
         return first
 
-    def start(self, proposal: Proposal, multi_step_tokens: int = 0) -> None:
-        """Ask for the round of a proposal that fits the committed tokens, and for multi-step decode after it.
+    def start(self, round_: Round, multi_step_tokens: int = 0) -> None:
+        """Ask for a round whose proposal fits the committed tokens, and for multi-step decode after it.
 
         While multi-step decode continues, the target takes what is left of it, or drops it.
 
@@ -118,15 +120,16 @@ class TargetClient:
             InvalidRequest: the target cannot verify it.
         """
         length = len(self._state)
-        proposal = replace(proposal, epoch=self._epoch, base_len=length, assumed_token_ids=())
+        proposal = replace(round_.proposal, epoch=self._epoch, base_len=length, assumed_token_ids=())
         self._open_session.offer(proposal, multi_step_tokens)
+        end = length + multi_step_tokens if multi_step_tokens else 0
         if multi_step_tokens:
             self._is_ending = False
         if self.num_multi_step_left:
-            self._early, self._early_len = proposal, length
-            self._max_early = max(self._max_early, len(proposal.token_ids))
+            self._early.append(replace(round_, proposal=proposal))
+            self._early_len, self._multi_step_end = length, max(self._multi_step_end, end)
         else:
-            self.round = proposal
+            self.round, self._multi_step_end = round_, end
 
     def offer(self, path: Path, proposal: Proposal) -> None:
         """Give the target a proposal before the verdict it assumes, where it can be kept. Raises what :meth:`start`
@@ -141,6 +144,7 @@ class TargetClient:
         """Have the target decode so many more tokens without proposals; it drops those it holds."""
         self._offered.clear()
         self.num_multi_step_left, self._is_ending = num_tokens, False
+        self._multi_step_end = len(self._state) + num_tokens
         self._open_session.multi_step_decode(len(self._state), num_tokens)
 
     def end_multi_step(self) -> None:
@@ -149,22 +153,29 @@ class TargetClient:
             self._is_ending = True
             self._open_session.multi_step_decode(len(self._state), 0)
 
-    async def receive(self) -> tuple[Proposal | None, Verdict]:
-        """The next verdict, and the proposal of its round; None: it is multi-step decode's."""
+    async def receive(self) -> tuple[Round | None, Verdict]:
+        """The next verdict, and its round; None: it is multi-step decode's."""
         verdict = self._checked(await self._open_session.receive())
-        answered = self.round
-        if answered is None and verdict.num_draft_tokens:
-            answered = self._early
+        answered, num_tokens = self.round, verdict.num_draft_tokens
+        if answered is None and num_tokens:
+            # Near the limit the target drops drafted tokens; the newest of equal rounds counts.
+            rounds = [early for early in reversed(self._early) if len(early.proposal.token_ids) >= num_tokens]
+            answered = min(rounds, key=lambda early: len(early.proposal.token_ids))
         self.round = None
         self.num_multi_step_left = verdict.num_multi_step_left
         if not verdict.num_multi_step_left:
-            self._early, self._early_len, self._max_early, self._is_ending = None, 0, 0, False
+            self._forget_multi_step()
         return answered, verdict
 
-    def commit(self, token_ids: tuple[int, ...]) -> None:
-        """Tokens were committed: where the target holds the proposal that fits now, its round is in progress."""
+    def commit(self, token_ids: tuple[int, ...], num_asked: int) -> None:
+        """Tokens were committed: where the target holds the proposal that fits now, its round is in progress.
+
+        ``num_asked``: drafted tokens that were asked for when it was drafted.
+        """
         self._offered.commit(token_ids)
-        self.round = self._offered.take()
+        fitting = self._offered.take()
+        self.round = None if fitting is None else Round(fitting, num_asked)
+        self._early = [rest for early in self._early if (rest := early.after(token_ids)) is not None]
 
     async def recover(self, error: TandemError) -> None:
         """Prepare for a new session after the target was lost; raises when it was lost too often."""
@@ -212,19 +223,23 @@ class TargetClient:
 
     def _is_possible(self, verdict: Verdict) -> bool:
         """Whether a verdict answers what was asked for; one that does not comes of a fault of the target."""
-        num_asked = self._max_early if self.round is None else len(self.round.token_ids)
-        token_ids = verdict.token_ids
+        rounds = self._early if self.round is None else [self.round]
+        num_asked = max((len(asked.proposal.token_ids) for asked in rounds), default=0)
+        token_ids, num_left = verdict.token_ids, verdict.num_multi_step_left
         return (
             len(token_ids) <= self._state.num_remaining
+            and (not num_left or verdict.base_len + len(token_ids) + num_left <= self._multi_step_end)
             and max(token_ids, default=0) < self._router.model().vocab_size
             and verdict.num_accepted <= verdict.num_draft_tokens <= num_asked
             and len(verdict.logprobs) in (0, len(token_ids))
         )
 
+    def _forget_multi_step(self) -> None:
+        self._early, self._early_len, self._multi_step_end, self._is_ending = [], 0, 0, False
+
     async def _drop(self) -> None:
-        self.round = self._early = None
-        self.num_multi_step_left = self._early_len = self._max_early = 0
-        self._is_ending = False
+        self.round, self.num_multi_step_left = None, 0
+        self._forget_multi_step()
         self._offered.clear()
         session, self._session = self._session, None
         if session is not None:

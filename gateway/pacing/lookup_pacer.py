@@ -48,17 +48,18 @@ class LookupPacer:
         """Whether steps carry one session as a rule."""
         return self._sessions < 1.5
 
-    def price(self, num_tokens: int) -> float:
-        """Tokens that all sessions lose by a round of so many drafted ones."""
+    def prices(self, num_tokens: int) -> list[float]:
+        """Tokens that all sessions lose by rounds of 0, 1, … ``num_tokens`` drafted ones."""
         sessions, context = max(self._sessions, 1.0), self._context
         step_ns = self._cost.predict(sessions, sessions, context)
         if not step_ns:
-            return 0.0
+            return [0.0] * (num_tokens + 1)
         rows = max(self._rows, sessions)
-        added_ns = self._cost.predict(rows + num_tokens, sessions, context) - self._cost.predict(
-            rows, sessions, context
-        )
-        return (added_ns + ROUND_NS) * sessions / step_ns
+        before_ns = self._cost.predict(rows, sessions, context) - ROUND_NS
+        return [
+            (self._cost.predict(rows + count, sessions, context) - before_ns) * sessions / step_ns
+            for count in range(num_tokens + 1)
+        ]
 
 
 class LookupPace:
@@ -90,9 +91,9 @@ class LookupPace:
         first, following = self._acceptance.rates(match.length)
         best = gain = expected = 0.0
         survival = likely = first
-        for num_tokens in range(1, count + 1):
+        for num_tokens, price in enumerate(self._pacer.prices(count)[1:], 1):
             expected += survival
-            net = expected - self._pacer.price(num_tokens)
+            net = expected - price
             if net > gain:
                 best, gain, likely = num_tokens, net, survival
             survival *= following

@@ -34,6 +34,10 @@ class Pace(Protocol):
         """
         ...
 
+    def skip(self, now_ns: int) -> None:
+        """The verdict of a round arrived whose tokens no draft service drafted: it tells no price."""
+        ...
+
     def leave(self) -> None:
         """The session is over. Idempotent."""
         ...
@@ -65,6 +69,9 @@ class FixedPace:
         return self.k
 
     def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
+        """Do nothing: nothing is learned."""
+
+    def skip(self, now_ns: int) -> None:
         """Do nothing: nothing is learned."""
 
     def leave(self) -> None:

@@ -180,6 +180,10 @@ class SessionPace:
         if self._limit:
             target.book(now_ns - last_ns, self._trial_loss_ns(num_tokens, num_asked))
 
+    def skip(self, now_ns: int) -> None:
+        """See :class:`~gateway.pacing.pace.Pace`."""
+        self._last_ns = now_ns
+
     def leave(self) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
         if self._is_open:

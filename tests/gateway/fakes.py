@@ -220,6 +220,8 @@ class FakeTarget(FakeBackend):
         self.num_started_by_offers = 0
         self.num_early_rounds = 0
         self.num_superseded = 0
+        #: Nanoseconds that drafts say they took for the proposals verified.
+        self.draft_ns = 0
 
     async def open(self, spec, on_states=None):
         await self.work("open", self.open_latency_s)
@@ -255,6 +257,7 @@ class FakeTargetSession(FakeSession):
 
     def offer(self, proposal, multi_step_tokens=0):
         assert not self.closed
+        self.backend.faults.hit("offer")
         assert proposal.epoch == self.spec.epoch
         assert len(proposal.token_ids) <= self.spec.num_speculative_tokens
         if any(not 0 <= token < VOCAB for token in proposal.token_ids) and self.backend.model.vocab_size == VOCAB:
@@ -316,6 +319,7 @@ class FakeTargetSession(FakeSession):
         await self.backend.work("verify" if self.asked else "multi_step")
         self.backend.num_started_by_offers += started_by_offer
         verdict = self.commit(drafted)
+        self.backend.draft_ns += self.asked.draft_ns if self.asked else 0
         if self.asked and not self.is_multi_step:
             self.multi_step_from = len(self.token_ids)
         self.asked = None
@@ -464,7 +468,14 @@ class FakeDraftSession(FakeSession):
         if backend.empty_every and backend.num_proposals % backend.empty_every == 0:
             chain = ()
         likelihood = backend.likelihood if assumed else 0.0
-        return Proposal(self.spec.epoch, len(known), chain, assumed_token_ids=assumed, likelihood=likelihood)
+        return Proposal(
+            self.spec.epoch,
+            len(known),
+            chain,
+            assumed_token_ids=assumed,
+            likelihood=likelihood,
+            draft_ns=100 + backend.num_proposals,
+        )
 
 
 def target_info(**changes):

@@ -67,7 +67,30 @@ async def test_any_order_of_events(seed, lookup, temperature):
         assert out == wanted(request)
         assert decoding.metrics.num_accepted_draft_tokens > 10
     assert target.num_early_rounds > 0
+    assert sum(decoding.metrics.draft_ns for _, decoding in outs) == target.draft_ns
     assert_all_closed(target, draft)
+
+
+class Witness(FixedPace):
+    """Notes the drafted tokens of the verdicts that are told as plain ones, and of those that count for nothing."""
+
+    def __init__(self):
+        super().__init__(0)
+        self.plain, self.num_skipped = [], 0
+
+    def record(self, verdict, num_asked, now_ns, *, tree_depth=None):
+        self.plain.append(verdict.num_draft_tokens)
+
+    def skip(self, now_ns):
+        self.num_skipped += 1
+
+
+async def test_rounds_that_were_looked_up_are_no_plain_decoding():
+    context, witness = context_of([target_of(latency_s=0.0005)], lookup=("suffix",)), Witness()
+    context.pace = lambda replica, limit: witness
+    _, decoding = await run(context, request_of(6, max_tokens=100))
+    assert decoding.metrics.num_spec_steps == witness.num_skipped > 5
+    assert not any(witness.plain)
 
 
 @pytest.mark.parametrize("event", ["open", "verify", "multi_step"])
@@ -97,7 +120,8 @@ async def test_a_model_drafts_where_only_short_matches_are_found():
     client.start()
     assert client.find(4, only_long=False) == Match((9, 4, 9, 4), 1)
     assert client.find(4, only_long=True) is None
-    client.commit((9,))
+    state.commit((9,))
+    client.commit()
     assert client.find(1, only_long=True) == Match((4,), 2)
     assert client.find(0, only_long=False) is None
 
@@ -107,7 +131,8 @@ async def test_a_long_prompt_is_ingested_between_other_tasks():
     state = RequestState(DecodingRequest(prompt=prompt, params=params(), num_speculative_tokens=4))
     client = LookupClient(make_lookups(("ngram",), LookupSettings()), state)
     client.start()
-    client.commit((5, 6))
+    state.commit((5, 6))
+    client.commit()
     turns = 0
     while client.find(2, only_long=False) is None:
         await asyncio.sleep(0)
@@ -165,3 +190,34 @@ async def test_a_target_that_refuses_what_was_looked_up_decodes_without():
     assert decoding.metrics.num_target_failures == 1
     assert decoding.metrics.num_spec_steps == 2
     assert_all_closed(target)
+
+
+async def test_what_an_embedded_target_refuses_at_once():
+    """No message lies between: the call raises. Nothing was drafted."""
+    target = target_of(faults=Faults(offer={0: InvalidRequest("no such token")}))
+    out, decoding = await run(context_of([target], lookup=("suffix",)), request_of(6, max_tokens=80))
+    assert out == wanted(decoding.request)
+    metrics = decoding.metrics
+    assert (metrics.num_spec_steps, metrics.num_received_draft_tokens, metrics.num_target_failures) == (0, 0, 0)
+    assert_all_closed(target)
+
+
+async def test_a_look_up_that_fails_leaves_no_session_behind():
+    class Broken:
+        def open(self, spec):
+            raise MemoryError
+
+    context = context_of([target_of()], lookup=("suffix",))
+    context.lookups = (Broken(),)
+    with pytest.raises(MemoryError):
+        await run(context, request_of(6))
+    assert context.open_sessions == 0
+
+
+async def test_past_outputs_are_whole():
+    context = context_of([target_of()], lookup=("suffix",))
+    out, _ = await run(context, request_of(6, max_tokens=50))
+    await asyncio.sleep(0)
+    cache = context.lookups[0].past.of("").cache
+    assert cache.size.num_tokens == len(out) == 50
+    assert cache.count(out[-4:]) >= 1

@@ -206,6 +206,7 @@ class Altered(asyncio.Queue):
         {"num_accepted": 2**31, "num_draft_tokens": 2**31},
         {"num_accepted": 5},
         {"logprobs": logprobs_of(3, 1) * 7},
+        {"num_multi_step_left": 1000},
     ],
     ids=", ".join,
 )

@@ -80,14 +80,14 @@ def test_long_matches_are_drafted_and_short_ones_are_not_at_the_same_time():
 
 def test_the_price_is_that_of_rows_and_messages():
     pacer = LookupPacer()
-    assert pacer.price(8) == 0.0  # of a target that was never seen
+    assert pacer.prices(16)[8] == 0.0  # of a target that was never seen
     steps(pacer, 8, row_ms=0.1)
     step_ms = 1.0 + 0.1 * 8
-    assert pacer.price(0) == pytest.approx(0.4 * 8 / step_ms, rel=0.1)
-    assert pacer.price(16) - pacer.price(0) == pytest.approx(1.6 * 8 / step_ms, rel=0.25)
+    assert pacer.prices(16)[0] == pytest.approx(0.4 * 8 / step_ms, rel=0.1)
+    assert pacer.prices(16)[16] - pacer.prices(16)[0] == pytest.approx(1.6 * 8 / step_ms, rel=0.25)
     alone = LookupPacer()
     steps(alone, 1, row_ms=0.1)
-    assert alone.price(16) < pacer.price(16) / 2
+    assert alone.prices(16)[16] < pacer.prices(16)[16] / 2
 
 
 def test_nobody_waits_for_the_next_round_of_a_match_that_may_end():

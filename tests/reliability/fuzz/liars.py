@@ -67,10 +67,12 @@ TARGET_LIES = _lies_of(
                 token_ids=[9] * num_tokens,
                 finish_reason=reason,
                 logprobs=[pb.PositionLogprobs(token=pb.TokenLogprob(token_id=9))],
+                num_multi_step_left=num_left,
             )
         )
         for base_len, num_tokens in ((3, 1), (3, 2), (4, 1), (5, 1))
         for reason in (pb.FINISH_REASON_UNSPECIFIED, pb.FINISH_REASON_LENGTH)
+        for num_left in (0, 1, 1000)
     ),
     target_pb.VerifyResponse(hidden_states=_STATES),
 )

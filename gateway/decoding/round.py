@@ -1,0 +1,40 @@
+"""One round of a request: the proposal that the target was asked to verify, and what was asked for with it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from specdec.types import Proposal, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A proposal on its way through the target."""
+
+    proposal: Proposal
+    #: Drafted tokens asked for; a proposal may have fewer.
+    num_asked: int
+    #: Whether the gateway looked the tokens up; else a draft service drafted them.
+    is_looked_up: bool = False
+    #: When the round was asked for, or the verdict came that started a proposal which the target held already.
+    asked_ns: int = field(default_factory=time.perf_counter_ns)
+
+    def after(self, token_ids: tuple[int, ...]) -> Self | None:
+        """What is left of the round once these tokens are committed; None: nothing."""
+        proposal = self.proposal.after(token_ids)
+        if proposal is None or not proposal.token_ids:
+            return None
+        return replace(self, proposal=proposal, num_asked=self.num_asked - len(token_ids))
+
+    def num_tried(self, verdict: Verdict) -> int:
+        """Drafted tokens that were asked for, less those that the target cut off: these say nothing of acceptance."""
+        is_cut = verdict.num_draft_tokens < len(self.proposal.token_ids)
+        return verdict.num_draft_tokens if is_cut else max(self.num_asked, verdict.num_draft_tokens)
+
+    def tree_depth(self, verdict: Verdict) -> int | None:
+        """Levels of the verified tree; None for a chain."""
+        if not self.proposal.parents or not verdict.num_draft_tokens:
+            return None
+        return self.proposal.cut(verdict.num_draft_tokens).depth
