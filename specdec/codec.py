@@ -138,12 +138,15 @@ def encode_open_target(spec: SessionSpec) -> target_pb.OpenTargetSession:
 
 def decode_open_target(message: target_pb.OpenTargetSession) -> SessionSpec:
     """The spec of a target session."""
+    share = message.max_kv_share if message.HasField("max_kv_share") else None
+    if share is not None and not 0.0 <= share <= 1.0:  # NaN included
+        raise InvalidRequest(f"max_kv_share is {share}; give a number from 0 to 1", param="max_kv_share")
     return replace(
         decode_open_draft(message),
         multi_step_tokens=message.multi_step_tokens,
         hidden_state_layers=tuple(message.hidden_state_layers),
         last_hidden_state_only=message.last_hidden_state_only,
-        max_kv_share=message.max_kv_share if message.HasField("max_kv_share") else None,
+        max_kv_share=share,
     )
 
 

@@ -222,6 +222,11 @@ def test_a_temperature_is_the_same_number_on_both_sides():
             "verification is 9",
         ),
         (
+            codec.decode_open_target,
+            target_pb.OpenTargetSession(token_ids=[1], prompt_len=1, max_tokens=4, max_kv_share=float("inf")),
+            "max_kv_share is inf; give a number from 0 to 1",
+        ),
+        (
             codec.decode_hidden_states,
             pb.HiddenStates(num_features=2, dtype="int8", data=b"1234"),
             "'int8'; known are bfloat16, float16, float32",
