@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import multiprocessing
 import re
 import socket
 import statistics
@@ -20,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import grpc
@@ -27,6 +27,7 @@ import grpc.aio
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.attacker import Attacker
 from benchmarks.hostile_requests import MB, NUM_STREAMS, Server, Streams, serving
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import target_service_pb2_grpc, types_pb2
@@ -246,23 +247,23 @@ ATTACKS: Final[Mapping[str, ConnectionAttack]] = {
 }
 
 
-def _attacker(server: Server, orders: Any, reports: Any) -> None:
-    """A process that makes the attacks it is ordered."""
+def attack(server: Server, connection: Connection) -> None:
+    """Make each attack that is ordered, until the next order; answer when it has begun, and then with its outcomes."""
 
     async def hold(name: str) -> Outcomes:
         outcomes = Outcomes()
-        attack = asyncio.create_task(ATTACKS[name].run(server, outcomes))
-        reports.put(None)
-        await asyncio.to_thread(orders.get)
-        if attack.done():
-            attack.result()
+        task = asyncio.create_task(ATTACKS[name].run(server, outcomes))
+        connection.send("begun")
+        await asyncio.to_thread(connection.recv)
+        if task.done():
+            task.result()
         outcomes = Outcomes(outcomes)
-        attack.cancel()
-        await asyncio.gather(attack, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
         return outcomes
 
-    for name in iter(orders.get, None):
-        reports.put(dict(+asyncio.run(hold(name))))
+    while True:
+        connection.send(dict(+asyncio.run(hold(connection.recv()))))
 
 
 @dataclass(slots=True)
@@ -351,7 +352,7 @@ async def _load(target: str) -> types_pb2.ServerLoad:
     return answer.load
 
 
-async def measure(server: Server, names: list[str], orders: Any, reports: Any) -> None:
+async def measure(server: Server, names: list[str], attacker: Attacker) -> None:
     """Print a row for no attack, then one for each attack."""
     target = _target_address(server)
     streams, probes = Streams(), Probes()
@@ -365,8 +366,8 @@ async def measure(server: Server, names: list[str], orders: Any, reports: Any) -
             streams.take()
             await probes.take()
             if name:
-                orders.put(name)
-                await asyncio.to_thread(reports.get)
+                attacker.tell(name)
+                await attacker.answer()
             begun, most, busy_s = time.monotonic(), 0, 0.0
             for number in itertools.count():
                 if (now_s := time.monotonic() - begun) > seconds:
@@ -381,8 +382,8 @@ async def measure(server: Server, names: list[str], orders: Any, reports: Any) -
             times = await probes.take()
             outcomes: dict[str, int] = {}
             if name:
-                orders.put("end")
-                outcomes = await asyncio.to_thread(reports.get)
+                attacker.tell("end")
+                outcomes = await attacker.answer()
             freed_s = await _until_free(target)
             after = server.memory_bytes()
             cells = [name or "none", f"{p99:.1f}", f"{longest:.0f}", f"{count / seconds:.0f}"]
@@ -430,20 +431,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="regular expression of the attacks to make")
     args, flags = parser.parse_known_args()
     names = [name for name in ATTACKS if re.search(args.only, name)]
-    context = multiprocessing.get_context("spawn")
-    orders, reports = context.Queue(), context.Queue()
     print(
         "| attack | ITL p99 ms | longest wait ms | tokens/s | /health ms | gRPC health ms | TTFT ms | MB at most |"
         " MB after | s busy | s until free | connections |"
     )
     print("|" + " --- |" * 12)
     with serving(*flags) as server:
-        attacker = context.Process(target=_attacker, args=(server, orders, reports), daemon=True)
-        attacker.start()
+        attacker = Attacker(attack, server)
         try:
-            asyncio.run(measure(server, names, orders, reports))
+            asyncio.run(measure(server, names, attacker))
         finally:
-            attacker.terminate()
+            attacker.close()
 
 
 if __name__ == "__main__":

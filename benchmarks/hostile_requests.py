@@ -1,8 +1,8 @@
 """What single hostile requests cost everybody else.
 
 ``python -m benchmarks.hostile_requests`` starts ``tandem serve`` with the bundled pair and keeps eight streams running.
-Each attack in turn is sent five times a second for some seconds. The table has the inter-token latency of the streams,
-and the memory of the gateway with its workers above that at the start.
+It sends one attack after the other, each five times a second for some seconds. The table has the inter-token latency of
+the streams, and the memory of the gateway with its workers above that at the start.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import multiprocessing
 import re
 import socket
 import statistics
@@ -23,12 +22,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import grpc
 import grpc.aio
 import psutil
 
+from benchmarks.attacker import Attacker
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2
 from specdec.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -156,15 +157,15 @@ def strike(server: Server, attack: Attack, raw: bytes, timeout_s: float = 60.0) 
 
 def _send(server: Server, raw: bytes, timeout_s: float) -> str:
     answer = b""
-    with socket.create_connection(("127.0.0.1", server.rest_port), timeout=timeout_s) as connection:
-        try:
+    try:
+        with socket.create_connection(("127.0.0.1", server.rest_port), timeout=timeout_s) as connection:
             connection.sendall(raw)
             while piece := connection.recv(2**20):
                 answer = answer or piece
-        except ConnectionError:  # the server closes the connection of a client that sends on after its refusal
-            pass
-        except TimeoutError:
-            return "no answer"
+    except ConnectionError:  # the server closes the connection of a client that sends on after its refusal
+        pass
+    except TimeoutError:
+        return "no answer"
     return answer.split(maxsplit=2)[1].decode() if answer else "closed"
 
 
@@ -184,23 +185,25 @@ def _call(server: Server, method: str, raw: bytes, timeout_s: float) -> str:
     return "OK"
 
 
-def _attacker(server: Server, orders: Any, reports: Any) -> None:
-    """A process that sends what it is ordered, five times a second each, until the next order."""
-    for name, seconds in iter(orders.get, None):
-        attack = ATTACKS[name]
-        raw, answers, threads = attack.make(), Counter[str](), []
-        reports.put(None)
+def attack(server: Server, connection: Connection) -> None:
+    """Send each attack that is ordered, five times a second for some seconds; answer when its bytes are built, and then
+    with its answers.
+    """
+    while True:
+        name, seconds = connection.recv()
+        raw, answers, threads = ATTACKS[name].make(), Counter[str](), []
+        connection.send("begun")
         begun = time.monotonic()
         for number in itertools.count():
             time.sleep(max(0.0, begun + number / ATTACKS_PER_S - time.monotonic()))
             if time.monotonic() >= begun + seconds:
                 break
-            send = threading.Thread(target=lambda a=attack, r=raw, n=answers: n.update([strike(server, a, r)]))
+            send = threading.Thread(target=lambda a=ATTACKS[name], r=raw, n=answers: n.update([strike(server, a, r)]))
             send.start()
             threads.append(send)
         for thread in threads:
             thread.join()
-        reports.put(dict(answers))
+        connection.send(dict(answers))
 
 
 @dataclass(slots=True)
@@ -252,7 +255,7 @@ def serving(*flags: str) -> Iterator[Server]:
         process.wait(60)
 
 
-async def measure(server: Server, names: list[str], seconds: float, orders: Any, reports: Any) -> list[dict[str, Any]]:
+async def measure(server: Server, names: list[str], seconds: float, attacker: Attacker) -> list[dict[str, Any]]:
     """A row for no attack, then one for each attack."""
     streams = Streams()
     tasks = [asyncio.create_task(streams.run(server, number)) for number in range(NUM_STREAMS)]
@@ -262,15 +265,15 @@ async def measure(server: Server, names: list[str], seconds: float, orders: Any,
         start = server.memory_bytes()
         for name in ["", *names, ""]:
             if name:
-                orders.put((name, seconds))
-                await asyncio.to_thread(reports.get)  # it has built the bytes
+                attacker.tell((name, seconds))
+                await attacker.answer()
             streams.take()
             begun, most = time.monotonic(), 0
             while time.monotonic() < begun + seconds:
                 await asyncio.sleep(0.05)
                 most = max(most, server.memory_bytes())
             p99, longest, count = streams.take()
-            answers = await asyncio.to_thread(reports.get) if name else {}
+            answers = await attacker.answer() if name else {}
             row = {"attack": name or "none", "p99_ms": p99, "longest_ms": longest, "tokens_per_s": count / seconds}
             rows.append(row | {"memory_mb": (most - start) / MB, "answers": answers})
             _show(rows[-1])
@@ -300,18 +303,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="regular expression of the attacks to send")
     args = parser.parse_args()
     names = [name for name in ATTACKS if re.search(args.only, name)]
-    context = multiprocessing.get_context("spawn")
-    orders, reports = context.Queue(), context.Queue()
     print("| attack, 5 a second | ITL p99 ms | longest wait ms | tokens/s | memory MB | answers |")
     print("| --- | --- | --- | --- | --- | --- |")
     with serving() as server:
-        attacker = context.Process(target=_attacker, args=(server, orders, reports), daemon=True)
-        attacker.start()
+        attacker = Attacker(attack, server)
         try:
-            asyncio.run(measure(server, names, args.seconds, orders, reports))
+            asyncio.run(measure(server, names, args.seconds, attacker))
         finally:
-            orders.put(None)
-            attacker.terminate()
+            attacker.close()
 
 
 if __name__ == "__main__":
