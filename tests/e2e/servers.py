@@ -35,8 +35,6 @@ class ServerProcess:
         self.command = [sys.executable, "-m", module, *arguments]
         self.module = module
         self.ready = {}
-        #: KV blocks of conversations that a test left parked.
-        self.parked_blocks = 0
         self.log = deque(maxlen=200)
         self._is_ready = threading.Event()
         self._process = None
@@ -260,8 +258,8 @@ def speculates(stack, prompt):
 
 def is_free(stack):
     """Whether the targets hold no session, and no block but those of parked conversations."""
-    loads = [(target, stack.load_of_target(i)) for i, target in enumerate(stack.targets)]
-    return all(load.used_blocks <= target.parked_blocks and load.open_sessions == 0 for target, load in loads)
+    loads = map(stack.load_of_target, range(len(stack.targets)))
+    return all(load.used_blocks == load.parked_blocks and load.open_sessions == 0 for load in loads)
 
 
 def health_of(address, service=""):

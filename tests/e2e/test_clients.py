@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2
 from tandem.cli import main as cli
-from tests.e2e.servers import health_of, wait_until
+from tests.e2e.servers import health_of, is_free, wait_until
 
 pytestmark = pytest.mark.e2e
 PROTOS = str(Path(__file__).parents[2] / "protos")
@@ -125,8 +125,7 @@ def test_a_conversation_reuses_its_cache(client, model, stack):
     ]
     assert answers[0].choices[0].text == answers[1].choices[0].text
     assert answers[0].usage.prompt_tokens_details.cached_tokens > 5
-    wait_until(lambda: stack.load_of_target().open_sessions == 0, 15, "the target to park the conversation")
-    stack.targets[0].parked_blocks = stack.load_of_target().used_blocks
+    wait_until(lambda: is_free(stack), 15, "the target to park the conversation")
     assert stack.load_of_target().parked_sessions == 1
 
 

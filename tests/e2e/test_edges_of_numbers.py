@@ -14,7 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from specdec.params import parameters
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2
-from tests.e2e.servers import wait_until
+from tests.e2e.servers import is_free, wait_until
 
 #: JSON texts. Python's own parser reads the long ones only in part: it refuses more than 4,300 digits.
 WHOLE = [
@@ -147,9 +147,7 @@ def test_grpc(stack):
     asyncio.run(main())
     assert {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} <= codes
     assert_no_tracebacks(stack)
-    # A session id parks its conversation.
-    wait_until(lambda: stack.load_of_target().open_sessions == 0, 15, "the target to close the sessions")
-    stack.targets[0].parked_blocks = stack.load_of_target().used_blocks
+    wait_until(lambda: is_free(stack), 15, "the target to close the sessions, and to park those with an id")
 
 
 @pytest.mark.parametrize("seconds", ["1e308", "1e400", "nan", "-1", "1e15", "9" * 5000])
