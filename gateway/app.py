@@ -19,7 +19,7 @@ from gateway.backends.fleet import Fleet
 from gateway.generation import Generation
 from gateway.grpc.access import enter_call
 from gateway.grpc.servicer import SERVICE_NAME, GenerationServicer, add_to_server
-from gateway.limits import MOST_BODY_BYTES
+from gateway.limits import body_limit
 from gateway.pacing.pace import Pacer
 from gateway.pacing.target_pacer import TargetPacer
 from gateway.rest.app import make_app
@@ -46,7 +46,8 @@ BACKLOG: Final = 2048
 #: Bytes of an answer that the kernel keeps for a client, of which it takes twice as many. Left to itself it keeps
 #: megabytes, and a client that does not read is noticed late.
 SEND_BUFFER_BYTES: Final = 2**18
-#: gRPC calls whose message is received at once, each of which may take --max-body-bytes of memory.
+#: gRPC calls whose message is received at once. Each may take 16 MiB, so all take half of the 256 MiB that hostile
+#: requests may cost; with fewer, messages that stop half-way hold up others more often.
 MAX_RECEIVING: Final = 8
 #: Seconds between two checks of whether targets are up, and of whether a new draft head is.
 CHECK_INTERVAL_S: Final = 0.05
@@ -122,7 +123,7 @@ class Gateway:
                 insecure=True,  # checked by the gateway's settings
                 drain_s=settings.drain_s,
                 # What is above the limits of requests gets its own answer, with the time to wait.
-                max_message_bytes=settings.max_body_bytes or MOST_BODY_BYTES,
+                max_message_bytes=body_limit(settings),
                 max_receiving=MAX_RECEIVING,
                 max_concurrent_rpcs=2 * (settings.max_concurrent_sequences + settings.max_queued_requests),
                 max_connections=settings.max_connections,

@@ -8,22 +8,24 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Final, TypeVar
 
-from gateway.access.buffers import RequestBuffers
+from gateway.access.buffers import RequestBuffer, RequestBuffers
 from gateway.access.caller import current_caller
 from gateway.access.request_id import current_request_id
 from gateway.access.usage import Clients
 from gateway.decoding.context import DecodingContext
 from gateway.decoding.loop import Decoding
 from gateway.decoding.request import DecodingRequest
-from gateway.limits import MOST_BODY_BYTES, body_limit, check_request, check_text
+from gateway.limits import body_limit, check_request
 from gateway.merging import merge
 from gateway.metrics import GatewayMetrics
 from gateway.pacing.pace import Pacer
 from gateway.pacing.stats import PacingStatsCollector
 from gateway.pacing.target_pacer import TargetPacer
 from gateway.preparation import Preparation
+from gateway.prompt import encode_prompt
 from gateway.request_log import RequestLog
 from gateway.routing import Router
 from gateway.samples import SampleAssembler
@@ -97,7 +99,7 @@ class Generation:
         try:
             return body_limit(self.settings, self.router.model().max_model_len)
         except Unavailable:  # such a request is refused for that
-            return self.settings.max_body_bytes or MOST_BODY_BYTES
+            return body_limit(self.settings)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -189,7 +191,9 @@ class Generation:
         timeout_s = min((each for each in timeouts_s if each is not None), default=None)
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         check_request(request, self.settings, self.router.model())
-        prompt = await self.encode_prompt(request)
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            prompt = await self.encode(prompt, add_special_tokens=request.add_special_tokens)
         samples = self._preparation.prepare(request, prompt, self.router.model(), deadline=deadline)
         request_id = request.request_id or current_request_id()
         stops = StopStrings(request.params.stop)
@@ -221,21 +225,15 @@ class Generation:
                 prompt, request_id = chunk.prompt or prompt, chunk.request_id
         return GenerationResult(request_id, prompt, samples)
 
-    async def encode_prompt(self, request: GenerationRequest) -> Sequence[int]:
-        """The request's prompt as token ids."""
-        if not isinstance(request.prompt, str):
-            return request.prompt
-        return await self.encode(request.prompt, add_special_tokens=request.add_special_tokens)
-
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text."""
-        check_text(text, self.settings, self.router.model())
-        if len(text) <= SHORT_TEXT:
-            return self.text.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.text.encode, text, add_special_tokens=add_special_tokens)
+        """The token ids of a prompt; raises what :func:`encode_prompt` does."""
+        encode = partial(encode_prompt, self.text, text, self.router.model(), add_special_tokens=add_special_tokens)
+        return encode() if len(text) <= SHORT_TEXT else await asyncio.to_thread(encode)
 
-    async def read(self, function: Callable[[TextProcessor, bytes, ModelInfo, bool], T], raw: bytes) -> T:
-        """``function(text, raw, model, is_large)``, in a worker where ``raw`` is large.
+    async def read(
+        self, function: Callable[[TextProcessor, bytes, ModelInfo, bool], T], raw: bytes, buffer: RequestBuffer
+    ) -> T:
+        """``function(text, raw, model, is_large)``, in a worker where ``raw`` is large. ``buffer`` counts ``raw``.
 
         Raises:
             Overloaded: too many large requests wait to be read.
@@ -243,7 +241,7 @@ class Generation:
         model = self.router.model()
         if len(raw) <= SMALL_REQUEST or self._workers is None:
             return function(self.text, raw, model, False)
-        return await self._workers.run(function, raw, model, True, client=current_caller().client)
+        return await self._workers.run(function, raw, model, True, client=buffer.client, on_begin=buffer.keep_until)
 
     async def _sample(
         self,

@@ -19,10 +19,14 @@ LEAST_BODY_BYTES: Final = 2**20
 MOST_BODY_BYTES: Final = 2**24
 
 
-def body_limit(limits: RequestLimits, max_model_len: int) -> int:
-    """Bytes of the largest body. Reading one costs time by its length, so it follows what a prompt can need."""
+def body_limit(limits: RequestLimits, max_model_len: int | None = None) -> int:
+    """Bytes of the largest body. Reading one costs time by its length, so it follows what a prompt can need; without a
+    model it is that of the longest context.
+    """
     if limits.max_body_bytes is not None:
         return limits.max_body_bytes
+    if max_model_len is None:
+        return MOST_BODY_BYTES
     return min(max(BYTES_PER_TOKEN * max_model_len, LEAST_BODY_BYTES), MOST_BODY_BYTES)
 
 

@@ -13,6 +13,7 @@ from gateway.decoding.request import DecodingRequest
 from gateway.limits import check_length
 from gateway.text.tokenizer import TextTokenizer
 from gateway.types import GenerationRequest
+from specdec.codec import SharedTokenIds
 from specdec.errors import ContextLengthExceeded, InvalidRequest, quote
 from specdec.params import MAX_SEED, SamplingParams
 from specdec.rules import SEEDED_RULE, Rule
@@ -48,7 +49,7 @@ class Preparation:
         Raises:
             InvalidRequest: a value is impossible for this model.
         """
-        params, prompt = request.params, tuple(prompt)
+        params, prompt = request.params, SharedTokenIds(prompt)
         _check_prompt(prompt, model)
         fixed = self._fix(params, len(prompt), model)
         rule = self._rule(request)

@@ -92,6 +92,8 @@ class AddressFile(AddressSource):
                 if not isinstance(source, Listed):
                     raise InvalidRequest(f"{self._path} holds {quote(address)}; write each address as host:port")
                 found.append(source.endpoint)
+        if not found:  # perhaps it is being written
+            raise InvalidRequest(f"{self._path} names no server; write one address a line")
         return found
 
 
@@ -136,7 +138,7 @@ class Discovery:
         return list(by_address.values())
 
     async def update(self) -> None:
-        """Look again. A source that fails still stands for the servers found there last."""
+        """Find the servers again. A source that fails still stands for the servers found there last."""
         for source in self._found:
             try:
                 self._found[source] = await source.find()

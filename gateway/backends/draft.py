@@ -28,7 +28,7 @@ class GrpcDraft(ServerInfo):
         """Admit and prefill. Cancelling leaves nothing behind."""
         stream: SessionStream[pb.DraftRequest, pb.DraftResponse] = SessionStream(self._stub.Draft)
         try:
-            answer = await stream.exchange(pb.DraftRequest(open=codec.encode_open_draft(spec)))
+            answer = await stream.exchange(codec.encode_open_draft(spec))
             if answer.WhichOneof("kind") != "opened":
                 raise Unavailable("the draft answered an opening with something else")
         except BaseException:

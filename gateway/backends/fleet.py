@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -76,9 +76,9 @@ class Fleet:
     async def start(self) -> None:
         """Begin to watch; returns at once."""
         self._watch_all()
-        self._tasks.append(asyncio.create_task(self._follow_loads()))
+        self._tasks.append(asyncio.create_task(_repeat(self._check_loads)))
         if self._certificates is not None or not all(role.discovery.is_fixed for role in self._roles):
-            self._tasks.append(asyncio.create_task(self._follow_changes()))
+            self._tasks.append(asyncio.create_task(_repeat(self._check_members)))
 
     async def stop(self) -> None:
         """Stop watching and close the channels."""
@@ -116,13 +116,11 @@ class Fleet:
         if watches:
             await asyncio.wait(watches)
 
-    async def _follow_changes(self) -> None:
+    async def _check_members(self) -> None:
         """Let servers join and leave, and use new certificates; one after the other, for both begin and end watches."""
-        while True:
-            await self._update_members()
-            if self._certificates is not None and self._certificates.renew():
-                await self._reconnect()
-            await asyncio.sleep(CHECK_INTERVAL_S)
+        await self._update_members()
+        if self._certificates is not None and self._certificates.renew():
+            await self._reconnect()
 
     async def _update_members(self) -> None:
         """A server that leaves gets no new sessions. Those that are open on it stay, and hold its channel."""
@@ -149,12 +147,10 @@ class Fleet:
             member.replica.backend = member.role.connect(member.channel)
         self._watch_all()
 
-    async def _follow_loads(self) -> None:
+    async def _check_loads(self) -> None:
         """Ask how full the targets are, where there is a choice."""
-        while True:
-            if len(targets := self.router.targets.usable) > 1:
-                await asyncio.gather(*map(_update_load, targets))
-            await asyncio.sleep(CHECK_INTERVAL_S)
+        if len(targets := self.router.targets.usable) > 1:
+            await asyncio.gather(*map(_update_load, targets))
 
     async def _watch(self, member: _Member) -> None:
         stub, replica = health_pb2_grpc.HealthStub(member.channel), member.replica
@@ -183,6 +179,16 @@ class Fleet:
                     self.router.down(replica, "it is not serving")
         finally:
             call.cancel()
+
+
+async def _repeat(check: Callable[[], Awaitable[None]]) -> None:
+    """Check for ever; an error ends no later check."""
+    while True:
+        try:
+            await check()
+        except Exception:
+            logger.exception("a check of the replicas failed")
+        await asyncio.sleep(CHECK_INTERVAL_S)
 
 
 async def _update_load(target: Replica[Any]) -> None:

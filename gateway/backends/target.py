@@ -27,7 +27,7 @@ class GrpcTarget(ServerInfo):
         """Admit and prefill; returns once the first token is there. Cancelling leaves nothing behind."""
         stream: SessionStream[pb.VerifyRequest, pb.VerifyResponse] = SessionStream(self._stub.Verify)
         try:
-            answer = await stream.exchange(pb.VerifyRequest(open=codec.encode_open_target(spec)))
+            answer = await stream.exchange(codec.encode_open_target(spec))
             states = StateBuffer()
             while answer.WhichOneof("kind") == "hidden_states":  # of a long prompt, as they are computed
                 states.add(codec.decode_verdict_states(answer.hidden_states))

@@ -40,30 +40,33 @@ class RequestState:
     def __init__(self, request: DecodingRequest) -> None:
         self.request = request
         self.session_id = request.session_id or uuid.uuid4().hex
-        self._token_ids = list(request.prompt)
+        self._output: list[int] = []
         self._max_len = len(request.prompt) + (request.params.max_tokens or 1)
 
     def __len__(self) -> int:
         """Committed tokens, those of the prompt included."""
-        return len(self._token_ids)
+        return len(self.request.prompt) + len(self._output)
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
-        return len(self._token_ids) - len(self.request.prompt)
+        return len(self._output)
 
     @property
     def num_remaining(self) -> int:
         """Tokens that ``max_tokens`` still allows."""
-        return self._max_len - len(self._token_ids)
+        return self._max_len - len(self)
 
     def after(self, length: int) -> tuple[int, ...]:
         """The committed tokens that follow the first ``length``."""
-        return tuple(self._token_ids[length:])
+        prompt = self.request.prompt
+        if length >= len(prompt):
+            return tuple(self._output[length - len(prompt) :])
+        return (*prompt[length:], *self._output)
 
     def commit(self, token_ids: tuple[int, ...]) -> None:
         """Append the tokens of a verdict."""
-        self._token_ids += token_ids
+        self._output += token_ids
 
     def spec(self, epoch: int, *, with_prompt_logprobs: bool = True) -> SessionSpec:
         """The opening of a session, its ``epoch``-th, with everything committed by now."""
@@ -75,7 +78,7 @@ class RequestState:
             # A server that has not noticed the end of the lost session yet must not take the new one for it.
             session_id=self.session_id if pinned or epoch == 1 else f"{self.session_id}.{epoch}",
             epoch=epoch,
-            token_ids=tuple(self._token_ids) if self.num_output_tokens else request.prompt,
+            token_ids=(*request.prompt, *self._output) if self._output else request.prompt,
             prompt_len=len(request.prompt),
             params=params,
             rule=request.rule,

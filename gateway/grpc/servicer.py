@@ -79,9 +79,9 @@ class GenerationServicer:
             raise InvalidRequest(
                 f"the message is above the limit of {most} bytes (--max-body-bytes); send a smaller one"
             )
-        with self._generation.buffers.request(current_caller().client) as add:
-            add(len(raw))
-            return await self._generation.read(read, raw)
+        with self._generation.buffers.request(current_caller().client) as buffer:
+            buffer.add(len(raw))
+            return await self._generation.read(read, raw, buffer)
 
 
 def add_to_server(servicer: GenerationServicer, server: grpc.aio.Server) -> None:

@@ -10,6 +10,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from gateway.access.buffers import RequestBuffer
 from gateway.access.caller import current_caller
 from gateway.access.session_hint import use_session_hint
 from gateway.generation import SMALL_REQUEST, Generation
@@ -41,10 +42,10 @@ def body_route(generation: Generation) -> type[APIRoute]:
             read, endpoint = _READERS[self.body_field.field_info.annotation], self.endpoint
 
             async def body_of(request: Request) -> Any:
-                with generation.buffers.request(current_caller().client) as add:
-                    raw = await _read_body(request, add)
+                with generation.buffers.request(current_caller().client) as buffer:
+                    raw = await _read_body(request, buffer)
                     _check_content(raw, request.headers.get("content-type", ""))
-                    reading = generation.read(read, raw)
+                    reading = generation.read(read, raw, buffer)
                     return await (reading if len(raw) <= SMALL_REQUEST else while_connected(request.receive, reading))
 
             async def handle(request: Request) -> Response:
@@ -57,7 +58,7 @@ def body_route(generation: Generation) -> type[APIRoute]:
     return BodyRoute
 
 
-async def _read_body(request: Request, add: Callable[[int], None]) -> bytes:
+async def _read_body(request: Request, buffer: RequestBuffer) -> bytes:
     """The body of a request, each piece of it counted.
 
     Raises:
@@ -66,7 +67,7 @@ async def _read_body(request: Request, add: Callable[[int], None]) -> bytes:
     body = bytearray()
     try:
         async for piece in request.stream():
-            add(len(piece))
+            buffer.add(len(piece))
             body += piece
     except ClientDisconnect:
         raise Cancelled("the client closed the connection") from None

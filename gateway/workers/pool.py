@@ -42,9 +42,18 @@ class WorkerPool:
         )
         self._threads = ThreadPoolExecutor(size, "worker")
 
-    async def run(self, function: Callable[..., T], raw: bytes, *arguments: Any, client: str = "") -> T:
+    async def run(
+        self,
+        function: Callable[..., T],
+        raw: bytes,
+        *arguments: Any,
+        client: str = "",
+        on_begin: Callable[[asyncio.Future[T]], None] = lambda _: None,
+    ) -> T:
         """``function(state, raw, *arguments)`` of a worker, whose state is what ``make`` returned. The queue is fair by
         client.
+
+        ``on_begin`` gets the call, which holds ``raw`` until it is done.
 
         A cancelled call leaves the queue. One that has begun keeps its worker to its end: a new worker takes longer to
         start than most calls take, so clients that leave would hold up the others.
@@ -54,8 +63,9 @@ class WorkerPool:
             InvalidRequest: the call takes too much memory.
         """
         worker = await self._admission.admit(self._idle.pop, client=client)
-        result: T = await asyncio.shield(self._call(worker, client, function, raw, arguments))
-        return result
+        call: asyncio.Future[T] = asyncio.ensure_future(self._call(worker, client, function, raw, arguments))
+        on_begin(call)
+        return await asyncio.shield(call)
 
     async def _call(
         self, worker: _Worker, client: str, function: Callable[..., Any], raw: bytes, arguments: Any

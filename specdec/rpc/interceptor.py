@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import grpc
 import grpc.aio
@@ -23,13 +23,15 @@ from specdec.rpc.receiving import ReceivingSlots
 from specdec.rpc.status import abort_with, being_cancelled
 
 #: The health service answers everybody, while the server drains as well, and is not waited for.
-HEALTH = "/grpc.health.v1.Health/"
-#: Calls of the health service whose message is being received.
-HEALTH_SLOTS = 4
-#: Calls of the health service that one client, by address, has open at once; one more ends its oldest.
-MAX_CLIENT_HEALTH_CALLS = 256
-GOING_DOWN = "the server is shutting down; use another replica"
-UNDECODABLE = "a message cannot be decoded; send what protos/specdec/v1 of this version describes"
+HEALTH: Final = "/grpc.health.v1.Health/"
+#: Calls of the health service whose message is received at once: more than one, so that one that stops half-way holds
+#: up no other, and few, for each may take as much memory as a request.
+HEALTH_SLOTS: Final = 4
+#: Calls of the health service that one client, by address, has open at once; one more ends its oldest. An open watch
+#: takes 27 KB, so these take 7 MB. One address may stand for many gateways, with a watch each.
+MAX_CLIENT_HEALTH_CALLS: Final = 256
+GOING_DOWN: Final = "the server is shutting down; use another replica"
+UNDECODABLE: Final = "a message cannot be decoded; send what protos/specdec/v1 of this version describes"
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -31,7 +31,7 @@ PROMPT = [3, 14, 15, 9, 26, 5]
 
 
 def opening(spec):
-    return pb.DraftRequest(open=codec.encode_open_draft(spec))
+    return codec.encode_open_draft(spec)
 
 
 def advance(base_len, token_ids, num_draft_tokens, epoch=1, num_ahead_proposals=0):

@@ -11,6 +11,7 @@ from gateway.generation import Generation
 from gateway.merging import merge
 from gateway.preparation import mix_seed
 from gateway.types import GenerationRequest
+from specdec.codec import SharedTokenIds
 from specdec.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, Unavailable
 from specdec.params import SamplingParams
 from specdec.rules import Rule
@@ -38,6 +39,13 @@ async def test_text_and_counts(make_generation, tokenizer, script):
     assert 0 < metrics.draft_acceptance_rate < 1
     assert metrics.mean_acceptance_length == 1 + metrics.num_accepted_draft_tokens / metrics.num_spec_steps
     assert 0 < metrics.num_rejections <= metrics.num_spec_steps
+
+
+async def test_samples_share_their_prompt(make_generation, backends):
+    await make_generation().generate(GenerationRequest(prompt=[5, 6, 7], params=greedy(n=3)))
+    prompts = [spec.token_ids for servers in backends for spec in servers[0].specs]
+    assert len(prompts) > 3
+    assert all(isinstance(prompt, SharedTokenIds) and prompt is prompts[0] for prompt in prompts)
 
 
 async def test_chunks_never_break_characters(make_generation, tokenizer):

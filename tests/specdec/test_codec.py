@@ -180,11 +180,31 @@ def test_round_trip(name):
     @given(CASES[name])
     def check(value):
         message = encode(value)
+        if name.startswith("open_"):
+            message = message.open
         if hasattr(message, "SerializeToString"):
             message = type(message).FromString(message.SerializeToString())
         assert decode(message) == value
 
     check()
+
+
+def test_token_ids_that_sessions_share_are_converted_once():
+    class Counted(codec.SharedTokenIds):
+        num_reads = 0
+
+        def __iter__(self):
+            self.num_reads += 1
+            return super().__iter__()
+
+    shared = Counted(range(1000))
+    spec = SessionSpec(session_id="s", epoch=1, token_ids=shared, prompt_len=1000, params=SamplingParams(seed=1))
+    plain = dataclasses.replace(spec, token_ids=tuple(shared))
+    shared.num_reads = 0
+    for encode in (codec.encode_open_target, codec.encode_open_draft):
+        for _ in range(3):
+            assert encode(spec) == encode(plain)
+    assert shared.num_reads == 1
 
 
 def test_every_codec_function_is_covered():

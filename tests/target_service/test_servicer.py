@@ -23,7 +23,7 @@ class Client:
         self.stream = SessionStream(partial(stub.Verify, **options))
 
     async def __aenter__(self):
-        await self.stream.send(pb.VerifyRequest(open=codec.encode_open_target(self.spec)))
+        await self.stream.send(codec.encode_open_target(self.spec))
         return self
 
     async def __aexit__(self, *_):
@@ -166,7 +166,7 @@ async def test_proposals_that_are_refused_end_the_session(start_core, serve):
 async def test_a_second_open_is_refused(start_core, serve):
     async with start_core() as core, serve(core) as (stub, _), Client(stub, make_spec(make_prompt(0))) as client:
         await client.open()
-        await client.stream.send(pb.VerifyRequest(open=codec.encode_open_target(client.spec)))
+        await client.stream.send(codec.encode_open_target(client.spec))
         with pytest.raises(errors.InvalidRequest, match="only the first message"):
             await client.verdict()
 
@@ -203,7 +203,7 @@ async def test_a_client_that_goes_away_at_any_moment_leaves_nothing(start_core, 
 async def test_a_client_that_breaks_out_without_closing_leaves_nothing(start_core, serve):
     async with start_core() as core, serve(core) as (stub, server):
         call = stub.Verify()
-        await call.write(pb.VerifyRequest(open=codec.encode_open_target(make_spec(make_prompt(0)))))
+        await call.write(codec.encode_open_target(make_spec(make_prompt(0))))
         await call.read()
         assert (await core.load()).open_sessions == 1
         del call
@@ -214,7 +214,7 @@ async def test_a_client_that_breaks_out_without_closing_leaves_nothing(start_cor
 async def test_half_close_ends_the_session(start_core, serve):
     async with start_core() as core, serve(core) as (stub, _):
         call = stub.Verify()
-        await call.write(pb.VerifyRequest(open=codec.encode_open_target(make_spec(make_prompt(0)))))
+        await call.write(codec.encode_open_target(make_spec(make_prompt(0))))
         await call.read()
         await call.read()
         await call.done_writing()

@@ -63,7 +63,7 @@ async def test_a_drafter_of_a_few_lines_is_served(repeat, spec):
     channel = open_channel(server.address)
     try:
         stream = DraftServiceStub(channel).Draft()
-        await stream.write(pb.DraftRequest(open=codec.encode_open_draft(spec([5, 7], epoch=1))))
+        await stream.write(codec.encode_open_draft(spec([5, 7], epoch=1)))
         assert (await stream.read()).opened.num_speculative_tokens == 3
         await stream.write(pb.DraftRequest(advance=pb.Advance(epoch=1, base_len=2, token_ids=[9], num_draft_tokens=8)))
         assert list((await stream.read()).proposal.token_ids) == [9, 9, 9]  # k is limited by the service

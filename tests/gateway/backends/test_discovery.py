@@ -112,13 +112,31 @@ async def test_a_file_may_change(tmp_path, caplog):
     path.write_text("# ours\na:1  # first\n\nb:2\nc:3\n")
     await discovery.update()
     assert sorted(each.address for each in discovery.endpoints) == ["a:1", "b:2", "c:3"]
-    for mistake in ("a:1\nnonsense\n", "dns:///a:1\n"):
+    for mistake in ("", "# ours\n", "a:1\nnonsense\n", "dns:///a:1\n"):
         path.write_text(mistake)
         await discovery.update()
         assert len(discovery.endpoints) == 3
     path.write_text("b:2")
     await discovery.update()
     assert [each.address for each in discovery.endpoints] == ["b:2", "c:3"]
+
+
+@pytest.mark.parametrize("failing", ["_check_members", "_check_loads"])
+async def test_a_check_that_fails_is_not_the_last_one(tmp_path, monkeypatch, caplog, failing):
+    path = tmp_path / "targets"
+    path.touch()
+    checks, check = [], getattr(Fleet, failing)
+
+    async def fail_first(fleet):
+        checks.append(fleet)
+        if len(checks) == 1:
+            raise ZeroDivisionError
+        await check(fleet)
+
+    monkeypatch.setattr(Fleet, failing, fail_first)
+    async with running(Fleet([f"file:{path}"])):
+        await until(lambda: len(checks) > 2)
+    assert "ZeroDivisionError" in caplog.text
 
 
 async def test_replicas_join_and_leave_under_load(tmp_path):

@@ -104,15 +104,15 @@ async def test_bodies_that_are_read_share_a_buffer(stand):
 def test_one_client_leaves_as_much_of_the_buffer_as_it_holds():
     buffers = RequestBuffers(100)
     with contextlib.ExitStack() as stack:
-        adds = [stack.enter_context(buffers.request("crowd")) for _ in range(500)]
-        adds[0](40)
-        adds[1](10)
-        for add in adds[2:]:
+        buffers_of_crowd = [stack.enter_context(buffers.request("crowd")) for _ in range(500)]
+        buffers_of_crowd[0].add(40)
+        buffers_of_crowd[1].add(10)
+        for buffer in buffers_of_crowd[2:]:
             with pytest.raises(Overloaded, match="have 50 bytes, 50 of them of this client; 100 are allowed"):
-                add(1)
-        stack.enter_context(buffers.request("single"))(50)
-    with buffers.request("crowd") as add:
-        add(100)
+                buffer.add(1)
+        stack.enter_context(buffers.request("single")).add(50)
+    with buffers.request("crowd") as buffer:
+        buffer.add(100)
 
 
 async def test_the_largest_body_follows_the_context(backends, info, script):

@@ -8,6 +8,7 @@ import time
 import psutil
 import pytest
 
+from gateway.access.buffers import RequestBuffers
 from gateway.workers.pool import WorkerPool
 from specdec.errors import InvalidRequest, Overloaded
 from tests.gateway.workers import work
@@ -70,6 +71,23 @@ async def test_a_cancelled_call_leaves_the_worker_to_the_next(pool):
             await call
     assert await pool.run(work.number, b"") == (11, pid)
     assert await pool.run(work.size, b"x" * 10**8, 0) == 10**8
+
+
+async def test_the_bytes_of_a_cancelled_call_count_until_the_worker_has_read_them(pool):
+    buffers = RequestBuffers(100)
+    await pool.run(work.number, b"")
+    with buffers.request("one") as buffer:
+        buffer.add(80)
+        call = asyncio.create_task(pool.run(work.sleep, b"x" * 80, 0.3, on_begin=buffer.keep_until))
+        await asyncio.sleep(0.1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    with buffers.request("other") as buffer, pytest.raises(Overloaded, match="have 80 bytes"):
+        buffer.add(30)
+    await pool.run(work.number, b"")
+    with buffers.request("other") as buffer:
+        buffer.add(100)
 
 
 async def test_closing_ends_work_in_progress():
