@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -18,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 #: Sessions of one engine at most, those that wait to be admitted included.
 MAX_SESSIONS: Final = 4096
+#: Seconds without an advance after which a session ends, so that an engine that idles or has forgotten a session does
+#: not hold its cache. An engine that comes back later opens it again, for the price of a prefill.
+MAX_IDLE_S: Final = 60.0
 
 
 class EngineStream:
@@ -28,25 +32,29 @@ class EngineStream:
         self._sessions: dict[str, _EngineSession] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def step(self, request: pb.DraftStepRequest) -> pb.DraftStepResponse:
-        """Apply a step's changes; returns once all proposals asked for are there, or the step's time is over."""
-        response = pb.DraftStepResponse(step=request.step)
+    async def step(
+        self, request: pb.DraftStepRequest, superseded: asyncio.Future[object] | None = None
+    ) -> pb.DraftStepResponse:
+        """Apply a step's changes; returns once the open sessions asked for proposals have them, the step's time is
+        over, or ``superseded`` is done: the engine is past this step.
+        """
+        lost: dict[str, str] = {}
         for session_id in request.close:
             self._end(session_id)
         for opening in request.open:
             try:
                 self._open(codec.decode_open_draft(opening))
             except TandemError as error:
-                response.lost.add(session_id=opening.session_id, cause=str(error))
-        asked = dict.fromkeys(
-            session for each in request.advances if (session := self._advance(each, response)) is not None
-        )
-        waiting = [session.answered for session in asked if not session.answered.done()]
+                lost[opening.session_id] = str(error)
+        asked = dict.fromkeys(session for each in request.advances if (session := self._advance(each, lost)))
+        waiting = [session.answered for session in asked if session.is_open and not session.answered.done()]
         if waiting and request.timeout_ms:
-            await asyncio.wait(waiting, timeout=request.timeout_ms / 1000)
+            await _wait(waiting, request.timeout_ms / 1000, superseded)
+        response = pb.DraftStepResponse(step=request.step)
         for session in asked:
             if session.answered.done():
-                self._answer(session, response)
+                self._answer(session, response, lost)
+        response.lost.extend(pb.LostSession(session_id=name, cause=cause) for name, cause in lost.items())
         return response
 
     async def close(self) -> None:
@@ -61,23 +69,24 @@ class EngineStream:
             raise InvalidRequest(f"session {quote(spec.session_id)} is open already; choose another name")
         if len(self._sessions) >= MAX_SESSIONS:
             raise Overloaded(f"{MAX_SESSIONS} sessions are open on this stream; end some")
-        self._sessions[spec.session_id] = _EngineSession(self._backend, spec)
+        name = spec.session_id
+        self._sessions[name] = _EngineSession(self._backend, spec, on_idle=lambda: self._end(name))
 
-    def _advance(self, request: pb.SessionAdvance, response: pb.DraftStepResponse) -> _EngineSession | None:
+    def _advance(self, request: pb.SessionAdvance, lost: dict[str, str]) -> _EngineSession | None:
         """Pass an advance on; the session, if it asks for a proposal."""
         session = self._sessions.get(request.session_id)
         if session is None:
-            response.lost.add(session_id=request.session_id, cause="no session of this name is open")
+            lost.setdefault(request.session_id, "no session of this name is open")
             return None
         session.advance(request.advance)
         return session if request.advance.num_draft_tokens else None
 
-    def _answer(self, session: _EngineSession, response: pb.DraftStepResponse) -> None:
+    def _answer(self, session: _EngineSession, response: pb.DraftStepResponse, lost: dict[str, str]) -> None:
         answer = session.answered.result()
         if isinstance(answer, Proposal):
             response.proposals.add(session_id=session.name, proposal=codec.encode_proposal(answer))
         else:
-            response.lost.add(session_id=session.name, cause=str(answer))
+            lost.setdefault(session.name, str(answer))
             self._end(session.name)
 
     def _end(self, session_id: str) -> None:
@@ -91,8 +100,12 @@ class EngineStream:
 class _EngineSession:
     """One session, opened in the background."""
 
-    def __init__(self, backend: DraftBackend, spec: SessionSpec) -> None:
+    def __init__(self, backend: DraftBackend, spec: SessionSpec, on_idle: Callable[[], None]) -> None:
+        """``on_idle`` is called after :data:`MAX_IDLE_S` without an advance."""
         self.name = spec.session_id
+        #: Whether it is prefilled; no step waits for it before.
+        self.is_open = False
+        self._on_idle = on_idle
         self._token_ids = list(spec.token_ids)
         self._pending = PendingProposals()
         #: The last advance that the backend does not know yet, and how many of the tokens it knows.
@@ -126,6 +139,7 @@ class _EngineSession:
     async def _run(self, backend: DraftBackend, spec: SessionSpec) -> None:
         try:
             session = await backend.open(spec)
+            self.is_open = True
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._pass_on(session))
@@ -142,7 +156,12 @@ class _EngineSession:
     async def _pass_on(self, session: DraftSession) -> None:
         """Tell the backend what is committed. While it opens, the advances of several steps become one."""
         while True:
-            await self._changed.wait()
+            try:
+                async with asyncio.timeout(MAX_IDLE_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                self._on_idle()
+                return
             self._changed.clear()
             message, length = self._next, self._num_sent
             assert message is not None
@@ -166,3 +185,17 @@ class _EngineSession:
             self.answered.set_result(self._error)
         elif (proposal := self._pending.take()) is not None:
             self.answered.set_result(proposal)
+
+
+async def _wait(
+    answers: Sequence[asyncio.Future[Proposal | Exception]],
+    timeout_s: float,
+    superseded: asyncio.Future[object] | None,
+) -> None:
+    """Wait for all answers; no longer than ``timeout_s``, and not once ``superseded`` is done."""
+    waiting = asyncio.ensure_future(asyncio.wait(answers))
+    try:
+        first = (waiting,) if superseded is None else (waiting, superseded)
+        await asyncio.wait(first, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()

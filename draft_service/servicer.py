@@ -62,11 +62,17 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
     ) -> None:
         """Serve the sessions of an engine, step by step."""
         stream = EngineStream(self._require_core())
+        reading = asyncio.ensure_future(context.read())
         try:
-            while (request := await context.read()) is not grpc.aio.EOF:
-                await context.write(await stream.step(request))
+            while (request := await reading) is not grpc.aio.EOF:
+                reading = asyncio.ensure_future(context.read())
+                await context.write(await stream.step(request, superseded=reading))
         finally:
-            await asyncio.shield(stream.close())
+            reading.cancel()
+            closing = asyncio.create_task(stream.close())
+            while not closing.done():  # a call may be cancelled twice
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait((closing,))
 
     async def GetModelInfo(
         self, request: types_pb.GetModelInfoRequest, context: Context

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from specdec.settings.option import require
 from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1 import types_pb2
 from tandem_integrations.settings import RemoteDraftSettings
@@ -19,11 +20,13 @@ from tandem_integrations.step_client import Lost, StepClient
 logger = logging.getLogger(__name__)
 
 #: Last tokens by which a sequence is known again, with its length. Two sequences that agree in both may be mixed up,
-#: which costs their drafts and nothing else.
+#: which costs their drafts and nothing else. 128 bytes to compare, and samples of one prompt differ long before.
 TAIL: Final = 32
-#: Steps after which a sequence that is in no batch has ended; one that was preempted comes back as a new one.
+#: Steps after which a sequence that is in no batch has ended: an engine leaves a running one out for a few steps at
+#: most, and until then the session of one that ended holds its cache.
 MAX_ABSENT_STEPS: Final = 32
-#: Steps before a session that the draft service refused or lost is opened again.
+#: Steps before a session that the draft service refused or lost is opened again. Opening sends the whole text, so it
+#: must be rare while the service is full; 64 steps are a second or two.
 RETRY_STEPS: Final = 64
 
 Tokens = npt.NDArray[np.int32]
@@ -54,17 +57,29 @@ class RemoteSessions:
     """Sends each step's commits and gets the drafts. A session is found again by its last tokens before the step."""
 
     def __init__(self, settings: RemoteDraftSettings, num_speculative_tokens: int, max_model_len: int) -> None:
+        """Connects at the first step.
+
+        Raises:
+            InvalidRequest: ``reserve_tokens`` is too small, or a file of TLS cannot be used.
+        """
+        require(
+            settings.reserve_tokens > num_speculative_tokens,
+            "reserve_tokens",
+            f"reserve_tokens is {settings.reserve_tokens}; it must be above num_speculative_tokens, which is"
+            f" {num_speculative_tokens}, or every step would open its sessions again",
+        )
         self._settings = settings
         self._num_tokens = num_speculative_tokens
         self._max_model_len = max_model_len
-        self._client = StepClient(settings.draft, settings.timeout_ms)
+        self._client = StepClient(settings)
         self._sessions: dict[tuple[int, bytes], list[_RemoteSession]] = {}
         self._step = 0
 
     def draft(self, rows: Sequence[BatchRow]) -> list[list[int]]:
         """Drafted tokens after each row, ``num_speculative_tokens`` at most; none where none came in time."""
         self._step += 1
-        if not self._client.connect():
+        has_new = any(row.num_new for row in rows)
+        if not (self._client.connect() if has_new else self._client.is_connected):
             return [[] for _ in rows]
         request = pb.DraftStepRequest()
         names = [self._advance(row, request) if row.num_new else None for row in rows]

@@ -4,44 +4,59 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final, Self
+
+from specdec.errors import InvalidRequest
+from specdec.settings.listening import TlsFiles
+from specdec.settings.option import check_options, option, options_of, require
 
 PREFIX: Final = "TANDEM_"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteDraftSettings:
     """Options of a remote drafter; the environment has them as ``TANDEM_DRAFT``, ``TANDEM_TIMEOUT_MS`` and so on."""
 
-    #: Address of the draft service, ``host:port`` or a Unix domain socket.
-    draft: str = "127.0.0.1:50062"
-    #: Milliseconds a step waits for its drafts; sequences without one decode plainly in the next step.
-    timeout_ms: int = 100
-    #: Proposals drafted ahead of each step's result, for a draft service with a device of its own.
-    num_ahead_proposals: int = 0
-    #: Tokens for which the draft service reserves cache at a time; a longer sequence is opened again.
-    reserve_tokens: int = 1024
+    draft: str = option("127.0.0.1:50062", "address of the draft service, host:port or a Unix domain socket")
+    timeout_ms: int = option(100, "time a step waits for drafts; sequences without one decode plainly", ge=1, le=60_000)
+    num_ahead_proposals: int = option(
+        0, "proposals drafted ahead of each step's result, for a draft with a device of its own", ge=0, le=15
+    )
+    reserve_tokens: int = option(
+        1024,
+        "tokens a draft reserves cache for, more than num_speculative_tokens; a longer sequence is opened again",
+        ge=2,
+        le=2**20,
+    )
+    ssl_ca_certs: str | None = option(None, "PEM file of the CAs that the draft service is trusted by; it turns TLS on")
+    ssl_certfile: str | None = option(None, "PEM file of the certificate that the draft service sees")
+    ssl_keyfile: str | None = option(None, "PEM file of its private key")
 
     def __post_init__(self) -> None:
-        for name, least, most in (
-            ("timeout_ms", 1, 60_000),
-            ("num_ahead_proposals", 0, 15),
-            ("reserve_tokens", 1, 2**20),
-        ):
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise ValueError(f"{name} is {value}, outside [{least}, {most}]")
+        check_options(self)
+
+    @property
+    def tls(self) -> TlsFiles:
+        """The files of TLS; empty: plain text."""
+        return TlsFiles(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
         """``given`` wins over the environment.
 
         Raises:
-            ValueError: an option is unknown, or its value is none.
+            InvalidRequest: an option is unknown, or its value is none.
         """
-        known: dict[str, type[Any]] = {field.name: {"str": str, "int": int}[str(field.type)] for field in fields(cls)}
-        if unknown := sorted(set(given) - set(known)):
-            raise ValueError(f"tandem has no option {', '.join(unknown)}; it has {', '.join(known)}")
-        values = {name: os.environ[PREFIX + name.upper()] for name in known if PREFIX + name.upper() in os.environ}
-        return cls(**{name: known[name](value) for name, value in (values | dict(given)).items()})
+        known = options_of(cls)
+        unknown = ", ".join(sorted(set(given) - set(known)))
+        require(not unknown, "tandem", f"tandem has no option {unknown}; it has {', '.join(known)}")
+        values: dict[str, Any] = {}
+        for name, each in known.items():
+            variable = PREFIX + name.upper()
+            if (text := os.environ.get(variable)) is not None:
+                try:
+                    values[name] = int(text) if int in each.kinds else text
+                except ValueError:
+                    raise InvalidRequest(f"{variable} is {text!r}; it must be a whole number", param=name) from None
+        return cls(**(values | dict(given)))

@@ -191,7 +191,7 @@ class TargetCore:
         self._batcher.forget(session)
         if park and session.spec.session_id and sequence.length:
             token_ids = session.step_session.state.token_ids[: sequence.length]
-            pool.park(sequence, session.spec.session_id, token_ids, owner=session.spec.owner)
+            pool.park(sequence, session.spec.session_id, token_ids)
             self._expire_later()
         self._give_back(sequence)
         self._admission.leave(session.spec.client)

@@ -177,8 +177,8 @@ class ModelDrafter(Drafter[ModelState]):
             for other in self._states:
                 self.drop_ahead(other)
         token_ids = self._window.read(spec.token_ids)
-        sequence = pool.resume(spec.session_id, token_ids, max_tokens) if spec.park else None
-        sequence = sequence or pool.open(max_tokens)
+        sequence = pool.resume(spec.session_id, token_ids, max_tokens, spec.owner) if spec.park else None
+        sequence = sequence or pool.open(max_tokens, spec.owner)
         state.cache = self._session_cache(pool, sequence)
         state.num_cached_tokens = sequence.length
         self._states.add(state)

@@ -7,15 +7,18 @@ The first tokens stay because attention needs them whatever they are (attention 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from draft_service.drafters.base import UNLIMITED
 from specdec.settings import DraftSettings, ModelSettings
 from specdec.settings.option import require
 from specdec.types import ModelInfo
+
+logger = logging.getLogger(__name__)
 
 #: The field of a checkpoint's ``config.json`` with the longest text that it is to read.
 FIELD: Final = "draft_window_size"
@@ -44,20 +47,21 @@ class DraftWindow:
                 small for the first tokens and one step.
         """
         size, num_sinks = settings.speculative.draft_window_size, settings.speculative.draft_sink_size
-        most = min(info.max_model_len, info.kv_cache_tokens) - info.num_speculative_tokens
-        if size is None:
-            size = _size_of_checkpoint(settings.model)
-            size = size if size <= most else 0
-        if not size:
-            return cls()
         num_sinks = -(-num_sinks // multiple) * multiple
         least = num_sinks + 2 * multiple
-        require(
-            least <= size <= most,
-            "draft_window_size",
-            f"draft_window_size is {size}; it must be from {least}, for {num_sinks} first tokens, to {most}, what the"
-            f" draft's context of {info.max_model_len} tokens and its KV cache of {info.kv_cache_tokens} leave",
+        most = min(info.max_model_len, info.kv_cache_tokens) - info.num_speculative_tokens
+        limits = (
+            f"from {least}, for {num_sinks} first tokens, to {most}, what the draft's context of {info.max_model_len}"
+            f" tokens and its KV cache of {info.kv_cache_tokens} leave"
         )
+        if size is None:
+            size = _named_size(settings.model)
+            if size and not (isinstance(size, int) and least <= size <= most):
+                logger.warning("the checkpoint's %s of %r is not used; it must be %s", FIELD, size, limits)
+                size = 0
+        if not size:
+            return cls()
+        require(least <= size <= most, "draft_window_size", f"draft_window_size is {size}; it must be {limits}")
         return cls(size, num_sinks, (size - num_sinks) // 2 // multiple * multiple)
 
     def num_skipped(self, length: int) -> int:
@@ -76,7 +80,7 @@ class DraftWindow:
         return context if self.size == UNLIMITED else UNLIMITED
 
 
-def _size_of_checkpoint(model: ModelSettings | None) -> int:
-    """The window that a checkpoint names; 0: none."""
+def _named_size(model: ModelSettings | None) -> Any:
+    """What a checkpoint names; nothing: None."""
     config = Path(model.model, "config.json") if model else None
-    return (json.loads(config.read_text(encoding="utf-8")).get(FIELD) or 0) if config and config.is_file() else 0
+    return json.loads(config.read_text(encoding="utf-8")).get(FIELD) if config and config.is_file() else None

@@ -36,6 +36,8 @@ class KVSequence:
     max_tokens: int
     #: Entries in the cache.
     length: int = 0
+    #: Whose parked sessions make room for it first.
+    owner: str = ""
     #: Leading blocks that a branch may share; entries are never written into them.
     num_shared_blocks: int = 0
     #: The blocks are given back; rows still fed to this sequence go to block 0.
@@ -94,7 +96,7 @@ class KVPool:
         """
         blocks = self._allocate(self.blocks_for(max_tokens), max_tokens, owner)
         self._num_open += 1
-        return KVSequence(blocks, max_tokens)
+        return KVSequence(blocks, max_tokens, owner=owner)
 
     def can_open(self, max_tokens: int) -> bool:
         """Whether :meth:`open` would succeed now (evicting parked sessions counts as success)."""
@@ -190,8 +192,6 @@ class KVPool:
         token_ids: Sequence[int],
         now: float | None = None,
         positions: Sequence[int] | None = None,
-        *,
-        owner: str = "",
     ) -> None:
         """Release the sequence but keep its entries, evictable, under ``key``.
 
@@ -214,7 +214,7 @@ class KVPool:
         self.release(sequence)
         tokens = np.array(token_ids, dtype=np.int64)[places]
         parked_at_s = time.monotonic() if now is None else now
-        self._parked[key] = _Parked(kept, tokens, places, sequence.num_dropped, parked_at_s, owner)
+        self._parked[key] = _Parked(kept, tokens, places, sequence.num_dropped, parked_at_s, sequence.owner)
 
     def parked_positions(self, key: str) -> Sequence[int]:
         """Where the tokens of a parked session's entries stand in its text; empty where there is none."""
@@ -256,6 +256,7 @@ class KVPool:
             np.concatenate((kept, new)),
             max_tokens,
             length,
+            owner,
             num_shared_blocks=length // self.block_size,
             num_dropped=parked.num_dropped,
         )
@@ -355,7 +356,7 @@ class KVPool:
         if partial:
             self._copies.append((int(sequence.blocks[num_full]), int(own[0])))
         sequence.num_shared_blocks = max(sequence.num_shared_blocks, num_full)
-        return KVSequence(np.concatenate((shared, own)), max_tokens, length, num_full)
+        return KVSequence(np.concatenate((shared, own)), max_tokens, length, sequence.owner, num_full)
 
     def _add_open(self, blocks: BlockIds) -> None:
         self._num_used += int(np.count_nonzero(self._open_refs[blocks] == 0))
@@ -380,7 +381,7 @@ class KVPool:
         shared = np.nonzero(self._refs[tail] > 1)[0]
         if len(shared):
             old = tail[shared]
-            new = self._allocate(len(shared), sequence.max_tokens)
+            new = self._allocate(len(shared), sequence.max_tokens, sequence.owner)
             if shared[0] == 0 and length % self.block_size:
                 self._copies.append((int(old[0]), int(new[0])))
             blocks = sequence.blocks.copy()  # the device thread may be reading the old array

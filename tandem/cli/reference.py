@@ -1,7 +1,8 @@
 """Write the tables of options in ``docs/``: ``python -m tandem.cli.reference``.
 
 A table stands between the lines ``<!-- options: NAME -->`` and ``<!-- end of options -->``. NAME is a command, or
-``speculative_config``, or ``LLM``. Commands' tables come from their parsers, the others from the settings' classes.
+``speculative_config``, ``LLM`` or ``remote_draft``. Commands' tables come from their parsers, the others from the
+settings' classes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from specdec.settings.option import options_of
 from tandem.cli.main import COMMANDS
 from tandem.cli.services import SERVICES
 from tandem.speculative_config import OLDER_NAMES
+from tandem_integrations.settings import RemoteDraftSettings
 
 _MARKED: Final = re.compile(r"(<!-- options: (\S+) -->\n).*?(<!-- end of options -->)", re.DOTALL)
 
@@ -30,9 +32,11 @@ def fill(page: str) -> str:
 
 
 def table_of(name: str) -> str:
-    """The table of a command, of ``speculative_config`` or of ``LLM``, in Markdown."""
+    """The table of a command, or of one of the others that the module names, in Markdown."""
     if name == "speculative_config":
         return _config_table()
+    if name == "remote_draft":
+        return _remote_draft_table()
     if name == "LLM":
         return _arguments()
     return _command_table(name)
@@ -75,6 +79,12 @@ def _config_table() -> str:
         for name, each in options_of(SpeculativeSettings).items()
     ]
     return _table(("key", "meaning", "default", "older flag"), rows)
+
+
+def _remote_draft_table() -> str:
+    options = options_of(RemoteDraftSettings).items()
+    rows = [(_code([name]), each.text, _code([default_text(each.default)])) for name, each in options]
+    return _table(("option", "meaning", "default"), rows)
 
 
 def _arguments() -> str:

@@ -363,6 +363,19 @@ async def test_parked_sessions_make_room_and_expire(start_core, spec, monkeypatc
         assert (load.parked_sessions, load.used_blocks) == (0, 0)
 
 
+async def test_a_client_evicts_its_own_parked_sessions_first(start_core, spec):
+    async with start_core(parks=True, model={"kv_cache_memory_bytes": 1 << 18}) as core:
+        names = ["alice", *(f"bob {i}" for i in range(30)), "alice"]
+        for name in names:
+            opening = spec(PROMPT, session_id=name, owner=name.split()[0], park=True, max_tokens=200)
+            session = await core.open(opening)
+            num_cached = session.opened.num_cached_tokens
+            await propose(session, 6, [1], 4)
+            await session.close()
+        assert (await core.load()).parked_sessions < len(names) - 1
+        assert num_cached > 0
+
+
 # --- vocabularies ---
 
 

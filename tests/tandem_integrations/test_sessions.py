@@ -2,15 +2,19 @@
 
 import asyncio
 import random
+import threading
 import types
 
 import numpy as np
 import pytest
 
 from draft_service.servicer import DraftServicer
+from specdec.errors import InvalidRequest
 from specdec.rpc.server import RpcServer
 from specdec.settings import ServerSettings
+from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
+from tandem.certificates import write_certificates
 from tandem_integrations import sessions, step_client
 from tandem_integrations.sessions import BatchRow, RemoteSessions
 from tandem_integrations.settings import RemoteDraftSettings
@@ -18,12 +22,13 @@ from tandem_integrations.vllm import RemoteProposer
 from tests.gateway.fakes import FakeDraft, params, reference
 
 MAX_LEN = 512
+PEM_FILES = {"certfile": "cert.pem", "keyfile": "key.pem", "ca_certs": "ca.pem"}
 
 
 class Service:
-    def __init__(self, draft, port=0):
+    def __init__(self, draft, port=0, **settings):
         self.draft = draft
-        self.server = RpcServer(ServerSettings(port=port))
+        self.server = RpcServer(ServerSettings(port=port, **settings))
         self.server.add(add_DraftServiceServicer_to_server, DraftServicer(draft), "draft")
 
     async def __aenter__(self):
@@ -106,7 +111,9 @@ async def test_rows_move_pause_and_end(monkeypatch):
                 batch = engine.unfinished
                 choose.shuffle(batch)
                 await asyncio.to_thread(engine.step, batch[: choose.randrange(len(batch) + 1)])
-                assert len(service.draft.open_sessions) <= 12
+                async with asyncio.timeout(5):
+                    while len(service.draft.open_sessions) > 12:  # noqa: ASYNC110 (the server's own pace)
+                        await asyncio.sleep(0)
             for _ in range(2 * sessions.MAX_ABSENT_STEPS):
                 await asyncio.to_thread(engine.step)
             async with asyncio.timeout(5):
@@ -132,6 +139,73 @@ async def test_a_draft_that_is_too_late_costs_no_more_than_its_time():
         finally:
             drafting.close()
         assert engine.texts == engine.right
+
+
+async def test_a_draft_that_never_answers_counts_as_lost(monkeypatch, caplog):
+    """It costs a few steps their time, not every one, and is found again when it answers."""
+    monkeypatch.setattr(step_client, "RETRY_S", 0.3)
+    draft = FakeDraft()
+    async with Service(draft) as service:
+        drafting = remote(service, timeout_ms=50)
+        engine = Engine(drafting.draft, PROMPTS[:1], 400)
+        for _ in range(5):
+            await asyncio.to_thread(engine.step)
+        assert engine.num_accepted
+        draft.frozen.clear()
+        start = asyncio.get_running_loop().time()
+        for _ in range(100):
+            await asyncio.to_thread(engine.step)
+        # A step that waits takes 50 ms at least.
+        assert asyncio.get_running_loop().time() - start < 2 * step_client.MAX_LATE_STEPS * 0.07 + 1
+        draft.frozen.set()
+        before = engine.num_accepted
+        async with asyncio.timeout(10):
+            while engine.num_accepted < before + 10:
+                assert engine.unfinished
+                await asyncio.to_thread(engine.step)
+                await asyncio.sleep(0.02)
+        drafting.close()
+    assert "had nothing within 50 ms" in caplog.text
+
+
+def test_the_pauses_after_failures_grow(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(step_client.time, "monotonic", lambda: now)
+    client = step_client.StepClient(RemoteDraftSettings(draft="127.0.0.1:1"))
+    for pause in (1, 2, 4, 8, 16, 32, 64, 64):
+        assert client.connect()
+        with pytest.raises(step_client.Lost):
+            client.step(pb.DraftStepRequest())
+        now += pause - 0.01
+        assert not client.connect()
+        now += 0.02
+
+
+async def test_over_tls(tmp_path):
+    write_certificates(tmp_path)
+    files = {
+        name: {f"ssl_{key}": str(tmp_path / name / file) for key, file in PEM_FILES.items()}
+        for name in ("draft", "gateway")
+    }
+    async with Service(FakeDraft(quality=1.0), **files["draft"]) as service:
+        drafting, refused = remote(service, **files["gateway"]), remote(service)
+        try:
+            for each in (refused, drafting):
+                engine = Engine(each.draft, PROMPTS, 30)
+                while engine.unfinished:
+                    await asyncio.to_thread(engine.step)
+                assert bool(engine.num_accepted) == (each is drafting)
+        finally:
+            drafting.close()
+            refused.close()
+
+
+def test_no_connection_before_a_sequence_has_tokens():
+    drafting = RemoteSessions(RemoteDraftSettings(draft="127.0.0.1:1"), 4, MAX_LEN)
+    before = {thread.name for thread in threading.enumerate()}
+    assert drafting.draft([BatchRow(np.array([1, 2], np.int32), 0)]) == [[]]
+    assert drafting.draft([]) == []
+    assert {thread.name for thread in threading.enumerate()} == before
 
 
 async def test_a_lost_service_comes_back(monkeypatch, caplog):
@@ -213,7 +287,16 @@ def test_options(monkeypatch):
     monkeypatch.setenv("TANDEM_DRAFT", "a:1")
     monkeypatch.setenv("TANDEM_TIMEOUT_MS", "7")
     assert RemoteDraftSettings.read({"timeout_ms": 9}) == RemoteDraftSettings(draft="a:1", timeout_ms=9)
-    with pytest.raises(ValueError, match="no option speed; it has draft"):
+    with pytest.raises(InvalidRequest, match="no option speed; it has draft"):
         RemoteDraftSettings.read({"speed": 1})
-    with pytest.raises(ValueError, match=r"timeout_ms is 0, outside \[1"):
+    with pytest.raises(InvalidRequest, match=r"timeout_ms is 0; it must be in \[1"):
         RemoteDraftSettings.read({"timeout_ms": 0})
+    with pytest.raises(InvalidRequest, match="timeout_ms is '9'; it must be a whole number"):
+        RemoteDraftSettings.read({"timeout_ms": "9"})
+    with pytest.raises(
+        InvalidRequest, match="reserve_tokens is 4; it must be above num_speculative_tokens, which is 4"
+    ):
+        RemoteSessions(RemoteDraftSettings(reserve_tokens=4), 4, MAX_LEN)
+    monkeypatch.setenv("TANDEM_TIMEOUT_MS", "soon")
+    with pytest.raises(InvalidRequest, match="TANDEM_TIMEOUT_MS is 'soon'; it must be a whole number"):
+        RemoteDraftSettings.read({})

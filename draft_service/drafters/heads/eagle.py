@@ -147,8 +147,8 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         sequence, key = None, _key(spec.session_id, spec.token_ids)
         positions = pool.parked_positions(key)
         if spec.park and len(spec.token_ids) > 1:
-            sequence = pool.resume(key, spec.token_ids[1:], max_tokens)
-        state.sequence = sequence or pool.open(max_tokens)
+            sequence = pool.resume(key, spec.token_ids[1:], max_tokens, spec.owner)
+        state.sequence = sequence or pool.open(max_tokens, spec.owner)
         state.num_cached_tokens = state.sequence.length
         state.known = KnownStates(positions[: state.sequence.length])
         self._skip(state)
@@ -203,6 +203,8 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         assert state.sequence is not None
         state.num_skipped, size = num_skipped, self._pool.block_size
         first, count = state.known.skip(start, start + num_skipped)
+        if not count:  # all entries are read
+            return
         if first % size:  # not all of the first tokens' states are known: none of their entries stays
             first, count = 0, first + count
         if blocks := count // size:

@@ -50,18 +50,32 @@ async def test_a_window_that_does_not_fit_the_draft(start_core, size, num_sinks,
 
 
 @pytest.fixture
-def windowed_checkpoint(checkpoint, tmp_path):
-    """The draft, whose checkpoint names a window of 64 tokens."""
-    folder = shutil.copytree(checkpoint, tmp_path / "draft")
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"draft_window_size": 64}))
-    return str(folder)
+def windowed(checkpoint, tmp_path):
+    """The draft, whose checkpoint names a window."""
+
+    def write(size):
+        folder = shutil.copytree(checkpoint, tmp_path / "draft", dirs_exist_ok=True)
+        config = folder / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"draft_window_size": size}))
+        return str(folder)
+
+    return write
 
 
-async def test_a_checkpoint_names_its_window(start_core, spec, windowed_checkpoint):
+@pytest.mark.parametrize("size", [5, 600, "64", 64.5, True, [64]])
+async def test_a_window_of_a_checkpoint_that_cannot_be_used(start_core, spec, windowed, caplog, size):
+    """The draft then reads the whole text."""
+    async with start_core(k=4, model={"folder": windowed(size), "max_model_len": 512}) as core:
+        session = await core.open(spec(text(150), max_tokens=10))
+        assert (await core.load()).used_blocks == 5
+        await session.close()
+    assert f"draft_window_size of {size!r} is not used; it must be from 6, for 4 first tokens, to 508" in caplog.text
+
+
+async def test_a_checkpoint_names_its_window(start_core, spec, windowed):
     """It holds unless the settings say something else, or the draft's context is shorter."""
     for given, context, num_blocks in ((None, 512, 3), (0, 512, 5), (128, 512, 5), (None, 64, 0)):
-        model = {"folder": windowed_checkpoint, "max_model_len": context}
+        model = {"folder": windowed(64), "max_model_len": context}
         async with start_core(k=4, model=model, draft_window_size=given) as core:
             session = await core.open(spec(text(150), max_tokens=10))
             assert (await core.load()).used_blocks == num_blocks, (given, context)

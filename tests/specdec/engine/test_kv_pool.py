@@ -239,7 +239,7 @@ def test_parking_nothing_releases_and_too_few_tokens_are_an_error() -> None:
 def test_an_owner_evicts_its_own_sessions_first() -> None:
     pool = KVPool(4, BLOCK)
     for key, owner in (("a", "other"), ("b", "mine"), ("c", "mine"), ("d", "other")):
-        pool.park(grow(pool.open(4), 4), key, [1, 2, 3, 4], owner=owner)
+        pool.park(grow(pool.open(4, owner), 4), key, [1, 2, 3, 4])
     pool.open(4, "mine")
     assert pool.resume("b", [1, 2, 3, 4, 5], 4) is None
     pool.open(8, "mine")  # c, then the oldest of all

@@ -17,6 +17,6 @@ def test_the_tables_of_a_page_are_made_from_the_settings(path: Path) -> None:
     assert page.count("<!-- options: ") == page.count("<!-- end of options -->")
 
 
-@pytest.mark.parametrize("name", ["serve", "gateway", "speculative_config", "LLM"])
+@pytest.mark.parametrize("name", ["serve", "gateway", "speculative_config", "LLM", "remote_draft"])
 def test_every_set_of_options_is_on_some_page(name: str) -> None:
     assert any(table_of(name) in path.read_text() for path in PAGES)

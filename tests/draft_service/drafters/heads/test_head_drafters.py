@@ -206,6 +206,19 @@ async def test_a_window_without_its_first_states(start, spec, formula, num_known
         await talk.session.close()
 
 
+async def test_a_window_keeps_what_is_read(start, spec, target):
+    """The states of what it skips are unknown, and those of some of the first tokens: it drops no entry."""
+    rng = random.Random(7)
+    async with start("eagle3", speculative=WINDOW | {"draft_sink_size": 8}, block_size=4) as core:
+        talk = Talk(core, target, "eagle3")
+        await talk.open(spec(PROMPT))
+        await talk.propose([7], K, start=0)
+        await talk.propose(others(rng, 20), K, start=0, end=0)
+        known = talk.session.state.known
+        assert known.positions(0, known.num_entries) == [*range(len(PROMPT))]
+        await talk.session.close()
+
+
 @pytest.mark.parametrize("method", KINDS)
 async def test_tokens_that_are_taken_back(start, spec, formula, target, method):
     async with start(method) as core:
@@ -360,6 +373,19 @@ async def test_memory_is_asked_for_at_opening(start, spec, target):
             await core.open(spec(PROMPT, session_id="2", max_tokens=40))
         for session in opened:
             await session.close()
+
+
+async def test_a_client_evicts_its_own_parked_sessions_first(start, spec, target):
+    block_bytes = 2 * files.KV_HEADS * files.HEAD_DIM * 4 * 32
+    async with start("eagle3", parks=True, kv_cache_memory_bytes=6 * block_bytes) as core:
+        for name in ("alice", *(f"bob {i}" for i in range(5)), "alice"):
+            talk = Talk(core, target, "eagle3")
+            await talk.open(spec(PROMPT, session_id=name, owner=name.split()[0], park=True, max_tokens=40))
+            num_cached = talk.session.opened.num_cached_tokens
+            await talk.propose([7], K, start=0)
+            await talk.session.close()
+        assert (await core.load()).parked_sessions < 6
+        assert num_cached > 0
 
 
 async def test_info(start, folder):
