@@ -98,6 +98,7 @@ class DraftCore:
             stale_messages=self._num_stale,
             num_batches=self.batcher.num_batches,
             busy_ns=self.batcher.busy_ns,
+            ahead_busy_ns=ahead.busy_ns,
             ahead_proposals=ahead.num_proposals,
             ahead_hits=ahead.num_hits,
             wasted_draft_tokens=ahead.num_wasted_tokens,

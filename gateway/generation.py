@@ -19,6 +19,7 @@ from gateway.decoding.context import DecodingContext
 from gateway.decoding.loop import Decoding
 from gateway.decoding.request import DecodingRequest
 from gateway.limits import body_limit, check_request
+from gateway.load_collector import LoadCollector
 from gateway.merging import merge
 from gateway.metrics import GatewayMetrics
 from gateway.pacing.pace import Pacer
@@ -85,6 +86,13 @@ class Generation:
             max_wait_s=self.settings.max_queue_wait_s,
             undo=lambda _: None,
             describe=self._describe,
+        )
+        self.metrics.registry.register(
+            LoadCollector(
+                router,
+                num_running=lambda: self._admission.num_open,
+                num_waiting=lambda: self._admission.num_waiting,
+            )
         )
         #: New requests are refused; those in flight continue.
         self.draining = False

@@ -50,6 +50,9 @@ class Replica(Generic[B]):
         self.refusal: str | None = None
         self._avoid_until = 0.0
         self._load = ServerLoad()
+        self._load_told_s = 0.0
+        #: Share of the time between the last two times it told its load that it computed what sessions wait for.
+        self.busy_share = 0.0
         #: Sessions sent there since it told its load.
         self._num_sent = 0
 
@@ -75,7 +78,12 @@ class Replica(Generic[B]):
 
     def note_load(self, load: ServerLoad) -> None:
         """It told its load."""
-        self._load, self._num_sent = load, 0
+        now_s, before = time.monotonic(), self._load
+        spent_ns = (load.busy_ns - load.ahead_busy_ns) - (before.busy_ns - before.ahead_busy_ns)
+        elapsed_s = now_s - self._load_told_s
+        if self._load_told_s and spent_ns >= 0 and elapsed_s > 0:  # less: it was restarted
+            self.busy_share = min(1.0, spent_ns / 1e9 / elapsed_s)
+        self._load, self._load_told_s, self._num_sent = load, now_s, 0
 
     def note_session(self) -> None:
         """A session is sent there."""

@@ -303,6 +303,8 @@ class ServerLoad:
     busy_ns: int = 0
     #: Targets: proposals drafted ahead of verdicts that differed from their assumptions.
     superseded_proposals: int = 0
+    #: Drafts: those nanoseconds that went into drafting ahead, which gives way to what sessions wait for.
+    ahead_busy_ns: int = 0
     #: Drafts: proposals drafted ahead of verdicts and sent, verdicts that equalled the assumption of one of them, and
     #: tokens drafted ahead that no verdict used.
     ahead_proposals: int = 0

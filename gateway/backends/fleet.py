@@ -1,4 +1,4 @@
-"""The replicas that can be found: their channels, a watch on the health of each, and how full the targets are."""
+"""The replicas that can be found: their channels, a watch on the health of each, and how full they are."""
 
 from __future__ import annotations
 
@@ -148,9 +148,8 @@ class Fleet:
         self._watch_all()
 
     async def _check_loads(self) -> None:
-        """Ask how full the targets are, where there is a choice."""
-        if len(targets := self.router.targets.usable) > 1:
-            await asyncio.gather(*map(_update_load, targets))
+        """Ask how full the replicas are."""
+        await asyncio.gather(*(_update_load(replica) for role in self._roles for replica in role.pool.usable))
 
     async def _watch(self, member: _Member) -> None:
         stub, replica = health_pb2_grpc.HealthStub(member.channel), member.replica
@@ -191,7 +190,7 @@ async def _repeat(check: Callable[[], Awaitable[None]]) -> None:
         await asyncio.sleep(CHECK_INTERVAL_S)
 
 
-async def _update_load(target: Replica[Any]) -> None:
-    with suppress(TandemError, TimeoutError):  # the watch on its health sees to a target that does not answer
+async def _update_load(replica: Replica[Any]) -> None:
+    with suppress(TandemError, TimeoutError):  # the watch on its health sees to a replica that does not answer
         async with asyncio.timeout(CHECK_INTERVAL_S):
-            target.note_load(await target.backend.load())
+            replica.note_load(await replica.backend.load())

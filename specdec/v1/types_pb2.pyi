@@ -554,6 +554,7 @@ class ServerLoad(_message.Message):
     AHEAD_HITS_FIELD_NUMBER: _builtins.int
     WASTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     PARKED_BLOCKS_FIELD_NUMBER: _builtins.int
+    AHEAD_BUSY_NS_FIELD_NUMBER: _builtins.int
     open_sessions: _builtins.int
     """Open sessions."""
     parked_sessions: _builtins.int
@@ -580,6 +581,8 @@ class ServerLoad(_message.Message):
     """Drafts: tokens drafted ahead that no verdict has made use of."""
     parked_blocks: _builtins.int
     """Targets: KV blocks of parked sessions, which are given up when others need them."""
+    ahead_busy_ns: _builtins.int
+    """Drafts: the part of busy_ns that went into drafting ahead, which gives way to what sessions wait for."""
     def __init__(
         self,
         *,
@@ -596,10 +599,11 @@ class ServerLoad(_message.Message):
         ahead_hits: _builtins.int = ...,
         wasted_draft_tokens: _builtins.int = ...,
         parked_blocks: _builtins.int = ...,
+        ahead_busy_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_hits", b"ahead_hits", "ahead_proposals", b"ahead_proposals", "busy_ns", b"busy_ns", "num_batches", b"num_batches", "open_sessions", b"open_sessions", "parked_blocks", b"parked_blocks", "parked_sessions", b"parked_sessions", "stale_messages", b"stale_messages", "superseded_proposals", b"superseded_proposals", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_sessions", b"waiting_sessions", "wasted_draft_tokens", b"wasted_draft_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_busy_ns", b"ahead_busy_ns", "ahead_hits", b"ahead_hits", "ahead_proposals", b"ahead_proposals", "busy_ns", b"busy_ns", "num_batches", b"num_batches", "open_sessions", b"open_sessions", "parked_blocks", b"parked_blocks", "parked_sessions", b"parked_sessions", "stale_messages", b"stale_messages", "superseded_proposals", b"superseded_proposals", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_sessions", b"waiting_sessions", "wasted_draft_tokens", b"wasted_draft_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ import pytest
 
 from gateway.routing import Pool, Replica, Router
 from specdec.errors import ModelNotSupported, Unavailable
+from specdec.types import ServerLoad
 from tests.gateway.fakes import FakeDraft, FakeTarget, draft_info, target_info
 
 SESSIONS = [f"session-{i}" for i in range(600)]
@@ -24,6 +25,17 @@ async def test_sessions_spread_and_stay():
     assert "host1:1" not in after.values()
     pool.replicas[1].healthy = True
     assert {session: pool.pick(session).name for session in SESSIONS} == before
+
+
+def test_busy_share_counts_what_sessions_waited_for(monkeypatch):
+    replica = Replica("draft", FakeDraft())
+    shares = []
+    for now_s, busy_s, ahead_s in ((100, 7, 1), (102, 8, 1), (103, 9, 1.5), (104, 0.1, 0), (105, 0.2, 0)):
+        monkeypatch.setattr("gateway.routing.time.monotonic", lambda now_s=now_s: now_s)
+        replica.note_load(ServerLoad(busy_ns=int(busy_s * 1e9), ahead_busy_ns=int(ahead_s * 1e9)))
+        shares.append(replica.busy_share)
+    # Nothing is known at first; after a restart the last share stands until two answers can be compared.
+    assert shares == pytest.approx([0, 0.5, 0.5, 0.5, 0.1])
 
 
 async def test_replicas_that_failed_are_passed_over_while_there_are_others():

@@ -1,0 +1,44 @@
+"""How full the gateway and its replicas are, for Prometheus; some of it under vLLM's names, which routers read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from gateway.routing import Router
+
+
+class LoadCollector(Collector):
+    """Gauges that are read when Prometheus asks."""
+
+    def __init__(self, router: Router, *, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
+        """``num_running`` and ``num_waiting``: sequences in progress here, and requests that wait for that."""
+        self._router = router
+        self._num_running = num_running
+        self._num_waiting = num_waiting
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """The metrics of this moment."""
+        busy_share = GaugeMetricFamily(
+            "tandem_draft_busy_share",
+            "Share of its time that a draft computes what sessions wait for",
+            labels=("draft",),
+        )
+        for draft in self._router.drafts.usable:
+            busy_share.add_metric((draft.name,), draft.busy_share)
+        kv_use = GaugeMetricFamily(
+            "tandem_target_kv_use", "Share of a target's KV cache that open sessions use", labels=("target",)
+        )
+        targets = self._router.targets.usable
+        for target in targets:
+            kv_use.add_metric((target.name,), target.kv_use)
+        mean_use = sum(target.kv_use for target in targets) / max(len(targets), 1)
+        return (
+            busy_share,
+            kv_use,
+            GaugeMetricFamily("vllm:num_requests_running", "Sequences in progress", self._num_running()),
+            GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait for a slot", self._num_waiting()),
+            GaugeMetricFamily("vllm:kv_cache_usage_perc", "Mean of tandem_target_kv_use", mean_use),
+        )
