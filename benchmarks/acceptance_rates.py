@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from benchmarks.rounds import Recorder, Text, Watch
+from benchmarks.rounds import Recorder, Statistics, Text, Watch
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.sampling import sparse
@@ -140,27 +141,26 @@ def measure_rule(
         draft_temperature=draft_temperature,
         watch=watch,
     )
-    expected, counts, accepted = [0.0] * k, [0] * k, [0] * k
-    means, by_text = measure_text(recorder, texts, temperature, draft_temperature) if temperature else (None, [])
-    for number, text in enumerate(texts):
-        at = 0
+    num_rounds = sum(len(text.outcomes) for text in texts)
+    statistics = Statistics.of([text.outcomes for text in texts], k)
+    at_least = [sum(statistics.accepted[i:]) for i in range(k + 1)]  # share of rounds that accepted i tokens or more
+    accepted = [after / before if before else 0.0 for before, after in pairwise(at_least)]
+    if not temperature:
+        reached = statistics.tokens_per_round
+        return RuleAcceptance(rule, draft_temperature, num_rounds, reached, reached, accepted, accepted), None
+    means, by_text = measure_text(recorder, texts, temperature, draft_temperature)
+    expected = [0.0] * k
+    for text, kinds in zip(texts, by_text, strict=True):
+        acceptance, at = kinds["sent" if rule.sampling.sends_q else "coupled"], 0
         for outcome in text.outcomes:
             # Tokens up to the first rejected one stand behind text, whatever the rule.
             for i in range(min(outcome.accepted + 1, k)):
-                counts[i] += 1
-                accepted[i] += i < outcome.accepted
-                if by_text:
-                    expected[i] += float(by_text[number]["sent" if rule.sampling.sends_q else "coupled"][at + i])
+                expected[i] += float(acceptance[at + i]) / num_rounds
             at += outcome.accepted + 1
-    num_rounds = sum(len(text.outcomes) for text in texts)
-    reached = 1.0 + sum(accepted) / num_rounds
-    if blocks is not None:
-        length = 1.0 + blocks.accepted / num_rounds
-    else:
-        length = 1.0 + sum(expected) / num_rounds if temperature else reached
-    share = [hits / max(1, count) for hits, count in zip(accepted, counts, strict=True)]
-    by_position = [total / max(1, count) for total, count in zip(expected, counts, strict=True)] if by_text else share
-    return RuleAcceptance(rule, draft_temperature, num_rounds, reached, length, by_position, share), means
+    length = 1.0 + (sum(expected) if blocks is None else blocks.accepted / num_rounds)
+    by_position = [total / share if share else 0.0 for total, share in zip(expected, at_least, strict=False)]
+    reached = statistics.tokens_per_round
+    return RuleAcceptance(rule, draft_temperature, num_rounds, reached, length, by_position, accepted), means
 
 
 def _rows_at(state: SamplingState, temperature: float, count: int) -> Rows:

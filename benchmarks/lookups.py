@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from draft_service.common_prefix import common_prefix_len
 from draft_service.drafters.base import DraftJob
 from draft_service.drafters.lookup import LookupDrafter
 from draft_service.drafters.registry import load_drafter
@@ -113,14 +114,10 @@ async def play(
         await drafter.draft([DraftJob(state, state.num_pending, 0)])
         done = 0
         while done < len(output):
-            accepted = 0
             started_ns = time.perf_counter_ns()
             drafted = drafter.draft_one(DraftJob(state, state.num_pending, min(k, len(output) - done))).token_ids
             spent_ns = time.perf_counter_ns() - started_ns
-            while accepted < len(drafted) and done + accepted < len(output) - 1:
-                if drafted[accepted] != output[done + accepted]:
-                    break
-                accepted += 1
+            accepted = common_prefix_len(drafted, output[done:-1])
             committed = output[done : done + accepted + 1]
             started_ns = time.perf_counter_ns()
             drafter.advance(state, len(prompt) + done, committed)
