@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.command import run
+from specdec.cores import usable_cores
 from specdec.errors import Unavailable
+from tandem import checkpoints
 
 ROOT: Final = Path(__file__).parents[1]
-MODELS: Final = ROOT / "tandem" / "models"
-TARGET, DRAFT = str(MODELS / "python-12m"), str(MODELS / "python-1m")
+TARGET: Final = checkpoints.find_checkpoint(checkpoints.TARGET)
+DRAFT: Final = checkpoints.find_checkpoint(checkpoints.DRAFT)
 PROMPTS: Final = (
     "def fibonacci(n):\n",
     "import os\n\n\ndef walk(path):\n",
@@ -146,7 +148,7 @@ def main() -> int:
     parser.add_argument("--vllm-python", required=True, help="Python of an environment with vLLM, grpcio and protobuf")
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
     parser.add_argument("--num-tokens", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=2, help="OpenMP threads of vLLM")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="OpenMP threads of vLLM")
     args = parser.parse_args()
     plain: list[dict[str, Any]] = []
     is_same = True
