@@ -1,12 +1,12 @@
-"""Which sequence of an engine's batch is which session of the draft service, where the engine gives no names."""
+"""The sequences of an engine's batches as sessions of the draft service."""
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,9 @@ from tandem_integrations.step_client import Lost, StepClient
 
 logger = logging.getLogger(__name__)
 
-#: Last tokens by which a sequence is known again, with its length. Two sequences that agree in both may be mixed up,
-#: which costs their drafts and nothing else. 128 bytes to compare, and samples of one prompt differ long before.
+#: Last tokens by which a sequence without a name is known again, with its length. Two sequences that agree in both may
+#: be mixed up, which costs their drafts and nothing else. 128 bytes to compare, and samples of one prompt differ long
+#: before.
 TAIL: Final = 32
 #: Steps after which a sequence that is in no batch has ended: an engine leaves a running one out for a few steps at
 #: most, and until then the session of one that ended holds its cache.
@@ -32,14 +33,68 @@ RETRY_STEPS: Final = 64
 Tokens = npt.NDArray[np.int32]
 
 
+class Row(Protocol):
+    """One sequence of the batch."""
+
+    @property
+    def length(self) -> int:
+        """Committed tokens, the new ones included."""
+        ...
+
+    @property
+    def num_new(self) -> int:
+        """How many of them this step committed; 0 while the prompt is being computed."""
+        ...
+
+    @property
+    def keys(self) -> tuple[Hashable, Hashable]:
+        """What the sequence was known by after the step before, and what it is known by now."""
+        ...
+
+    def tokens(self, start: int) -> list[int]:
+        """The committed tokens from ``start`` on."""
+        ...
+
+
 @dataclass(slots=True)
 class BatchRow:
-    """One sequence of the batch."""
+    """A sequence of an engine that gives no names: it is found again by its length and last tokens."""
 
     #: All committed tokens, the new ones included: int32 [length].
     token_ids: Tokens
-    #: How many of them this step committed; 0 while the prompt is being computed.
     num_new: int
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return len(self.token_ids)
+
+    @property
+    def keys(self) -> tuple[Hashable, Hashable]:
+        """Those of the text before the step and after it."""
+        return _key(self.token_ids[: self.length - self.num_new]), _key(self.token_ids)
+
+    def tokens(self, start: int) -> list[int]:
+        """The committed tokens from ``start`` on."""
+        return list(map(int, self.token_ids[start:]))
+
+
+@dataclass(frozen=True, slots=True)
+class RowDraft:
+    """The drafted tokens after one row; none where none came in time."""
+
+    token_ids: Sequence[int] = ()
+    #: Of a tree: the index of the token that each one follows, which stands before it, or -1; empty: a chain.
+    parents: Sequence[int] = ()
+
+    def chain(self) -> list[int]:
+        """The tokens of a chain, or of the best path of a tree: of siblings the first is the best."""
+        path, last = [], -1
+        for index, token_id in enumerate(self.token_ids):
+            if not self.parents or self.parents[index] == last:
+                path.append(token_id)
+                last = index
+        return path
 
 
 @dataclass(slots=True)
@@ -54,7 +109,7 @@ class _RemoteSession:
 
 
 class RemoteSessions:
-    """Sends each step's commits and gets the drafts. A session is found again by its last tokens before the step."""
+    """Sends each step's commits and gets the drafts."""
 
     def __init__(self, settings: RemoteDraftSettings, num_speculative_tokens: int, max_model_len: int) -> None:
         """Connects at the first step.
@@ -72,15 +127,15 @@ class RemoteSessions:
         self._num_tokens = num_speculative_tokens
         self._max_model_len = max_model_len
         self._client = StepClient(settings)
-        self._sessions: dict[tuple[int, bytes], list[_RemoteSession]] = {}
+        self._sessions: dict[Hashable, list[_RemoteSession]] = {}
         self._step = 0
 
-    def draft(self, rows: Sequence[BatchRow]) -> list[list[int]]:
-        """Drafted tokens after each row, ``num_speculative_tokens`` at most; none where none came in time."""
+    def draft(self, rows: Sequence[Row]) -> list[RowDraft]:
+        """What was drafted after each row, ``num_speculative_tokens`` at most; nothing where nothing came in time."""
         self._step += 1
         has_new = any(row.num_new for row in rows)
         if not (self._client.connect() if has_new else self._client.is_connected):
-            return [[] for _ in rows]
+            return [RowDraft() for _ in rows]
         request = pb.DraftStepRequest()
         names = [self._advance(row, request) if row.num_new else None for row in rows]
         request.close.extend(self._forget_absent())
@@ -90,61 +145,59 @@ class RemoteSessions:
             self._sessions.clear()
             response = None
         if response is None:
-            return [[] for _ in rows]
+            return [RowDraft() for _ in rows]
         self._note_lost({lost.session_id: lost.cause for lost in response.lost})
-        drafts = {each.session_id: list(each.proposal.token_ids) for each in response.proposals}
-        return [drafts.get(name, [])[: self._num_tokens] if name is not None else [] for name in names]
+        end = self._num_tokens
+        drafts: dict[str | None, RowDraft] = {
+            each.session_id: RowDraft(each.proposal.token_ids[:end], each.proposal.parents[:end])
+            for each in response.proposals
+        }
+        return [drafts.get(name, RowDraft()) for name in names]
 
     def close(self) -> None:
         """End all sessions."""
         self._client.close()
 
-    def _advance(self, row: BatchRow, request: pb.DraftStepRequest) -> str | None:
+    def _advance(self, row: Row, request: pb.DraftStepRequest) -> str | None:
         """Add a row's commit to the request; the name of its session, if it has one now."""
-        length = len(row.token_ids)
-        num_tokens = min(self._num_tokens, self._max_model_len - length - 1)
+        num_tokens = min(self._num_tokens, self._max_model_len - row.length - 1)
         if num_tokens <= 0:
             return None
-        session = self._find(row)
-        if session is None or (session.retry_at is not None and self._step >= session.retry_at):
-            session = self._open(row, request)
-        elif session.retry_at is not None:
-            self._put(session, row)
+        before, after = row.keys
+        session = self._take(before)
+        if session is not None and session.retry_at is not None and self._step < session.retry_at:
+            self._put(after, session, row)
             return None
-        elif length + num_tokens > session.end:
-            request.close.append(session.name)
-            session = self._open(row, request)
-        else:
-            new = row.token_ids[session.length :]
-            self._ask(request, session, session.length, new, num_tokens)
-            self._put(session, row)
-            return session.name
-        self._ask(request, session, length, row.token_ids[:0], num_tokens)
-        self._put(session, row)
-        return session.name
-
-    def _ask(
-        self, request: pb.DraftStepRequest, session: _RemoteSession, base_len: int, new: Tokens, num_tokens: int
-    ) -> None:
+        start = row.length if session is None else session.length
+        if (
+            session is None
+            or session.retry_at is not None
+            or start > row.length
+            or row.length + num_tokens > session.end
+        ):
+            if session is not None and session.retry_at is None:
+                request.close.append(session.name)
+            session, start = self._open(row, request), row.length
         advance = pb.Advance(
             epoch=1,
-            base_len=base_len,
-            token_ids=new.tolist(),
+            base_len=start,
+            token_ids=row.tokens(start),
             num_draft_tokens=num_tokens,
             num_ahead_proposals=self._settings.num_ahead_proposals,
         )
         request.advances.add(session_id=session.name, advance=advance)
+        self._put(after, session, row)
+        return session.name
 
-    def _open(self, row: BatchRow, request: pb.DraftStepRequest) -> _RemoteSession:
+    def _open(self, row: Row, request: pb.DraftStepRequest) -> _RemoteSession:
         """A session whose drafts are the likeliest tokens: the engine takes a draft for certain, not for a sample."""
-        length = len(row.token_ids)
-        reserve = min(self._settings.reserve_tokens, self._max_model_len - length)
-        session = _RemoteSession(uuid.uuid4().hex, length, length + reserve, self._step)
+        reserve = min(self._settings.reserve_tokens, self._max_model_len - row.length)
+        session = _RemoteSession(uuid.uuid4().hex, row.length, row.length + reserve, self._step)
         request.open.add(
             session_id=session.name,
             epoch=1,
-            token_ids=row.token_ids.tolist(),
-            prompt_len=length,
+            token_ids=row.tokens(0),
+            prompt_len=row.length,
             sampling=types_pb2.SamplingParams(temperature=0.0),
             verification=types_pb2.VERIFICATION_RULE_COUPLED,
             max_tokens=reserve,
@@ -152,10 +205,8 @@ class RemoteSessions:
         )
         return session
 
-    def _find(self, row: BatchRow) -> _RemoteSession | None:
-        """The session that had this row's tokens before the step, taken out of the table."""
-        before = row.token_ids[: len(row.token_ids) - row.num_new]
-        key = _key(before)
+    def _take(self, key: Hashable) -> _RemoteSession | None:
+        """The session known by this key, taken out of the table."""
         found = self._sessions.get(key)
         if not found:
             return None
@@ -164,9 +215,9 @@ class RemoteSessions:
             del self._sessions[key]
         return session
 
-    def _put(self, session: _RemoteSession, row: BatchRow) -> None:
-        session.length, session.last_step = len(row.token_ids), self._step
-        self._sessions.setdefault(_key(row.token_ids), []).append(session)
+    def _put(self, key: Hashable, session: _RemoteSession, row: Row) -> None:
+        session.length, session.last_step = row.length, self._step
+        self._sessions.setdefault(key, []).append(session)
 
     def _forget_absent(self) -> list[str]:
         """The names of the open sessions whose sequence is in no batch any more."""

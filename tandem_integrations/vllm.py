@@ -66,7 +66,7 @@ class RemoteProposer:
             BatchRow(token_ids_cpu[index, : num_tokens_no_spec[index]], len(new))
             for index, new in enumerate(sampled_token_ids)
         ]
-        drafts = self._sessions.draft(rows)
+        drafts = [draft.chain() for draft in self._sessions.draft(rows)]
         return [draft if all(token < self._vocab_size for token in draft) else [] for draft in drafts]
 
     def close(self) -> None:

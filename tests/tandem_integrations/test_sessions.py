@@ -16,7 +16,7 @@ from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 from tandem.certificates import write_certificates
 from tandem_integrations import sessions, step_client
-from tandem_integrations.sessions import BatchRow, RemoteSessions
+from tandem_integrations.sessions import BatchRow, RemoteSessions, RowDraft
 from tandem_integrations.settings import RemoteDraftSettings
 from tandem_integrations.vllm import RemoteProposer
 from tests.gateway.fakes import FakeDraft, params, reference
@@ -82,6 +82,10 @@ def remote(service, **options):
     return RemoteSessions(settings, 4, MAX_LEN)
 
 
+def chains(drafting):
+    return lambda rows: [draft.chain() for draft in drafting.draft(rows)]
+
+
 PROMPTS = [(5, 6, 7), (8, 9), (5, 6, 7), tuple(range(3, 60))]
 
 
@@ -89,7 +93,7 @@ PROMPTS = [(5, 6, 7), (8, 9), (5, 6, 7), tuple(range(3, 60))]
 async def test_a_good_draft_is_accepted(num_ahead):
     async with Service(FakeDraft(quality=1.0)) as service:
         drafting = remote(service, num_ahead_proposals=num_ahead)
-        engine = Engine(drafting.draft, PROMPTS, 60)
+        engine = Engine(chains(drafting), PROMPTS, 60)
         try:
             while engine.unfinished:
                 await asyncio.to_thread(engine.step)
@@ -105,7 +109,7 @@ async def test_rows_move_pause_and_end(monkeypatch):
     choose = random.Random(1)
     async with Service(FakeDraft(quality=0.7)) as service:
         drafting = remote(service, reserve_tokens=20)
-        engine = Engine(drafting.draft, [(3 + i, 4, 5) for i in range(12)], 80)
+        engine = Engine(chains(drafting), [(3 + i, 4, 5) for i in range(12)], 80)
         try:
             while engine.unfinished:
                 batch = engine.unfinished
@@ -130,7 +134,7 @@ async def test_rows_move_pause_and_end(monkeypatch):
 async def test_a_draft_that_is_too_late_costs_no_more_than_its_time():
     async with Service(FakeDraft(latency_s=0.2, open_latency_s=0.0)) as service:
         drafting = remote(service, timeout_ms=20)
-        engine = Engine(drafting.draft, PROMPTS[:1], 12)
+        engine = Engine(chains(drafting), PROMPTS[:1], 12)
         try:
             start = asyncio.get_running_loop().time()
             while engine.unfinished:
@@ -147,7 +151,7 @@ async def test_a_draft_that_never_answers_counts_as_lost(monkeypatch, caplog):
     draft = FakeDraft()
     async with Service(draft) as service:
         drafting = remote(service, timeout_ms=50)
-        engine = Engine(drafting.draft, PROMPTS[:1], 400)
+        engine = Engine(chains(drafting), PROMPTS[:1], 400)
         for _ in range(5):
             await asyncio.to_thread(engine.step)
         assert engine.num_accepted
@@ -191,7 +195,7 @@ async def test_over_tls(tmp_path):
         drafting, refused = remote(service, **files["gateway"]), remote(service)
         try:
             for each in (refused, drafting):
-                engine = Engine(each.draft, PROMPTS, 30)
+                engine = Engine(chains(each), PROMPTS, 30)
                 while engine.unfinished:
                     await asyncio.to_thread(engine.step)
                 assert bool(engine.num_accepted) == (each is drafting)
@@ -203,7 +207,7 @@ async def test_over_tls(tmp_path):
 def test_no_connection_before_a_sequence_has_tokens():
     drafting = RemoteSessions(RemoteDraftSettings(draft="127.0.0.1:1"), 4, MAX_LEN)
     before = {thread.name for thread in threading.enumerate()}
-    assert drafting.draft([BatchRow(np.array([1, 2], np.int32), 0)]) == [[]]
+    assert drafting.draft([BatchRow(np.array([1, 2], np.int32), 0)]) == [RowDraft()]
     assert drafting.draft([]) == []
     assert {thread.name for thread in threading.enumerate()} == before
 
@@ -214,7 +218,7 @@ async def test_a_lost_service_comes_back(monkeypatch, caplog):
     async with Service(draft) as service:
         port = service.server.port
         drafting = remote(service, timeout_ms=500)
-        engine = Engine(drafting.draft, PROMPTS, 400)
+        engine = Engine(chains(drafting), PROMPTS, 400)
         for _ in range(5):
             await asyncio.to_thread(engine.step)
         assert engine.num_accepted
@@ -239,7 +243,7 @@ async def test_sessions_that_are_refused_are_tried_again_later(monkeypatch, capl
     draft = FakeDraft()
     async with Service(draft) as service:
         drafting = remote(service, timeout_ms=500)
-        engine = Engine(drafting.draft, PROMPTS[:1], 200)
+        engine = Engine(chains(drafting), PROMPTS[:1], 200)
         draft.dead = True
         for _ in range(5):
             await asyncio.to_thread(engine.step)
