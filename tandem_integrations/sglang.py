@@ -3,7 +3,7 @@
 ::
 
     tandem draft --model path/to/draft --port 50062
-    TANDEM_DRAFT=127.0.0.1:50062 python -m sglang.launch_server --model-path path/to/target \\
+    TANDEM_DRAFT=127.0.0.1:50062 sglang serve --model-path path/to/target \\
       --speculative-algorithm TANDEM --speculative-num-draft-tokens 5
 
 SGLang finds :func:`register` by the entry point of this package. It verifies and samples; a draft that is late or lost
