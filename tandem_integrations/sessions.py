@@ -33,7 +33,7 @@ RETRY_STEPS: Final = 64
 Tokens = npt.NDArray[np.int32]
 
 
-class Row(Protocol):
+class EngineRow(Protocol):
     """One sequence of the batch."""
 
     @property
@@ -130,7 +130,7 @@ class RemoteSessions:
         self._sessions: dict[Hashable, list[_RemoteSession]] = {}
         self._step = 0
 
-    def draft(self, rows: Sequence[Row]) -> list[RowDraft]:
+    def draft(self, rows: Sequence[EngineRow]) -> list[RowDraft]:
         """What was drafted after each row, ``num_speculative_tokens`` at most; nothing where nothing came in time."""
         self._step += 1
         has_new = any(row.num_new for row in rows)
@@ -158,7 +158,7 @@ class RemoteSessions:
         """End all sessions."""
         self._client.close()
 
-    def _advance(self, row: Row, request: pb.DraftStepRequest) -> str | None:
+    def _advance(self, row: EngineRow, request: pb.DraftStepRequest) -> str | None:
         """Add a row's commit to the request; the name of its session, if it has one now."""
         num_tokens = min(self._num_tokens, self._max_model_len - row.length - 1)
         if num_tokens <= 0:
@@ -189,7 +189,7 @@ class RemoteSessions:
         self._put(after, session, row)
         return session.name
 
-    def _open(self, row: Row, request: pb.DraftStepRequest) -> _RemoteSession:
+    def _open(self, row: EngineRow, request: pb.DraftStepRequest) -> _RemoteSession:
         """A session whose drafts are the likeliest tokens: the engine takes a draft for certain, not for a sample."""
         reserve = min(self._settings.reserve_tokens, self._max_model_len - row.length)
         session = _RemoteSession(uuid.uuid4().hex, row.length, row.length + reserve, self._step)
@@ -215,7 +215,7 @@ class RemoteSessions:
             del self._sessions[key]
         return session
 
-    def _put(self, key: Hashable, session: _RemoteSession, row: Row) -> None:
+    def _put(self, key: Hashable, session: _RemoteSession, row: EngineRow) -> None:
         session.length, session.last_step = row.length, self._step
         self._sessions.setdefault(key, []).append(session)
 
