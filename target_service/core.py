@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -15,17 +17,21 @@ from specdec.engine.device_thread import DeviceThread
 from specdec.engine.engine import Engine
 from specdec.engine.hidden_states import STATE_DTYPE
 from specdec.engine.kv_pool import KVSequence
+from specdec.engine.parallel.ranks import Place
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.hidden_state_buffer import MAX_BYTES
 from specdec.sampling.state import SamplingState
 from specdec.scheduling.admission import Admission, ClientFull
 from specdec.settings import TargetSettings
 from specdec.types import HiddenStates, ModelInfo, ServerLoad, SessionSpec
+from target_service.rank_processes import OnLoss, RankProcesses, load
 from target_service.scheduler.batcher import Deliver, Follow, StepBatcher
 from target_service.session import Session
 from target_service.step import ScheduledSequence, StepResult, StepSession, run_steps
 from target_service.stop_criteria import StopCriteria
 from target_service.verifier import Verifier
+
+logger = logging.getLogger(__name__)
 
 #: Drafted tokens a round may carry at most, whatever a session asks for.
 MAX_SPECULATIVE_TOKENS: Final = 64
@@ -36,11 +42,20 @@ GOING_DOWN: Final = "the target is shutting down; use another replica"
 class TargetCore:
     """Implements :class:`specdec.backends.TargetBackend`. Made on a running event loop, used from it alone."""
 
-    def __init__(self, engine: Engine, device: DeviceThread, settings: TargetSettings) -> None:
-        """``engine`` is loaded and warm; the core owns it and its thread from now on. Others may read it."""
+    def __init__(
+        self,
+        engine: Engine,
+        device: DeviceThread,
+        settings: TargetSettings,
+        processes: RankProcesses | None = None,
+    ) -> None:
+        """``engine`` is loaded and warm; the core owns it, its thread and its processes from now on. Others may read
+        it.
+        """
         scheduler = settings.scheduler
         self.engine = engine
         self._device = device
+        self._processes = processes
         self._settings = settings
         self._verifier = Verifier(num_threads=engine.num_threads)
         self._batcher = StepBatcher(self._run_steps, scheduler.max_num_batched_tokens)
@@ -60,23 +75,31 @@ class TargetCore:
         self._num_stale = 0
         self._num_superseded = 0
         self._expiry: asyncio.TimerHandle | None = None
+        followers = engine.followers
+        self._beating = None if followers is None else asyncio.create_task(self._beat(followers.beat_s))
 
     @classmethod
-    async def start(cls, settings: TargetSettings) -> TargetCore:
+    async def start(
+        cls, settings: TargetSettings, place: Place | None = None, on_loss: OnLoss = logger.error
+    ) -> TargetCore:
         """Load the model and warm it up.
+
+        ``place`` is that of rank 0 where others than this process start the ranks of a split model. ``on_loss`` is
+        called, on any thread, when one of them is lost; every step fails from then on.
 
         Raises:
             ModelNotSupported: the model would give wrong answers here, or cannot run.
             InvalidRequest: a setting does not fit the model or the machine.
+            Unavailable: a rank of a split model ends.
         """
         device = DeviceThread("target-device")
         try:
-            engine = await device.run(Engine.load, settings.model)
+            engine, processes = await device.run(load, settings.model, place, on_loss)
             await device.run(engine.warm_up)
         except BaseException:
             await asyncio.to_thread(device.close)
             raise
-        return cls(engine, device, settings)
+        return cls(engine, device, settings, processes)
 
     async def open(self, spec: SessionSpec, on_states: Callable[[HiddenStates], None] | None = None) -> Session:
         """Admit a session and prefill it; returns once the first token is there. Cancelling leaves nothing behind.
@@ -159,11 +182,15 @@ class TargetCore:
             session.fail(Unavailable(GOING_DOWN))
             session.end()
         await self._batcher.close()
+        if self._beating is not None:
+            self._beating.cancel()
         try:
             await self._device.run(self.engine.close)
         except Unavailable:  # closed before
             return
         await asyncio.to_thread(self._device.close)
+        if self._processes is not None:
+            await asyncio.to_thread(self._processes.close)
 
     # --- for sessions; see session.SessionOwner ---
 
@@ -197,6 +224,13 @@ class TargetCore:
         self._admission.leave(session.spec.client)
 
     # --- inside ---
+
+    async def _beat(self, pause_s: float) -> None:
+        """Tell the other ranks now and then that this one is there, until they are lost."""
+        with suppress(Unavailable):
+            while True:
+                await asyncio.sleep(pause_s)
+                await self._device.run(self.engine.beat)
 
     async def _run_steps(self, parts: Sequence[ScheduledSequence], follow: Follow, deliver: Deliver) -> StepResult:
         loop = asyncio.get_running_loop()

@@ -29,18 +29,21 @@ class Kept:
         return bool(self.rows) and self.rows[-1] != len(self.rows) - 1
 
 
-def keep_rows(caches: Sequence[torch.Tensor], kept: Sequence[Kept], block_size: int) -> None:
-    """Move entries of caches [num_blocks, H, block_size, D]."""
-    sources, targets = [], []
+def moves_of(kept: Sequence[Kept], block_size: int) -> list[tuple[int, int, int, int]]:
+    """Which entries are to be moved: from which block and offset to which."""
+    moves = []
     for one in kept:
         blocks = one.sequence.blocks
         for to, row in enumerate(one.rows, one.first):
             if (source := one.first + row) != to:
-                sources.append((int(blocks[source // block_size]), source % block_size))
-                targets.append((int(blocks[to // block_size]), to % block_size))
-    if not sources:
-        return
-    places = send([*zip(*sources, strict=True), *zip(*targets, strict=True)], caches[0].device)  # [4, moves]
+                origin = int(blocks[source // block_size]), source % block_size
+                moves.append((*origin, int(blocks[to // block_size]), to % block_size))
+    return moves
+
+
+def move_entries(caches: Sequence[torch.Tensor], moves: Sequence[tuple[int, int, int, int]]) -> None:
+    """Move entries of caches [num_blocks, H, block_size, D], all at once; there is one at least."""
+    places = send([*zip(*moves, strict=True)], caches[0].device)  # [4, moves]
     for cache in caches:
         cache[places[2], :, places[3]] = cache[places[0], :, places[1]]
 

@@ -7,22 +7,24 @@ import torch
 from specdec.errors import InvalidRequest
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device of a setting's name.
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of a setting's name; of several ranks on one machine each takes the GPU of its number.
 
     Raises:
         InvalidRequest: there is no such device.
     """
     if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise InvalidRequest(f"device is {name!r}: use auto, cpu or cuda:N", param="device") from error
     if device.type == "cuda":
-        index, count = device.index or 0, torch.cuda.device_count()
+        index, count = (device.index or 0) + local_rank, torch.cuda.device_count()
         if index >= count:
-            raise InvalidRequest(f"device is {name!r} but this machine has {count} CUDA devices", param="device")
+            raise InvalidRequest(
+                f"device is {name!r} and needs GPU {index}, but this machine has {count} CUDA devices", param="device"
+            )
         return torch.device("cuda", index)
     if device.type != "cpu":
         raise InvalidRequest(f"device is {name!r}: use auto, cpu or cuda:N", param="device")

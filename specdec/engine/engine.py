@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -15,7 +16,7 @@ from specdec.cores import usable_cores
 from specdec.engine.adapters import adopt
 from specdec.engine.attention import PagedBatch
 from specdec.engine.batch import Batch, Segment, build_batch
-from specdec.engine.compaction import Kept, copy_blocks, keep_rows
+from specdec.engine.compaction import Kept, copy_blocks, move_entries, moves_of
 from specdec.engine.cuda.graphs import CudaCapture, GraphRunner, reserved_bytes
 from specdec.engine.device import resolve_device
 from specdec.engine.hidden_states import STATE_DTYPE, PassStates, StateRows, StateTap, check_layers
@@ -26,6 +27,9 @@ from specdec.engine.loading.acceleration import FusedForward
 from specdec.engine.loading.self_check import Reference
 from specdec.engine.native.decoder import NativeDecoder
 from specdec.engine.native.feed import feed, takes
+from specdec.engine.parallel import messages, shards
+from specdec.engine.parallel.messages import Operation
+from specdec.engine.parallel.ranks import Ranks
 from specdec.errors import ModelNotSupported, Unavailable
 from specdec.sampling.transfer import send
 from specdec.settings import ModelSettings
@@ -69,6 +73,8 @@ class Engine:
         self._decoder: FusedForward | None = None
         self.graphs: GraphRunner | None = None
         self._state = ForwardState()
+        #: The ranks that follow this one; None while they load in step, and where there are none.
+        self.followers: Ranks | None = None
         #: Key and value cache of every layer.
         self.caches = memory.allocate_caches(shapes, num_blocks, block_size, device)
         self._tap: StateTap | None = StateTap(model, shapes)
@@ -79,31 +85,40 @@ class Engine:
             bind(shape, PagedLayer(k_cache, v_cache, shape.window, self._state))
 
     @classmethod
-    def load(cls, settings: ModelSettings) -> Engine:
+    def load(cls, settings: ModelSettings, join: Callable[[], Ranks] | None = None) -> Engine:
         """Load a checkpoint, check that it runs correctly here, and lay out the KV cache.
 
-        Sets torch's thread count on the calling thread, which must be the one that calls :meth:`forward`.
+        Sets torch's thread count on the calling thread, which must be the one that calls :meth:`forward`. ``join``
+        meets the other ranks of the model, which load at the same time; it is called before weights are read.
 
         Raises:
             ModelNotSupported: this engine would give wrong answers for the model, or cannot run it.
             InvalidRequest: a setting does not fit the model or the machine.
+            Unavailable: the other ranks do not come.
         """
-        device = resolve_device(settings.device)
-        num_threads = settings.num_threads or usable_cores()
+        config = checkpoint.load_config(settings)
+        refusals.check_config(config)
+        if join is not None:
+            size = settings.tensor_parallel_size
+            shards.check_plan(config, size, trust_remote_code=settings.trust_remote_code)
+        ranks = None if join is None else join()
+        place = None if ranks is None else ranks.place
+        device = resolve_device(settings.device, 0 if place is None else place.local_rank)
+        num_threads = settings.num_threads or max(1, usable_cores() // (1 if place is None else place.local_size))
         if device.type == "cpu":
             torch.set_num_threads(num_threads)
         else:
             torch.cuda.set_device(device)  # of this thread: Triton launches on the current device
-        config = checkpoint.load_config(settings)
-        refusals.check_config(config)
         max_model_len = refusals.resolve_max_model_len(config, settings.max_model_len)
         is_rounded = refusals.check_quantization(settings, config, device)
         logger.info("reading the weights of %s", settings.model)
         model = checkpoint.load_model(settings, config, device)
+        num_parameters = model.num_parameters()
+        if ranks is not None:
+            shards.make_local(model, ranks)
         adopt(model)
         refusals.check_model(model)
         tokenizer = checkpoint.read_tokenizer(settings)
-        num_parameters = model.num_parameters()
         if is_rounded:
             refusals.quantise(settings, model)
         text = config.get_text_config(decoder=True)
@@ -128,8 +143,9 @@ class Engine:
             shapes,
             device=device,
             max_model_len=max_model_len,
-            weight_bytes=model.get_memory_footprint(),  # type: ignore[no-untyped-call]
+            weight_bytes=(weight_bytes := model.get_memory_footprint()),  # type: ignore[no-untyped-call]
             activation_bytes=activation_bytes,
+            ranks=ranks,
         )
         logger.info("comparing passes with the model's own modules")
         model.set_attn_implementation("eager")
@@ -166,8 +182,15 @@ class Engine:
             eos_token_ids=checkpoint.eos_token_ids(model, tokenizer),
             kv_cache_tokens=num_blocks * settings.block_size,
             version=specdec.__version__,
-            execution=engine.execution,
+            execution=engine.execution if ranks is None else f"{engine.execution}, {ranks.place.size} ranks",
         )
+        if ranks is not None:
+            cache_bytes = sum(cache.nbytes for pair in engine.caches for cache in pair)
+            logger.info(
+                "rank %d of %d: %.1f MiB of weights, %.1f MiB for the KV cache",
+                *(ranks.place.rank, ranks.place.size, weight_bytes / 2**20, cache_bytes / 2**20),
+            )
+            engine.followers = ranks
         return engine
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
@@ -216,7 +239,12 @@ class Engine:
             )
         with torch.inference_mode():
             batch = self.prepare(segments)
-            logits, states = self._run(batch, wanted)
+            rows, layers = ([], ()) if wanted is None else (wanted.rows(), wanted.layers)
+            run = partial(self.run, batch, rows, layers)
+            if self.followers is None:
+                logits, states = run()
+            else:
+                logits, states = self.followers.lead(messages.encode_pass(batch, rows, layers), run)
         for segment, kv_len in zip(segments, batch.kv_lens, strict=True):
             segment.sequence.length = kv_len
         return logits, states
@@ -234,7 +262,8 @@ class Engine:
     def copy_blocks(self) -> None:
         """Make the copies that forked sequences wait for; due before any pass writes to the cache."""
         if copies := self.pool.take_copies():
-            copy_blocks([cache for pair in self.caches for cache in pair], copies)
+            copy = partial(copy_blocks, self.all_caches, copies)
+            self._everywhere(Operation.COPY_BLOCKS, copies, copy)
 
     def keep_rows(self, kept: Sequence[Kept]) -> None:
         """Drop all of a tree that is not on its accepted path; each sequence is ``first + len(rows)`` long afterwards.
@@ -245,10 +274,20 @@ class Engine:
         if moving and isinstance(self._decoder, NativeDecoder):
             self._decoder.keep_rows(moving, self.pool.block_size)
         elif moving:
+            moves = moves_of(moving, self.pool.block_size)
             with torch.inference_mode():
-                keep_rows([cache for pair in self.caches for cache in pair], moving, self.pool.block_size)
+                self._everywhere(Operation.MOVE_ENTRIES, moves, partial(move_entries, self.all_caches, moves))
         for one in kept:
             one.sequence.length = one.first + len(one.rows)
+
+    def beat(self) -> None:
+        """Tell the ranks that follow that this one is there."""
+        self._everywhere(Operation.BEAT, (), lambda: None)
+
+    @property
+    def all_caches(self) -> list[torch.Tensor]:
+        """Key and value caches, one after another."""
+        return [cache for pair in self.caches for cache in pair]
 
     @property
     def decoder(self) -> FusedForward | None:
@@ -282,6 +321,8 @@ class Engine:
         """Drop the weights and the cache. Idempotent."""
         if self._model is None:
             return
+        if self.followers is not None:
+            self.followers.close(messages.encode(Operation.STOP))
         self._model = None
         self._tap = None
         self._decoder = None
@@ -291,24 +332,33 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _run(self, batch: Batch, wanted: StateRows | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [N, vocab_size] of a batch, float32, and the hidden states wanted, [rows, layers, H]."""
-        rows = None if wanted is None else torch.tensor(wanted.rows(), dtype=torch.int64)
+    def run(
+        self, batch: Batch, state_rows: Sequence[int] = (), state_layers: tuple[int, ...] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [N, vocab_size] of a batch, float32, and the hidden states wanted, [rows, layers, H]; on this rank."""
+        rows = torch.tensor(state_rows, dtype=torch.int64)
         if self._decoder is not None:
-            if wanted is None or rows is None:
+            if not state_layers:
                 return self._decoder.forward(batch.input_ids, batch.plan, batch.logit_rows).float(), None
-            states = torch.empty(len(rows), len(wanted.layers), self._decoder.hidden_size, dtype=STATE_DTYPE)
-            asked = rows, torch.tensor(wanted.layers), states
+            states = torch.empty(len(rows), len(state_layers), self._decoder.hidden_size, dtype=STATE_DTYPE)
+            asked = rows, torch.tensor(state_layers), states
             return self._decoder.forward(batch.input_ids, batch.plan, batch.logit_rows, asked).float(), states
-        if wanted is not None and rows is not None:
+        if state_layers:
             rows = send(rows, self.device)
-            both = None if self.graphs is None else self.graphs.run_with_states(batch, wanted.layers)
+            both = None if self.graphs is None else self.graphs.run_with_states(batch, state_layers)
             if both is not None:
                 return both[0], both[1].index_select(0, rows)
-            logits, states = self._run_with_states(batch.to(self.device), wanted.layers, rows)
+            logits, states = self._run_with_states(batch.to(self.device), state_layers, rows)
             return logits.float(), states
         replayed = None if self.graphs is None else self.graphs.run(batch)
         return self._run_modules(batch.to(self.device)).float() if replayed is None else replayed, None
+
+    def _everywhere(self, operation: Operation, numbers: Sequence[Sequence[int]], own_part: Callable[[], None]) -> None:
+        """Do something on this rank and on those that follow it."""
+        if self.followers is None:
+            own_part()
+        else:
+            self.followers.lead(messages.encode(operation, [each for group in numbers for each in group]), own_part)
 
     def _run_with_states(
         self, batch: Batch, layers: tuple[int, ...], rows: torch.Tensor | None = None
@@ -355,6 +405,7 @@ class Engine:
             num_threads,
             self._make_graphs,
             enforce_eager=settings.enforce_eager,
+            is_split=settings.tensor_parallel_size > 1,
             autotune=settings.autotune,
         )
         for path in paths:

@@ -28,13 +28,16 @@ class ModelSettings:
     max_model_len: int | None = option(None, "longest sequence in tokens; by default the checkpoint's", gt=0)
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory for weights, activations and KV", gt=0, le=1)
     cpu_kv_cache_share: float = option(0.2, "share of the machine's memory for the KV cache on a CPU", gt=0, le=1)
-    kv_cache_memory_bytes: int | None = option(None, "bytes of the target's KV cache; overrides the shares", gt=0)
+    kv_cache_memory_bytes: int | None = option(
+        None, "bytes of a target's KV cache, per rank; overrides the shares", gt=0
+    )
     block_size: int = option(32, "tokens per KV block", gt=0)
     num_threads: int | None = option(None, "threads of a forward pass on a CPU; by default all cores", gt=0)
     autotune: str = option(
         "cached", "measures the CPU kernels: once a machine and model, at every load, or never", choices=AUTOTUNE
     )
-    tensor_parallel_size: int = option(1, "GPUs the model is split over; only 1 so far")
+    tensor_parallel_size: int = option(1, "processes (ranks) that share the weights of the target", ge=1, le=64)
+    tensor_parallel_timeout_s: float = option(60.0, "seconds a rank waits for another before all end", gt=0)
     trust_remote_code: bool = option(False, "run model code that comes with the checkpoint")
     enforce_eager: bool = option(False, "run the model's own modules even where a faster path exists")
 
@@ -46,11 +49,6 @@ class ModelSettings:
             self.quantization in (None, "auto") or not self.enforce_eager,
             "quantization",
             "quantization needs the packed layers that enforce_eager switches off; give one of the two",
-        )
-        require(
-            self.tensor_parallel_size == 1,
-            "tensor_parallel_size",
-            f"tensor_parallel_size is {self.tensor_parallel_size}: tensor parallelism is not available yet; use 1",
         )
 
 

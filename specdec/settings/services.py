@@ -49,6 +49,12 @@ class DraftSettings:
             f"a head ({', '.join(self.speculative.methods)}) uses tensors of the target: give target_model, the folder"
             " of the target's checkpoint",
         )
+        require(
+            self.model is None or self.model.tensor_parallel_size == 1,
+            "tensor_parallel_size",
+            f"tensor_parallel_size is {self.model and self.model.tensor_parallel_size}: only a target is split over"
+            " processes; use 1 for a draft",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ class SpeculativeSettings(LookupSettings):
         only=_ATTENDING,
     )
     draft_sink_size: int = option(4, "first tokens that are read of a longer text", ge=0, only=_ATTENDING)
-    draft_tensor_parallel_size: int = option(1, "GPUs of the draft; only 1 so far", flag=False)
+    draft_tensor_parallel_size: int = option(1, "processes of the draft model; only 1", flag=False)
     quantization: str | None = option("auto", "rounds the draft's weights", choices=QUANTIZATIONS, flag=False)
     disable_by_batch_size: int | None = option(None, "no drafting while more sessions are open", ge=1, flag=False)
 
@@ -51,7 +51,7 @@ class SpeculativeSettings(LookupSettings):
         require(
             self.draft_tensor_parallel_size == 1,
             "draft_tensor_parallel_size",
-            f"draft_tensor_parallel_size is {self.draft_tensor_parallel_size}: not available yet; use 1",
+            f"draft_tensor_parallel_size is {self.draft_tensor_parallel_size}: a draft runs in one process; use 1",
         )
         _ = self.tree
 

@@ -35,6 +35,8 @@ from tandem.launcher.supervisor import ServiceSpec
 from tandem.speculative_config import OLDER_NAMES, ModelChoice, choose_models, read_speculation
 
 _DRAFT_THREADS: Final = 1
+#: Options of the target's model that its draft has not.
+_TARGET_OPTIONS: Final = ("model", "tensor_parallel_size", "tensor_parallel_timeout_s")
 #: Share of a GPU's memory the draft gets where it lives on the target's GPU.
 _DRAFT_GPU_SHARE: Final = 0.15
 #: Options of the gateway that follow from the rest of a deployment, or from its services running on one machine.
@@ -170,6 +172,7 @@ def _share_device(model: ModelSettings, speculative: SpeculativeSettings) -> tup
         quantization=speculative.quantization,
         num_threads=_DRAFT_THREADS,
         kv_cache_memory_bytes=None,
+        tensor_parallel_size=1,
     )
     if model.device.startswith("cuda") or (model.device == "auto" and Path("/dev/nvidia0").exists()):
         share = model.gpu_memory_utilization
@@ -200,7 +203,7 @@ def services_of(deployment: Deployment, sockets: Path, *, target: str | None = N
     ]  # fmt: skip
     if deployment.draft is not None:
         draft = deployment.draft
-        model = flags_of(draft.model, skip={"model", "tensor_parallel_size"}) if draft.model else ()
+        model = flags_of(draft.model, skip=_TARGET_OPTIONS) if draft.model else ()
         services.append(
             ServiceSpec(
                 name="draft",

@@ -71,12 +71,7 @@ def test_every_field_is_an_option_with_a_help_text(settings: type) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "name"),
-    [
-        (settings, name)
-        for settings in CLASSES
-        for name, each in options_of(settings).items()
-        if each.flag and name != "tensor_parallel_size"
-    ],  # takes one value only
+    [(settings, name) for settings in CLASSES for name, each in options_of(settings).items() if each.flag],
 )
 def test_a_flag_carries_every_value(settings: type, name: str) -> None:
     given = {**REQUIRED.get(settings, {}), **PAIRED.get(name, {}), name: other_value(options_of(settings)[name])}

@@ -185,7 +185,7 @@ def test_errors_propagate_and_the_object_lives_on(llm: LLM) -> None:
     [
         ({"modle": "x"}, "no argument 'modle'"),
         ({"max_modle_len": 3}, "did you mean 'max_model_len'"),
-        ({"tensor_parallel_size": 2}, "not available yet"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be in"),
         ({"verification": "hope"}, "verification is 'hope'"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"speculative_config": {"modle": "x"}}, "modle"),

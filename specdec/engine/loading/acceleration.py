@@ -61,23 +61,25 @@ def execution_paths(
     make_graphs: Callable[[], GraphRunner],
     *,
     enforce_eager: bool,
+    is_split: bool,
     autotune: str,
 ) -> Iterator[ExecutionPath]:
     """Yield the execution paths of a model on these caches, the fastest first; each is made when it is asked for.
 
     On a CPU the model's linear layers are packed for the paths after the first. ``enforce_eager``: only paths that run
-    the model's own modules, unchanged.
+    the model's own modules, unchanged. ``is_split``: the model has parts on other ranks. The native decoder exchanges
+    nothing with them, and CUDA graphs of exchanges have not been tried.
     """
     if caches[0][0].device.type == "cpu":
         if not enforce_eager:
-            decoder = native_decoder(model, caches, shapes, num_threads, autotune)
+            decoder = None if is_split else native_decoder(model, caches, shapes, num_threads, autotune)
             if decoder is not None:
                 yield ExecutionPath("native decoder", decoder)
             pack_linears(model, num_threads, autotune)
         if (kernels := native_attention()) is not None:
             yield ExecutionPath("native attention", kernels=kernels)
     elif (kernels := triton_attention()) is not None:
-        if not enforce_eager:
+        if not enforce_eager and not is_split:
             yield ExecutionPath("cuda graphs", kernels=kernels, graphs=make_graphs())
         yield ExecutionPath("triton attention", kernels=kernels)
     yield ExecutionPath("torch attention")

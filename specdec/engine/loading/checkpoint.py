@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
+from specdec.engine.parallel.shards import distributed_config
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.settings import ModelSettings
 from specdec.weight_map import check_weight_maps
@@ -65,6 +66,8 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, device: torch.
     check_weight_maps(Path(settings.model))
     dtype = _DTYPES.get(settings.dtype, "auto")
     options: dict[str, Any] = {}
+    if settings.tensor_parallel_size > 1:
+        options["distributed_config"] = distributed_config(config, settings.tensor_parallel_size)
     if getattr(config, "quantization_config", None) is not None:
         options["device_map"] = {"": device}  # quantised weights are placed while they are read
     try:

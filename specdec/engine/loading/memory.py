@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from specdec.engine.layers import LayerShape
+from specdec.engine.parallel.ranks import Ranks
 from specdec.errors import InvalidRequest
 from specdec.settings import ModelSettings
 
@@ -43,9 +44,10 @@ def size_cache(
     max_model_len: int,
     weight_bytes: int = 0,
     activation_bytes: int = 0,
+    ranks: Ranks | None = None,
 ) -> tuple[int, int]:
     """Blocks the budget pays for, block 0 (padding) not counted; and ``max_model_len``, cut to what they hold where no
-    setting asks for it.
+    setting asks for it. Of several ranks, the blocks that each can pay for.
 
     ``kv_cache_memory_bytes`` where it is set; else on a CPU ``cpu_kv_cache_share`` of the memory but no more than
     :data:`MAX_USEFUL_SEQUENCES` full sequences need; else ``gpu_memory_utilization`` of the device less
@@ -65,8 +67,11 @@ def size_cache(
         budget = min(own, int((free + cached) * _SHARE_OF_FREE)) - activation_bytes
     else:
         useful = MAX_USEFUL_SEQUENCES * -(-max_model_len // settings.block_size) + 1
-        budget = min(int(machine_bytes() * settings.cpu_kv_cache_share), useful * block_bytes)
+        share = settings.cpu_kv_cache_share / (1 if ranks is None else ranks.place.local_size)
+        budget = min(int(machine_bytes() * share), useful * block_bytes)
     num_blocks = int(budget // block_bytes) - 1
+    if ranks is not None:
+        num_blocks = ranks.smallest(num_blocks)
     if num_blocks < 1:
         raise InvalidRequest(
             f"the KV cache may take {max(budget, 0)} bytes and two blocks of {settings.block_size} tokens take"

@@ -211,7 +211,7 @@ class NativeDecoder(NativeModel):
         return batch
 
     def keep_rows(self, kept: Sequence[Kept], block_size: int) -> None:
-        """:func:`specdec.engine.compaction.keep_rows` on this decoder's layout of the cache."""
+        """:func:`specdec.engine.compaction.move_entries` of what is kept, on this decoder's layout of the cache."""
         rows = array("q", [row for one in kept for row in one.rows])
         at, _ = rows.buffer_info()
         structs = (CKept * len(kept))()

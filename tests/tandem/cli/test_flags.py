@@ -176,7 +176,7 @@ def test_the_other_flags_reach_their_settings() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("python-12m", "-tp", "2"), "not available yet"),
+        (("python-12m", "--speculative-draft-tensor-parallel-size", "2"), "runs in one process"),
         (("no-such-model",), "bundled model"),
         (("python-12m", "--model", "python-1m"), "two models"),
         (("python-12m", "--speculative-config", "{"), "not JSON"),

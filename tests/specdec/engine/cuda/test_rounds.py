@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from specdec.engine.batch import build_batch
 from specdec.engine.chains import ChainJob, draft_chains
-from specdec.engine.compaction import Kept, keep_rows
+from specdec.engine.compaction import Kept, move_entries, moves_of
 from specdec.engine.cuda.sync import HostWaits, NoSync
 from specdec.engine.engine import Segment
 from specdec.engine.kv_pool import KVPool
@@ -108,7 +108,8 @@ class Model:
 
     def keep_rows(self, kept: Sequence[Kept]) -> None:
         """The second of two siblings."""
-        keep_rows([torch.empty(401, 2, 4, 8, device=META)], [replace(one, rows=(0, 2)) for one in kept], 4)
+        moves = moves_of([replace(one, rows=(0, 2)) for one in kept], 4)
+        move_entries([torch.empty(401, 2, 4, 8, device=META)], moves)
 
 
 def every_state() -> list[tuple[SamplingState, Rule]]:

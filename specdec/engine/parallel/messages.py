@@ -1,0 +1,92 @@
+"""What rank 0 tells the other ranks: one flat buffer of int64 for each thing that touches the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+
+from specdec.engine.batch import Batch
+from specdec.engine.parallel.ranks import Words
+from specdec.engine.plan import BatchPlan
+
+
+class Operation(IntEnum):
+    """What a message asks for."""
+
+    #: Nothing: rank 0 is there.
+    BEAT = 0
+    #: A forward pass.
+    PASS = 1
+    #: :func:`specdec.engine.compaction.move_entries`.
+    MOVE_ENTRIES = 2
+    #: :func:`specdec.engine.compaction.copy_blocks`.
+    COPY_BLOCKS = 3
+    #: The end.
+    STOP = 4
+
+
+def encode(operation: Operation, numbers: Sequence[int] = ()) -> Words:
+    """A message of an operation and numbers; :func:`numbers_of` reads them."""
+    return np.array([2 + len(numbers), operation, *numbers], dtype=np.int64)
+
+
+def operation_of(words: Words) -> Operation:
+    """What a message asks for."""
+    return Operation(int(words[1]))
+
+
+def numbers_of(words: Words) -> list[int]:
+    """The numbers of a message that is no pass."""
+    numbers: list[int] = words[2:].tolist()
+    return numbers
+
+
+def encode_pass(batch: Batch, state_rows: Sequence[int], state_layers: Sequence[int]) -> Words:
+    """A pass: its batch, and which hidden states it is to leave (empty: none)."""
+    plan = batch.plan
+    arrays = [
+        plan.positions.numpy(),
+        plan.slots.numpy(),
+        batch.input_ids[0].cpu().numpy(),
+        batch.logit_rows.numpy(),
+        plan.row_starts.numpy(),
+        plan.kv_lens.numpy(),
+        plan.block_tables.numpy().ravel(),
+        np.empty(0, np.int64) if plan.ancestors is None else plan.ancestors.numpy(),
+        np.array(state_rows, np.int64),
+        np.array(state_layers, np.int64),
+    ]
+    sizes = [len(array) for array in arrays]
+    head = [2 + 3 + len(sizes) + sum(sizes), Operation.PASS, plan.max_kv_len, plan.max_rows, plan.block_size, *sizes]
+    return np.concatenate((np.array(head, np.int64), *arrays), dtype=np.int64)
+
+
+def decode_pass(words: Words) -> tuple[Batch, list[int], tuple[int, ...]]:
+    """The batch of a pass, on the host, and its rows and layers of hidden states."""
+    max_kv_len, max_rows, block_size = (int(word) for word in words[2:5])
+    ends = accumulate(words[5:15].tolist(), initial=15)
+    parts = [words[start:end] for start, end in pairwise(ends)]
+    positions, slots, input_ids, logit_rows, row_starts, kv_lens, tables, ancestors, rows, layers = parts
+    plan = BatchPlan(
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(slots),
+        row_starts=torch.from_numpy(row_starts.astype(np.int32)),
+        block_tables=torch.from_numpy(tables.astype(np.int32).reshape(len(kv_lens), -1)),
+        kv_lens=torch.from_numpy(kv_lens.astype(np.int32)),
+        max_kv_len=max_kv_len,
+        max_rows=max_rows,
+        block_size=block_size,
+        ancestors=torch.from_numpy(ancestors) if len(ancestors) else None,
+    )
+    batch = Batch(
+        plan,
+        torch.from_numpy(input_ids).unsqueeze(0),
+        torch.from_numpy(logit_rows),
+        row_starts.tolist(),
+        kv_lens.tolist(),
+    )
+    return batch, rows.tolist(), tuple(layers.tolist())
