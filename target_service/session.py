@@ -90,7 +90,7 @@ class Session:
         self._multi_step_until = self._multi_step_after = 0
         #: Everything since this length came of multi-step decode.
         self._multi_step_from = 0
-        #: Where multi-step decode last began: since then rounds may come too late.
+        #: A round from this length on may come too late: multi-step decode went on meanwhile.
         self._early_from = sys.maxsize
         self._verdicts = VerdictQueue(last_state_only=spec.last_hidden_state_only)
         #: Gets the prompt's hidden states.
@@ -256,6 +256,7 @@ class Session:
             draft_token_ids=asked.token_ids,
             q_rows=asked.q_rows,
             parents=() if is_chain(asked.parents) else asked.parents,
+            is_round=True,
         )
 
     def continues(self, result: PartResult) -> bool:
@@ -267,7 +268,7 @@ class Session:
 
     def continue_step(self, part: ScheduledSequence, result: PartResult, step: StepResult) -> None:
         """Queue the verdict of a step of multi-step decode. The device thread runs the next one already."""
-        if not self._closing:
+        if not self._closing and self._failure is None:
             self._multi_step_until = max(self._multi_step_until, self.committed_len + len(result.cut.token_ids) + 1)
             self._commit(part, result, step)
 
@@ -284,7 +285,7 @@ class Session:
         if self._closing:
             self._release()
             return
-        if result.error is None and part.decides:
+        if self._failure is None and part.decides:
             self._commit(part, result, step)
         if self.num_prefill or self.num_round_tokens:
             self._owner.ready(self)
@@ -314,7 +315,7 @@ class Session:
             self._multi_step_until = self._limited(self.committed_len + self.spec.multi_step_tokens)
             if self.spec.multi_step_tokens:
                 self._early_from = self.committed_len
-        elif self._multi_step_until < self.committed_len:  # a round
+        elif part.is_round:
             self._multi_step_from = self.committed_len
         states = () if result.hidden_states is None else (result.hidden_states,)
         if states and part.is_prefill:
@@ -372,6 +373,7 @@ class Session:
         """
         self._asked = self._cut(proposal)
         self._multi_step_until, self._multi_step_after = 0, multi_step_after
+        self._early_from = self.committed_len if multi_step_after else sys.maxsize
         self._asked_ns = time.perf_counter_ns()
         if not self.in_flight:
             self._owner.ready(self)

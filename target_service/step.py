@@ -71,16 +71,18 @@ class ScheduledSequence:
     draft_token_ids: tuple[int, ...] = ()
     q_rows: tuple[SparseRow, ...] = ()
     is_prefill: bool = False
+    #: Whether it was asked for as a round, with or without drafts.
+    is_round: bool = False
     #: Of each drafted token the one it follows, -1 for the committed tokens; empty: a chain.
     parents: tuple[int, ...] = ()
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it feeds one token and drafts none."""
-        return self.decides and not self.is_prefill and not self.draft_token_ids
+    def is_multi_step(self) -> bool:
+        """Whether it is a token of multi-step decode."""
+        return self.decides and not self.is_prefill and not self.is_round
 
     def following(self, token_ids: Sequence[int]) -> ScheduledSequence:
-        """The plain part after this one, which committed ``token_ids``."""
+        """The next token of multi-step decode, after this part, which committed ``token_ids``."""
         return ScheduledSequence(self.session, token_ids[-1:], decides=True)
 
     @property

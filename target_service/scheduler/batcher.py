@@ -14,7 +14,7 @@ from specdec.scheduling.costs import StepCost
 from target_service.scheduler.composition import prefill_room, share_prefill, take_rounds
 from target_service.scheduler.round_coalescer import RoundCoalescer
 from target_service.session import Session
-from target_service.step import ScheduledSequence, StepResult
+from target_service.step import PartResult, ScheduledSequence, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -138,10 +138,13 @@ class StepBatcher:
         follow = partial(self._follow, scheduled, may_follow=not self._coalescer.expects(time.perf_counter_ns()))
         try:
             result = await self._run([part for _, part in scheduled], follow, partial(self._pass_on, scheduled))
+            self._observe(scheduled, result)
         except Exception as error:
-            self._fail(scheduled, error)
+            logger.error("a step of %d sessions failed", len(scheduled), exc_info=error)
+            for session, _ in scheduled:
+                session.crash(_failure(error))
         else:
-            self._finish(scheduled, result)
+            self._apply(scheduled, result, Session.finish_step, Session.crash)
 
     def _follow(
         self, scheduled: Sequence[tuple[Session, ScheduledSequence]], result: StepResult, *, may_follow: bool
@@ -151,33 +154,31 @@ class StepBatcher:
             return None
         parts = []
         for (session, part), part_result in zip(scheduled, result.parts, strict=True):
-            if not part.is_plain or not session.continues(part_result):
+            if not part.is_multi_step or not session.continues(part_result):
                 return None
             parts.append(part.following(part_result.cut.token_ids))
         return parts
 
     def _pass_on(self, scheduled: Sequence[tuple[Session, ScheduledSequence]], result: StepResult) -> None:
-        """Pass on the result of a step that another one follows."""
+        """Pass on the result of a step that another one follows. The device thread still has its sessions."""
         self.num_steps += 1
+        self._apply(scheduled, result, Session.continue_step, Session.fail)
         self._observe(scheduled, result)
+
+    def _apply(
+        self,
+        scheduled: Sequence[tuple[Session, ScheduledSequence]],
+        result: StepResult,
+        apply: Callable[[Session, ScheduledSequence, PartResult, StepResult], None],
+        fail: Callable[[Session, TandemError], None],
+    ) -> None:
+        """Give every session its part of a result. One that cannot take it fails alone."""
         for (session, part), part_result in zip(scheduled, result.parts, strict=True):
-            session.continue_step(part, part_result, result)
-
-    def _finish(self, scheduled: Sequence[tuple[Session, ScheduledSequence]], result: StepResult) -> None:
-        num_finished = 0
-        try:
-            self._observe(scheduled, result)
-            for (session, part), part_result in zip(scheduled, result.parts, strict=True):
-                session.finish_step(part, part_result, result)
-                num_finished += 1
-        except Exception as error:
-            self._fail(scheduled[num_finished:], error)
-
-    def _fail(self, scheduled: Sequence[tuple[Session, ScheduledSequence]], error: Exception) -> None:
-        logger.error("a step of %d sessions failed", len(scheduled), exc_info=error)
-        failure = error if isinstance(error, TandemError) else InternalError(f"a step failed: {error}")
-        for session, _ in scheduled:
-            session.crash(failure)
+            try:
+                apply(session, part, part_result, result)
+            except Exception as error:
+                logger.exception("a session could not take the result of a step")
+                fail(session, _failure(error))
 
     def _observe(self, scheduled: Sequence[tuple[Session, ScheduledSequence]], result: StepResult) -> None:
         """Learn the step's cost, and which sessions should return with another round."""
@@ -189,3 +190,7 @@ class StepBatcher:
             is_over = outcome.error is not None or outcome.cut.finish_reason is not None
             if part.draft_token_ids and not is_over and session not in self._ready:
                 self._coalescer.left(session, len(part.token_ids), result.started_ns + spent_ns)
+
+
+def _failure(error: Exception) -> TandemError:
+    return error if isinstance(error, TandemError) else InternalError(f"a step failed: {error}")

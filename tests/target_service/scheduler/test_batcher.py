@@ -1,7 +1,6 @@
 """Many sessions at once: one forward pass per step, prompts in fair chunks, nothing left behind by those who leave."""
 
 import asyncio
-import threading
 import time
 
 import pytest
@@ -11,29 +10,7 @@ from specdec.types import FinishReason, Proposal
 from target_service.scheduler.composition import MIN_CHUNK, prefill_room, share_prefill, take_rounds
 from target_service.stop_criteria import StopCriteria, Truncation
 from tests.target_service.conftest import decode, make_prompt, make_spec, multi_step_decode, until, until_clean, verify
-
-
-class Watch:
-    """Counts and records the forward passes of a core; may hold or break them."""
-
-    def __init__(self, core):
-        self.batches = []
-        self.delay_s = 0.0
-        self.error = None
-        #: While cleared, forward passes wait.
-        self.gate = threading.Event()
-        self.gate.set()
-        self._forward = core.engine.forward
-        core.engine.forward = self
-
-    def __call__(self, segments):
-        self.batches.append([(len(segment.token_ids), segment.num_logits) for segment in segments])
-        self.gate.wait(10)
-        if self.delay_s:
-            time.sleep(self.delay_s)
-        if self.error is not None:
-            raise self.error
-        return self._forward(segments)
+from tests.target_service.scheduler.watch import Watch
 
 
 @pytest.mark.parametrize("budget", [512, 48])
@@ -326,70 +303,3 @@ async def test_a_long_prompt_delays_a_session_that_drafts_by_one_full_step(start
         assert sorted(rows for rows, _ in with_round) == [4, 12]
         await drafting.close()
         await others.close()
-
-
-# --- multi-step decode without the event loop ---
-
-
-async def test_multi_step_decode_does_not_wait_for_the_event_loop(start_core, plain):
-    prompt = make_prompt(7)
-    async with start_core() as core:
-        session = await core.open(make_spec(prompt, 40))
-        watch = Watch(core)
-        fetch = asyncio.create_task(multi_step_decode(session, session.first.committed_len, 39))
-        await until(lambda: watch.batches)
-        held_at = len(watch.batches)
-        deadline = time.monotonic() + 5
-        while len(watch.batches) < held_at + 10 and time.monotonic() < deadline:
-            time.sleep(0.001)  # noqa: ASYNC251 (the event loop is held up)
-        assert len(watch.batches) >= held_at + 10
-        assert (*session.first.token_ids, *await fetch) == plain(prompt, 40)
-        await session.close()
-
-
-async def test_a_session_joins_multi_step_decode_at_the_next_step(start_core, plain):
-    async with start_core() as core:
-        first = await core.open(make_spec(make_prompt(1), 200))
-        watch = Watch(core)
-        watch.delay_s = 0.005
-        fetch = asyncio.create_task(multi_step_decode(first, first.first.committed_len, 199))
-        await until(lambda: len(watch.batches) >= 5)
-        at = len(watch.batches)
-        second = await core.open(make_spec(make_prompt(2), 4))
-        joined = next(i for i, batch in enumerate(watch.batches) if len(batch) > 1)
-        assert joined - at <= 4  # at once, but for what the opening itself takes
-        watch.delay_s = 0.0
-        assert (*first.first.token_ids, *await fetch) == plain(make_prompt(1), 200)
-        await first.close()
-        await second.close()
-
-
-async def test_a_failing_step_loses_no_token_before_it(start_core, plain):
-    prompt = make_prompt(3)
-    async with start_core() as core:
-        session = await core.open(make_spec(prompt, 60))
-        watch = Watch(core)
-        watch.delay_s = 0.001
-        session.multi_step_decode(session.first.committed_len, 59)
-        tokens = list(session.first.token_ids)
-        while len(watch.batches) <= 10:
-            tokens += (await session.receive()).token_ids
-        watch.error = RuntimeError("broken")
-        with pytest.raises(InternalError, match="a step failed: broken"):  # noqa: PT012 (several verdicts may wait)
-            while True:
-                tokens += (await session.receive()).token_ids
-        assert len(tokens) == len(watch.batches)  # the first token came before the watch, the last step brought none
-        assert tuple(tokens) == plain(prompt, len(tokens))
-        await session.close()
-
-
-async def test_closing_in_the_middle_of_multi_step_decode(start_core):
-    async with start_core() as core:
-        session = await core.open(make_spec(make_prompt(4), 200))
-        watch = Watch(core)
-        watch.delay_s = 0.002
-        session.multi_step_decode(session.first.committed_len, 199)
-        await until(lambda: len(watch.batches) >= 3)
-        await session.close()
-        await until_clean(core)
-        assert len(watch.batches) < 20
