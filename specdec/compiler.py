@@ -55,7 +55,7 @@ def compile_folder(folder: Path, name: str) -> Path:
             return cache / file
         writable = writable or _made_writable(cache)
         path = writable / file
-        with _only_one(path.with_suffix(".lock")):
+        with only_one(path.with_suffix(".lock")):
             if path.is_file():  # another process was faster
                 return path
             failure = _compile(folder, compiler, machine, path)
@@ -122,7 +122,7 @@ def _made_writable(cache: Path) -> Path:
 
 
 @contextmanager
-def _only_one(path: Path) -> Iterator[None]:
+def only_one(path: Path) -> Iterator[None]:
     """Hold a lock that other processes respect and that dies with its holder."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

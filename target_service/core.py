@@ -164,6 +164,11 @@ class TargetCore:
         return len(self._sessions)
 
     @property
+    def num_multi_step(self) -> int:
+        """Sessions in multi-step decode, in the newest step."""
+        return self._batcher.num_multi_step
+
+    @property
     def num_steps(self) -> int:
         """Forward passes since the start."""
         return self._batcher.num_steps
@@ -217,7 +222,7 @@ class TargetCore:
         self._sessions.discard(session)
         self._batcher.forget(session)
         if park and session.spec.session_id and sequence.length:
-            token_ids = session.step_session.state.token_ids[: sequence.length]
+            token_ids = session.step_session.state.token_ids
             pool.park(sequence, session.spec.session_id, token_ids)
             self._expire_later()
         self._give_back(sequence)

@@ -62,7 +62,7 @@ class Engine:
         device: torch.device,
     ) -> None:
         self.info = ModelInfo(name="", vocab_size=vocab_size, max_model_len=max_model_len)
-        self.pool = KVPool(num_blocks, block_size)
+        self.pool = KVPool(num_blocks, block_size, has_windows=any(shape.window for shape in shapes))
         self.device = device
         #: How the model is run: "native decoder", "native attention", "cuda graphs", "triton attention" or "torch
         #: attention".

@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from specdec.engine.dropped_entries import DroppedEntries
+from specdec.engine.parked_text import ParkedText
 from specdec.errors import InvalidRequest, Overloaded
 
 BlockIds = npt.NDArray[np.int32]
@@ -44,8 +46,13 @@ class KVSequence:
     released: bool = False
     #: A guessed continuation of another sequence; see :meth:`KVPool.branch`.
     is_branch: bool = False
-    #: Entries that :meth:`KVPool.drop_blocks` has dropped: the position of the next row is this and ``length``.
-    num_dropped: int = 0
+    #: What :meth:`KVPool.drop_blocks` has dropped.
+    dropped: DroppedEntries = field(default_factory=DroppedEntries)
+
+    @property
+    def num_dropped(self) -> int:
+        """Entries that were dropped: the position of the next row is this and ``length``."""
+        return self.dropped.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +60,8 @@ class _Parked:
     """A session without a stream: its entries, the tokens they stand for, and when it was parked."""
 
     blocks: BlockIds
-    #: int64 [entries].
-    token_ids: npt.NDArray[np.int64]
-    #: int64 [entries]: where the tokens stand in the text.
-    positions: npt.NDArray[np.int64]
-    num_dropped: int
+    text: ParkedText
+    dropped: DroppedEntries
     parked_at_s: float
     owner: str
 
@@ -72,7 +76,9 @@ class KVPool:
     *free*.
     """
 
-    def __init__(self, total_blocks: int, block_size: int) -> None:
+    def __init__(self, total_blocks: int, block_size: int, *, has_windows: bool = False) -> None:
+        """``has_windows``: attention sees a window of the entries, and finds its first by the position of a row."""
+        self._has_windows = has_windows
         self.total_blocks = total_blocks
         self.block_size = block_size
         #: Parked sessions dropped to make room, ever.
@@ -156,14 +162,15 @@ class KVPool:
         if length // self.block_size < sequence.num_shared_blocks:
             self._unshare(sequence, length)
         sequence.length = length
+        sequence.dropped = sequence.dropped.before(length)
 
     def drop_blocks(self, sequence: KVSequence, first: int, count: int) -> None:
-        """Drop the entries of ``count`` whole blocks from block ``first`` on; the blocks take entries to come.
-
-        Entries behind them become that much earlier ones, and rows to come keep their positions. For the sequences of
-        draft heads, which have no branches: other models may look at positions of their own.
+        """Drop the entries of ``count`` whole blocks from block ``first`` on; the blocks take entries to come. Entries
+        behind them become that much earlier ones, and rows to come keep their positions.
         """
         self._check_open(sequence)
+        if self._has_windows:
+            raise ValueError("the model's attention has a sliding window, which counts entries: none can be dropped")
         end, size, blocks = first + count, self.block_size, sequence.blocks
         if not 0 <= first <= end or end * size > sequence.length or (self._refs[blocks[first:end]] > 1).any():
             raise ValueError(
@@ -172,7 +179,7 @@ class KVPool:
             )
         sequence.blocks = np.concatenate((blocks[:first], blocks[end:], blocks[first:end]))
         sequence.length -= count * size
-        sequence.num_dropped += count * size
+        sequence.dropped = sequence.dropped.and_from(first * size, count * size)
         if sequence.num_shared_blocks > first:
             sequence.num_shared_blocks = max(first, sequence.num_shared_blocks - count)
 
@@ -191,19 +198,20 @@ class KVPool:
         key: str,
         token_ids: Sequence[int],
         now: float | None = None,
-        positions: Sequence[int] | None = None,
+        text_positions: Sequence[int] | None = None,
     ) -> None:
         """Release the sequence but keep its entries, evictable, under ``key``.
 
-        Entry i stands for the token at ``positions[i]`` (None: at i) of ``token_ids``. An older session of the same key
-        is dropped. ``now`` is in seconds of ``time.monotonic()``.
+        Entry i stands for the token at ``text_positions[i]`` (None: at i) of ``token_ids``. An older session of the
+        same key is dropped. ``now`` is in seconds of ``time.monotonic()``.
         """
         if sequence.released:
             return
-        places = np.array(range(sequence.length) if positions is None else positions, dtype=np.int64)
-        if len(places) != sequence.length or (places[-1:] >= len(token_ids)).any():
+        num_positions = sequence.length if text_positions is None else len(text_positions)
+        last = sequence.length - 1 if text_positions is None else max(text_positions, default=-1)
+        if num_positions != sequence.length or last >= len(token_ids):
             raise ValueError(
-                f"{sequence.length} entries cannot be parked under {len(token_ids)} tokens, at {len(places)} positions"
+                f"{sequence.length} entries at {num_positions} positions cannot be parked under {len(token_ids)} tokens"
             )
         self.drop_parked(key)
         if not sequence.length:
@@ -212,14 +220,14 @@ class KVPool:
         kept = sequence.blocks[: self.blocks_for(sequence.length)]
         self._refs[kept] += 1
         self.release(sequence)
-        tokens = np.array(token_ids, dtype=np.int64)[places]
         parked_at_s = time.monotonic() if now is None else now
-        self._parked[key] = _Parked(kept, tokens, places, sequence.num_dropped, parked_at_s, sequence.owner)
+        text = ParkedText.of(token_ids[: last + 1], text_positions)
+        self._parked[key] = _Parked(kept, text, sequence.dropped, parked_at_s, sequence.owner)
 
-    def parked_positions(self, key: str) -> Sequence[int]:
+    def parked_text_positions(self, key: str) -> Sequence[int]:
         """Where the tokens of a parked session's entries stand in its text; empty where there is none."""
         parked = self._parked.get(key)
-        return [] if parked is None else parked.positions.tolist()
+        return [] if parked is None else parked.text.positions.tolist()
 
     def resume(self, key: str, token_ids: Sequence[int], max_tokens: int, owner: str = "") -> KVSequence | None:
         """Take back a parked session, cut to the entries before the first that does not agree with ``token_ids``.
@@ -231,7 +239,7 @@ class KVPool:
         parked = self._parked.get(key)
         if parked is None:
             return None
-        length = _num_common(parked, token_ids)
+        length = parked.text.num_common(token_ids)
         if length == 0:
             self.drop_parked(key)
             return None
@@ -258,7 +266,7 @@ class KVPool:
             length,
             owner,
             num_shared_blocks=length // self.block_size,
-            num_dropped=parked.num_dropped,
+            dropped=parked.dropped.before(length),
         )
 
     def drop_parked(self, key: str) -> bool:
@@ -390,11 +398,3 @@ class KVPool:
             self._drop_open(old)
             self._drop(old)
         sequence.num_shared_blocks = first
-
-
-def _num_common(parked: _Parked, token_ids: Sequence[int]) -> int:
-    """The leading entries that agree with ``token_ids`` and stand before the last of them."""
-    limit = int(np.searchsorted(parked.positions, len(token_ids) - 1))
-    wanted = np.array(token_ids, dtype=np.int64)[parked.positions[:limit]]
-    different = np.nonzero(parked.token_ids[:limit] != wanted)[0]
-    return int(different[0]) if len(different) else limit

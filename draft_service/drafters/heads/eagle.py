@@ -145,7 +145,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         num_read = self._window.size + self.info.num_speculative_tokens + pool.block_size
         max_tokens = min(min(state.max_tokens, num_read) + self._num_fed, pool.total_blocks * pool.block_size)
         sequence, key = None, _key(spec.session_id, spec.token_ids)
-        positions = pool.parked_positions(key)
+        positions = pool.parked_text_positions(key)
         if spec.park and len(spec.token_ids) > 1:
             sequence = pool.resume(key, spec.token_ids[1:], max_tokens, spec.owner)
         state.sequence = sequence or pool.open(max_tokens, spec.owner)

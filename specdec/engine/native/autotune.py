@@ -17,12 +17,14 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
+from specdec.compiler import only_one
 from specdec.engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary
 
 logger = logging.getLogger(__name__)
@@ -77,19 +79,32 @@ def choose_prefetch(
 ) -> Prefetch:
     """The fastest distance for a model with these weights.
 
-    ``mode``: "cached" measures unless a choice is kept, "always" measures, "off" does not prefetch. A file that cannot
-    be read is replaced; where none can be written, every load measures.
+    ``mode``: "cached" measures unless a choice is kept, "always" measures, "off" does not prefetch. One process
+    measures at a time; the others wait for it and read its choice. A file that cannot be read is replaced; where none
+    can be written, every load measures.
     """
-    num_bytes = sum(_bytes_of(library, run) for run in runs)
+    num_bytes = _bytes_of_all(library, runs)
     if mode == "off" or num_bytes < _SMALLEST_BYTES:
         return Prefetch()
     path = library.path.with_name(f"autotune-{_key(library, runs, num_threads)}.json")
     if mode == "cached" and (kept := _read(path)) is not None:
         return Prefetch(kept[0], kept[1], "cached")
+    with ExitStack() as stack:
+        try:  # target and draft, started together, would measure each other
+            stack.enter_context(only_one(path.with_name("autotune.lock")))
+        except OSError as error:
+            logger.warning("prefetching is measured while other processes may measure, too: %s", error)
+        if mode == "cached" and (kept := _read(path)) is not None:  # another process was faster
+            return Prefetch(kept[0], kept[1], "cached")
+        return _measured(library, runs, num_threads, path)
+
+
+def _measured(library: NativeLibrary, runs: Sequence[WeightRun], num_threads: int, path: Path) -> Prefetch:
+    """Measure, choose, and keep the choice."""
     times = _measure(library, runs, num_threads)
     chosen = [fastest({distance: found[i] for distance, found in times.items()}) for i in range(len(_ROWS))]
     prefetch = Prefetch(chosen[0], chosen[1], "measured")
-    logger.info("%d MB of weights: %s; ms by distance: %s", num_bytes >> 20, prefetch, times)
+    logger.info("%d MB of weights: %s; ms by distance: %s", _bytes_of_all(library, runs) >> 20, prefetch, times)
     _write(path, chosen, times)
     return prefetch
 
@@ -98,6 +113,10 @@ def fastest(ms: Mapping[int, float]) -> int:
     """The distance that takes least; none unless another saves 2 %."""
     best = min(ms, key=lambda distance: ms[distance])
     return best if ms[best] < (1 - _MARGIN) * ms[0] else 0
+
+
+def _bytes_of_all(library: NativeLibrary, runs: Sequence[WeightRun]) -> int:
+    return sum(_bytes_of(library, run) for run in runs)
 
 
 def _bytes_of(library: NativeLibrary, run: WeightRun) -> int:

@@ -203,6 +203,54 @@ def test_dropped_blocks_take_the_entries_to_come() -> None:
     assert pool.used_blocks == 0
 
 
+def test_a_cut_before_dropped_entries_forgets_them() -> None:
+    """What is fed next follows the entries that are there, as in a sequence that never had others."""
+    pool = KVPool(20, BLOCK)
+
+    def with_two_gaps() -> KVSequence:
+        sequence = grow(pool.open(9 * BLOCK), 9 * BLOCK)
+        pool.drop_blocks(sequence, 4, 2)
+        pool.drop_blocks(sequence, 1, 1)
+        assert (sequence.length, sequence.num_dropped) == (6 * BLOCK, 3 * BLOCK)
+        return sequence
+
+    lengths = ((3 * BLOCK + 1, 3 * BLOCK), (3 * BLOCK, BLOCK), (BLOCK + 1, BLOCK), (BLOCK, 0), (0, 0))
+    for length, num_dropped in lengths:
+        sequence = with_two_gaps()
+        pool.rollback(sequence, length)
+        assert (sequence.length, sequence.num_dropped) == (length, num_dropped)
+        pool.release(sequence)
+        if not length:
+            continue
+        sequence = with_two_gaps()
+        positions = [*range(BLOCK), *range(2 * BLOCK, 4 * BLOCK), *range(6 * BLOCK, 9 * BLOCK)]
+        pool.park(sequence, "chat", range(9 * BLOCK), text_positions=positions)
+        assert pool.parked_text_positions("chat") == positions
+        other = [*range(positions[length - 1] + 1), 77, 78]
+        resumed = pool.resume("chat", other, 9 * BLOCK)
+        assert resumed is not None
+        assert (resumed.length, resumed.num_dropped) == (length, num_dropped)
+        pool.release(resumed)
+
+
+def test_dropping_beside_a_gap_makes_one_gap() -> None:
+    pool = KVPool(8, BLOCK)
+    sequence = grow(pool.open(8 * BLOCK), 8 * BLOCK)
+    pool.drop_blocks(sequence, 2, 1)
+    pool.drop_blocks(sequence, 4, 1)
+    pool.drop_blocks(sequence, 1, 3)
+    assert (sequence.length, sequence.num_dropped) == (3 * BLOCK, 5 * BLOCK)
+    pool.rollback(sequence, BLOCK)
+    assert sequence.num_dropped == 0
+
+
+def test_nothing_is_dropped_where_attention_has_windows() -> None:
+    pool = KVPool(8, BLOCK, has_windows=True)
+    sequence = grow(pool.open(3 * BLOCK), 3 * BLOCK)
+    with pytest.raises(ValueError, match="sliding window"):
+        pool.drop_blocks(sequence, 1, 1)
+
+
 def test_blocks_that_cannot_be_dropped() -> None:
     pool = KVPool(8, BLOCK)
     sequence = pool.open(4 * BLOCK)
@@ -232,7 +280,7 @@ def test_parking_nothing_releases_and_too_few_tokens_are_an_error() -> None:
     pool = KVPool(8, BLOCK)
     pool.park(pool.open(8), "empty", [])
     assert (pool.num_parked, num_free_blocks(pool)) == (0, 8)
-    with pytest.raises(ValueError, match="3 entries cannot be parked under 2"):
+    with pytest.raises(ValueError, match="3 entries at 3 positions cannot be parked under 2"):
         pool.park(grow(pool.open(8), 3), "short", [1, 2])
 
 

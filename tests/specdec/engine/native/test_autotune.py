@@ -3,11 +3,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from specdec.compiler import only_one
 from specdec.engine.native import autotune
 from specdec.engine.native.autotune import DISTANCES, Prefetch, WeightRun, choose_prefetch, fastest
 from specdec.engine.native.library import WEIGHT_DTYPES, Memory, NativeLibrary
@@ -30,7 +32,7 @@ def _weights(library: NativeLibrary, num_bytes: int, dtype: torch.dtype = torch.
 
 
 def _files(library: NativeLibrary) -> list[Path]:
-    return list(library.path.parent.glob("autotune-*"))
+    return list(library.path.parent.glob("autotune-*.json"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
@@ -49,6 +51,22 @@ def test_a_choice_is_measured_once_and_kept(library: NativeLibrary, dtype: torch
     assert choose_prefetch(library, [run], 2, "always").source == "measured"
     assert json.loads(file.read_text())["ms"]
     assert choose_prefetch(library, [run], 2, "off") == Prefetch(0, 0, "default")
+    assert memory.num_bytes
+
+
+def test_one_process_measures_at_a_time_and_the_next_reads_its_choice(library: NativeLibrary) -> None:
+    memory, run = _weights(library, 9 << 20)
+    assert choose_prefetch(library, [run], 1).source == "measured"
+    (file,) = _files(library)
+    kept = file.read_text()
+    file.unlink()
+    with ThreadPoolExecutor(1) as thread:
+        with only_one(library.path.with_name("autotune.lock")):
+            waiting = thread.submit(choose_prefetch, library, [run], 1)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.1)
+            file.write_text(kept)
+        assert waiting.result(10).source == "cached"
     assert memory.num_bytes
 
 
