@@ -14,7 +14,6 @@ from typing import Any, Final, Protocol
 
 import grpc.aio
 
-from draft_service.core import DraftCore
 from gateway.backends.fleet import Fleet
 from gateway.generation import Generation
 from gateway.routing import Router
@@ -30,7 +29,6 @@ from specdec.v1 import types_pb2 as types_pb
 from specdec.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tandem.bench.answers import Piece
 from tandem.launcher.deployment import Deployment, services_of
-from tandem.launcher.embedded import Embedded
 from tandem.launcher.socket_folder import socket_folder
 from tandem.launcher.supervisor import ServiceSpec, Supervisor
 
@@ -78,6 +76,9 @@ async def start_systems(kind: str, deployments: Mapping[str, Deployment]) -> Asy
 async def _start_embedded(
     deployments: Mapping[str, Deployment], stack: AsyncExitStack, _: list[str]
 ) -> Mapping[str, System]:
+    from draft_service.core import DraftCore  # noqa: PLC0415 (torch: seconds that services as processes do not need)
+    from tandem.launcher.embedded import Embedded  # noqa: PLC0415
+
     systems: dict[str, System] = {}
     first: Embedded | None = None
     for name, deployment in deployments.items():
