@@ -72,6 +72,8 @@ def check_params(params: SamplingParams, limits: RequestLimits, model: ModelInfo
     check_count("bad_token_ids", len(params.bad_token_ids), "sequences", limits, "max_bad_words")
     _check_lengths("bad_token_ids", params.bad_token_ids, "tokens", limits, "max_bad_word_characters")
     check_count("logit_bias", len(params.logit_bias), "tokens", limits, "max_logit_bias")
+    if (wanted := params.structured_outputs) is not None:
+        check_count("structured_outputs", wanted.num_bytes, "bytes", limits, "max_grammar_bytes")
     if len(params.allowed_token_ids) > model.vocab_size:
         raise InvalidRequest(
             f"allowed_token_ids holds {len(params.allowed_token_ids)} tokens, more than the vocabulary's"

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.params import Parameter, SamplingParams, parameters
 from specdec.rules import Rule, SparseRow
+from specdec.structured_outputs import StructuredOutputsParams
 from specdec.types import (
     ELEMENT_BYTES,
     DraftOpened,
@@ -103,6 +104,20 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _write_structured_outputs(params: StructuredOutputsParams) -> pb.StructuredOutputs:
+    value = getattr(params, params.kind)
+    fields: dict[str, Any] = {params.kind: pb.Texts(texts=value) if params.kind == "choice" else value}
+    return pb.StructuredOutputs(**fields, disable_any_whitespace=params.disable_any_whitespace)
+
+
+def _read_structured_outputs(message: pb.StructuredOutputs) -> StructuredOutputsParams:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        return StructuredOutputsParams()  # which says what is missing
+    fields: dict[str, Any] = {kind: message.choice.texts if kind == "choice" else getattr(message, kind)}
+    return StructuredOutputsParams(**fields, disable_any_whitespace=message.disable_any_whitespace)
+
+
 #: By the type of a parameter: how it is written and how it is read.
 _CONVERSIONS: Final[Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]]] = {
     Sequence[int]: (_same, tuple),
@@ -111,6 +126,10 @@ _CONVERSIONS: Final[Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any], Any
     Sequence[Sequence[int]]: (
         lambda runs: [pb.TokenIds(ids=ids) for ids in runs],
         lambda runs: tuple(tuple(run.ids) for run in runs),
+    ),
+    StructuredOutputsParams | None: (
+        lambda params: None if params is None else _write_structured_outputs(params),
+        _read_structured_outputs,
     ),
 }
 

@@ -15,6 +15,7 @@ from enum import Enum, auto
 from typing import Any, Final, get_type_hints
 
 from specdec.errors import InvalidRequest, quote
+from specdec.structured_outputs import StructuredOutputsParams, read_structured_outputs
 
 MAX_SEED: Final = 2**64 - 1
 #: The largest whole numbers of the messages' fields, int32 and uint32.
@@ -52,6 +53,7 @@ _FREEZE: Final[Mapping[Any, Callable[[Any], Any]]] = {
     str | Sequence[str]: lambda texts: (texts,) if isinstance(texts, str) else tuple(texts),
     Sequence[Sequence[int]]: lambda runs: tuple(tuple(ids) for ids in runs),
     Mapping[int, float]: dict,
+    StructuredOutputsParams | None: read_structured_outputs,
 }
 
 
@@ -190,6 +192,10 @@ class SamplingParams:
     prompt_logprobs: int | None = parameter(
         None, "the same for the prompt's own tokens", Stage.SESSION, low=0, high=MAX_LOGPROBS
     )
+    structured_outputs: StructuredOutputsParams | None = parameter(
+        None, "what the text must look like: a JSON schema, an expression, a choice or a grammar",
+        Stage.SESSION, in_rest=False,
+    )  # fmt: skip
     skip_special_tokens: bool = parameter(True, "leave special tokens out of the text", Stage.GATEWAY)
     detokenize: bool = parameter(True, "make text of the tokens", Stage.GATEWAY, in_rest=False)
 

@@ -13,14 +13,16 @@ from specdec import __version__
 
 if TYPE_CHECKING:
     from specdec.params import SamplingParams
+    from specdec.structured_outputs import StructuredOutputsParams
     from tandem.llm import LLM
     from tandem.outputs import CompletionOutput, RequestOutput
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _HOMES = {
     "LLM": "tandem.llm",
     "SamplingParams": "specdec.params",
+    "StructuredOutputsParams": "specdec.structured_outputs",
     "CompletionOutput": "tandem.outputs",
     "RequestOutput": "tandem.outputs",
 }

@@ -24,6 +24,8 @@ from specdec.sampling.state import SamplingState
 from specdec.scheduling.admission import Admission, ClientFull
 from specdec.settings import TargetSettings
 from specdec.types import HiddenStates, ModelInfo, ServerLoad, SessionSpec
+from target_service.grammar.compiler import GrammarCompiler
+from target_service.grammar.tokenizer import read_tokenizer
 from target_service.rank_processes import OnLoss, RankProcesses, load
 from target_service.scheduler.batcher import Deliver, Follow, StepBatcher
 from target_service.session import Session
@@ -67,6 +69,7 @@ class TargetCore:
             describe=self._describe,
         )
         self._info = replace(engine.info, verification=settings.verification, version=specdec.__version__)
+        self._grammars = GrammarCompiler(partial(read_tokenizer, settings.model, engine.info.eos_token_ids))
         self._sessions: set[Session] = set()
         #: The client of each open sequence and its blocks, and the blocks of each client.
         self._holders: dict[KVSequence, tuple[str, int]] = {}
@@ -124,11 +127,15 @@ class TargetCore:
             tokenizer_size=self._info.tokenizer_size or None,
             device=self.engine.device,
         )
+        wanted = spec.params.structured_outputs
+        grammar = None
+        if wanted is not None:
+            grammar = await self._grammars.compile(wanted, spec.token_ids[spec.prompt_len :])
         sequence = await self._admission.admit(
             partial(self._reserve, spec, stop_criteria.max_len - 1), client=spec.client
         )
         rule = spec.rule or self._settings.verification
-        step_session = StepSession(spec, state, sequence, rule, stop_criteria, self._first_state(spec))
+        step_session = StepSession(spec, state, sequence, rule, stop_criteria, grammar, self._first_state(spec))
         session = Session(step_session, self, asked_ns, on_states=on_states)
         self._sessions.add(session)
         try:
@@ -189,6 +196,7 @@ class TargetCore:
         await self._batcher.close()
         if self._beating is not None:
             self._beating.cancel()
+        self._verifier.close()
         try:
             await self._device.run(self.engine.close)
         except Unavailable:  # closed before

@@ -15,6 +15,7 @@ from specdec.sampling import sparse
 from specdec.sampling.state import SamplingState
 from specdec.trees import groups, path_to
 from specdec.types import PositionLogprobs
+from target_service.grammar.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Round:
     logprobs: int | None = None
     #: Index of each drafted token's parent, -1 for the committed tokens; empty: a chain. Siblings differ.
     parents: Sequence[int] = ()
+    #: What the output must look like; None: anything.
+    grammar: Grammar | None = None
 
     def path_to(self, place: int) -> Sequence[int]:
         """The indices of the drafted tokens before a place; see :class:`~target_service.rules.drafts.Drafts`."""
@@ -56,8 +59,8 @@ class Round:
             0,
             (),
             error=InvalidRequest(
-                f"the request's parameters (allowed_token_ids, bad_words, min_tokens, logit_bias) forbid every token"
-                f" at position {position}"
+                f"the request's parameters (structured_outputs, allowed_token_ids, bad_words, min_tokens, logit_bias)"
+                f" forbid every token at position {position}"
             ),
         )
 

@@ -249,6 +249,7 @@ class Session:
         if asked is None:
             return ScheduledSequence(self.step_session, (last,), decides=True)
         self._multi_step_until = self._multi_step_after
+        asked = self._within_grammar(asked)
         return ScheduledSequence(
             self.step_session,
             (last, *asked.token_ids),
@@ -258,6 +259,14 @@ class Session:
             parents=() if is_chain(asked.parents) else asked.parents,
             is_round=True,
         )
+
+    def _within_grammar(self, proposal: Proposal) -> Proposal:
+        """A chain without what the grammar rules out; trees are left as they are."""
+        grammar = self.step_session.grammar
+        if grammar is None or proposal.parents:
+            return proposal
+        kept = grammar.num_kept(proposal.token_ids, is_drawn=bool(proposal.q_rows))
+        return proposal if kept == len(proposal.token_ids) else proposal.cut(kept)
 
     def continues(self, result: PartResult) -> bool:
         """Whether multi-step decode continues after this result of a step. Called on the device thread, which owns the

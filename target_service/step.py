@@ -12,10 +12,11 @@ import torch
 from specdec.engine.engine import Kept, Segment
 from specdec.engine.hidden_states import STATE_DTYPE, PassStates
 from specdec.engine.kv_pool import KVSequence
-from specdec.errors import TandemError
+from specdec.errors import InvalidRequest, TandemError
 from specdec.rules import Rule, SparseRow
 from specdec.sampling.state import SamplingState
 from specdec.types import HiddenStates, PositionLogprobs, RoundTimings, SessionSpec
+from target_service.grammar.grammar import Grammar
 from target_service.logprobs import position_logprobs
 from target_service.rounds import Outcome, Round
 from target_service.stop_criteria import StopCriteria, Truncation
@@ -56,6 +57,8 @@ class StepSession:
     sequence: KVSequence
     rule: Rule
     stop_criteria: StopCriteria
+    #: What the output must look like; None: anything.
+    grammar: Grammar | None = None
     #: The first position of the prompt whose hidden states the verdicts carry.
     first_state: int = 0
 
@@ -162,14 +165,15 @@ def run_step(model: Model, verifier: Verifier, parts: Sequence[ScheduledSequence
         if part.decides:
             start_row = row - len(part.draft_token_ids) - 1
             drafted = (part.draft_token_ids, part.q_rows, session.spec.params.logprobs, part.parents)
-            rounds.append(Round(session.state, session.rule, start_row, *drafted))
+            rounds.append(Round(session.state, session.rule, start_row, *drafted, grammar=session.grammar))
+    masks = verifier.begin_masks(rounds)
     states: PassStates | None = None
     if any(segment.num_states for segment in segments):
         logits, states = model.forward_with_states(segments)
     else:
         logits = model.forward(segments)
     forward_done_ns = time.perf_counter_ns()
-    decided = verifier.verify(logits, rounds)
+    decided = verifier.verify(logits, rounds, masks)
     _keep_paths(model, parts, decided)
     outcomes = iter(decided)
     results = []
@@ -216,6 +220,11 @@ def _commit(
     state = part.session.state
     base_len = len(state)
     cut = part.session.stop_criteria.cut(base_len, outcome.token_ids)
+    if part.session.grammar is not None:
+        try:
+            cut = part.session.grammar.commit(cut)
+        except InvalidRequest as error:
+            return PartResult(error=error)
     state.commit(cut.token_ids)
     states = _states_of_chunk(part, own) if part.is_prefill else _states_of_round(part, outcome, base_len, cut, own)
     return PartResult(cut, outcome.num_accepted, outcome.logprobs[: len(cut.token_ids)], scored, states)

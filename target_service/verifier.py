@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.engine.native import library
 from specdec.engine.native.library import NativeLibrary
 from specdec.engine.native.sampling_verify import decides, verify_rounds
+from target_service.grammar.masks import MaskedRows, MaskFiller, StepMasks
 from target_service.logprobs import read, score
 from target_service.rounds import Outcome, Round
 from target_service.tensor_verifier import verify_with_tensors
@@ -30,14 +31,38 @@ class Verifier:
         """``native``: whether to use the kernels where they can be; ``num_threads``: theirs, None takes torch's."""
         self._kernels = library.load() if native else None
         self._num_threads = num_threads
+        self._filler = MaskFiller()
 
-    def verify(self, logits: Tensor, rounds: Sequence[Round]) -> list[Outcome]:
-        """Decide every round: ``logits`` float32 [R, V] raw, untouched; one transfer to the host in all.
+    def begin_masks(self, rounds: Sequence[Round]) -> StepMasks | None:
+        """Start to fill the masks of the rounds with a grammar, before their forward pass; None where there is none."""
+        masked = [
+            MaskedRows(r.grammar, r.start_row, r.draft_token_ids, r.parents) for r in rounds if r.grammar is not None
+        ]
+        return StepMasks(masked, rounds[0].state.num_tokens, self._filler) if masked else None
 
-        The caller commits: ``state.commit(outcome.token_ids)`` (as many of them as the sequence keeps).
+    def verify(self, logits: Tensor, rounds: Sequence[Round], masks: StepMasks | None = None) -> list[Outcome]:
+        """Decide every round: ``logits`` float32 [R, V] raw; one transfer to the host in all.
+
+        ``masks`` are written into the logits, which are untouched without them. Log-probabilities are those of the
+        model, before the masks. The caller commits: ``state.commit(outcome.token_ids)`` (as many of them as the
+        sequence keeps).
         """
         if not rounds:
             return []
+        if masks is None:
+            return self._decide(logits, rounds)
+        raw = logits.clone() if any(r.logprobs is not None for r in rounds) else None
+        masks.apply(logits)
+        outcomes = self._decide(logits, [replace(r, logprobs=None) for r in rounds])
+        if raw is not None:
+            _add_logprobs(raw, rounds, outcomes)
+        return outcomes
+
+    def close(self) -> None:
+        """End the thread of the masks."""
+        self._filler.close()
+
+    def _decide(self, logits: Tensor, rounds: Sequence[Round]) -> list[Outcome]:
         if self._kernels is None or logits.device.type != "cpu" or not logits.is_contiguous():
             return verify_with_tensors(logits, rounds)
         known = [decides(r) for r in rounds]

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import Field, PrivateAttr, create_model, model_validator
 
 from gateway.rest.body import IGNORED, MEANINGFUL, REFUSED, Body, Refused
+from gateway.rest.structured_outputs import structured_outputs_of
 from gateway.types import GenerationRequest
 from specdec.errors import InvalidRequest, quote
 from specdec.params import MAX_LOGPROBS, Parameter, SamplingParams, parameters
 from specdec.rules import Rule
+from specdec.structured_outputs import StructuredOutputsParams
 
 #: Of many wrong entries only the first is reported.
 FAIL_FAST: Final = Field(fail_fast=True)
@@ -114,6 +116,13 @@ class SamplingBody(SamplingFields):
     # OpenAI's; the session id where none is given.
     prompt_cache_key: str | None = None
     speculation: Speculation | None = None
+    # What the text must look like: OpenAI's field, vLLM's, and vLLM's older ones.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
     # For whom, at what price, when and in which cache.
     cache_salt: IgnoredField = None
     metadata: IgnoredField = None
@@ -127,14 +136,8 @@ class SamplingBody(SamplingFields):
     length_penalty: IgnoredField = None
     spaces_between_special_tokens: IgnoredField = None
     # What would change the answer.
-    guided_choice: RefusedField = None
-    guided_grammar: RefusedField = None
-    guided_json: RefusedField = None
-    guided_regex: RefusedField = None
     logits_processors: RefusedField = None
-    response_format: Annotated[Any, Refused(({"type": "text"},))] = None
     return_tokens_as_token_ids: RefusedField = None
-    structured_outputs: RefusedField = None
     truncate_prompt_tokens: RefusedField = None
     use_beam_search: RefusedField = None
 
@@ -182,7 +185,12 @@ class SamplingBody(SamplingFields):
     def sampling(self, *, max_tokens: int | None, logprobs: int | None, **given: Any) -> SamplingParams:
         """The parameters. Raises :class:`InvalidRequest` naming a value out of range."""
         values = {row.name: value for row in _ROWS if (value := getattr(self, row.name)) is not None}
-        fixed = {"max_tokens": max_tokens, "logprobs": logprobs, "logit_bias": self._logit_bias()}
+        fixed = {
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            "logit_bias": self._logit_bias(),
+            "structured_outputs": self._structured_outputs(),
+        }
         return SamplingParams(**(values | given | fixed))
 
     def request(self, prompt: str | Sequence[int], params: SamplingParams, **given: Any) -> GenerationRequest:
@@ -198,6 +206,10 @@ class SamplingBody(SamplingFields):
             prompt_cache_key=self.prompt_cache_key or "",
             **given,
         )
+
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        guided = {kind: getattr(self, f"guided_{kind}") for kind in ("choice", "grammar", "json", "regex")}
+        return structured_outputs_of(self.response_format, self.structured_outputs, guided)
 
     def _logit_bias(self) -> dict[int, float]:
         result = {}

@@ -28,5 +28,6 @@ class RequestLimits(ConnectionSettings):
     max_bad_words: int = option(256, "bad words, or bad token sequences, of a request", ge=0)
     max_bad_word_characters: int = option(64, "characters of a bad word, or tokens of a bad sequence", ge=1)
     max_logit_bias: int = option(4096, "tokens with a logit bias in a request", ge=0)
+    max_grammar_bytes: int = option(65536, "bytes of a schema, grammar, expression or all choices of a request", ge=1)
     max_detokenize_ids: int = option(2**18, "token ids of a call that asks for their text", ge=1)
     tokenizer_pool_size: int = option(1, "processes that read large requests; 0: the gateway's own", ge=0, le=64)

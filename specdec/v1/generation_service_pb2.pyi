@@ -66,6 +66,7 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a served model; empty means the only one."""
     text: _builtins.str
@@ -100,6 +101,10 @@ class GenerateRequest(_message.Message):
     def speculation(self) -> Global___SpeculationOptions:
         """Switches of speculation."""
 
+    @_builtins.property
+    def structured_outputs(self) -> _types_pb2.StructuredOutputs:
+        """What the text must look like. Unset means anything."""
+
     def __init__(
         self,
         *,
@@ -116,10 +121,11 @@ class GenerateRequest(_message.Message):
         session_id: _builtins.str = ...,
         speculation: Global___SpeculationOptions | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
+        structured_outputs: _types_pb2.StructuredOutputs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -80,6 +80,7 @@ class OpenTargetSession(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     MAX_KV_SHARE_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Name for metrics and routing; with `park` also the key under which the cache is kept. Unique among open sessions."""
     epoch: _builtins.int
@@ -123,6 +124,10 @@ class OpenTargetSession(_message.Message):
         norm.
         """
 
+    @_builtins.property
+    def structured_outputs(self) -> _types_pb2.StructuredOutputs:
+        """What the output must look like; unset: anything. The target draws only tokens that continue such a text."""
+
     def __init__(
         self,
         *,
@@ -143,10 +148,11 @@ class OpenTargetSession(_message.Message):
         owner: _builtins.str = ...,
         client: _builtins.str = ...,
         max_kv_share: _builtins.float | None = ...,
+        structured_outputs: _types_pb2.StructuredOutputs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "client", b"client", "epoch", b"epoch", "hidden_state_layers", b"hidden_state_layers", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "client", b"client", "epoch", b"epoch", "hidden_state_layers", b"hidden_state_layers", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

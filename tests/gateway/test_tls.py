@@ -102,7 +102,8 @@ async def test_a_server_found_by_a_name_must_have_it(tmp_path, monkeypatch):
 
 
 async def test_the_services_are_called_with_certificates_and_the_api_speaks_tls(folder):
-    target, draft = FakeTarget(), FakeDraft()
+    # Without a latency the text may end before the draft's stream is open.
+    target, draft = FakeTarget(latency_s=0.02, open_latency_s=0.2), FakeDraft()
     async with (
         services_of(folder, target, draft) as (one, two),
         gateway_of(

@@ -52,8 +52,8 @@ async def test_what_a_request_was_read_from_is_not_kept(stand, stub, monkeypatch
     kept = []
     read = stand.generation.read
 
-    async def watched(function, raw):
-        result = await read(function, raw)
+    async def watched(function, raw, buffer):
+        result = await read(function, raw, buffer)
         kept.append(raw)
         return result
 
@@ -73,6 +73,7 @@ async def test_what_a_request_was_read_from_is_not_kept(stand, stub, monkeypatch
 
 
 async def test_generate(stand, stub, tokenizer):
+    stand.targets[0].latency_s = 0.02  # the text does not end before the draft's stream is open
     pieces = [piece async for piece in stub.Generate(request_of(logprobs=2))]
     ids = [token for piece in pieces for token in piece.token_ids]
     assert ids == stand.script.expect(2, 12)
@@ -252,7 +253,8 @@ async def all_closed(*backends):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("k", [0, 1, 4])
 async def test_decoding_over_grpc(k, temperature):
-    target, draft = FakeTarget(), FakeDraft(quality=0.7)
+    # Without a latency the text may end before the draft's stream is open.
+    target, draft = FakeTarget(latency_s=0.02, open_latency_s=0.2), FakeDraft(quality=0.7)
     async with fleet_of([target], [draft]) as (fleet, _):
         decoding = await run(
             DecodingContext(fleet.router, GatewaySettings(fixed_draft_length=True)),

@@ -76,11 +76,10 @@ async def test_null_and_empty_mean_the_default(stand, path, given, body):
 
 REFUSED = {
     "tools": [{"type": "function"}], "tool_choice": "required", "functions": [{}], "function_call": {"name": "f"},
-    "response_format": {"type": "json_object"}, "modalities": ["audio"], "verbosity": "low", "web_search_options":
-    {"a": 1}, "audio": {"voice": "x"}, "chat_template": "{{ x }}", "continue_final_message": True, "echo": True,
-    "suffix": "x", "documents": [{"text": "x"}], "guided_json": {"type": "object"}, "guided_regex": "a",
-    "guided_choice": ["a"], "guided_grammar": "a", "structured_outputs": {"regex": "a"}, "logits_processors":
-    ["a"], "truncate_prompt_tokens": 5, "use_beam_search": True, "return_tokens_as_token_ids": True,
+    "modalities": ["audio"], "verbosity": "low", "web_search_options": {"a": 1}, "audio": {"voice": "x"},
+    "chat_template": "{{ x }}", "continue_final_message": True, "echo": True, "suffix": "x",
+    "documents": [{"text": "x"}], "logits_processors": ["a"], "truncate_prompt_tokens": 5, "use_beam_search": True,
+    "return_tokens_as_token_ids": True,
 }  # fmt: skip
 
 

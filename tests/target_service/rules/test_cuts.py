@@ -3,7 +3,8 @@
 The joint distribution of the next k + 1 tokens is enumerated as in :mod:`test_exact`, with the length of every chain
 given by a function of its tokens. The target's budget knows statistics of past rounds alone, so its cuts are constants
 here (and any mixture of them). A cut by the tokens before position j would be exact, too; one by token j is the planted
-bug, and the same check refuses it.
+bug, and the same check refuses it. A grammar cuts behind the first token that it forbids: p is 0 from there on. Cutting
+that token as well is biased where it was drawn from q.
 """
 
 from __future__ import annotations
@@ -71,6 +72,16 @@ def by_its_own_probability(w: World, x: tuple[int, ...]) -> int:
     return next((j for j in range(w.k) if float(w.q[w.prefixes[x[:j]], x[j]]) < 0.3), w.k)
 
 
+def behind_the_first_forbidden(w: World, x: tuple[int, ...]) -> int:
+    """As ``Grammar.num_kept`` cuts chains that were drawn from q."""
+    return next((j + 1 for j in range(w.k) if float(w.p[w.prefixes[x[:j]], x[j]]) == 0), w.k)
+
+
+def before_the_first_forbidden(w: World, x: tuple[int, ...]) -> int:
+    """The planted bug: what the rule would have rejected is not verified."""
+    return next((j for j in range(w.k) if float(w.p[w.prefixes[x[:j]], x[j]]) == 0), w.k)
+
+
 @pytest.mark.parametrize("cut", [after_one, after_two, by_the_tokens_before])
 @pytest.mark.parametrize("kind", ["random", "adversarial", "aligned"])
 @pytest.mark.parametrize("rule", LAWS)
@@ -82,3 +93,14 @@ def test_a_cut_that_does_not_look_is_exact(rule: str, kind: str, cut: Truncation
 @pytest.mark.parametrize("rule", LAWS)
 def test_a_cut_by_the_token_itself_is_refused(rule: str) -> None:
     assert max(error(world(3, 3, seed, "random"), LAWS[rule], by_its_own_probability) for seed in range(3)) > 1e-2
+
+
+@pytest.mark.parametrize("rule", LAWS)
+def test_a_grammars_cut_is_exact(rule: str) -> None:
+    for seed in range(6):
+        assert error(world(3, 3, seed, "sparse"), LAWS[rule], behind_the_first_forbidden) < 1e-12
+
+
+@pytest.mark.parametrize("rule", LAWS)
+def test_a_cut_of_the_forbidden_token_is_refused(rule: str) -> None:
+    assert max(error(world(3, 3, s, "sparse"), LAWS[rule], before_the_first_forbidden) for s in range(6)) > 1e-2

@@ -1,0 +1,125 @@
+"""Masks of the rows of a step: which tokens the grammars of its sessions allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.sampling.transfer import send
+from specdec.trees import path_to
+from target_service.grammar.grammar import Grammar
+
+_NEVER: Final = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRows:
+    """Rows of a step's logits that a grammar decides: one, and one for each drafted token."""
+
+    grammar: Grammar
+    start_row: int
+    draft_token_ids: Sequence[int] = ()
+    #: As in :class:`target_service.rounds.Round`.
+    parents: Sequence[int] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """How many they are."""
+        return len(self.draft_token_ids) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """A path of drafted tokens, and the rows of the masks that follow its beginning and each of its tokens."""
+
+    grammar: Grammar
+    token_ids: Sequence[int]
+    rows: Sequence[int]
+
+
+class StepMasks:
+    """The masks of one step, filled on another thread while the forward pass runs.
+
+    Of a path that leaves the grammar the rows from there on keep some mask: p of the token that left is 0, so no rule
+    reads them. Where a bound of the grammar is reached no token is allowed, and the round fails if it gets there.
+    """
+
+    def __init__(self, masked: Sequence[MaskedRows], num_tokens: int, filler: MaskFiller) -> None:
+        """Start to fill. ``num_tokens``: ids that may be drawn are below this."""
+        self._masked = masked
+        self._num_tokens = num_tokens
+        self._forbidden: Future[Tensor] = filler.submit(masked, num_tokens)
+
+    def apply(self, logits: Tensor) -> None:
+        """Write -inf into ``logits`` float32 [R, V] where a token is forbidden."""
+        forbidden = send(self._forbidden.result(), logits.device)
+        at = 0
+        with torch.inference_mode():  # the logits were made in it
+            for part in self._masked:
+                rows = logits[part.start_row : part.start_row + part.num_rows, : self._num_tokens]
+                rows.masked_fill_(forbidden[at : at + part.num_rows], _NEVER)
+                at += part.num_rows
+
+
+class MaskFiller:
+    """The thread that fills masks; started by the first one."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "grammar-masks")
+        self._executor: LLExecutor | None = None
+
+    def submit(self, masked: Sequence[MaskedRows], num_tokens: int) -> Future[Tensor]:
+        """Fill bool [rows of all of them, num_tokens], where True forbids."""
+        return self._thread.submit(self._fill, masked, num_tokens)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+    def _fill(self, masked: Sequence[MaskedRows], num_tokens: int) -> Tensor:
+        if self._executor is None:
+            self._executor = LLExecutor(1)
+        walks: list[_Walk] = []
+        num_rows = 0
+        for part in masked:
+            walks += _walks(part, num_rows)
+            num_rows += part.num_rows
+        bits: NDArray[np.int32] = np.zeros((num_rows, masked[0].grammar.num_mask_words), np.int32)
+        for walk in walks:
+            bits[walk.rows] = _fill_walk(self._executor, walk)
+        allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=num_tokens, bitorder="little")
+        return torch.from_numpy(allowed == 0)
+
+
+def _walks(part: MaskedRows, first_row: int) -> list[_Walk]:
+    """The chain, or the paths of a tree to each leaf."""
+    count = len(part.draft_token_ids)
+    if not part.parents:
+        return [_Walk(part.grammar, part.draft_token_ids, range(first_row, first_row + count + 1))]
+    paths = [path_to(part.parents, leaf) for leaf in sorted(set(range(count)) - set(part.parents))]
+    return [
+        _Walk(part.grammar, [part.draft_token_ids[i] for i in path], [first_row, *(first_row + i + 1 for i in path)])
+        for path in paths
+    ]
+
+
+def _fill_walk(executor: LLExecutor, walk: _Walk) -> NDArray[np.int32]:
+    """Walked by a copy (1 us): the session's own state and errors do not depend on drafts."""
+    matcher: LLMatcher = walk.grammar.matcher.deep_copy()
+    bits: NDArray[np.int32] = np.zeros((len(walk.rows), walk.grammar.num_mask_words), np.int32)
+    if walk.token_ids:
+        fill_next_token_bitmask_par_with_draft_tokens(executor, [(matcher, 0, list(walk.token_ids))], bits)
+    else:
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+    if matcher.is_error():  # the last row that was written allows the end of the text, wrongly
+        bits[max(np.flatnonzero(bits.any(axis=1)), default=0) :] = 0
+    return bits

@@ -1,0 +1,125 @@
+"""Grammars: what they accept, where texts end, and what is refused, with the reason."""
+
+import json
+import time
+
+import pytest
+
+from specdec.errors import InvalidRequest
+from specdec.structured_outputs import StructuredOutputsParams
+from specdec.types import FinishReason
+from target_service.grammar.compiler import GrammarCompiler
+from target_service.stop_criteria import Truncation
+
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": {"type": "object", "required": ["a"]}, "end": "</f>"}],
+    "triggers": ["<f"],
+}
+#: Each kind, texts that are complete, and texts that no completion makes right.
+LANGUAGES = [
+    ({"json": {"type": "array", "items": {"enum": [1, "a"]}}}, ['[1, "a"]', "[]"], ["{", "[2", "[[", '["b']),
+    ({"json": '{"type": "boolean"}'}, ["true"], ["1", "True"]),
+    ({"json": True}, ['{"x": [null]}'], ["def", "nil"]),
+    ({"json_object": True}, ['{"x": 1}'], ["[", "1"]),
+    ({"json": {"type": "array"}, "disable_any_whitespace": True}, ["[1,2]"], ["[ ", "[1, "]),
+    ({"regex": "(ab|c)+d"}, ["abcd", "cd"], ["a ", "d", "abd!"]),
+    ({"choice": ["yes", 'no "way"\n', "ja→"]}, ["yes", 'no "way"\n', "ja→"], ["yeah", "no!"]),
+    ({"grammar": 'start: "(" start ")" | "x"'}, ["((x))", "x"], ["()", ")"]),
+    ({"grammar": 'root ::= "a" [0-9]+ "b"'}, ["a17b"], ["ab", "b"]),
+    ({"structural_tag": TAG}, ['text <f>{"a": 1}</f>'], ["<f>[", "<f>{}"]),
+]
+
+
+@pytest.mark.parametrize(("given", "complete", "wrong"), LANGUAGES)
+def test_languages(compile_grammar, tokenizer, given, complete, wrong):
+    params = StructuredOutputsParams(**given)
+    for text in complete:
+        grammar = compile_grammar(params, tokenizer.encode(text).ids)
+        assert grammar.matcher.is_accepting(), text
+    for text in wrong:
+        ids = tokenizer.encode(text).ids
+        assert compile_grammar(params).num_kept(ids, is_drawn=False) < len(ids), text
+
+
+@pytest.mark.parametrize(("given", "reason"), [
+    ({"json": {"type": "foo"}}, "foo"),
+    ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+    ({"json": {"not": {}, "x-guidance": {"lenient": True}}}, "not"),
+    ({"json": {"$ref": "http://127.0.0.1:1/x"}}, "registry"),
+    ({"json": "{"}, "json"),
+    ({"json": "[1]"}, "object"),
+    ({"json": {"type": "string", "pattern": "(?=a)b"}}, "look-around"),
+    ({"regex": "("}, "unclosed"),
+    ({"grammar": 'start: "a'}, "grammar"),
+    ({"grammar": "start: missing"}, "missing"),
+    ({"structural_tag": {"structures": []}}, "triggers"),
+    ({"structural_tag": {"structures": [{"begin": "<f>", "schema": {}, "end": ""}], "triggers": ["<g"]}}, "trigger"),
+])  # fmt: skip
+def test_what_cannot_be_honoured_is_refused_with_the_reason(compile_grammar, given, reason):
+    start = time.monotonic()
+    with pytest.raises(InvalidRequest, match=reason) as refused:
+        compile_grammar(StructuredOutputsParams(**given))
+    assert refused.value.param == "structured_outputs"
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("given", [
+    {}, {"json": {}, "regex": "a"}, {"choice": []}, {"choice": "yes"}, {"choice": ["a", ""]}, {"regex": 5},
+    {"json": 5}, {"choice": [1]},
+])  # fmt: skip
+def test_parameters_that_say_nothing_or_too_much(given):
+    with pytest.raises(InvalidRequest, match="structured_outputs"):
+        StructuredOutputsParams(**given)
+
+
+def test_output_that_does_not_fit(compile_grammar, tokenizer):
+    with pytest.raises(InvalidRequest, match="generated so far"):
+        compile_grammar(StructuredOutputsParams(choice=["yes"]), tokenizer.encode("no").ids)
+
+
+def test_no_tokenizer():
+    import asyncio
+
+    with pytest.raises(InvalidRequest, match="tokenizer"):
+        asyncio.run(GrammarCompiler(lambda: None).compile(StructuredOutputsParams(choice=["yes"])))
+
+
+def test_a_text_ends_where_it_is_complete(compile_grammar, tokenizer):
+    ids = tuple(tokenizer.encode('{"a": 1}').ids)
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    grammar = compile_grammar(StructuredOutputsParams(json=schema))
+    assert grammar.commit(Truncation(ids[:3])) == Truncation(ids[:3])
+    # What a round drafted behind the end is not part of the text, an end-of-sequence token included.
+    assert grammar.commit(Truncation((*ids[3:], 0), FinishReason.STOP, 0)) == Truncation(ids[3:], FinishReason.STOP)
+    # Where more could follow the end-of-sequence token ends it.
+    grammar = compile_grammar(StructuredOutputsParams(regex="a+"), tokenizer.encode("aa").ids)
+    end = Truncation((0,), FinishReason.STOP, 0)
+    assert grammar.commit(end) == end
+
+
+def test_hostile_grammars_cost_little(compile_grammar, tokenizer):
+    """Compiling or walking them is refused, or cheap."""
+    deep = {"type": "object"}
+    for _ in range(200):
+        deep = {"type": "object", "properties": {"a": deep, "b": deep}}
+        if len(json.dumps(deep)) > 60_000:
+            break
+    hostile = [
+        {"json": {"anyOf": [{"type": "string", "pattern": f"a{{{i}}}(b|c)*d{{{i}}}"} for i in range(200)]}},
+        {"regex": "(a|b|ab|ba){1,500}(a|aa|aaa)*c"},
+        {"regex": "(.*a){25}"},
+        {"grammar": 'start: start start | "a" | ""'},
+        {"choice": [f"{i:x}" * 20 for i in range(2000)]},
+        {"json": deep},
+    ]
+    for given in hostile:
+        start = time.monotonic()
+        try:
+            grammar = compile_grammar(StructuredOutputsParams(**given))
+            for _ in range(8):
+                grammar.matcher.compute_bitmask()
+                grammar.matcher.try_consume_tokens(tokenizer.encode("a").ids)
+        except InvalidRequest:
+            pass
+        assert time.monotonic() - start < 3, given

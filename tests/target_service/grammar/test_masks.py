@@ -1,0 +1,110 @@
+"""Masks of chains and trees against those of a matcher that reads each path anew."""
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.structured_outputs import StructuredOutputsParams
+from specdec.trees import path_to
+from target_service.grammar.masks import MaskedRows, MaskFiller, StepMasks
+
+NUM_TOKENS = 4096
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "sizes": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["name", "sizes"],
+    "additionalProperties": False,
+}
+TEXT = '{"name": "a b", "sizes": [1, 20, 3]}'
+
+
+@pytest.fixture(scope="module")
+def filler():
+    filler = MaskFiller()
+    yield filler
+    filler.close()
+
+
+def allowed_after(grammar, path):
+    """The ids that may follow, by a fresh copy."""
+    matcher = grammar.matcher.deep_copy()
+    assert matcher.consume_tokens(list(path)) or not path
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return set(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
+
+
+def masked(filler, *parts):
+    num_rows = sum(part.num_rows for part in parts)
+    logits = torch.zeros(num_rows, NUM_TOKENS + 24)  # rows are wider than the tokenizer
+    StepMasks(parts, NUM_TOKENS, filler).apply(logits)
+    assert (logits[:, NUM_TOKENS:] == 0).all()
+    return [set(row.isfinite().nonzero().flatten().tolist()) for row in logits[:, :NUM_TOKENS]]
+
+
+def test_chains_of_several_sessions(filler, compile_grammar, tokenizer):
+    ids = tokenizer.encode(TEXT).ids
+    one = compile_grammar(StructuredOutputsParams(json=SCHEMA), ids[:2])
+    two = compile_grammar(StructuredOutputsParams(regex="[a-c]{2,4}x?"))
+    drafted = tokenizer.encode("abc").ids
+    rows = masked(
+        filler,
+        MaskedRows(one, 0, ids[2:6]),
+        MaskedRows(two, 5, drafted),
+        MaskedRows(one, 6 + len(drafted)),
+    )
+    for n in range(5):
+        assert rows[n] == allowed_after(one, ids[2 : 2 + n])
+    for n in range(len(drafted) + 1):
+        assert rows[5 + n] == allowed_after(two, drafted[:n])
+    assert rows[-1] == allowed_after(one, ())
+    assert 0 < len(rows[-1]) < NUM_TOKENS
+
+
+def test_nothing_after_a_forbidden_token_is_read_from_the_session(filler, compile_grammar, tokenizer):
+    ids = tokenizer.encode(TEXT).ids
+    grammar = compile_grammar(StructuredOutputsParams(json=SCHEMA))
+    wrong = tokenizer.encode("def").ids[0]
+    rows = masked(filler, MaskedRows(grammar, 0, (ids[0], wrong, ids[1])))
+    assert rows[0] == allowed_after(grammar, ())
+    assert rows[1] == allowed_after(grammar, ids[:1])
+    assert wrong not in rows[1]
+    assert allowed_after(grammar, ()) == rows[0]  # the session's own state has not moved
+
+
+def test_trees(filler, compile_grammar, tokenizer):
+    grammar = compile_grammar(StructuredOutputsParams(json=SCHEMA))
+    ids = tokenizer.encode(TEXT).ids
+    other = tokenizer.encode('{"name": "xyz", "sizes').ids
+    # Two branches that part after four tokens, and a leaf at the root.
+    shared, (left, right) = ids[:5], (ids[5:8], other[5:8])
+    token_ids = (*shared, *left, *right, ids[0] + 1)
+    parents = (-1, 0, 1, 2, 3, 4, 5, 6, 4, 8, 9, -1)
+    assert len(token_ids) == len(parents)
+    rows = masked(filler, MaskedRows(grammar, 0, token_ids, parents))
+    checked = 0
+    for node in range(-1, len(parents)):
+        path = [token_ids[i] for i in path_to(parents, node)]
+        if grammar.num_kept(path, is_drawn=False) == len(path):
+            assert rows[node + 1] == allowed_after(grammar, path)
+            checked += 1
+    assert checked >= 9
+
+
+def test_a_complete_text_allows_its_end_alone(filler, compile_grammar, tokenizer):
+    grammar = compile_grammar(StructuredOutputsParams(choice=["yes"]), tokenizer.encode("yes").ids)
+    assert masked(filler, MaskedRows(grammar, 0)) == [{0}]
+
+
+def test_where_a_bound_is_reached_nothing_may_follow(filler, compiler, tokenizer, monkeypatch):
+    class Stuck:
+        def deep_copy(self):
+            return self
+
+        def unsafe_compute_mask_ptr(self, address, size):
+            pass
+
+        def is_error(self):
+            return True
+
+    grammar = type("G", (), {"matcher": Stuck(), "num_mask_words": NUM_TOKENS // 32})()
+    assert masked(filler, MaskedRows(grammar, 0)) == [set()]
