@@ -83,8 +83,10 @@ async def time_parts(
 ) -> RoundCosts:
     """Decode each batch of prompts plainly, then in rounds of k drafts, and take the medians.
 
-    Raises :class:`Unavailable` when no round carried all k drafts.
+    Raises :class:`Unavailable` when no draft service takes part, or no round carried all k drafts.
     """
+    if not router.drafts.usable:
+        raise Unavailable("no draft service takes part: lookups draft in the gateway")
     samples = Samples()
     for batch in batches:
         await _decode(router, batch, params, samples)

@@ -56,6 +56,12 @@ def test_two_embedded_sessions_under_two_rules(capsys: pytest.CaptureFixture[str
         assert text in printed
 
 
+def test_a_lookup_is_measured_without_a_draft_service(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--services", "embedded", "--drafter", "ngram", *TINY]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "ngram, 1 sessions: no parts of a round, no draft service takes part" in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
