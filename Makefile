@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive chaos soak fuzz kernels lint protos docs lock chart compose bench dist install clean
+.PHONY: demo test test-exhaustive test-tp chaos soak fuzz kernels lint protos docs lock chart compose bench dist install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -29,6 +29,11 @@ test: $(STAMP)
 # The same, and all combinations and seeds that `make test` leaves out.
 test-exhaustive: $(STAMP)
 	$(TEST) -m "exhaustive or not exhaustive" --timeout 900
+
+# Targets split over 2 and 4 ranks: every kind of model, ranks that die, torchrun.
+test-tp: $(STAMP)
+	$(BIN)/python -m pytest -m "exhaustive or not exhaustive" --timeout 900 tests/specdec/engine/parallel \
+	  tests/target_service/test_tensor_parallel.py tests/target_service/test_split_models.py tests/e2e/test_tensor_parallel.py
 
 # Faults at random under ten streams: SECONDS for toy services and as long for the bundled pair, drawn from SEED.
 chaos: SECONDS ?= 120

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from transformers.utils import logging as transformers_logging
+
 from specdec.engine.device import resolve_device
 from specdec.engine.engine import Engine
 from specdec.engine.follower import follow
@@ -130,6 +132,7 @@ def load(
 def run_follower(settings: ModelSettings, place: Place, *, log_level: str, log_format: str) -> int:
     """Be one of the ranks that follow, until rank 0 stops or is gone; returns the exit status."""
     start_log(log_level, log_format)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # rank 0 drains first
     try:

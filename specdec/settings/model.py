@@ -50,6 +50,12 @@ class ModelSettings:
             "quantization",
             "quantization needs the packed layers that enforce_eager switches off; give one of the two",
         )
+        require(
+            self.tensor_parallel_size == 1 or self.device in {"auto", "cpu", "cuda", "cuda:0"},
+            "device",
+            f"device is {self.device!r}, but each of {self.tensor_parallel_size} ranks takes a GPU of its own: leave it"
+            " out and choose GPUs with CUDA_VISIBLE_DEVICES",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

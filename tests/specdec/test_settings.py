@@ -92,6 +92,8 @@ def test_a_flag_carries_every_value(settings: type, name: str) -> None:
         (ModelSettings, {"num_threads": "two"}, "num_threads is 'two'; it must be a whole number or nothing"),
         (ModelSettings, {"num_threads": True}, "num_threads is True; it must be a whole number or nothing"),
         (SchedulerSettings, {"max_wait_s": float("nan")}, "max_wait_s is nan; it must be above 0"),
+        (ModelSettings, {"device": "cuda:1", "tensor_parallel_size": 2}, "choose GPUs with CUDA_VISIBLE_DEVICES"),
+        (SpeculativeSettings, {"draft_tensor_parallel_size": 2}, "is 2: a draft runs in one process; use 1"),
         (SpeculativeSettings, {"num_speculative_tokens": 65}, "num_speculative_tokens is 65; it must be in [0, 64]"),
         (SpeculativeSettings, {"tree_depth": 0}, "tree_depth is 0; it must be in [1, 64]"),
         (ServerSettings, {"port": 70000}, "port is 70000; it must be in [0, 65535]"),
@@ -116,3 +118,10 @@ def test_underscores_are_hyphens() -> None:
     add_flags(parser, SchedulerSettings)
     assert parser.parse_args(["--max_num_seqs=3"]) == parser.parse_args(["--max-num-seqs", "3"])
     assert isinstance(parser.parse_args([]), argparse.Namespace)
+
+
+def test_a_draft_is_not_split() -> None:
+    model = ModelSettings(model="draft", tensor_parallel_size=2)
+    with pytest.raises(InvalidRequest, match="tensor_parallel_size is 2: only a target is split") as raised:
+        DraftSettings(speculative=SpeculativeSettings(), model=model)
+    assert raised.value.param == "tensor_parallel_size"

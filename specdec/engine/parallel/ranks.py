@@ -106,6 +106,7 @@ class Ranks:
         any thread, with the reason when the group is lost; every later call raises it.
 
         Raises:
+            InvalidRequest: GPUs are to be left alone, but are visible.
             Unavailable: they do not come.
         """
         self.place = place
@@ -116,6 +117,8 @@ class Ranks:
         self._closed = False
         self._lock = threading.Lock()
         self._owns_world = not dist.is_initialized()
+        if device.type == "cpu" and torch.cuda.is_available():  # transformers would split the model over GPUs
+            raise InvalidRequest("ranks on the CPU of a machine with GPUs: set CUDA_VISIBLE_DEVICES=", param="device")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
             if store is None and place.store_port is not None:

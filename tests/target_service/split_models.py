@@ -1,0 +1,121 @@
+"""One rank of several that serve checkpoints one after another.
+
+``python -m tests.target_service.split_models FOLDER…``. Rank 0 prints a line of JSON for each checkpoint: how far its
+logits are from those of one process, and which texts differ with drafts and beside other sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.utils import logging as transformers_logging
+
+from specdec.engine.device_thread import DeviceThread
+from specdec.engine.engine import Engine, Segment
+from specdec.engine.parallel.ranks import Place
+from specdec.errors import ModelNotSupported
+from specdec.settings import ModelSettings, TargetSettings
+from target_service.core import TargetCore
+from target_service.rank_processes import load, run_follower
+from tests.target_service.conftest import VOCAB, decode, make_prompt, make_spec
+from tests.target_service.test_trees import decode_with_trees
+
+NUM_SESSIONS = 8
+NUM_TOKENS = 32
+
+
+def settings_of(folder: str, size: int) -> ModelSettings:
+    return ModelSettings(
+        model=folder,
+        device="cpu",
+        num_threads=1,
+        block_size=16,
+        kv_cache_memory_bytes=2**21,
+        tensor_parallel_size=size,
+        autotune="off",
+    )
+
+
+def logits_of(engine: Engine) -> torch.Tensor:
+    """Of a prompt in two chunks, the second beside another sequence."""
+    ids = list(make_prompt(1, 40))
+    one, other = engine.pool.open(40), engine.pool.open(5)
+    engine.forward([Segment(one, ids[:17], 0)])
+    logits = engine.forward([Segment(other, ids[:5], 5), Segment(one, ids[17:], 23)])
+    engine.pool.release(one)
+    engine.pool.release(other)
+    return logits.clone()
+
+
+async def texts_of(core: TargetCore, *, drafted: bool, texts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Texts of greedy and seeded sessions; drafted ones run at once, with proposals around ``texts``."""
+
+    async def run(seed: int) -> tuple[int, ...]:
+        sampled = {} if seed % 2 else {"temperature": 0.8, "seed": seed, "rule": "coupled"}
+        session = await core.open(
+            make_spec(make_prompt(seed, 5 + 4 * seed), NUM_TOKENS, session_id=str(seed), **sampled)
+        )
+        dice = random.Random(seed)
+
+        def draft(tokens: list[int], k: int) -> list[int]:
+            return [token if dice.random() < 0.7 else dice.randrange(VOCAB) for token in texts[seed][len(tokens) :][:k]]
+
+        if not drafted:
+            text = await decode(session)
+        elif seed % 4 == 1:
+            text = await decode_with_trees(session, texts[seed], seed=seed)
+        else:
+            text = await decode(session, k=5, draft=draft)
+        await session.close()
+        return text
+
+    if not drafted:
+        return [await run(seed) for seed in range(NUM_SESSIONS)]
+    return list(await asyncio.gather(*(run(seed) for seed in range(NUM_SESSIONS))))
+
+
+async def examine(folder: str, place: Place) -> dict[str, Any]:
+    single = Engine.load(settings_of(folder, 1))
+    wanted = logits_of(single)
+    settings = settings_of(folder, place.size)
+    device = DeviceThread()
+    try:
+        engine, _ = await device.run(load, settings, place)
+    except ModelNotSupported as error:
+        return {"refused": str(error)}
+    logits = await device.run(logits_of, engine)
+    core = TargetCore(engine, device, TargetSettings(model=settings))
+    try:
+        plain = await texts_of(core, drafted=False, texts=[])
+        drafted = await texts_of(core, drafted=True, texts=plain)
+    finally:
+        await core.close()
+    return {
+        "difference": float((logits - wanted).abs().max()),
+        "kv_heads": engine.caches[0][0].shape[1] if engine.caches else 0,
+        "changed": [seed for seed in range(NUM_SESSIONS) if plain[seed] != drafted[seed]],
+        "distinct": len(set(plain)),
+    }
+
+
+def main(folders: list[str]) -> None:
+    transformers_logging.disable_progress_bar()
+    place = Place.of(os.environ, int(os.environ["WORLD_SIZE"]))
+    assert place is not None
+    dist.init_process_group("gloo")
+    for folder in folders:
+        if place.rank:
+            run_follower(settings_of(folder, place.size), place, log_level="error", log_format="text")
+        else:
+            print(json.dumps({"model": os.path.basename(folder), **asyncio.run(examine(folder, place))}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
