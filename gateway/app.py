@@ -15,6 +15,7 @@ import uvicorn
 
 from gateway.acceptance_check import StartUpCheck
 from gateway.access.keys import KeyRing
+from gateway.backends.engines.spec import EngineSpec
 from gateway.backends.fleet import Fleet
 from gateway.generation import Generation
 from gateway.grpc.access import enter_call
@@ -77,7 +78,8 @@ class Gateway:
         self._fleet: Fleet | None = None
         if router is None:
             backend_tls = Certificates(settings.backend_tls) if settings.backend_tls else None
-            self._fleet = Fleet(settings.targets, settings.drafts, certificates=backend_tls)
+            engines = EngineSpec.read(settings, tokenizer) if settings.has_engines and tokenizer else None
+            self._fleet = Fleet(settings.targets, settings.drafts, certificates=backend_tls, engines=engines)
             router = self._fleet.router
         self._workers: WorkerPool | None = None
         if settings.tokenizer_pool_size:
@@ -230,6 +232,7 @@ class _Uvicorn(uvicorn.Server):
 def _listen(host: str, port: int) -> socket.socket:
     listener = bind(host, port)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # of its connections
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # uvloop sets it, asyncio's own loop does not
     listener.listen(BACKLOG)
     listener.setblocking(False)
     return listener

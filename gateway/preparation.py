@@ -10,6 +10,7 @@ from typing import Final
 from gateway.access.caller import current_caller
 from gateway.access.session_hint import current_session_hint
 from gateway.decoding.request import DecodingRequest
+from gateway.engine_requests import check_for_engines, is_resumable
 from gateway.limits import check_length
 from gateway.text.tokenizer import TextTokenizer
 from gateway.types import GenerationRequest
@@ -49,12 +50,13 @@ class Preparation:
         Raises:
             InvalidRequest: a value is impossible for this model.
         """
-        params, prompt = request.params, SharedTokenIds(prompt)
+        params, prompt, caller = request.params, SharedTokenIds(prompt), current_caller()
         _check_prompt(prompt, model)
+        if self._settings.has_engines:
+            check_for_engines(request, caller)
         fixed = self._fix(params, len(prompt), model)
         rule = self._rule(request)
         k = _num_speculative_tokens(request, self._settings, max_tokens=fixed.max_tokens)
-        caller = current_caller()
         # Below the name of the caller's key, which has no slash.
         name = request.session_id or current_session_hint() or request.prompt_cache_key
         session_id = f"{caller.key}/{name}" if name else None
@@ -67,6 +69,7 @@ class Preparation:
                 # The first sample continues the caches of a conversation.
                 session_id=session_id if index == 0 else None,
                 caller=caller,
+                is_resumable=not self._settings.has_engines or is_resumable(fixed),
                 deadline=deadline,
             )
             for index in range(params.n)
@@ -99,6 +102,9 @@ class Preparation:
                 "bad_words forbids every token that allowed_token_ids allows; leave out one of the two",
                 param="bad_words",
             )
+        if self._settings.has_engines:  # which know bad words and ends of sequences, and draw seeds if none is given
+            seed = params.seed if self._settings.seed is None else self._seed(params)
+            return replace(params, n=1, max_tokens=max_tokens, seed=seed)
         eos = () if params.ignore_eos else model.eos_token_ids
         return replace(
             params,
@@ -107,12 +113,16 @@ class Preparation:
             stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
             bad_words=(),
             bad_token_ids=(*params.bad_token_ids, *bad_words),
-            seed=self._seeds.getrandbits(64) if params.seed is None else params.seed,
+            seed=self._seed(params),
         )
+
+    def _seed(self, params: SamplingParams) -> int:
+        return self._seeds.getrandbits(64) if params.seed is None else params.seed
 
 
 def _sample_params(first: SamplingParams, index: int) -> SamplingParams:
-    return replace(first, seed=mix_seed(first.seed or 0, index), prompt_logprobs=None)
+    seed = None if first.seed is None else mix_seed(first.seed, index)
+    return replace(first, seed=seed, prompt_logprobs=None)
 
 
 def _check_prompt(prompt: Sequence[int], model: ModelInfo) -> None:

@@ -120,7 +120,7 @@ def settings_from(settings: type[S], args: argparse.Namespace, **given: Any) -> 
 def parsed_options(settings: type, args: argparse.Namespace) -> dict[str, Any]:
     """The values of a settings class's options that the parser knows."""
     return {
-        name: from_environment(option.env) if option.env and not value else _plain(value)
+        name: _from_environment(option) if option.env and not value else _plain(value)
         for name, option in options_of(settings).items()
         if option.flag and (value := getattr(args, name, _ABSENT)) is not _ABSENT
     }
@@ -128,6 +128,12 @@ def parsed_options(settings: type, args: argparse.Namespace) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def _from_environment(option: Option) -> Any:
+    if tuple[str, ...] in option.kinds:
+        return from_environment(option.env)
+    return os.environ.get(option.env) or None
 
 
 def from_environment(name: str) -> tuple[str, ...]:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from gateway.backends.engines.address import check_engine
 from specdec.errors import InvalidRequest, quote
+from specdec.settings.engines import is_engine
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +25,7 @@ FILE: Final = "file:"
 class Endpoint:
     """One server."""
 
-    #: ``host:port`` or a Unix domain socket.
+    #: ``host:port``, a Unix domain socket, or the URL of an engine.
     address: str
     #: The name that its certificate must have; empty: the address's host.
     host_name: str = ""
@@ -89,7 +91,7 @@ class AddressFile(AddressSource):
         for line in self._path.read_text().splitlines():
             if address := line.partition("#")[0].strip():
                 source = source_of(address)
-                if not isinstance(source, Listed):
+                if not isinstance(source, Listed) or is_engine(address):
                     raise InvalidRequest(f"{self._path} holds {quote(address)}; write each address as host:port")
                 found.append(source.endpoint)
         if not found:  # perhaps it is being written
@@ -103,6 +105,9 @@ def source_of(text: str) -> AddressSource:
     Raises:
         InvalidRequest: it is none of the forms that are known here.
     """
+    if is_engine(text):
+        check_engine(text)
+        return Listed(text)
     if text.startswith(FILE) and len(text) > len(FILE):
         return AddressFile(Path(text.removeprefix(FILE)))
     host, _, port = text.removeprefix(DNS).rpartition(":")

@@ -22,7 +22,7 @@ class GrpcDraft(ServerInfo):
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = pb_grpc.DraftServiceStub(channel)
-        super().__init__(self._stub.GetModelInfo)
+        super().__init__(channel, self._stub.GetModelInfo)
 
     async def open(self, spec: SessionSpec) -> GrpcDraftSession:
         """Admit and prefill. Cancelling leaves nothing behind."""

@@ -1,31 +1,34 @@
-"""The replicas that can be found: their channels, a watch on the health of each, and how full they are."""
+"""The replicas that can be found: connections, a watch on the health of each, and how full they are."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.backends.discovery import Discovery, Endpoint
 from gateway.backends.draft import GrpcDraft
+from gateway.backends.engines.spec import EngineSpec
+from gateway.backends.engines.target import EngineTarget
 from gateway.backends.target import GrpcTarget
 from gateway.routing import Pool, Replica, Router
-from specdec.errors import TandemError
+from specdec.errors import ModelNotSupported, TandemError
 from specdec.rpc.certificates import Certificates
 from specdec.rpc.channel import open_channel
+from specdec.settings.engines import is_engine
 from specdec.types import ModelInfo
 
 logger = logging.getLogger(__name__)
 
 #: Seconds between tries to reach a replica that is down.
 RETRY_S: Final = 0.2
+#: The same for one that answered and cannot be used as it is.
+REFUSED_RETRY_S: Final = 5.0
 #: Seconds between two checks of the certificates' files, of addresses that may change and of the targets' load.
 CHECK_INTERVAL_S: Final = 1.0
 
@@ -43,26 +46,34 @@ class _Role:
 class _Member:
     """A replica that is watched."""
 
-    def __init__(self, role: _Role, endpoint: Endpoint, channel: grpc.aio.Channel) -> None:
+    def __init__(self, role: _Role, endpoint: Endpoint, backend: Any) -> None:
         self.role = role
         self.endpoint = endpoint
-        self.channel = channel
-        self.replica = Replica[Any](endpoint.address, role.connect(channel), healthy=False)
+        self.replica = Replica[Any](endpoint.address, backend, healthy=False)
         self.watch: asyncio.Task[None] | None = None
+        #: Why it cannot be used, as the log has it.
+        self.problem = ""
 
 
 class Fleet:
     """Keeps a router's replicas up to date. A replica is used once its health says SERVING and it described itself."""
 
     def __init__(
-        self, targets: Sequence[str], drafts: Sequence[str] = (), *, certificates: Certificates | None = None
+        self,
+        targets: Sequence[str],
+        drafts: Sequence[str] = (),
+        *,
+        certificates: Certificates | None = None,
+        engines: EngineSpec | None = None,
     ) -> None:
-        """``targets``, ``drafts``: addresses as :func:`~gateway.backends.discovery.source_of` reads them.
+        """``targets``, ``drafts``: addresses as :func:`~gateway.backends.discovery.source_of` reads them;
+        ``engines``: what to know of targets that are engines.
 
         Raises:
             InvalidRequest: an address is none.
         """
         self._certificates = certificates
+        self._engines = engines
         self.router = Router()
         self._roles = (
             _Role(Discovery(targets), self.router.targets, GrpcTarget, self.router.target_up),
@@ -88,19 +99,23 @@ class Fleet:
             await asyncio.wait(self._tasks)
         await self._end_watches(self._members)
         for member in self._members:
-            await member.channel.close()
+            await member.replica.backend.close()
 
     def _join(self, role: _Role) -> None:
         """Add the servers found that are no members yet."""
         known = {member.endpoint for member in self._members if member.role is role}
         for endpoint in role.discovery.endpoints:
             if endpoint not in known:
-                member = _Member(role, endpoint, self._open_channel(endpoint))
+                member = _Member(role, endpoint, self._connect(role, endpoint))
                 self._members.append(member)
                 role.pool.replicas.append(member.replica)
 
-    def _open_channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
-        return open_channel(endpoint.address, certificates=self._certificates, host_name=endpoint.host_name)
+    def _connect(self, role: _Role, endpoint: Endpoint) -> Any:
+        if is_engine(endpoint.address):
+            assert self._engines is not None, "an engine is given without what to know of it"
+            return EngineTarget(endpoint.address, self._engines)
+        channel = open_channel(endpoint.address, certificates=self._certificates, host_name=endpoint.host_name)
+        return role.connect(channel)
 
     def _watch_all(self) -> None:
         for member in self._members:
@@ -137,14 +152,13 @@ class Fleet:
         self._watch_all()
 
     async def _reconnect(self) -> None:
-        """Open new channels: a channel keeps its certificates for its later connections.
+        """Open new channels: a channel keeps its certificates for its later connections, and so does an engine.
 
         Sessions that are open hold the old channel, which closes with the last of them.
         """
         await self._end_watches(self._members)
         for member in self._members:
-            member.channel = self._open_channel(member.endpoint)
-            member.replica.backend = member.role.connect(member.channel)
+            member.replica.backend = self._connect(member.role, member.endpoint)
         self._watch_all()
 
     async def _check_loads(self) -> None:
@@ -152,32 +166,38 @@ class Fleet:
         await asyncio.gather(*(_update_load(replica) for role in self._roles for replica in role.pool.usable))
 
     async def _watch(self, member: _Member) -> None:
-        stub, replica = health_pb2_grpc.HealthStub(member.channel), member.replica
+        replica = member.replica
         while True:
+            pause_s = RETRY_S
             try:
-                await self._follow(stub, replica, member.role.up)
-            except (grpc.aio.AioRpcError, TandemError) as error:
-                text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-                self.router.down(replica, text or "the connection was lost")
+                await self._follow(member)
+            except TandemError as error:
+                self._note_down(member, str(error))
+                if isinstance(error, ModelNotSupported):
+                    pause_s = REFUSED_RETRY_S
             except Exception:
                 logger.exception("watching %s failed", replica.name)
                 self.router.down(replica, "an unexpected error")
             else:
                 self.router.down(replica, "it ended the health watch")
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(pause_s)
 
-    async def _follow(
-        self, stub: health_pb2_grpc.HealthStub, replica: Replica[Any], up: Callable[[Replica[Any], ModelInfo], None]
-    ) -> None:
-        call = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-        try:
-            async for answer in call:
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                    up(replica, await replica.backend.info())
+    async def _follow(self, member: _Member) -> None:
+        backend = member.replica.backend
+        async with aclosing(backend.health()) as states:
+            async for is_serving in states:
+                if is_serving:
+                    member.role.up(member.replica, await backend.info())
+                    member.problem = ""
                 else:
-                    self.router.down(replica, "it is not serving")
-        finally:
-            call.cancel()
+                    self.router.down(member.replica, "it is not serving")
+
+    def _note_down(self, member: _Member, why: str) -> None:
+        """The log has each reason once."""
+        if not member.replica.healthy and member.problem != why:
+            logger.warning("%s cannot be used: %s", member.replica.name, why)
+        member.problem = why
+        self.router.down(member.replica, why)
 
 
 async def _repeat(check: Callable[[], Awaitable[None]]) -> None:

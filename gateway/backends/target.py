@@ -21,7 +21,7 @@ class GrpcTarget(ServerInfo):
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = pb_grpc.TargetServiceStub(channel)
-        super().__init__(self._stub.GetModelInfo)
+        super().__init__(channel, self._stub.GetModelInfo)
 
     async def open(self, spec: SessionSpec) -> GrpcTargetSession:
         """Admit and prefill; returns once the first token is there. Cancelling leaves nothing behind."""

@@ -17,7 +17,7 @@ class DecodingRequest:
 
     #: Prompt token ids, at least one.
     prompt: tuple[int, ...]
-    #: ``seed`` and ``max_tokens`` are set; ``stop_token_ids`` holds the end-of-sequence tokens.
+    #: ``max_tokens`` is set. So is ``seed``, and ``stop_token_ids`` holds the end-of-sequence tokens, but for engines.
     params: SamplingParams
     #: None leaves the choice to the target.
     rule: Rule | None = None
@@ -27,6 +27,8 @@ class DecodingRequest:
     session_id: str | None = None
     #: Who asks; the sessions belong to its key.
     caller: Caller = field(default_factory=Caller)
+    #: Whether a target continues the text as the lost one would have, given the tokens so far.
+    is_resumable: bool = True
     #: Moment of the event loop's clock at which the request fails; None means never.
     deadline: float | None = None
 

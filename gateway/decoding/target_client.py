@@ -38,8 +38,7 @@ class TargetClient:
         self._metrics = metrics
         self._max_retries = max_retries
         self._wait_s = wait_s
-        #: What the first target found on opening; None before the first verdict.
-        self.opened: TargetOpened | None = None
+        self._first_session: TargetSession | None = None
         #: The round in progress.
         self.round: Round | None = None
         #: Tokens that the target goes on to decode by itself, and the length up to which it may.
@@ -56,6 +55,11 @@ class TargetClient:
         self._epoch = 0
         self._overloaded: set[Replica[TargetBackend]] = set()
         self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def opened(self) -> TargetOpened | None:
+        """What the first target found on opening; None before the first verdict."""
+        return None if self._first_session is None else self._first_session.opened
 
     @property
     def is_open(self) -> bool:
@@ -108,7 +112,7 @@ class TargetClient:
         self._multi_step_end = len(self._state) + 1 + num_multi_step
         first = self._checked(session.first)
         self.num_multi_step_left = first.num_multi_step_left
-        self.opened = self.opened or session.opened
+        self._first_session = self._first_session or session
         return first
 
     def start(self, round_: Round, multi_step_tokens: int = 0) -> None:
@@ -192,6 +196,12 @@ class TargetClient:
             elif not isinstance(error, StaleSession | InvalidRequest):
                 replica.avoid()
         await self._drop()
+        num_tokens = self._state.num_output_tokens
+        if num_tokens and not self._state.request.is_resumable:
+            raise Unavailable(
+                f"the engine was lost after {num_tokens} tokens, and with a seed, penalties or bad_words another one"
+                " cannot continue the text as this one would have; send the request again"
+            ) from error
         if self.opened is None and isinstance(error, Overloaded):
             # Nothing is lost yet: another replica may do, but the client is not kept waiting for one.
             if all(other in self._overloaded for other in self._router.targets.usable):

@@ -157,11 +157,16 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def chat_logprobs(positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
+def token_name(token: TokenText, body: SamplingBody) -> str:
+    """What log-probabilities call a token: its text, or vLLM's name of its id."""
+    return f"token_id:{token.token_id}" if body.return_tokens_as_token_ids else token.text
+
+
+def chat_logprobs(positions: Sequence[TokenLogprobs], body: SamplingBody) -> dict[str, Any]:
     """OpenAI's log-probabilities of chat choices."""
 
     def entry(token: TokenText) -> dict[str, Any]:
-        return {"token": token.text, "logprob": finite(token.logprob), "bytes": list(token.data)}
+        return {"token": token_name(token, body), "logprob": finite(token.logprob), "bytes": list(token.data)}
 
     content = [
         entry(position.token) | {"top_logprobs": [entry(token) for token in position.top]} for position in positions
@@ -169,14 +174,17 @@ def chat_logprobs(positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(positions: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, list[Any]]:
+def completion_logprobs(
+    positions: Sequence[TokenLogprobs], body: SamplingBody, offset: int = 0
+) -> dict[str, list[Any]]:
     """OpenAI's log-probabilities of completion choices; ``offset`` characters stand before the generated text."""
     return {
         "text_offset": [offset + position.text_offset for position in positions],
         "token_logprobs": [finite(position.token.logprob) for position in positions],
-        "tokens": [position.token.text for position in positions],
+        "tokens": [token_name(position.token, body) for position in positions],
         "top_logprobs": [
-            {token.text: finite(token.logprob) for token in (*position.top, position.token)} for position in positions
+            {token_name(token, body): finite(token.logprob) for token in (*position.top, position.token)}
+            for position in positions
         ],
     }
 

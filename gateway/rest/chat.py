@@ -71,7 +71,9 @@ class Chat:
             {
                 "index": sample.index,
                 "message": {"role": "assistant", "content": sample.text},
-                "logprobs": None if self._request.params.logprobs is None else chat_logprobs(sample.logprobs),
+                "logprobs": None
+                if self._request.params.logprobs is None
+                else chat_logprobs(sample.logprobs, self._body),
                 **ending(sample.final),
                 **({"token_ids": sample.token_ids} if self._body.return_token_ids else {}),
             }
@@ -112,7 +114,7 @@ class Chat:
         return {
             "index": chunk.index,
             "delta": {"content": chunk.text} if chunk.text or chunk.final is None else {},
-            "logprobs": chat_logprobs(chunk.logprobs) if asked else None,
+            "logprobs": chat_logprobs(chunk.logprobs, self._body) if asked else None,
             **ending(chunk.final),
             **({"token_ids": list(chunk.token_ids)} if self._body.return_token_ids else {}),
         }

@@ -21,6 +21,7 @@ from gateway.rest.answers import (
     prompt_logprobs_object,
     run_all,
     timeout_of,
+    token_name,
 )
 from gateway.rest.events import EventResponse, while_connected
 from gateway.rest.schemas import CompletionBody
@@ -142,7 +143,7 @@ class Completion:
             self._offsets[choice] = len(echo)
         logprobs = None
         if body.logprobs is not None:
-            logprobs = completion_logprobs(chunk.logprobs, self._offsets[choice])
+            logprobs = completion_logprobs(chunk.logprobs, body, self._offsets[choice])
             if body.echo and prompt is not None:
                 before = self._echo_logprobs(prompt)
                 logprobs = {name: before[name] + values for name, values in logprobs.items()}
@@ -161,11 +162,12 @@ class Completion:
 
     def _echo_logprobs(self, prompt: PromptReport) -> dict[str, list[Any]]:
         """The prompt's own log-probabilities; its first token has none."""
-        tokenizer = self._generation.tokenizer
+        tokenizer, body = self._generation.tokenizer, self._body
         tokens, offsets, end = [], [], 0
         reader = Detokenizer(tokenizer, skip_special_tokens=True) if tokenizer is not None else None
         for token_id in prompt.token_ids:
-            tokens.append(tokenizer.token_text(token_id) if tokenizer is not None else "")
+            text = tokenizer.token_text(token_id) if tokenizer is not None else ""
+            tokens.append(f"token_id:{token_id}" if body.return_tokens_as_token_ids else text)
             offsets.append(end)
             end += len(reader.feed(token_id)) if reader is not None else 0
         chosen = [describe_token(position.token, tokenizer) for position in prompt.logprobs]
@@ -177,7 +179,7 @@ class Completion:
             "top_logprobs": [
                 None,
                 *(
-                    {entry.text: entry.logprob for entry in (*top, token)}
+                    {token_name(entry, body): entry.logprob for entry in (*top, token)}
                     for top, token in zip(tops, chosen, strict=True)
                 ),
             ],

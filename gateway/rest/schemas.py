@@ -111,6 +111,7 @@ class SamplingBody(SamplingFields):
     add_special_tokens: bool | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     # Tandem's.
     session_id: str | None = None
     # OpenAI's; the session id where none is given.
@@ -137,7 +138,6 @@ class SamplingBody(SamplingFields):
     spaces_between_special_tokens: IgnoredField = None
     # What would change the answer.
     logits_processors: RefusedField = None
-    return_tokens_as_token_ids: RefusedField = None
     truncate_prompt_tokens: RefusedField = None
     use_beam_search: RefusedField = None
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from specdec.logs import FORMATS, LEVELS
 from specdec.methods import LOOKUP_METHODS
 from specdec.rules import Rule
+from specdec.settings.engines import TARGET_API_KEY_VARIABLE, check_engines, is_engine
 from specdec.settings.limits import RequestLimits
 from specdec.settings.listening import (
     INSECURE,
@@ -26,7 +27,9 @@ class GatewaySettings(RequestLimits):
     """The gateway."""
 
     targets: tuple[str, ...] = option(
-        (), "target replicas: host:port, unix:/path, dns:///host:port (each of its addresses), file:path (one a line)"
+        (),
+        "target replicas: host:port, unix:/path, dns:///host:port (each of its addresses), file:path (one a line); or"
+        " engines: openai+http://host:port",
     )
     drafts: tuple[str, ...] = option((), "draft replicas; without one only lookups draft")
     lookup: tuple[str, ...] = option((), "lookups that draft in the gateway, best first", choices=LOOKUP_METHODS)
@@ -42,6 +45,8 @@ class GatewaySettings(RequestLimits):
     backend_ssl_certfile: str | None = option(None, "PEM file of the certificate for targets and drafts")
     backend_ssl_keyfile: str | None = option(None, "PEM file of its private key")
     backend_ssl_ca_certs: str | None = option(None, "PEM file of the CAs of targets and drafts: speaks TLS to them")
+    target_api_key: str | None = option(None, "key shown to engines as a bearer token", env=TARGET_API_KEY_VARIABLE)
+    target_api_key_file: str | None = option(None, "file that holds it, in place of the flag")
     served_model_name: tuple[str, ...] = option((), "names the model answers to; by default the target's own")
     tokenizer: str | None = option(None, "folder of the tokenizer; without one only token ids are served")
     chat_template: str | None = option(None, "Jinja text, or a file with it, in place of the tokenizer's chat template")
@@ -79,6 +84,13 @@ class GatewaySettings(RequestLimits):
             "backend_ssl_certfile is given without backend_ssl_ca_certs; targets and drafts are asked over TLS only"
             " with the CAs that signed their certificates",
         )
+        if self.has_engines:
+            check_engines(self)
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether the targets are other engines, not Tandem's own."""
+        return any(map(is_engine, self.targets))
 
     @property
     def tls(self) -> TlsFiles:

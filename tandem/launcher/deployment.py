@@ -51,6 +51,7 @@ DERIVED_OPTIONS: Final = (
         "untrusted_drafts",
     ),
     *("backend_ssl_certfile", "backend_ssl_keyfile", "backend_ssl_ca_certs", "published_host"),
+    *("target_api_key", "target_api_key_file"),
 )
 #: Options of the gateway that mean something to a server only. All others are those of :class:`tandem.LLM`, too.
 SERVER_OPTIONS: Final = (

@@ -79,7 +79,6 @@ REFUSED = {
     "modalities": ["audio"], "verbosity": "low", "web_search_options": {"a": 1}, "audio": {"voice": "x"},
     "chat_template": "{{ x }}", "continue_final_message": True, "echo": True, "suffix": "x",
     "documents": [{"text": "x"}], "logits_processors": ["a"], "truncate_prompt_tokens": 5, "use_beam_search": True,
-    "return_tokens_as_token_ids": True,
 }  # fmt: skip
 
 

@@ -176,6 +176,17 @@ async def test_log_probabilities(stand):
     assert [entry["token"] for entry in streamed] == [entry["token"] for entry in content]
 
 
+async def test_log_probabilities_that_name_ids(stand):
+    asked = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    choice = (await post(stand, **body_of(prompt="a b", echo=True, logprobs=1, **asked))).json()["choices"][0]
+    names = [f"token_id:{token_id}" for token_id in (*choice["prompt_token_ids"], *choice["token_ids"])]
+    assert choice["logprobs"]["tokens"] == names
+    assert all(name in top for name, top in zip(names[1:], choice["logprobs"]["top_logprobs"][1:], strict=True))
+    chat = (await post(stand, "/v1/chat/completions", **chat_of(logprobs=True, **asked))).json()["choices"][0]
+    names = [f"token_id:{token_id}" for token_id in chat["token_ids"]]
+    assert [entry["token"] for entry in chat["logprobs"]["content"]] == names
+
+
 async def test_stops_and_speculation(stand):
     answer = (await post(stand, **body_of(max_tokens=100, stop="fox"))).json()["choices"][0]
     assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", "fox")

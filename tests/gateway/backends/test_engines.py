@@ -1,0 +1,484 @@
+"""Engines as targets: against a scripted server with vLLM's API, and against Tandem's own."""
+
+import asyncio
+import contextlib
+import json
+import logging
+
+import grpc.aio
+import httpx
+import pytest
+
+from gateway.app import Gateway
+from gateway.backends import fleet as fleets
+from gateway.backends.engines import target as targets
+from specdec.errors import InvalidRequest
+from specdec.settings import GatewaySettings
+from specdec.v1 import generation_service_pb2 as pb
+from specdec.v1 import generation_service_pb2_grpc as pb_grpc
+from tests.gateway.backends.engine_server import FakeEngine
+from tests.gateway.conftest import Script, serve
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch, short_pauses):
+    monkeypatch.setattr(fleets, "CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(fleets, "RETRY_S", 0.02)
+    monkeypatch.setattr(targets, "HEALTH_INTERVAL_S", 0.05)
+
+
+class OtherTokenizer:
+    def encode(self, text, *, add_special_tokens):
+        return [1, 2, 3]
+
+
+class EngineScript(Script):
+    """The text of a target as an engine: a seed moves its beginning."""
+
+    def __call__(self, context, body):
+        if self.stop_at is not None and len(context) >= self.stop_at:
+            return 0
+        start = body.get("seed", 0) % len(self.ids) if body["temperature"] else 0
+        return self.ids[(len(context) + start) % len(self.ids)]
+
+
+@pytest.fixture
+def engine_script(tokenizer):
+    return EngineScript(tokenizer)
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 (no event tells it)
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def gateway_to(*addresses, tokenizer_folder, is_ready=True, **settings):
+    given = {"port": 0, "grpc_port": 0, "drain_s": 2.0, "tokenizer_pool_size": 0} | settings
+    gateway = Gateway(GatewaySettings(targets=addresses, tokenizer=str(tokenizer_folder), **given))
+    try:
+        await gateway.start()
+        if is_ready:
+            async with asyncio.timeout(10):
+                await gateway.wait_ready()
+            await until(lambda: all(each.usable for each in gateway.generation.router.targets.replicas))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=20) as http:
+            yield gateway, http
+    finally:
+        await gateway.stop()
+
+
+@pytest.fixture
+async def engine(engine_script, tokenizer):
+    async with FakeEngine(engine_script, tokenizer).serving() as running:
+        yield running
+
+
+@pytest.fixture
+async def other(engine_script, tokenizer):
+    async with FakeEngine(engine_script, tokenizer).serving() as running:
+        yield running
+
+
+@pytest.fixture
+async def http(engine, tokenizer_folder):
+    async with gateway_to(engine.address, tokenizer_folder=tokenizer_folder) as (_, client):
+        yield client
+
+
+async def ask(http, prompt="Hello", **body):
+    given = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "return_token_ids": True} | body
+    return await http.post("/v1/completions", json=given)
+
+
+async def ids_of(http, **body):
+    answer = await ask(http, **body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"]
+
+
+def events_of(text):
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+@pytest.fixture
+def expected(engine_script, tokenizer):
+    def make(count, seed=None):
+        return engine_script.expect(len(tokenizer.encode("Hello")), count, seed)
+
+    return make
+
+
+async def test_text_is_made_of_the_engines_token_ids(http, engine, tokenizer, expected):
+    answer = (await ask(http)).json()
+    choice = answer["choices"][0]
+    assert choice["token_ids"] == expected(12)
+    assert choice["text"] == tokenizer.decode(choice["token_ids"])
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 12
+    body = engine.bodies[0]
+    assert body["prompt"] == tokenizer.encode("Hello")
+    assert "seed" not in body
+    assert body["model"] == "engine-model"
+
+
+async def test_a_stream_has_the_same_text(http, tokenizer, expected):
+    answer = await ask(http, stream=True, max_tokens=40)
+    pieces = [choice for event in events_of(answer.text) for choice in event["choices"]]
+    ids = [token for piece in pieces for token in piece["token_ids"]]
+    assert ids == expected(40)
+    assert "".join(piece["text"] for piece in pieces) == tokenizer.decode(ids)
+    assert len(pieces) > 10
+
+
+async def test_chat_and_stop_strings_are_the_gateways_own(http, engine, tokenizer):
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 60, "temperature": 0, "stop": ["lazy dog"]}
+    choice = (await http.post("/v1/chat/completions", json=body)).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == "lazy dog"
+    assert "lazy dog" not in choice["message"]["content"]
+    assert engine.bodies[0]["prompt"] == tokenizer.encode("<|user|>Hi<|assistant|>", add_special_tokens=False)
+    assert "stop" not in engine.bodies[0]
+    await until(lambda: engine.num_open == 0)
+
+
+async def test_the_end_of_a_sequence(http, engine, engine_script, tokenizer):
+    engine_script.stop_at = len(tokenizer.encode("Hello")) + 5
+    ended = (await ask(http)).json()["choices"][0]
+    assert (ended["finish_reason"], ended["stop_reason"], len(ended["token_ids"])) == ("stop", None, 6)
+    assert ended["text"] == tokenizer.decode(ended["token_ids"][:5])
+    token = ended["token_ids"][2]
+    stopped = (await ask(http, stop_token_ids=[token])).json()["choices"][0]
+    assert (stopped["stop_reason"], stopped["token_ids"]) == (token, ended["token_ids"][:3])
+    assert len(await ids_of(http, ignore_eos=True)) == 12
+
+
+async def test_every_parameter_reaches_the_engine(http, engine):
+    given = {
+        "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.25,
+        "repetition_penalty": 1.5, "min_tokens": 2, "logit_bias": {"7": 1.5}, "allowed_token_ids": [7, 8],
+        "stop_token_ids": [9], "bad_words": ["bad"], "ignore_eos": True, "seed": 2**64 - 3, "max_tokens": 3,
+    }  # fmt: skip
+    await ids_of(http, **given)
+    sent = engine.bodies[0]
+    assert {name: sent[name] for name in given} == given | {"seed": -3}
+
+
+async def test_log_probabilities_keep_token_ids(http, engine, tokenizer):
+    choice = (await ask(http, logprobs=2, max_tokens=4)).json()["choices"][0]
+    ids = choice["token_ids"]
+    assert choice["logprobs"]["token_logprobs"] == [-0.5] * 4
+    first = choice["logprobs"]["top_logprobs"][0]
+    assert first == {tokenizer.token_text((ids[0] + 1) % 400): -0.25, tokenizer.token_text(ids[0]): -0.5}
+    echoed = (await ask(http, logprobs=1, max_tokens=2, echo=True)).json()["choices"][0]
+    num_prompt = len(tokenizer.encode("Hello"))
+    assert echoed["text"].startswith("Hello")
+    assert echoed["logprobs"]["token_logprobs"] == [None, *[-0.5] * (num_prompt - 1 + 2)]
+    asked = (await ask(http, prompt_logprobs=1, max_tokens=1)).json()["choices"][0]["prompt_logprobs"]
+    second = tokenizer.encode("Hello")[1]
+    assert asked[0] is None
+    assert {token: entry["rank"] for token, entry in asked[1].items()} == {str((second + 1) % 400): 1, str(second): 2}
+
+
+async def test_samples_are_requests_of_their_own(http, engine, expected):
+    answer = (await ask(http, n=3, temperature=1.0, seed=5)).json()
+    seeds = sorted(body["seed"] for body in engine.bodies)
+    assert len(set(seeds)) == 3
+    assert answer["choices"][0]["token_ids"] == expected(12, seed=5)
+    assert len({headers["x-request-id"] for headers in engine.headers}) == 3
+    engine.bodies.clear()
+    await ids_of(http, n=2, temperature=1.0)
+    assert all("seed" not in body for body in engine.bodies)
+
+
+async def test_grpc_reads_from_engines_too(engine, tokenizer_folder, expected):
+    async with (
+        gateway_to(engine.address, tokenizer_folder=tokenizer_folder) as (gateway, _),
+        grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel,
+    ):
+        stub = pb_grpc.GenerationServiceStub(channel)
+        request = pb.GenerateRequest(text="Hello", max_tokens=12, sampling={"temperature": 0.0})
+        pieces = [piece async for piece in stub.Generate(request)]
+        assert [token for piece in pieces for token in piece.token_ids] == expected(12)
+        request.speculation.verification = 1
+        with pytest.raises(grpc.aio.AioRpcError, match="verification is 'token'") as caught:
+            [piece async for piece in stub.Generate(request)]
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_what_an_engine_cannot_honour_is_refused_by_name(http, engine):
+    for name, value in (("verification", "block"), ("num_speculative_tokens", 4), ("num_speculative_tokens", 0)):
+        answer = await ask(http, speculation={name: value})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == name
+        assert "leave it out" in answer.json()["error"]["message"]
+    assert not engine.bodies
+
+
+async def test_a_broken_stream_continues_on_another_engine(engine, other, tokenizer_folder, expected):
+    engine.breaks_after = other.breaks_after = 5
+    async with gateway_to(engine.address, other.address, tokenizer_folder=tokenizer_folder) as (_, http):
+        assert await ids_of(http, max_tokens=30) == expected(30)
+    asked = [(each["max_tokens"], len(each["prompt"])) for each in (*engine.bodies, *other.bodies)]
+    (first, length), *_ = sorted(asked, reverse=True)
+    assert sorted(asked, reverse=True) == [(first, length), (25, length + 5), (20, length + 10)]
+
+
+async def test_a_broken_stream_with_a_seed_ends_in_an_error(http, engine):
+    engine.breaks_after = 5
+    answer = await ask(http, temperature=1.0, seed=3, stream=True)
+    *_, last = events_of(answer.text)
+    assert last["error"]["code"] == 503
+    assert "lost after 5 tokens" in last["error"]["message"]
+    assert len(engine.bodies) == 1
+    for change in ({"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"bad_words": ["x"]}):
+        engine.breaks_after = 5
+        assert (await ask(http, **change)).status_code == 503
+
+
+async def test_errors_of_the_engine_keep_their_shape(http, engine, expected):
+    error = {
+        "error": {"message": "logprobs is 20, above 5", "type": "BadRequestError", "param": "logprobs", "code": 400}
+    }
+    engine.refusals = [(400, {}, error)]
+    refused = await ask(http)
+    assert refused.status_code == 400
+    assert refused.json()["error"] == {
+        "message": "logprobs is 20, above 5", "type": "invalid_request_error", "param": "logprobs", "code": 400,
+    }  # fmt: skip
+    assert len(engine.bodies) == 1
+    engine.refusals = [(429, {"Retry-After": "7"}, {"error": {"message": "full"}})]
+    full = await ask(http)
+    assert (full.status_code, full.headers["Retry-After"], full.json()["error"]["message"]) == (429, "7", "full")
+    engine.refusals = [(500, {}, "a page that is no JSON"), (503, {}, "")]
+    assert await ids_of(http) == expected(12)
+    engine.refusals = [(500, {}, {"error": {"message": "boom"}})] * 4
+    lost = await ask(http)
+    assert lost.status_code == 503
+    assert "boom" in lost.json()["error"]["message"]
+
+
+async def test_another_engine_is_asked_where_one_fails(engine, other, tokenizer_folder, expected):
+    engine.refusals = [(500, {}, "")]
+    other.refusals = [(500, {}, "")]
+    async with gateway_to(engine.address, other.address, tokenizer_folder=tokenizer_folder) as (_, http):
+        assert await ids_of(http) == expected(12)
+    assert len(engine.bodies) + len(other.bodies) in (2, 3)
+    assert engine.bodies
+    assert other.bodies
+
+
+async def test_a_session_stays_on_its_engine(engine, other, tokenizer_folder):
+    async with gateway_to(engine.address, other.address, tokenizer_folder=tokenizer_folder) as (_, http):
+        for name in "abcdefgh":
+            seen = len(engine.bodies), len(other.bodies)
+            for _ in range(3):
+                await ids_of(http, session_id=name, max_tokens=2)
+            grown = len(engine.bodies) - seen[0], len(other.bodies) - seen[1]
+            assert sorted(grown) == [0, 3]
+    assert engine.bodies
+    assert other.bodies
+
+
+async def test_the_less_used_engine_gets_a_request_without_a_session(engine, other, tokenizer_folder):
+    engine.metrics = 'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.9\nvllm:num_requests_running{a="b"} 9.0\n'
+    other.metrics = "vllm:kv_cache_usage_perc 0.1\n"
+    async with gateway_to(engine.address, other.address, tokenizer_folder=tokenizer_folder) as (gateway, http):
+        full = gateway.generation.router.targets.replicas[0]
+        await until(lambda: full.kv_use > 0.5)
+        for _ in range(4):
+            await ids_of(http, max_tokens=1)
+    assert not engine.bodies
+    assert len(other.bodies) == 4
+
+
+async def test_a_client_that_leaves_closes_the_engines_stream(http, engine):
+    engine.hangs_after = 3
+    with pytest.raises(httpx.ReadTimeout):
+        await http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 50, "temperature": 0}, timeout=0.3)
+    await until(lambda: engine.num_left == 1)
+    assert engine.num_open == 0
+
+
+async def test_a_deadline_ends_a_slow_engines_stream(http, engine):
+    engine.hangs_after = 3
+    answer = await http.post(
+        "/v1/completions", json={"prompt": "Hello", "max_tokens": 50}, headers={"X-Request-Timeout-S": "0.2"}
+    )
+    assert answer.status_code == 504
+    assert "after 3 tokens" in answer.json()["error"]["message"]
+    await until(lambda: engine.num_left == 1)
+
+
+async def test_an_engine_that_hangs_loses_its_sessions(engine, other, tokenizer_folder, monkeypatch, expected):
+    monkeypatch.setattr(targets, "ANSWER_TIMEOUT_S", 0.2)
+    async with gateway_to(engine.address, other.address, tokenizer_folder=tokenizer_folder) as (gateway, http):
+        engine.hangs_after = other.hangs_after = 4
+        waiting = asyncio.create_task(ids_of(http, max_tokens=20))
+        await until(lambda: engine.num_open + other.num_open)
+        stuck, free = (engine, other) if engine.num_open else (other, engine)
+        free.hangs_after = None
+        stuck.hangs = True
+        assert await waiting == expected(20)
+        await until(lambda: len(gateway.generation.router.targets.usable) == 1)
+        stuck.hangs, stuck.hangs_after = False, None
+        await until(lambda: len(gateway.generation.router.targets.usable) == 2)
+
+
+async def test_an_engine_that_starts_later(engine_script, tokenizer, tokenizer_folder, caplog):
+    engine = FakeEngine(engine_script, tokenizer)
+    async with engine.serving():
+        pass
+    async with gateway_to(engine.address, tokenizer_folder=tokenizer_folder, is_ready=False) as (gateway, http):
+        assert (await ask(http)).status_code == 503
+        assert (await http.get("/health")).status_code == 503
+        await until(lambda: "cannot be used" in caplog.text)
+        assert caplog.text.count("cannot be used") == 1
+        engine.health = 503
+        async with engine.serving():
+            await asyncio.sleep(0.1)
+            assert not gateway.generation.router.ready
+            engine.health = 200
+            await until(lambda: gateway.generation.router.ready)
+            assert (await http.get("/v1/models")).json()["data"][0]["id"] == "engine-model"
+            assert len(await ids_of(http)) == 12
+            engine.health = 404  # an engine without this path
+            await asyncio.sleep(0.1)
+            assert gateway.generation.router.ready
+        await until(lambda: not gateway.generation.router.ready)
+
+
+async def test_engines_that_cannot_be_used(engine_script, tokenizer, tokenizer_folder, caplog):
+    faults = {
+        "the engine says that it is 'llamacpp'": {"owned_by": "llamacpp"},
+        "has no max_model_len": {"max_model_len": None},
+        "the tokenizer of the engine's model 'engine-model' is not the gateway's": {"tokenizer": OtherTokenizer()},
+        "does not return token ids": {"returns_token_ids": False},
+        "status 401": {"key": "secret-of-the-engine"},
+        "lists no model": {"models": []},
+    }
+    async with contextlib.AsyncExitStack() as stack:
+        addresses = []
+        for change in faults.values():
+            engine = FakeEngine(engine_script, tokenizer)
+            for name, value in change.items():
+                if name in engine.model:
+                    engine.model[name] = value
+                else:
+                    setattr(engine, name, value)
+            addresses.append((await stack.enter_async_context(engine.serving())).address)
+        async with gateway_to(*addresses, tokenizer_folder=tokenizer_folder, is_ready=False) as (gateway, _):
+            for address, message in zip(addresses, faults, strict=True):
+                await until(
+                    lambda start=address, end=message: any(start in line and end in line for line in caplog.messages)
+                )
+            assert not gateway.generation.router.ready
+
+
+async def test_the_key_is_shown_and_never_logged(engine, tokenizer_folder, caplog, tmp_path):
+    caplog.set_level(logging.DEBUG)
+    engine.key = "secret-of-the-engine"
+    path = tmp_path / "key"
+    path.write_text("secret-of-the-engine\n")
+    async with gateway_to(engine.address, tokenizer_folder=tokenizer_folder, target_api_key_file=str(path)) as (
+        _,
+        http,
+    ):
+        assert len(await ids_of(http)) == 12
+        engine.key = "changed"  # the error it answers with quotes what it was shown
+        answer = await ask(http)
+        assert answer.status_code == 503
+        assert "--target-api-key-file" in answer.json()["error"]["message"]
+        assert "[key]" in answer.json()["error"]["message"]
+    assert "secret-of-the-engine" not in caplog.text + answer.text
+
+
+HOSTILE = [
+    b"data: " + b"x" * (2**20 + 10) + b"\n\n",
+    b"data: {nonsense\n\n",
+    b'data: {"choices": [{"index": 0, "text": "x"}]}\n\n',
+    b'data: {"choices": [{"token_ids": [4000], "finish_reason": null}]}\n\n',
+    b'data: {"choices": [{"token_ids": [-1], "finish_reason": null}]}\n\n',
+    b'data: {"choices": [{"token_ids": [1e999], "finish_reason": null}]}\n\n',
+    b'data: {"choices": [{"token_ids": ' + b"[1" + b",1" * 600 + b"]}]}\n\n",
+    b'data: {"choices": [{"token_ids": [5], "finish_reason": "abort"}]}\n\n',
+    b'data: {"error": {"message": "the engine died", "code": 500}}\n\n',
+    b"data: " + b"[" * 100_000 + b"\n\n",
+]
+
+
+async def test_what_a_hostile_engine_sends_ends_in_an_error(http, engine):
+    for line in HOSTILE:
+        engine.injected = line
+        answer = await ask(http, temperature=1.0, seed=1)
+        assert answer.status_code == 503, (line[:80], answer.text)
+        await until(lambda: engine.num_open == 0)
+        engine.injected = None
+        assert len(await ids_of(http)) == 12
+    assert len(engine.bodies) == 2 * len(HOSTILE)
+
+
+async def test_a_request_that_the_engine_blames_within_its_stream(http, engine):
+    engine.injected = b'data: {"error": {"message": "a bad word", "param": "bad_words", "code": 400}}\n\n'
+    answer = await ask(http)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "bad_words")
+
+
+async def test_usage_metrics_and_keys(engine, tokenizer_folder):
+    engine.num_cached = 1
+    settings = {"api_key": ("client-key",), "client_requests_per_minute": 2}
+    async with gateway_to(engine.address, tokenizer_folder=tokenizer_folder, **settings) as (_, http):
+        assert (await ask(http)).status_code == 401
+        http.headers["Authorization"] = "Bearer client-key"
+        usage = (await ask(http)).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 1
+        await ids_of(http, max_tokens=3)
+        assert (await ask(http)).status_code == 429
+        assert all("authorization" not in headers for headers in engine.headers)
+        metrics = (await http.get("/metrics")).text
+        assert "tandem_generation_tokens_total 15.0" in metrics
+        assert 'tandem_key_generation_tokens_total{key="key-' in metrics
+        assert "tandem_time_to_first_token_seconds_count 2.0" in metrics
+
+
+async def test_connections_are_used_again(http, engine):
+    for _ in range(5):
+        await ids_of(http)
+    assert engine.num_connections <= 3
+
+
+async def test_a_tandem_gateway_as_an_engine(backends, info, script, tokenizer_folder):
+    async with (
+        serve(backends, info, script, tokenizer=str(tokenizer_folder)) as upstream,
+        gateway_to(f"openai+{upstream.url}/v1", tokenizer_folder=tokenizer_folder) as (_, http),
+    ):
+        for body in (
+            {"max_tokens": 30},
+            {"max_tokens": 30, "temperature": 1.0, "seed": 11},
+            {"max_tokens": 9, "logprobs": 3, "echo": True},
+            {"max_tokens": 3, "prompt_logprobs": 2},
+            {"max_tokens": 40, "stop": ["jumps"]},
+            {"max_tokens": 4, "bad_words": ["fox"], "logit_bias": {"5": 2.0}},
+        ):
+            direct, through = (await ask(upstream.http, **body)).json(), (await ask(http, **body)).json()
+            assert through["choices"] == direct["choices"]
+            assert through["usage"] == direct["usage"]
+    upstream.assert_all_closed()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"targets": ("openai+http://a:1", "b:2")}, "engines and Tandem's own b:2"),
+        ({"drafts": ("a:1",)}, "drafts is .*engines cannot honour"),
+        ({"verification": "block"}, "verification is .*engines cannot honour"),
+        ({"num_speculative_tokens": 8}, "num_speculative_tokens is 8, which engines cannot honour"),
+        ({"max_client_kv_share": 0.5}, "max_client_kv_share is 0.5, which engines cannot honour"),
+        ({"tokenizer": None}, "tokenizer is not given"),
+        ({"target_api_key": "a", "target_api_key_file": "b"}, "both given"),
+    ],
+)
+def test_options_that_engines_cannot_honour(settings, message):
+    with pytest.raises(InvalidRequest, match=message):
+        GatewaySettings(**{"targets": ("openai+http://a:1",), "tokenizer": "folder"} | settings)
