@@ -45,6 +45,7 @@ class EngineSession:
         self._spec = spec
         self._on_close: Callable[[], None] | None = on_close
         self._length = len(spec.token_ids)
+        self._max_len = spec.prompt_len + (spec.params.max_tokens or 1)
         self._answers = self._read()
         self.opened = TargetOpened(spec.epoch, DEFAULT_RULE)
 
@@ -127,7 +128,7 @@ class EngineSession:
             finish_reason=reason,
             stop_token_id=token_ids[-1] if token_ids and reason is FinishReason.STOP else None,
             logprobs=logprobs,
-            num_multi_step_left=0 if reason is not None else 1,
+            num_multi_step_left=0 if reason is not None else max(0, self._max_len - self._length),
         )
 
     def _reason(self, choice: EngineChoice) -> FinishReason | None:
