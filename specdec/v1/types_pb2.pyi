@@ -422,7 +422,7 @@ class TokenLogprob(_message.Message):
     logprob: _builtins.float
     """Its log-probability in nats."""
     rank: _builtins.int
-    """Its rank by probability; 1 is the most likely."""
+    """Its rank by probability; 1 is the most likely, 0 is unknown (of an engine, if it is not among the most likely)."""
     def __init__(
         self,
         *,
