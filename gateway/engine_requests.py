@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from gateway.access.caller import Caller
+from gateway.backends.engines.body import SENT
 from gateway.types import GenerationRequest
-from specdec.errors import InvalidRequest
-from specdec.params import SamplingParams
+from specdec.errors import InvalidRequest, quote
+from specdec.params import SamplingParams, Stage
 
 
 def check_for_engines(request: GenerationRequest, caller: Caller) -> None:
@@ -18,14 +19,18 @@ def check_for_engines(request: GenerationRequest, caller: Caller) -> None:
     refused = {
         "verification": request.rule and str(request.rule),
         "num_speculative_tokens": request.num_speculative_tokens,
-        "bad_token_ids": request.params.bad_token_ids or None,
+        **{
+            row.name: getattr(request.params, row.name)
+            for row in request.params.in_use()
+            if row.name not in SENT and row.stage is not Stage.GATEWAY
+        },
     }
-    remedies = {"bad_token_ids": "use bad_words, or logit_bias for single tokens"}
     for param, value in refused.items():
         if value is not None:
-            remedy = remedies.get(param, "leave it out: the engine has its own options")
             raise InvalidRequest(
-                f"{param} is {value!r}, which the engines behind this gateway cannot honour; {remedy}", param=param
+                f"{param} is {quote(value)}, which the engines behind this gateway cannot honour; leave it out: they"
+                " have options of their own",
+                param=param,
             )
     if share is not None:
         raise InvalidRequest(
@@ -37,7 +42,9 @@ def check_for_engines(request: GenerationRequest, caller: Caller) -> None:
 def is_resumable(params: SamplingParams) -> bool:
     """Whether another engine continues a text exactly, given its tokens so far as a prompt.
 
-    The noise of a seed depends on what was drawn before; penalties and bad words count generated tokens only.
+    The noise of a seed depends on what was drawn before; penalties, bad words and the language of structured outputs
+    count generated tokens only.
     """
     is_same_noise = params.greedy or params.seed is None
-    return is_same_noise and not (params.presence_penalty or params.frequency_penalty or params.bad_words)
+    counts_output = params.presence_penalty or params.frequency_penalty or params.bad_words or params.structured_outputs
+    return is_same_noise and not counts_output

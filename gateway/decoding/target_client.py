@@ -199,8 +199,8 @@ class TargetClient:
         num_tokens = self._state.num_output_tokens
         if num_tokens and not self._state.request.is_resumable:
             raise Unavailable(
-                f"the engine was lost after {num_tokens} tokens, and with a seed, penalties or bad_words another one"
-                " cannot continue the text as this one would have; send the request again"
+                f"the engine was lost after {num_tokens} tokens, and another one cannot continue the text as this"
+                " one would have: the request has a seed, penalties, bad_words or structured outputs; send it again"
             ) from error
         if self.opened is None and isinstance(error, Overloaded):
             # Nothing is lost yet: another replica may do, but the client is not kept waiting for one.

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from specdec.types import SessionSpec
 
+#: The parameters of sampling that the body carries; the gateway itself sees to those of its own stage.
+SENT: Final = frozenset(
+    (
+        *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids"),
+        *("stop_token_ids", "bad_words", "logprobs", "prompt_logprobs", "structured_outputs"),
+    )
+)
 #: What a seed is taken modulo, and the first that vLLM does not take: it reads 64 bits with a sign.
-_SEEDS = 2**64
-_SIGN = 2**63
+_SEEDS: Final = 2**64
+_SIGN: Final = 2**63
 
 
 def body_of(spec: SessionSpec, model: str) -> dict[str, Any]:
@@ -40,6 +48,10 @@ def body_of(spec: SessionSpec, model: str) -> dict[str, Any]:
         "bad_words": list(params.bad_words),
     }
     body |= {name: value for name, value in lists.items() if value}
+    if (outputs := params.structured_outputs) is not None:
+        body["structured_outputs"] = {outputs.kind: getattr(outputs, outputs.kind)}
+        if outputs.disable_any_whitespace:
+            body["structured_outputs"]["disable_any_whitespace"] = True
     if params.seed is not None:
         body["seed"] = params.seed - _SEEDS if params.seed >= _SIGN else params.seed
     if params.logprobs is not None:

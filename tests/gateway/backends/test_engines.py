@@ -204,6 +204,10 @@ async def test_grpc_reads_from_engines_too(engine, tokenizer_folder, expected):
         request.speculation.verification = 1
         with pytest.raises(grpc.aio.AioRpcError, match="verification is 'token'") as caught:
             [piece async for piece in stub.Generate(request)]
+        request.speculation.Clear()
+        request.sampling.bad_token_ids.add(ids=[5, 6])
+        with pytest.raises(grpc.aio.AioRpcError, match="bad_token_ids is"):
+            [piece async for piece in stub.Generate(request)]
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -235,6 +239,9 @@ async def test_a_broken_stream_with_a_seed_ends_in_an_error(http, engine):
     for change in ({"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"bad_words": ["x"]}):
         engine.breaks_after = 5
         assert (await ask(http, **change)).status_code == 503
+    engine.breaks_after = 5
+    assert (await ask(http, structured_outputs={"regex": ".*"})).status_code == 503
+    assert engine.bodies[-1]["structured_outputs"] == {"regex": ".*"}
 
 
 async def test_errors_of_the_engine_keep_their_shape(http, engine, expected):
@@ -443,9 +450,9 @@ async def test_usage_metrics_and_keys(engine, tokenizer_folder):
 
 
 async def test_connections_are_used_again(http, engine):
-    for _ in range(5):
-        await ids_of(http)
-    assert engine.num_connections <= 3
+    for _ in range(20):
+        await ids_of(http, max_tokens=2)
+    assert engine.num_connections < 10
 
 
 async def test_a_tandem_gateway_as_an_engine(backends, info, script, tokenizer_folder):
