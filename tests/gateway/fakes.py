@@ -145,9 +145,8 @@ class FakeBackend:
                 break
         return tuple(tokens)
 
-    @property
-    def num_open(self):
-        return len(self.open_sessions)
+    #: Sessions that share the time of its messages.
+    num_multi_step = 0
 
     def count_stale(self):
         raise AssertionError("the gateway sent a stale message")
