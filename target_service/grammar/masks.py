@@ -18,7 +18,10 @@ from specdec.sampling.transfer import send
 from specdec.trees import path_to
 from target_service.grammar.grammar import Grammar
 
-_NEVER: Final = float("-inf")
+#: Of each byte of a mask what its eight tokens' logits are changed by: float32 [256, 8].
+_CHANGES: Final = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") > 0, np.float32(0), -np.inf
+).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +60,19 @@ class StepMasks:
         """Start to fill. ``num_tokens``: ids that may be drawn are below this."""
         self._masked = masked
         self._num_tokens = num_tokens
-        self._forbidden: Future[Tensor] = filler.submit(masked, num_tokens)
+        self._changes: Future[Tensor] = filler.submit(masked, num_tokens)
 
     def apply(self, logits: Tensor) -> None:
-        """Write -inf into ``logits`` float32 [R, V] where a token is forbidden."""
-        forbidden = send(self._forbidden.result(), logits.device)
+        """Make ``logits`` float32 [R, V] -inf where a token is forbidden.
+
+        Adding takes 0.07 ms for 5 rows of 128 k tokens on two cores; filling by a mask takes 1.2 ms.
+        """
+        changes = send(self._changes.result(), logits.device)
         at = 0
         with torch.inference_mode():  # the logits were made in it
             for part in self._masked:
                 rows = logits[part.start_row : part.start_row + part.num_rows, : self._num_tokens]
-                rows.masked_fill_(forbidden[at : at + part.num_rows], _NEVER)
+                rows.add_(changes[at : at + part.num_rows])
                 at += part.num_rows
 
 
@@ -78,7 +84,7 @@ class MaskFiller:
         self._executor: LLExecutor | None = None
 
     def submit(self, masked: Sequence[MaskedRows], num_tokens: int) -> Future[Tensor]:
-        """Fill bool [rows of all of them, num_tokens], where True forbids."""
+        """Fill float32 [rows of all of them, num_tokens]: 0, or -inf where a token is forbidden."""
         return self._thread.submit(self._fill, masked, num_tokens)
 
     def close(self) -> None:
@@ -96,8 +102,8 @@ class MaskFiller:
         bits: NDArray[np.int32] = np.zeros((num_rows, masked[0].grammar.num_mask_words), np.int32)
         for walk in walks:
             bits[walk.rows] = _fill_walk(self._executor, walk)
-        allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=num_tokens, bitorder="little")
-        return torch.from_numpy(allowed == 0)
+        changes = _CHANGES[bits.view(np.uint8)].reshape(num_rows, -1)
+        return torch.from_numpy(changes)[:, :num_tokens]
 
 
 def _walks(part: MaskedRows, first_row: int) -> list[_Walk]:
