@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive test-tp chaos soak fuzz kernels lint protos docs lock chart compose bench dist install clean
+.PHONY: demo test test-exhaustive test-tp chaos soak fuzz rolling kernels lint protos docs lock chart compose bench dist install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -49,6 +49,11 @@ soak: $(STAMP)
 fuzz: CASES ?= 100000
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.reliability.fuzz.trial --cases $(CASES) --seed $(or $(SEED),1)
+
+# Two gateways, two targets and two drafts: each process is replaced under load, ROUNDS times.
+rolling: ROUNDS ?= 1
+rolling: $(STAMP)
+	$(BIN)/python -m tests.reliability.rolling --rounds $(ROUNDS)
 
 # The kernels on vectors of all kinds: x86 without AVX-512, without AVX, and NEON under QEMU (Debian: g++-aarch64-linux-gnu,
 # qemu-user).

@@ -1,13 +1,15 @@
 """Try the image and docker-compose.yml as a user would: ``make compose``. Needs Docker, docker-compose and free ports.
 
 Builds the image, starts the services, asks with the openai client, looks at what the containers may do and what the
-network sees of them, takes the draft away and back, and stops everything.
+network sees of them, takes the draft away and back. Then two of each service run, and all are restarted under load.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from typing import Any, Final
 
 import httpx
 from openai import OpenAI
+
+from tests.reliability.rolling import LEAVE_S, roll, until_used
 
 ROOT: Final = Path(__file__).parents[2]
 PROJECT: Final = "tandem-check"
@@ -30,6 +34,9 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
     except grpc.RpcError as error:
         print(error.code().name)
 """
+SERVICES: Final = ("target", "draft", "gateway")
+#: Of the host, one for each gateway.
+PORTS: Final = {"TANDEM_HTTP_PORT": "8000-8001", "TANDEM_GRPC_PORT": "50051-50052"}
 TLS: Final = [f"--ssl-{name}=/certs/{file}" for name, file in (("certfile", "cert.pem"), ("keyfile", "key.pem"))]
 
 
@@ -126,6 +133,66 @@ def check_refusal() -> None:
     say("published on 0.0.0.0 without keys the gateway refuses to start")
 
 
+class Containers:
+    """Two containers of each service."""
+
+    def __init__(self) -> None:
+        compose("up", "-d", *(f"--scale={service}=2" for service in SERVICES), **PORTS)
+        self._ids = {
+            f"{service} {i}": container
+            for service in SERVICES
+            for i, container in enumerate(compose("ps", "-q", service).stdout.split())
+        }
+        assert len(self._ids) == 2 * len(SERVICES), self._ids
+        self._urls = {name: self._url(name, "8000") for name in self.names if "gateway" in name}
+        self._rng = random.Random(3)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._ids)
+
+    @property
+    def base_url(self) -> str:
+        return self._urls[self._choose()]
+
+    @property
+    def grpc_address(self) -> str:
+        return self._url(self._choose(), "50051").removeprefix("http://")
+
+    async def replace(self, name: str) -> None:
+        url = self._urls.pop(name, None)
+        await asyncio.sleep(LEAVE_S if url else 0)
+        for act in ("stop", "start"):
+            await asyncio.to_thread(run, "docker", act, self._ids[name])
+        await self.wait_until_used(name)
+
+    async def wait_until_used(self, name: str) -> None:
+        if "gateway" in name:
+            url = self._url(name, "8000")
+            await asyncio.to_thread(wait_for, url)
+            self._urls[name] = url
+            return
+        (described,) = json.loads(run("docker", "inspect", self._ids[name]).stdout)
+        (network,) = described["NetworkSettings"]["Networks"].values()
+        address = f"{network['IPAddress']}:{50061 if 'target' in name else 50062}"
+        async with asyncio.timeout(120), httpx.AsyncClient() as client:
+            for gateway_url in self._urls.values():
+                await until_used(address, gateway_url, client)
+
+    def _choose(self) -> str:
+        return self._rng.choice(list(self._urls))
+
+    def _url(self, name: str, port: str) -> str:
+        return "http://" + run("docker", "port", self._ids[name], port).stdout.split()[0]
+
+
+async def check_rolling_restart() -> None:
+    containers = Containers()
+    for name in reversed(containers.names):  # gateways first: they tell about the others
+        await containers.wait_until_used(name)
+    say(await roll(containers, num_tokens=120, rounds=1))
+
+
 def main() -> int:
     url = f"http://127.0.0.1:{os.environ.get('TANDEM_HTTP_PORT', '8000')}"
     compose("build")
@@ -139,6 +206,7 @@ def main() -> int:
         compose("restart", "draft")
         check_answers(url)
         say("the draft was restarted")
+        asyncio.run(check_rolling_restart())
     finally:
         compose("down", "--volumes", "--timeout", "10", check=False)
     say("docker-compose works")

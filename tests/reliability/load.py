@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -16,7 +17,6 @@ from specdec.rpc.channel import open_channel
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import generation_service_pb2_grpc as pb_grpc
 from tests.e2e.servers import request_of
-from tests.reliability.rig import Rig
 
 #: Seconds a request may take, and seconds after which one that has not ended counts as hanging.
 TIMEOUT_S = 90.0
@@ -92,20 +92,35 @@ class Outcomes:
         )
 
 
+class Served(Protocol):
+    """Where a gateway is. Requests ask anew each time."""
+
+    @property
+    def base_url(self) -> str:
+        """Its REST API."""
+        ...
+
+    @property
+    def grpc_address(self) -> str:
+        """Its gRPC API."""
+        ...
+
+
 class Load:
-    """Clients of a rig's gateway over gRPC and REST, and the undisturbed text of every question."""
+    """Clients of a gateway over gRPC and REST, and the undisturbed text of every question."""
 
     def __init__(
-        self, rig: Rig, asked: Sequence[Question], rng: random.Random, *, cancelled_share: float = 0.0
+        self, gateway: Served, asked: Sequence[Question], rng: random.Random, *, cancelled_share: float = 0.0
     ) -> None:
         """``cancelled_share``: the share of requests whose client leaves in the middle."""
-        self._rig = rig
+        self._gateway = gateway
         self._questions = asked
         self._rng = rng
         self._cancelled_share = cancelled_share
         #: The undisturbed text of every question.
         self.texts: dict[Question, str] = {}
         self.outcomes = Outcomes()
+        self._end_s = 0.0
 
     async def learn(self) -> None:
         """Ask every question while nothing is disturbed."""
@@ -123,12 +138,16 @@ class Load:
 
     async def run(self, seconds: float, num_streams: int) -> None:
         """Keep so many streams busy: three of four over gRPC, the others over REST."""
-        end = time.monotonic() + seconds
-        await asyncio.gather(*(self._stream(i, end) for i in range(num_streams)))
+        self._end_s = time.monotonic() + seconds
+        await asyncio.gather(*(self._stream(i) for i in range(num_streams)))
 
-    async def _stream(self, index: int, end: float) -> None:
+    def end(self) -> None:
+        """Begin no more requests."""
+        self._end_s = 0.0
+
+    async def _stream(self, index: int) -> None:
         over = self._over_rest if index % 4 == 3 else self._over_grpc
-        while time.monotonic() < end and not self.outcomes.wrong:
+        while time.monotonic() < self._end_s and not self.outcomes.wrong:
             is_cut = self._rng.random() < self._cancelled_share
             if not await self.ask(self._rng.choice(self._questions), over, cut=is_cut):
                 await asyncio.sleep(0.5)
@@ -166,7 +185,9 @@ class Load:
         return True
 
     async def _over_grpc(self, question: Question):
-        async with open_channel(self._rig.grpc_address) as channel:
+        # Connections that are shared share the pause after a failure: a gateway that is back would be left alone.
+        own = (("grpc.use_local_subchannel_pool", 1),)
+        async with open_channel(self._gateway.grpc_address, options=own) as channel:
             call = pb_grpc.GenerationServiceStub(channel).Generate(question.message, timeout=TIMEOUT_S)
             try:
                 async for piece in call:
@@ -181,7 +202,7 @@ class Load:
                 call.cancel()
 
     async def _over_rest(self, question: Question):
-        url = f"{self._rig.base_url}/v1/completions"
+        url = f"{self._gateway.base_url}/v1/completions"
         is_done = False
         try:
             async with (
