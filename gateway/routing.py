@@ -7,6 +7,7 @@ import hashlib
 import heapq
 import logging
 import time
+import uuid
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Self, TypeVar
@@ -22,6 +23,10 @@ B = TypeVar("B", TargetBackend, DraftBackend)
 
 #: Seconds a replica that just failed a session is passed over while others are there.
 AVOID_S: Final = 1.0
+#: Share of the KV cache by which a session's target may be fuller than the emptiest one before it loses the session.
+MAX_EXCESS_USE: Final = 0.25
+#: Names that are tried for a session; half of them are at the emptier one of two targets.
+MAX_NAMES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +234,24 @@ class Router:
             raise Unavailable(f"none of the {len(self.targets)} target services can be used now; try again later")
         replica.note_session()
         return replica
+
+    def is_overused(self, session_id: str) -> bool:
+        """Whether the session's target is too much fuller than the emptiest one."""
+        replica = self.targets.pick(session_id)
+        return replica is not None and replica.kv_use > MAX_EXCESS_USE + min(
+            other.kv_use for other in self.targets.usable
+        )
+
+    def new_session_id(self, owner: str) -> str:
+        """A name whose target, by rendezvous hashing, is one that a session without a name would have got.
+
+        So every gateway finds the session's target by its name alone, and the load is still balanced.
+        """
+        for _ in range(MAX_NAMES):
+            name = f"{owner}/prefix/{uuid.uuid4().hex}"
+            if self.targets.pick(name) is self.targets.pick(name, is_bound=False):
+                break
+        return name
 
     def pick_draft(
         self, session_id: str, avoid: Collection[Replica[DraftBackend]] = ()

@@ -88,7 +88,6 @@ def settings_of(service: str, container: dict[str, Any]) -> tuple[Any, Any]:
     else:
         assert args[0] == service
         args = args[1:]
-    args = [each for each in args if not each.startswith("--tensor-parallel-size=")]
     parser = Parser(service)
     module = SERVICES[service]
     module.add_arguments(parser)

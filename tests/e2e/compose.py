@@ -20,7 +20,7 @@ from typing import Any, Final
 import httpx
 from openai import OpenAI
 
-from tests.reliability.rolling import LEAVE_S, roll, until_used
+from tests.reliability.rolling import JOIN_S, LEAVE_S, roll, until_used
 
 ROOT: Final = Path(__file__).parents[2]
 PROJECT: Final = "tandem-check"
@@ -175,7 +175,7 @@ class Containers:
         (described,) = json.loads(run("docker", "inspect", self._ids[name]).stdout)
         (network,) = described["NetworkSettings"]["Networks"].values()
         address = f"{network['IPAddress']}:{50061 if 'target' in name else 50062}"
-        async with asyncio.timeout(120), httpx.AsyncClient() as client:
+        async with asyncio.timeout(120), httpx.AsyncClient(timeout=JOIN_S) as client:
             for gateway_url in self._urls.values():
                 await until_used(address, gateway_url, client)
 

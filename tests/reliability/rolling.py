@@ -7,6 +7,7 @@ Kubernetes do: a replica leaves the list of addresses, gets SIGTERM, and another
 import argparse
 import asyncio
 import random
+import re
 import sys
 import tempfile
 import time
@@ -65,7 +66,8 @@ async def roll(replicas: Replicas, *, num_tokens: int, rounds: int) -> str:
 
 async def until_used(address: str, gateway_url: str, client: httpx.AsyncClient) -> None:
     """Return once a gateway uses the replica at an address."""
-    while f'"{address}"' not in (await client.get(f"{gateway_url}/metrics")).text:  # noqa: ASYNC110 (another process)
+    metric = re.compile(rf'^tandem_(target_kv_use|draft_busy_share)\{{\w+="{re.escape(address)}"\}}', re.MULTILINE)
+    while not metric.search((await client.get(f"{gateway_url}/metrics")).text):  # noqa: ASYNC110 (another process)
         await asyncio.sleep(0.1)
 
 
@@ -131,7 +133,7 @@ class Processes:
             return
         process = self._running[name]
         gateways = [self._running[each] for each in self._listed if "gateway" in each]
-        async with asyncio.timeout(JOIN_S), httpx.AsyncClient() as client:
+        async with asyncio.timeout(JOIN_S), httpx.AsyncClient(timeout=JOIN_S) as client:
             for gateway in gateways:
                 await until_used(process.address, f"http://{gateway.address}", client)
 

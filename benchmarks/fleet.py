@@ -1,0 +1,143 @@
+"""How many gateways, targets and drafts: throughput, latencies and the best ratio, simulated on measured step costs.
+
+``--measure`` measures the costs of the bundled pair here and writes them. ``--check`` runs two gateways, two targets
+and two drafts for real and compares their throughput with the simulation's on as many cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.command import numbers, run
+from benchmarks.fleet_simulation import Costs, DraftPlace, FleetOutcome, FleetSize, GatewayCost, Simulation, StepTime
+
+PARAMETERS: Final = Path(__file__).with_suffix(".json")
+#: Share of the best throughput that counts as the best.
+AS_GOOD: Final = 0.98
+
+
+def read_costs(path: Path) -> Costs:
+    """The file of parameters."""
+    given: dict[str, Any] = json.loads(path.read_text())
+    nested = {"target_step_ms": StepTime, "draft_step_ms": StepTime, "gateway_ms": GatewayCost}
+    return Costs(**{name: nested[name](**value) if name in nested else value for name, value in given.items()})
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Of unsorted values; 0 without any."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
+def simulate(costs: Costs, fleet: FleetSize, *, num_events: int = 1_000_000) -> FleetOutcome:
+    """A time in which every session has a few requests answered, or ``num_events`` verdicts at most."""
+    per_session = costs.output_tokens * (costs.target_step_ms.base + costs.target_step_ms.per_row) / 1e3
+    tokens_per_s = fleet.num_targets * 1e3 / costs.target_step_ms.per_row
+    seconds = min(max(20.0, 4 * per_session), max(2.0, num_events / tokens_per_s))
+    return Simulation(costs, fleet).run(seconds)
+
+
+def best_num_drafts(costs: Costs, fleet: FleetSize) -> int:
+    """The fewest drafts with which the fleet is as fast as with one for each session."""
+    limit = fleet.num_targets * 8
+    most = simulate(costs, replace(fleet, num_drafts=limit)).tokens_per_s
+    low, high = 1, limit
+    while low < high:
+        middle = (low + high) // 2
+        if simulate(costs, replace(fleet, num_drafts=middle)).tokens_per_s >= AS_GOOD * most:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def table_of(costs: Costs, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each number of sessions and mode."""
+    rows = []
+    for num_sessions in args.sessions:
+        for mode in DraftPlace:
+            fleet = FleetSize(args.gateways, args.targets, args.drafts, num_sessions, mode)
+            outcome = simulate(costs, fleet)
+            rows.append(
+                {
+                    "sessions": num_sessions, "mode": str(mode), "tokens_per_s": outcome.tokens_per_s,
+                    "ttft_p50_ms": percentile(outcome.ttft_ms, 0.5), "ttft_p99_ms": percentile(outcome.ttft_ms, 0.99),
+                    "itl_p50_ms": percentile(outcome.itl_ms, 0.5), "itl_p99_ms": percentile(outcome.itl_ms, 0.99),
+                    **{f"{name}_busy": share for name, share in outcome.busy.items()},
+                }
+            )  # fmt: skip
+    return rows
+
+
+def print_table(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print what :func:`table_of` found."""
+    table = Table("sessions", "mode", "tokens/s", "TTFT p50, p99 ms", "ITL p50, p99 ms", "gateway, target, draft busy")
+    for row in rows:
+        table.add_row(
+            str(row["sessions"]), row["mode"], f"{row['tokens_per_s']:,.0f}",
+            f"{row['ttft_p50_ms']:.0f}, {row['ttft_p99_ms']:.0f}", f"{row['itl_p50_ms']:.1f}, {row['itl_p99_ms']:.1f}",
+            f"{row['gateway_busy']:.0%}, {row['target_busy']:.0%}, {row['draft_busy']:.0%}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
+    """Throughput by sessions, a line a mode."""
+    from tandem.bench.plot import load_pyplot  # noqa: PLC0415
+
+    pyplot = load_pyplot()
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for mode in DraftPlace:
+        chosen = [row for row in rows if row["mode"] == mode]
+        axes.plot([row["sessions"] for row in chosen], [row["tokens_per_s"] for row in chosen], marker="o", label=mode)
+    axes.set(xscale="log", xlabel="sessions", ylabel="tokens/s")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> int:
+    """Simulate; measure or check first where asked for."""
+    parser = argparse.ArgumentParser(prog="benchmarks.fleet", description=__doc__)
+    parser.add_argument("--parameters", type=Path, default=PARAMETERS, help="file of costs")
+    parser.add_argument("--gateways", type=int, default=16)
+    parser.add_argument("--targets", type=int, default=16)
+    parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--sessions", type=numbers, default=(10, 100, 1000, 10_000))
+    parser.add_argument("--measure", action="store_true", help="measure the costs of the bundled pair, and write them")
+    parser.add_argument("--check", type=float, metavar="SECONDS", help="compare with a real 2 x 2 run")
+    parser.add_argument("--plot", metavar="FILE", help="write a plot")
+    args = parser.parse_args()
+    console = Console()
+    if args.measure:
+        from benchmarks.fleet_measurement import measure  # noqa: PLC0415
+
+        costs = measure(read_costs(args.parameters))
+        args.parameters.write_text(json.dumps(asdict(costs), indent=2) + "\n")
+    costs = read_costs(args.parameters)
+    if args.check:
+        from benchmarks.fleet_measurement import check  # noqa: PLC0415
+
+        for line in check(costs, args.check):
+            console.print(line)
+        return 0
+    rows = table_of(costs, args)
+    print_table(rows, console)
+    for num_sessions in args.sessions:
+        fleet = FleetSize(args.gateways, args.targets, 1, num_sessions)
+        best = best_num_drafts(costs, fleet)
+        console.print(f"{num_sessions} sessions: {args.targets} targets need {best} drafts")
+    if args.plot:
+        plot(rows, args.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    run("benchmarks.fleet", main)

@@ -1,0 +1,330 @@
+"""A simulation of gateways, targets and drafts that serve sessions, on the costs of their steps."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+
+class DraftPlace(StrEnum):
+    """Where drafts are made."""
+
+    PLAIN = "plain"
+    #: A draft service of its own, shared by the targets.
+    SHARED = "shared"
+    #: By the target's device, before each of its steps.
+    COLOCATED = "colocated"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Milliseconds of a step: ``base``, and so many for each row."""
+
+    base: float
+    per_row: float
+    #: Of a row of a prompt.
+    per_prompt_row: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayCost:
+    """Milliseconds of a gateway's core for a request, a round with a draft, and a verdict of plain decoding."""
+
+    request: float
+    round: float
+    verdict: float
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """One machine of each kind, and the requests. ``benchmarks/fleet.json`` has measured ones."""
+
+    target_step_ms: StepTime
+    draft_step_ms: StepTime
+    gateway_ms: GatewayCost
+    #: One way between two services.
+    network_ms: float
+    num_speculative_tokens: int
+    #: Likelihood that a drafted token is accepted.
+    acceptance_rate: float
+    prompt_tokens: int
+    output_tokens: int
+    #: Rows of a step at most.
+    max_rows: int
+    #: Cores that all services share; None: each has its own.
+    cores: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSize:
+    """How many of each."""
+
+    num_gateways: int
+    num_targets: int
+    num_drafts: int
+    num_sessions: int
+    mode: DraftPlace = DraftPlace.SHARED
+
+
+@dataclass(slots=True)
+class FleetOutcome:
+    """What the sessions saw while the load was steady, and how busy the services were."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    ttft_ms: list[float] = field(default_factory=list)
+    #: Time between two verdicts of a session, over the tokens of the later one.
+    itl_ms: list[float] = field(default_factory=list)
+    busy: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput of the fleet."""
+        return self.num_tokens / self.seconds
+
+
+class SimulatedClock:
+    """Events in order of time, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._ids = itertools.count()
+
+    def after(self, delay: float, act: Callable[[], None]) -> None:
+        """Call ``act`` so much later."""
+        heapq.heappush(self._events, (self.now + delay, next(self._ids), act))
+
+    def run(self, until: float) -> None:
+        """Let time pass."""
+        while self._events and self._events[0][0] <= until:
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+
+
+class Cores:
+    """Cores that work waits for, first come first served."""
+
+    def __init__(self, clock: SimulatedClock, count: int | None) -> None:
+        self._clock = clock
+        self._num_free = count
+        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
+
+    def run(self, ms: float, done: Callable[[], None]) -> None:
+        """Work so long on a core, then call ``done``."""
+        if self._num_free is None:
+            self._clock.after(ms, done)
+            return
+        self._waiting.append((ms, done))
+        self._start()
+
+    def _start(self) -> None:
+        while self._num_free and self._waiting:
+            ms, done = self._waiting.popleft()
+            self._num_free -= 1
+            self._clock.after(ms, lambda done=done: self._end(done))  # type: ignore[misc]
+
+    def _end(self, done: Callable[[], None]) -> None:
+        assert self._num_free is not None
+        self._num_free += 1
+        done()
+        self._start()
+
+
+@dataclass(slots=True)
+class Job:
+    """Rows for a step, and what follows it."""
+
+    rows: int
+    done: Callable[[], None]
+    is_prompt: bool = False
+
+
+class SimulatedServer:
+    """Runs one step at a time, with all that waits and fits."""
+
+    def __init__(
+        self, clock: SimulatedClock, cores: Cores, cost: Callable[[list[Job]], float], *, max_rows: int
+    ) -> None:
+        self._clock, self._cores, self._cost, self._max_rows = clock, cores, cost, max_rows
+        self._waiting: deque[Job] = deque()
+        self._is_running = False
+        self.busy_ms = 0.0
+
+    def add(self, job: Job) -> None:
+        """A job waits."""
+        self._waiting.append(job)
+        if not self._is_running:
+            self._is_running = True
+            # What arrives at the same moment shares the step.
+            self._clock.after(0.0, self._start)
+
+    def _start(self) -> None:
+        batch: list[Job] = []
+        rows = 0
+        while self._waiting and (not batch or rows + self._waiting[0].rows <= self._max_rows):
+            job = self._waiting.popleft()
+            rows += job.rows
+            batch.append(job)
+        ms = self._cost(batch)
+        self.busy_ms += ms
+        self._cores.run(ms, lambda: self._end(batch))
+
+    def _end(self, batch: list[Job]) -> None:
+        for job in batch:
+            job.done()
+        if self._waiting:
+            self._start()
+        else:
+            self._is_running = False
+
+
+#: Share of the simulated time before figures are taken.
+WARM_UP: Final = 0.25
+
+
+class Simulation:
+    """Clients that send their next request when the last one is answered."""
+
+    def __init__(self, costs: Costs, fleet: FleetSize, *, seed: int = 0) -> None:
+        self._costs, self._fleet = costs, fleet
+        self._rng = random.Random(seed)
+        self._clock = SimulatedClock()
+        cores = Cores(self._clock, costs.cores)
+
+        def servers(count: int, cost: Callable[[list[Job]], float], max_rows: int) -> list[SimulatedServer]:
+            return [SimulatedServer(self._clock, cores, cost, max_rows=max_rows) for _ in range(count)]
+
+        self._targets = servers(fleet.num_targets, self._target_ms, costs.max_rows)
+        self._drafts = servers(fleet.num_drafts, self._draft_ms, costs.max_rows)
+        # A gateway's core does one thing after the other; a job's rows are its microseconds.
+        self._gateways = servers(fleet.num_gateways, lambda batch: sum(job.rows for job in batch) / 1e3, 0)
+        self._outcome = FleetOutcome()
+        self._counts_from = 0.0
+
+    def run(self, seconds: float) -> FleetOutcome:
+        """Simulate so many seconds; the figures are those after the first quarter."""
+        end = seconds * 1e3
+        self._counts_from = WARM_UP * end
+        for number in range(self._fleet.num_sessions):
+            first = max(1, self._costs.output_tokens * (number + 1) // self._fleet.num_sessions)
+            SimulatedSession(self, number).begin(first)
+        self._clock.run(end)
+        outcome = self._outcome
+        outcome.seconds = (end - self._counts_from) / 1e3
+        for name, group in (("gateway", self._gateways), ("target", self._targets), ("draft", self._drafts)):
+            outcome.busy[name] = sum(server.busy_ms for server in group) / end / max(len(group), 1)
+        return outcome
+
+    def _target_ms(self, batch: list[Job]) -> float:
+        cost, costs = self._costs.target_step_ms, self._costs
+        prompt_rows = sum(job.rows for job in batch if job.is_prompt)
+        rows = sum(job.rows for job in batch) - prompt_rows
+        ms = cost.base + cost.per_row * rows + cost.per_prompt_row * prompt_rows
+        if self._fleet.mode is DraftPlace.COLOCATED:
+            num_sessions = sum(not job.is_prompt for job in batch)
+            ms += self._chain_ms(num_sessions) if num_sessions else 0.0
+            ms += costs.draft_step_ms.per_row * prompt_rows
+        return ms
+
+    def _draft_ms(self, batch: list[Job]) -> float:
+        prompt_rows = sum(job.rows for job in batch if job.is_prompt)
+        num_sessions = sum(not job.is_prompt for job in batch)
+        ms = self._chain_ms(num_sessions) if num_sessions else self._costs.draft_step_ms.base
+        return ms + self._costs.draft_step_ms.per_row * prompt_rows
+
+    def _chain_ms(self, num_sessions: int) -> float:
+        """Drafting for so many sessions: a step a token."""
+        cost = self._costs.draft_step_ms
+        return self._costs.num_speculative_tokens * (cost.base + cost.per_row * num_sessions)
+
+
+class SimulatedSession:
+    """One client's requests, and the target and the gateway they are at."""
+
+    def __init__(self, simulation: Simulation, number: int) -> None:
+        fleet = simulation._fleet
+        self._costs, self._mode, self._clock = simulation._costs, fleet.mode, simulation._clock
+        self._rng, self._outcome, self._counts_from = simulation._rng, simulation._outcome, simulation._counts_from
+        self._gateway = simulation._gateways[number % fleet.num_gateways]
+        self._target = simulation._targets[number % fleet.num_targets]
+        self._draft = simulation._drafts[number % fleet.num_drafts] if self._mode is DraftPlace.SHARED else None
+        #: Tokens that the client waits for, and those that the target has yet to decode by itself.
+        self._num_left = self._num_to_decode = 0
+        self._asked = self._last = 0.0
+
+    def begin(self, num_tokens: int) -> None:
+        """Ask for a text."""
+        self._num_left, self._asked = num_tokens, self._clock.now
+        prompt = self._costs.prompt_tokens
+        if self._draft is not None:
+            self._draft.add(Job(prompt, lambda: None, is_prompt=True))
+        self._at_gateway(
+            self._costs.gateway_ms.request,
+            lambda: self._travel(lambda: self._target.add(Job(prompt, self._first, is_prompt=True))),
+        )
+
+    def _first(self) -> None:
+        self._travel(lambda: self._verdict(1, is_first=True))
+
+    def _round(self) -> None:
+        k = self._costs.num_speculative_tokens
+        if self._mode is DraftPlace.PLAIN:
+            self._num_to_decode = self._num_left
+            self._target.add(Job(1, lambda: self._step(1)))
+        elif self._draft is None:
+            self._target.add(Job(k + 1, lambda: self._step(self._num_accepted() + 1)))
+        else:
+            draft = self._draft
+            verify = Job(k + 1, lambda: self._step(self._num_accepted() + 1))
+            self._travel(
+                lambda: draft.add(Job(1, lambda: self._travel(lambda: self._travel(lambda: self._target.add(verify)))))
+            )
+
+    def _step(self, num_tokens: int) -> None:
+        """The target has decided; in plain decoding it goes on by itself."""
+        self._travel(lambda: self._verdict(num_tokens))
+        self._num_to_decode -= 1
+        if self._mode is DraftPlace.PLAIN and self._num_to_decode > 0:
+            self._target.add(Job(1, lambda: self._step(1)))
+
+    def _verdict(self, num_tokens: int, *, is_first: bool = False) -> None:
+        ms = self._costs.gateway_ms
+        is_plain = self._mode is DraftPlace.PLAIN
+        self._at_gateway(ms.verdict if is_plain else ms.round, lambda: self._commit(num_tokens, is_first=is_first))
+
+    def _commit(self, num_tokens: int, *, is_first: bool) -> None:
+        now, outcome = self._clock.now, self._outcome
+        num_tokens = min(num_tokens, self._num_left)
+        if num_tokens <= 0:
+            return
+        self._num_left -= num_tokens
+        if now >= self._counts_from:
+            outcome.num_tokens += num_tokens
+            if is_first:
+                outcome.ttft_ms.append(now - self._asked)
+            else:
+                outcome.itl_ms.append((now - self._last) / num_tokens)
+        self._last = now
+        if not self._num_left:
+            self.begin(self._costs.output_tokens)
+        elif is_first or self._mode is not DraftPlace.PLAIN:
+            self._round()
+
+    def _num_accepted(self) -> int:
+        count = 0
+        while count < self._costs.num_speculative_tokens and self._rng.random() < self._costs.acceptance_rate:
+            count += 1
+        return count
+
+    def _travel(self, arrive: Callable[[], None]) -> None:
+        self._clock.after(self._costs.network_ms, arrive)
+
+    def _at_gateway(self, ms: float, done: Callable[[], None]) -> None:
+        self._gateway.add(Job(round(ms * 1e3), done))

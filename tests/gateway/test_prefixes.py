@@ -1,0 +1,117 @@
+"""Requests without a session continue the parked session that they begin like, on the target that has it."""
+
+import asyncio
+
+import pytest
+
+from gateway.prefixes import BLOCK_SIZE, Prefixes
+from gateway.routing import MAX_EXCESS_USE, Replica, Router
+from gateway.types import GenerationRequest
+from specdec.params import SamplingParams
+from specdec.types import ServerLoad
+from tests.gateway.fakes import FakeTarget, target_info
+
+
+def anything(name):
+    return True
+
+
+def text(num_blocks, first=0):
+    return list(range(first, first + num_blocks * BLOCK_SIZE))
+
+
+def test_the_longest_prefix_is_found():
+    prefixes = Prefixes()
+    prefixes.note("a", "short", text(4))
+    prefixes.note("a", "long", [*text(4), *text(3, first=10_000), 1])
+    assert prefixes.find("a", [*text(4), 7, 8], anything) == "long"  # the one that was used last
+    assert prefixes.find("a", [*text(4), *text(3, first=10_000), 1, 5, 5], anything) == "long"
+    assert prefixes.find("a", [*text(4), 7, 8], lambda name: name != "long") is None
+    assert prefixes.find("b", text(4), anything) is None  # another client's
+
+
+def test_a_session_that_would_lose_most_of_what_it_holds_is_left_alone():
+    prefixes = Prefixes()
+    prefixes.note("a", "session", text(9))
+    assert prefixes.find("a", [*text(5), *text(5, first=10_000)], anything) == "session"
+    assert prefixes.find("a", [*text(4), *text(5, first=10_000)], anything) is None
+
+
+def test_a_session_has_the_prefixes_it_was_parked_with_last():
+    prefixes = Prefixes()
+    prefixes.note("a", "session", text(4))
+    prefixes.note("a", "session", text(2, first=500))
+    assert len(prefixes) == 2
+    assert prefixes.find("a", text(4), anything) is None
+    assert prefixes.find("a", text(2, first=500), anything) == "session"
+
+
+def test_what_is_kept_is_bounded():
+    prefixes = Prefixes(max_prefixes=10)
+    for index in range(20):
+        prefixes.note("a", str(index), text(3, first=1000 * index))
+    assert len(prefixes) == 9
+    found = [prefixes.find("a", text(3, first=1000 * index), anything) for index in range(20)]
+    assert found == [None] * 17 + ["17", "18", "19"]
+
+
+@pytest.fixture
+def router():
+    targets = [Replica(f"host{i}:1", FakeTarget(), info=target_info()) for i in range(3)]
+    return Router(targets)
+
+
+def test_names_of_sessions_spread_by_load(router):
+    busy = router.targets.replicas[0]
+    for replica in router.targets.replicas:
+        used = 90 if replica is busy else 10
+        replica.note_load(ServerLoad(open_sessions=1, used_blocks=used, total_blocks=100))
+    picked = [router.targets.pick(router.new_session_id("key")) for _ in range(300)]
+    assert picked.count(busy) < 30  # an even share would be 100
+    assert min(map(picked.count, router.targets.replicas[1:])) > 90
+
+
+def test_a_target_that_is_too_full_loses_its_sessions(router):
+    name = router.new_session_id("")
+    home = router.targets.pick(name)
+    assert not router.is_overused(name)
+    home.note_load(ServerLoad(open_sessions=1, used_blocks=int(100 * MAX_EXCESS_USE) + 1, total_blocks=100))
+    assert router.is_overused(name)
+
+
+async def ask(generation, prompt, **fields):
+    await generation.generate(GenerationRequest(prompt=tuple(prompt), params=SamplingParams(max_tokens=8), **fields))
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+async def test_a_conversation_without_a_name_stays_at_its_cache(backends, make_generation, script, info, reuse):
+    targets, _ = backends
+    targets.append(FakeTarget(next_token=script, info=info))
+    generation = make_generation(reuse_prefixes=reuse)
+    for replica in generation.router.targets.replicas:
+        replica.note_load(ServerLoad(total_blocks=1000))
+    prompt = text(3)
+    for _ in range(5):
+        await ask(generation, prompt)
+        prompt = [*prompt, 9, 9]
+    conversation = [target for target in targets if target.specs]
+    await ask(generation, [5] * 3 * BLOCK_SIZE)
+    await ask(generation, prompt, session_id="mine")
+    names = {spec.session_id for target in targets for spec in target.specs if spec.park}
+    metrics = generation.metrics.render().decode()
+    if reuse:
+        assert len(conversation) == 1
+        assert len(names) == 3  # the conversation's, the other prompt's, and the one that was given
+        assert 'tandem_prefix_sessions_total{outcome="found"} 4.0' in metrics
+        assert 'tandem_prefix_sessions_total{outcome="none"} 2.0' in metrics
+    else:
+        assert names == {"/mine"}
+
+
+async def test_requests_at_once_have_a_session_each(backends, make_generation):
+    generation = make_generation(reuse_prefixes=True)
+    await ask(generation, text(3))
+    await asyncio.gather(*(ask(generation, text(3)) for _ in range(3)))
+    (target, *_), _ = backends
+    assert len({spec.session_id for spec in target.specs}) == 3  # one of them has the first one's
+    assert all(spec.park for spec in target.specs)
