@@ -22,7 +22,7 @@ from specdec.engine.parallel.ranks import PRESENT, STORE_PORT, Place, Ranks, lis
 from specdec.errors import TandemError, Unavailable
 from specdec.flags import flags_of
 from specdec.lifecycle import STOP_SIGNALS
-from specdec.logs import start_log
+from specdec.logs import LEVELS, start_log
 from specdec.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class RankProcesses:
 
     def _start(self, settings: ModelSettings, rank: int) -> subprocess.Popen[bytes]:
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
+        level = level if level in LEVELS else LEVELS[-1]
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), STORE_PORT: str(self.store.port), _INTERFACE: _LOOPBACK}
         return subprocess.Popen(
             [sys.executable, "-m", "target_service", *flags_of(settings), "--log-level", level],

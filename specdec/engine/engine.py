@@ -122,6 +122,8 @@ class Engine:
         if is_rounded:
             refusals.quantise(settings, model)
         text = config.get_text_config(decoder=True)
+        if ranks is not None:
+            ranks.wait_for_all()
         shapes, vocab_size = record_layers(model, text.num_hidden_layers, device)
         refusals.check_chunks(shapes, max_model_len)
 

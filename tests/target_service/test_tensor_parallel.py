@@ -10,6 +10,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from specdec.engine.parallel.ranks import STORE_PORT
 from specdec.errors import Unavailable
 from specdec.settings import ModelSettings, SchedulerSettings, TargetSettings
 from target_service.core import TargetCore
@@ -29,6 +30,10 @@ __all__ = ["stock"]  # a fixture
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LOST: list[str] = []
+
+
+def running_ranks() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if STORE_PORT in child.environ()]
 
 
 async def to_its_end(session) -> None:
@@ -53,7 +58,7 @@ async def core(checkpoint):
         yield core
     finally:
         await core.close()
-        assert not psutil.Process().children(recursive=True)
+        assert not running_ranks()
 
 
 async def test_each_rank_has_its_share(core, llama):
@@ -121,7 +126,7 @@ async def test_a_rank_that_dies_ends_all_sessions_at_once(core):
     for session in sessions:
         session.multi_step_decode(session.first.base_len + 1, 190)
         await session.receive()
-    (rank,) = psutil.Process().children()
+    (rank,) = running_ranks()
     os.kill(rank.pid, signal.SIGKILL)
     for session in sessions:
         with pytest.raises(Unavailable, match="no longer together"):

@@ -158,10 +158,21 @@ class Ranks:
         return out
 
     def smallest(self, value: int) -> int:
-        """The smallest of all ranks' numbers. May wait until all have read their weights."""
+        """The smallest of all ranks' numbers; waits until all have come here, however long they read their weights.
+
+        Raises:
+            Unavailable: a rank is gone.
+        """
         least = torch.tensor([value])
-        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        try:
+            dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        except RuntimeError as error:
+            raise Unavailable(f"a rank has ended: {error}") from error
         return int(least)
+
+    def wait_for_all(self) -> None:
+        """Return once all ranks have come here; raises as :meth:`smallest`."""
+        self.smallest(0)
 
     def lead(self, message: Words, own_part: Callable[[], T]) -> T:
         """Send a message to the others and do this rank's part of it.
@@ -179,7 +190,11 @@ class Ranks:
             raise Unavailable(self._lost or str(error)) from error
 
     def receive(self) -> Words:
-        """The next message of rank 0."""
+        """The next message of rank 0.
+
+        Raises:
+            Unavailable: rank 0 is gone or silent.
+        """
         first = torch.empty(_FIRST_WORDS, dtype=torch.int64)
         self._broadcast(first)
         count = int(first[0])
@@ -201,14 +216,15 @@ class Ranks:
 
     def close(self, farewell: Words | None = None) -> None:
         """Leave the group; rank 0 sends a last message. Idempotent."""
-        if self._closed:
-            return
+        with self._lock:  # from here on the end of a rank is no loss
+            if self._closed:
+                return
+            self._closed = True
         if farewell is not None and self._lost is None:
             try:
                 self._send(farewell)
-            except (RuntimeError, Unavailable) as error:
+            except Unavailable as error:
                 logger.warning("the other ranks were not told to stop: %s", error)
-        self._closed = True
         self._shared = None
         if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
@@ -226,8 +242,11 @@ class Ranks:
     def _broadcast(self, data: torch.Tensor) -> None:
         if self._shared is not None:
             self._shared.broadcast(data)
-        else:
+            return
+        try:
             dist.broadcast(data, 0, group=self._group)
+        except RuntimeError as error:
+            raise Unavailable(f"a rank is gone or silent: {error}") from error
 
     def _share(self, timeout_s: float) -> SharedExchange | None:
         library = shared_memory.load()
@@ -239,7 +258,7 @@ class Ranks:
             exchange = SharedExchange(
                 library, named[0], rank=self.place.rank, size=self.place.size, timeout_s=timeout_s
             )
-            dist.barrier()
+            self.wait_for_all()
         finally:
             if self.leads:
                 os.unlink(named[0])
