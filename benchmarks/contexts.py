@@ -5,8 +5,8 @@ gateway asks, with the target's hidden states where it reads them: of every prop
 and one more is committed. So acceptance does not depend on the speed of the machine. ``prefill`` and ``round`` are
 times of the drafter alone; ``blocks`` are the KV blocks that the session holds.
 
-With ``--speed`` requests are timed over gRPC, plain decoding and all drafters in turn on the same prompts; ``speed`` is
-the median ratio to plain decoding, prefill apart.
+With ``--speed`` requests are timed over gRPC: plain decoding and all drafters alternate on the same prompts. ``speed``
+is the median ratio to plain decoding, prefill apart.
 """
 
 from __future__ import annotations

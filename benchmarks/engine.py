@@ -178,7 +178,7 @@ def run_pass(engine: Engine, load: Load) -> float:
 def measure(
     engine: Engine, weight_bytes: int, wanted: Sequence[Load], seconds: float, threads: int
 ) -> tuple[list[PassTime], float]:
-    """Medians of every load and of the bandwidth, measured in turn until the time is over."""
+    """Medians of every load and of the bandwidth, measured one after another until the time is over."""
     import torch  # noqa: PLC0415
 
     memory = torch.ones(_READ_BYTES // 4, dtype=torch.int32)

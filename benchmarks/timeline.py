@@ -2,7 +2,7 @@
 
 Times are in target steps. Each of a round's four hops (draft to gateway, gateway to target, and back) takes a quarter
 of d, verification takes ``verify``, and a draft step c for one branch and c · ``slope`` more for each further one of
-its batch. The draft drafts k tokens after each assumed verdict; where the verdict turns out to be none of those, it
+its batch. The draft drafts k tokens after each assumed verdict; where the verdict is none of those, it
 drops what it is at within one step and starts again. What is drafted ahead, and in which order, is the policy:
 
     serial        nothing

@@ -1,7 +1,7 @@
 """Rounds a second over a Unix domain socket, TCP and TCP with mutual TLS: ``python -m benchmarks.transport``.
 
 One target and one draft with the bundled models listen in plain text, another pair with certificates and on a socket.
-Gateways of this process ask them in turn, one session at a time.
+Gateways of this process ask them alternately, one session at a time.
 """
 
 from __future__ import annotations

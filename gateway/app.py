@@ -48,7 +48,7 @@ BACKLOG: Final = 2048
 #: megabytes, and a client that does not read is noticed late.
 SEND_BUFFER_BYTES: Final = 2**18
 #: gRPC calls whose message is received at once. Each may take 16 MiB, so all take half of the 256 MiB that hostile
-#: requests may cost; with fewer, messages that stop half-way hold up others more often.
+#: requests may cost; with fewer, half-sent messages hold up others more often.
 MAX_RECEIVING: Final = 8
 #: Seconds between two checks of whether targets are up, and of whether a new draft head is.
 CHECK_INTERVAL_S: Final = 0.05

@@ -183,7 +183,7 @@ class Verdict:
     #: If the session asked for them: the states from which each of ``token_ids`` was predicted, in ascending order of
     #: position, so from position ``base_len - 1`` on. Those of the first verdict start at the first position computed.
     hidden_states: tuple[HiddenStates, ...] = ()
-    #: Tokens that the target goes on to decode in multi-step; 0: it waits for a request.
+    #: Tokens that the target still decodes in multi-step; 0: it waits for a request.
     num_multi_step_left: int = 0
 
     @property
@@ -303,7 +303,7 @@ class ServerLoad:
     busy_ns: int = 0
     #: Targets: proposals drafted ahead of verdicts that differed from their assumptions.
     superseded_proposals: int = 0
-    #: Drafts: those nanoseconds that went into drafting ahead, which gives way to what sessions wait for.
+    #: Drafts: those nanoseconds that went into drafting ahead, which what sessions wait for preempts.
     ahead_busy_ns: int = 0
     #: Drafts: proposals drafted ahead of verdicts and sent, verdicts that equalled the assumption of one of them, and
     #: tokens drafted ahead that no verdict used.

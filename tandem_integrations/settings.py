@@ -29,7 +29,7 @@ class RemoteDraftSettings:
         ge=2,
         le=2**20,
     )
-    ssl_ca_certs: str | None = option(None, "PEM file of the CAs that the draft service is trusted by; it turns TLS on")
+    ssl_ca_certs: str | None = option(None, "PEM file of the CAs that the draft service is trusted by; it enables TLS")
     ssl_certfile: str | None = option(None, "PEM file of the certificate that the draft service sees")
     ssl_keyfile: str | None = option(None, "PEM file of its private key")
 

@@ -54,13 +54,13 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             return
         if request.WhichOneof("kind") != "open":
             raise InvalidRequest("the first message of a stream must be open", param="open")
-        outlet: StreamWriter[pb.VerifyResponse] = StreamWriter(context.write)
+        writer: StreamWriter[pb.VerifyResponse] = StreamWriter(context.write)
         try:
-            session = await core.open(codec.decode_open_target(request.open), partial(_pass_on, outlet))
+            session = await core.open(codec.decode_open_target(request.open), partial(_pass_on, writer))
         except BaseException:
-            await outlet.close()
+            await writer.close()
             raise
-        outlet.post(pb.VerifyResponse(opened=codec.encode_target_opened(session.opened)))
+        writer.post(pb.VerifyResponse(opened=codec.encode_target_opened(session.opened)))
         verdict = session.first
         reading = asyncio.create_task(_read(core, session, context), name="target-stream")
         reading.add_done_callback(lambda _: session.end())
@@ -68,7 +68,7 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             while True:
                 gather_s = gather_time_s(core.num_multi_step, self._num_cores)
                 next_s = asyncio.get_running_loop().time() + gather_s
-                await outlet.send(_response(outlet, verdict))
+                await writer.send(_response(writer, verdict))
                 verdict = await session.receive(next_s)
         except TandemError:
             if not reading.done():
@@ -77,7 +77,7 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
         finally:
             reading.cancel()
             await session.close()
-            await outlet.close()
+            await writer.close()
             with suppress(asyncio.CancelledError, Exception):  # the stream is over, whatever ended it
                 await reading
 
@@ -108,18 +108,18 @@ async def _read(core: TargetCore, session: Session, context: Context) -> None:
         await asyncio.sleep(0)  # the step begins before the next read
 
 
-def _pass_on(outlet: StreamWriter[pb.VerifyResponse], states: HiddenStates) -> None:
+def _pass_on(writer: StreamWriter[pb.VerifyResponse], states: HiddenStates) -> None:
     """Send hidden states before the verdict they belong to, in messages of bounded size."""
     for piece in pieces([states]):
-        outlet.post(pb.VerifyResponse(hidden_states=codec.encode_hidden_states(piece)))
+        writer.post(pb.VerifyResponse(hidden_states=codec.encode_hidden_states(piece)))
 
 
-def _response(outlet: StreamWriter[pb.VerifyResponse], verdict: Verdict) -> pb.VerifyResponse:
+def _response(writer: StreamWriter[pb.VerifyResponse], verdict: Verdict) -> pb.VerifyResponse:
     """A verdict as a message, once the hidden states that do not fit into it are sent."""
     if len(verdict.hidden_states) > 1:
         *earlier, last = verdict.hidden_states
         for states in earlier:
-            _pass_on(outlet, states)
+            _pass_on(writer, states)
         verdict = replace(verdict, hidden_states=(last,))
     return pb.VerifyResponse(verdict=codec.encode_verdict(verdict))
 

@@ -20,7 +20,7 @@ from target_service.tensor_verifier import verify_with_tensors
 
 
 class Verifier:
-    """Turns the logits of one step into tokens. Stateless; the states of the rounds are read, not advanced.
+    """Converts the logits of one step to tokens. Stateless; the states of the rounds are read, not advanced.
 
     On a CPU the kernels decide all rounds that they know in one call. Where there are no kernels, for rounds whose rule
     or parameters they do not know, and on other devices, the rules run on tensors. Both decide alike (but for the last

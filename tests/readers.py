@@ -1,4 +1,4 @@
-"""A drafter that reads the target's hidden states, as heads do, and keeps every row for tests to look at."""
+"""A drafter that reads the target's hidden states, as heads do, and keeps every row for tests to read."""
 
 from __future__ import annotations
 

@@ -5,12 +5,12 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("specdec", "draft_service", "target_service", "gateway", "tandem", "tandem_integrations", "benchmarks")
+PACKAGES = ("specdec", "draft_service", "target_service", "gateway", "tandem", "tandem_integrations", "benchmarks")
 
 
 def test_a_class_name_occurs_once():
     places = defaultdict(list)
-    paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.py") if "_pb2" not in path.name]
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if "_pb2" not in path.name]
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI in this process: plain, with a draft model, and with prompt lookup, in turn on the same prompts.
+"""OpenVINO GenAI in this process: plain, with a draft model, and with prompt lookup, alternating on the same prompts.
 
 ``python openvino_generate.py TARGET DRAFT PROMPTS``: two folders written by ``optimum-cli export openvino``, and lines
 of JSON with ``prompt``. Prints the median tokens per second of each mode, prefill included, as ``tandem bench`` does.

@@ -261,7 +261,7 @@ class Decoding:
                 Round(proposal, num_tokens, is_looked_up=True), 0 if waits else self._state.num_remaining
             )
         except InvalidRequest as error:
-            logger.warning("session %s decodes without look-ups: %s", self._state.session_id, error)
+            logger.warning("session %s decodes without lookups: %s", self._state.session_id, error)
             self._lookup.stop()
             return False
         self.metrics.num_received_draft_tokens += num_tokens

@@ -11,7 +11,7 @@ from specdec.types import Proposal, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A proposal on its way through the target."""
+    """A proposal that the target verifies."""
 
     proposal: Proposal
     #: Drafted tokens asked for; a proposal may have fewer.

@@ -41,7 +41,7 @@ class TargetClient:
         self._first_session: TargetSession | None = None
         #: The round in progress.
         self.round: Round | None = None
-        #: Tokens that the target goes on to decode by itself, and the length up to which it may.
+        #: Tokens that the target decodes next by itself, and the length up to which it may.
         self.num_multi_step_left = self._multi_step_end = 0
         #: Proposals the target holds for rounds after the one in progress.
         self._offered = PendingProposals()

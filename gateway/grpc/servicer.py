@@ -29,7 +29,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerationServicer:
-    """Serves a :class:`Generation`. The interceptor turns its errors into statuses.
+    """Serves a :class:`Generation`. The interceptor converts its errors to statuses.
 
     Messages of any size come as bytes: :mod:`gateway.grpc.reading` decodes them, large ones in a worker.
     """

@@ -92,7 +92,7 @@ class TargetPacer:
         return gain > 0.0
 
     def compare_texts(self, limit: int, now_ns: int) -> None:
-        """Look at the recent texts at the present load, once a window."""
+        """Check the recent texts at the present load, once a window."""
         times = self.times
         if self._compared is not None and self._compared[0] is times and now_ns - self._compared[1] < WINDOW_NS:
             return

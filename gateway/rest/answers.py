@@ -145,7 +145,7 @@ class Totals:
         return {"speculative_decoding": self._speculation.report()}
 
 
-def ending(final: FinalChunk | None) -> dict[str, Any]:
+def finish_fields(final: FinalChunk | None) -> dict[str, Any]:
     """A choice's finish and stop reason; null before its end."""
     if final is None:
         return {"finish_reason": None, "stop_reason": None}

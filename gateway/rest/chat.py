@@ -14,7 +14,7 @@ from gateway.generation import Generation
 from gateway.rest.answers import (
     Totals,
     chat_logprobs,
-    ending,
+    finish_fields,
     head_of,
     name_ignored,
     prompt_logprobs_object,
@@ -74,7 +74,7 @@ class Chat:
                 "logprobs": None
                 if self._request.params.logprobs is None
                 else chat_logprobs(sample.logprobs, self._body),
-                **ending(sample.final),
+                **finish_fields(sample.final),
                 **({"token_ids": sample.token_ids} if self._body.return_token_ids else {}),
             }
             for sample in samples
@@ -92,7 +92,7 @@ class Chat:
                     role = {"index": chunk.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
                     fields = self._prompt_fields(chunk.prompt) if chunk.prompt is not None else {}
                     yield self._head.with_choices(
-                        [role | ending(None)], **self._totals.stream_usage(self._body), **fields
+                        [role | finish_fields(None)], **self._totals.stream_usage(self._body), **fields
                     )
                 unfinished -= chunk.final is not None
                 if not (chunk.text or chunk.logprobs or chunk.final or self._body.return_token_ids):
@@ -115,7 +115,7 @@ class Chat:
             "index": chunk.index,
             "delta": {"content": chunk.text} if chunk.text or chunk.final is None else {},
             "logprobs": chat_logprobs(chunk.logprobs, self._body) if asked else None,
-            **ending(chunk.final),
+            **finish_fields(chunk.final),
             **({"token_ids": list(chunk.token_ids)} if self._body.return_token_ids else {}),
         }
 

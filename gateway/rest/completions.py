@@ -15,7 +15,7 @@ from gateway.generation import Generation
 from gateway.rest.answers import (
     Totals,
     completion_logprobs,
-    ending,
+    finish_fields,
     head_of,
     name_ignored,
     prompt_logprobs_object,
@@ -147,7 +147,7 @@ class Completion:
             if body.echo and prompt is not None:
                 before = self._echo_logprobs(prompt)
                 logprobs = {name: before[name] + values for name, values in logprobs.items()}
-        result = {"index": choice, "text": echo + chunk.text, "logprobs": logprobs, **ending(chunk.final)}
+        result = {"index": choice, "text": echo + chunk.text, "logprobs": logprobs, **finish_fields(chunk.final)}
         if body.return_token_ids:
             result["token_ids"] = list(chunk.token_ids)
             if prompt is not None:

@@ -24,7 +24,7 @@ class TokenTexts(Protocol):
 
 
 class Detokenizer:
-    """Turns tokens into text one by one. A character split over tokens comes out whole, with its last token.
+    """Converts tokens to text one by one. A character split over tokens comes out whole, with its last token.
 
     Bytes that are no UTF-8 become U+FFFD as soon as that is certain. Constant work per token.
     ``tokenizers.DecodeStream`` takes longer (1.1 against 0.65 us per token), holds invalid bytes until a valid

@@ -66,7 +66,7 @@ class StateRows:
 
 
 class PassStates:
-    """The hidden states of a pass, segment by segment. The first look at them waits for the device."""
+    """The hidden states of a pass, segment by segment. The first access to them waits for the device."""
 
     __slots__ = ("_data", "_row_bytes", "_wanted")
 

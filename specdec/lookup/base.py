@@ -50,7 +50,7 @@ T = TypeVar("T", bound=LookupText)
 
 
 class Lookup(ABC, Generic[T]):
-    """One way to look up, and what its sessions share. A few microseconds per token; no context limit."""
+    """A lookup method, and what its sessions share. A few microseconds per token; no context limit."""
 
     @property
     @abstractmethod

@@ -24,8 +24,8 @@ from specdec.rpc.status import abort_with, being_cancelled
 
 #: The health service answers everybody, while the server drains as well, and is not waited for.
 HEALTH: Final = "/grpc.health.v1.Health/"
-#: Calls of the health service whose message is received at once: more than one, so that one that stops half-way holds
-#: up no other, and few, for each may take as much memory as a request.
+#: Calls of the health service whose message is received at once: more than one, so that a half-sent one holds up no
+#: other, and few, for each may take as much memory as a request.
 HEALTH_SLOTS: Final = 4
 #: Calls of the health service that one client, by address, has open at once; one more ends its oldest. An open watch
 #: takes 27 KB, so these take 7 MB. One address may stand for many gateways, with a watch each.

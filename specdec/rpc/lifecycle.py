@@ -27,7 +27,7 @@ class Service(Protocol):
         ...
 
     async def start(self) -> None:
-        """Load and warm up. Health turns to SERVING when this returns."""
+        """Load and warm up. Health becomes SERVING when this returns."""
         ...
 
     async def drain(self) -> None:

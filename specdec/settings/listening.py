@@ -8,7 +8,7 @@ from typing import Final
 
 from specdec.settings.option import require
 
-SSL_CERTFILE: Final = "PEM file of the certificate (and chain) that clients see; it turns TLS on"
+SSL_CERTFILE: Final = "PEM file of the certificate (and chain) that clients see; it enables TLS"
 SSL_KEYFILE: Final = "PEM file of its private key"
 SSL_CA_CERTS: Final = "PEM file of CAs; clients must show a certificate that one of them signed"
 INSECURE: Final = "listen beyond this machine without authentication"

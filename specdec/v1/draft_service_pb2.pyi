@@ -91,7 +91,7 @@ class OpenDraftSession(_message.Message):
     owner: _builtins.str
     """Name of the API key that the session belongs to; empty where no keys are asked for. Owners share nothing."""
     client: _builtins.str
-    """Whom places and memory are shared by: the key, or an address."""
+    """The client among whom slots and memory are shared: a key, or an address."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Committed tokens: prompt and output so far."""

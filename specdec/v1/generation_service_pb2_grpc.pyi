@@ -36,9 +36,9 @@ class GenerationServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]
     """Streams the tokens of one request as they are committed."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.TokenizeRequest, _generation_service_pb2.TokenizeResponse]
-    """Turns text into token ids."""
+    """Converts text to token ids."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.DetokenizeRequest, _generation_service_pb2.DetokenizeResponse]
-    """Turns token ids into text."""
+    """Converts token ids to text."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.ListModelsRequest, _generation_service_pb2.ListModelsResponse]
     """Lists the models served."""
 
@@ -50,9 +50,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]  # type: ignore[assignment]
     """Streams the tokens of one request as they are committed."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.TokenizeRequest, _generation_service_pb2.TokenizeResponse]  # type: ignore[assignment]
-    """Turns text into token ids."""
+    """Converts text to token ids."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.DetokenizeRequest, _generation_service_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """Turns token ids into text."""
+    """Converts token ids to text."""
     ListModels: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.ListModelsRequest, _generation_service_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the models served."""
 
@@ -73,7 +73,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.TokenizeResponse, _abc.Awaitable[_generation_service_pb2.TokenizeResponse]]:
-        """Turns text into token ids."""
+        """Converts text to token ids."""
 
     @_abc_1.abstractmethod
     def Detokenize(
@@ -81,7 +81,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.DetokenizeResponse, _abc.Awaitable[_generation_service_pb2.DetokenizeResponse]]:
-        """Turns token ids into text."""
+        """Converts token ids to text."""
 
     @_abc_1.abstractmethod
     def ListModels(

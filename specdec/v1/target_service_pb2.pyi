@@ -106,7 +106,7 @@ class OpenTargetSession(_message.Message):
     owner: _builtins.str
     """Name of the API key that the session belongs to; empty where no keys are asked for. Owners share nothing."""
     client: _builtins.str
-    """Whom places and memory are shared by: the key, or an address."""
+    """The client among whom slots and memory are shared: a key, or an address."""
     max_kv_share: _builtins.float
     """Share of the KV cache that the client's open sessions may hold; unset: all of it."""
     @_builtins.property
@@ -364,7 +364,7 @@ class Verdict(_message.Message):
     stop_token_id: _builtins.int
     """The token that ended it, when a stop token did."""
     num_multi_step_left: _builtins.int
-    """Tokens that the target goes on to decode in multi-step; 0: it waits for a request."""
+    """Tokens that the target still decodes in multi-step; 0: it waits for a request."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens now committed after base_len: the accepted ones, then the target's own. Shorter where the sequence ended."""

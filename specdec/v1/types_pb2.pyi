@@ -656,7 +656,7 @@ class ServerLoad(_message.Message):
     parked_blocks: _builtins.int
     """Targets: KV blocks of parked sessions, which are given up when others need them."""
     ahead_busy_ns: _builtins.int
-    """Drafts: the part of busy_ns that went into drafting ahead, which gives way to what sessions wait for."""
+    """Drafts: the part of busy_ns that went into drafting ahead, which what sessions wait for preempts."""
     def __init__(
         self,
         *,

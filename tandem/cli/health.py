@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--grpc", metavar="HOST:PORT", help="any of the services, by the standard gRPC health check")
     add_key_flag(parser)
     group = parser.add_argument_group("TLS of --grpc")
-    group.add_argument("--ssl-ca-certs", metavar="FILE", help="PEM file of the CAs of the server; it turns TLS on")
+    group.add_argument("--ssl-ca-certs", metavar="FILE", help="PEM file of the CAs of the server; it enables TLS")
     group.add_argument("--ssl-certfile", metavar="FILE", help="PEM file of a certificate to show to the server")
     group.add_argument("--ssl-keyfile", metavar="FILE", help="PEM file of its private key")
     parser.add_argument("--timeout-s", type=float, default=5.0, help="seconds to wait for an answer")

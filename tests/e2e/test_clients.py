@@ -116,12 +116,12 @@ def test_logprobs_and_n(client, model, prompts):
 
 def test_a_conversation_reuses_its_cache(client, model, stack):
     first = client.completions.create(
-        model=model, prompt="def add(a, b):\n", max_tokens=16, temperature=0, extra_body={"session_id": "turns"}
+        model=model, prompt="def add(a, b):\n", max_tokens=16, temperature=0, extra_body={"session_id": "conversation"}
     )
     longer = "def add(a, b):\n" + first.choices[0].text
     answers = [
         client.completions.create(model=model, prompt=longer, max_tokens=16, temperature=0, extra_body=body)
-        for body in ({"session_id": "turns"}, {})
+        for body in ({"session_id": "conversation"}, {})
     ]
     assert answers[0].choices[0].text == answers[1].choices[0].text
     assert answers[0].usage.prompt_tokens_details.cached_tokens > 5

@@ -14,7 +14,7 @@ from specdec.rules import DEFAULT_RULE, SEEDED_RULE, DraftSampling, Rule, one_ru
 from specdec.types import SessionSpec
 from specdec.v1 import types_pb2 as pb
 
-ROOMS = ("specdec", "draft_service", "target_service", "gateway", "tandem")
+PACKAGES = ("specdec", "draft_service", "target_service", "gateway", "tandem")
 
 
 def test_at_temperature_0_every_rule_drafts_the_argmax() -> None:
@@ -67,7 +67,7 @@ def test_only_registries_name_rules() -> None:
     root = Path(specdec.__file__).parents[1]
     names = "|".join(rule.name for rule in Rule)
     named = re.compile(rf"\b(Rule\.|VERIFICATION_RULE_)({names})\b")
-    files = [path for room in ROOMS for path in (root / room).rglob("*.py") if "v1" not in path.parts]
+    files = [path for package in PACKAGES for path in (root / package).rglob("*.py") if "v1" not in path.parts]
     assert {str(path.relative_to(root)) for path in files if named.search(path.read_text())} == {
         "specdec/rules.py",  # the members
         "target_service/rules/registry.py",  # how the target verifies

@@ -89,10 +89,10 @@ def chains(drafting):
 PROMPTS = [(5, 6, 7), (8, 9), (5, 6, 7), tuple(range(3, 60))]
 
 
-@pytest.mark.parametrize("num_ahead", [0, 4])
-async def test_a_good_draft_is_accepted(num_ahead):
+@pytest.mark.parametrize("num_ahead_proposals", [0, 4])
+async def test_a_good_draft_is_accepted(num_ahead_proposals):
     async with Service(FakeDraft(quality=1.0)) as service:
-        drafting = remote(service, num_ahead_proposals=num_ahead)
+        drafting = remote(service, num_ahead_proposals=num_ahead_proposals)
         engine = Engine(chains(drafting), PROMPTS, 60)
         try:
             while engine.unfinished:

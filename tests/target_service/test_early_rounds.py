@@ -18,7 +18,7 @@ GREEDY, COUPLED = {}, {"temperature": 1.0, "rule": Rule.COUPLED}
 
 
 async def rest_of(session, num_tokens):
-    """The verdicts up to ``num_tokens`` more tokens; the text goes on without being asked."""
+    """The verdicts up to ``num_tokens`` more tokens; the text continues without being asked."""
     verdicts = []
     while sum(len(verdict.token_ids) for verdict in verdicts) < num_tokens:
         verdicts.append(await session.receive())

@@ -132,7 +132,7 @@ def _key(library: NativeLibrary, runs: Sequence[WeightRun], num_threads: int) ->
 
 
 def _measure(library: NativeLibrary, runs: Sequence[WeightRun], num_threads: int) -> Times:
-    """Time products with all weights, one after another as in a pass, the distances in turn."""
+    """Time products with all weights, one after another as in a pass, with each distance."""
     measured, num_bytes = [], 0
     for run in runs:
         measured.append(run)

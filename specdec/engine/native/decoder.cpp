@@ -231,7 +231,7 @@ class Pass {
           n(pass.rows) {}
 
     void run() {
-      m.head ? take_in(*m.head) : embed();
+      m.head ? ingest(*m.head) : embed();
       for (int64_t l = 0; l < m.num_layers; l++) {
         const Layer& layer = m.layers[l];
         const bool last = l + 1 == m.num_layers;
@@ -280,7 +280,7 @@ class Pass {
     }
 
     // The residual stream of a head.
-    void take_in(const Head& head) {
+    void ingest(const Head& head) {
       if (head.kind == kEagle)
         project_to_stream<false>(paired(), head.fuse, p.fused, head.fuse_bias);
       else if (p.batch.features)

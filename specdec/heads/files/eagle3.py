@@ -57,7 +57,7 @@ def read_eagle3(
         flags["norm_before_residual"] = is_speculators
     flags["fc_norm"] = fields.take("use_aux_norm", flags["fc_norm"])  # SGLang's older name
     if layers == LAST_STATE:
-        tensors.pop("fc.weight", None)  # vLLM does not look at it either
+        tensors.pop("fc.weight", None)  # vLLM does not read it either
     target_size = fields.number("target_hidden_size", layer_fields.take("target_hidden_size", target.hidden_size))
     vocab_size = read_vocab_size(layer_fields, target)
     draft_vocab_size = fields.number("draft_vocab_size", vocab_size)

@@ -67,7 +67,7 @@ class SuffixTree {
         node = child;
         break;
       }
-      const int32_t end = agreeing(child, depth + 1, start, length);
+      const int32_t end = common_prefix_len(child, depth + 1, start, length);
       if (end < nodes_[child].end) child = split(slot, end);
       nodes_[child].count++;
       nodes_[child].newest = start;
@@ -143,7 +143,7 @@ class SuffixTree {
     int32_t parent = 0;
     int32_t first_child = 0, next = 0, previous = 0;
     int32_t best = 0;       // the child with the highest count, then the newest
-    bool is_stale = false;  // it has lost a suffix since: look again
+    bool is_stale = false;  // it has lost a suffix since: search again
   };
   // An open-addressed table finds a child by its parent and first token.
   struct Slot {
@@ -164,7 +164,7 @@ class SuffixTree {
   }
 
   // Depth up to which the edge into `node`, known to agree up to `depth`, reads like the suffix at `start`.
-  int32_t agreeing(int32_t node, int32_t depth, int64_t start, int32_t length) const {
+  int32_t common_prefix_len(int32_t node, int32_t depth, int64_t start, int32_t length) const {
     const int64_t label = nodes_[node].newest;
     const int32_t end = nodes_[node].end < length ? nodes_[node].end : length;
     while (depth < end && tokens_[label + depth] == tokens_[start + depth]) depth++;

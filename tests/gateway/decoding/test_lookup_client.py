@@ -133,11 +133,11 @@ async def test_a_long_prompt_is_ingested_between_other_tasks():
     client.start()
     state.commit((5, 6))
     client.commit()
-    turns = 0
+    passes = 0
     while client.find(2, only_long=False) is None:
         await asyncio.sleep(0)
-        turns += 1
-    assert turns >= 4
+        passes += 1
+    assert passes >= 4
     assert client.find(2, only_long=True) is None
     assert client.find(2, only_long=False) == Match((7, 8), 2)
     client.close()

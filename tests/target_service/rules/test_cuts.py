@@ -1,4 +1,4 @@
-"""Cutting a chain before it is verified: exact where the cut does not look at what it cuts, biased where it does.
+"""Cutting a chain before it is verified: exact where the cut does not depend on what it cuts, biased where it does.
 
 The joint distribution of the next k + 1 tokens is enumerated as in :mod:`test_exact`, with the length of every chain
 given by a function of its tokens. The target's budget knows statistics of past rounds alone, so its cuts are constants

@@ -260,14 +260,14 @@ def test_prompts_share_the_room():
 
 
 def test_where_a_sequence_ends():
-    ending = StopCriteria(prompt_len=10, max_len=20, stop_token_ids=frozenset({7}), min_tokens=2)
-    assert ending.cut(12, (1, 2, 3)) == Truncation((1, 2, 3))
-    assert ending.cut(12, (1, 7, 3)) == Truncation((1, 7), FinishReason.STOP, 7)
-    assert ending.cut(11, (7, 7, 3)) == Truncation((7, 7), FinishReason.STOP, 7)  # the first came too early
-    assert ending.cut(18, (1, 2, 3)) == Truncation((1, 2), FinishReason.LENGTH)
-    assert ending.cut(18, (1, 7)) == Truncation((1, 7), FinishReason.STOP, 7)
-    assert ending.cut(18, (1,)) == Truncation((1,))
-    assert ending.room(15) == 5
+    criteria = StopCriteria(prompt_len=10, max_len=20, stop_token_ids=frozenset({7}), min_tokens=2)
+    assert criteria.cut(12, (1, 2, 3)) == Truncation((1, 2, 3))
+    assert criteria.cut(12, (1, 7, 3)) == Truncation((1, 7), FinishReason.STOP, 7)
+    assert criteria.cut(11, (7, 7, 3)) == Truncation((7, 7), FinishReason.STOP, 7)  # the first came too early
+    assert criteria.cut(18, (1, 2, 3)) == Truncation((1, 2), FinishReason.LENGTH)
+    assert criteria.cut(18, (1, 7)) == Truncation((1, 7), FinishReason.STOP, 7)
+    assert criteria.cut(18, (1,)) == Truncation((1,))
+    assert criteria.room(15) == 5
 
 
 def test_prompts_fill_a_step_by_half_while_sessions_draft():

@@ -122,12 +122,12 @@ def every_state() -> list[tuple[SamplingState, Rule]]:
 def test_a_step_waits_once(has_q: bool, parents: tuple[int, ...]) -> None:
     model = Model()
     q_rows = tuple(pack(np.array(ids), np.array([2, 1])) for ids in ([3, 7], [5, 6])) if has_q else ()
-    ending = StopCriteria(len(PROMPT), 40, frozenset(), 0)
+    criteria = StopCriteria(len(PROMPT), 40, frozenset(), 0)
     sessions = []
     for i, (state, rule) in enumerate(every_state()):
         params = replace(state.params, logprobs=2 if i % 2 else None)
         spec = SessionSpec(session_id=str(i), token_ids=tuple(PROMPT), prompt_len=len(PROMPT), params=params)
-        sessions.append(StepSession(spec, state, model.pool.open(40), rule, ending))
+        sessions.append(StepSession(spec, state, model.pool.open(40), rule, criteria))
     for _ in range(3):  # a prompt, and rounds before and after the tensors of its parameters are made
         parts = []
         for i, session in enumerate(sessions):
