@@ -19,7 +19,7 @@ from gateway.decoding.lookup_client import LookupClient
 from gateway.decoding.metrics import SpeculationMetrics
 from gateway.decoding.plain_reason import PlainReason
 from gateway.decoding.request import DecodingRequest, RequestState
-from gateway.decoding.round import Round
+from gateway.decoding.round import RoundRequest
 from gateway.decoding.target_client import TargetClient
 from gateway.pacing.lookup_pacer import LookupPace, LookupPacer
 from gateway.pacing.pace import FixedPace, Pace
@@ -258,7 +258,7 @@ class Decoding:
         proposal = Proposal(0, len(self._state), match.token_ids[:num_tokens])
         try:
             self._target.start(
-                Round(proposal, num_tokens, is_looked_up=True), 0 if waits else self._state.num_remaining
+                RoundRequest(proposal, num_tokens, is_looked_up=True), 0 if waits else self._state.num_remaining
             )
         except InvalidRequest as error:
             logger.warning("session %s decodes without lookups: %s", self._state.session_id, error)
@@ -272,7 +272,7 @@ class Decoding:
         if not self._target.may_start or (proposal := self._draft.take()) is None:
             return
         try:
-            self._target.start(Round(proposal, self._draft.k))
+            self._target.start(RoundRequest(proposal, self._draft.k))
         except InvalidRequest as error:
             self._draft.refuse(error)
             return
@@ -288,7 +288,7 @@ class Decoding:
         self._wanted_draft |= wanted > 0
         return wanted
 
-    def _record(self, answered: Round | None, verdict: Verdict) -> Verdict:
+    def _record(self, answered: RoundRequest | None, verdict: Verdict) -> Verdict:
         """Count a verdict, of a round or of multi-step decode."""
         now_ns = time.perf_counter_ns()
         if self._lookup.is_on:

@@ -10,7 +10,7 @@ from specdec.types import Proposal, Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RoundRequest:
     """A proposal that the target verifies."""
 
     proposal: Proposal

@@ -10,7 +10,7 @@ from typing import Final
 from gateway.decoding.closing import close_session
 from gateway.decoding.metrics import SpeculationMetrics
 from gateway.decoding.request import RequestState
-from gateway.decoding.round import Round
+from gateway.decoding.round import RoundRequest
 from gateway.routing import HiddenStateSpec, Replica, Router
 from specdec.backends import TargetBackend, TargetSession
 from specdec.errors import InvalidRequest, Overloaded, StaleSession, TandemError, Unavailable
@@ -40,14 +40,14 @@ class TargetClient:
         self._wait_s = wait_s
         self._first_session: TargetSession | None = None
         #: The round in progress.
-        self.round: Round | None = None
+        self.round: RoundRequest | None = None
         #: Tokens that the target decodes next by itself, and the length up to which it may.
         self.num_multi_step_left = self._multi_step_end = 0
         #: Proposals the target holds for rounds after the one in progress.
         self._offered = PendingProposals()
         #: Rounds asked for in place of multi-step tokens, without what was committed since, and the length that the
         #: latest one continues: the target takes one or drops it.
-        self._early: list[Round] = []
+        self._early: list[RoundRequest] = []
         self._early_len = 0
         self._is_ending = False
         self._session: TargetSession | None = None
@@ -115,7 +115,7 @@ class TargetClient:
         self._first_session = self._first_session or session
         return first
 
-    def start(self, round_: Round, multi_step_tokens: int = 0) -> None:
+    def start(self, round_: RoundRequest, multi_step_tokens: int = 0) -> None:
         """Ask for a round whose proposal fits the committed tokens, and for multi-step decode after it.
 
         While multi-step decode continues, the target takes what is left of it, or drops it.
@@ -157,7 +157,7 @@ class TargetClient:
             self._is_ending = True
             self._open_session.multi_step_decode(len(self._state), 0)
 
-    async def receive(self) -> tuple[Round | None, Verdict]:
+    async def receive(self) -> tuple[RoundRequest | None, Verdict]:
         """The next verdict, and its round; None: it is multi-step decode's."""
         verdict = self._checked(await self._open_session.receive())
         answered, num_tokens = self.round, verdict.num_draft_tokens
@@ -178,7 +178,7 @@ class TargetClient:
         """
         self._offered.commit(token_ids)
         fitting = self._offered.take()
-        self.round = None if fitting is None else Round(fitting, num_asked)
+        self.round = None if fitting is None else RoundRequest(fitting, num_asked)
         self._early = [rest for early in self._early if (rest := early.after(token_ids)) is not None]
 
     async def recover(self, error: TandemError) -> None:
