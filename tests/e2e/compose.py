@@ -144,7 +144,9 @@ class Containers:
             for i, container in enumerate(compose("ps", "-q", service).stdout.split())
         }
         assert len(self._ids) == 2 * len(SERVICES), self._ids
-        self._urls = {name: self._url(name, "8000") for name in self.names if "gateway" in name}
+        #: REST and gRPC of the gateways that are used.
+        self._urls: dict[str, str] = {}
+        self._grpc_addresses: dict[str, str] = {}
         self._rng = random.Random(3)
 
     @property
@@ -157,7 +159,7 @@ class Containers:
 
     @property
     def grpc_address(self) -> str:
-        return self._url(self._choose(), "50051").removeprefix("http://")
+        return self._grpc_addresses[self._choose()]
 
     async def replace(self, name: str) -> None:
         url = self._urls.pop(name, None)
@@ -170,6 +172,7 @@ class Containers:
         if "gateway" in name:
             url = self._url(name, "8000")
             await asyncio.to_thread(wait_for, url)
+            self._grpc_addresses[name] = self._url(name, "50051").removeprefix("http://")
             self._urls[name] = url
             return
         (described,) = json.loads(run("docker", "inspect", self._ids[name]).stdout)
