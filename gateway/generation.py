@@ -35,6 +35,7 @@ from gateway.text.processor import TextProcessor
 from gateway.text.stop_strings import StopStrings
 from gateway.text.tokenizer import TextTokenizer
 from gateway.types import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
+from gateway.vllm_names import VllmNames
 from gateway.workers.pool import WorkerPool
 from specdec.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, quote
 from specdec.scheduling.admission import Admission
@@ -91,10 +92,12 @@ class Generation:
         self.metrics.registry.register(
             LoadCollector(
                 router,
+                model_name=self._model_name,
                 num_running=lambda: self._admission.num_open,
                 num_waiting=lambda: self._admission.num_waiting,
             )
         )
+        self.metrics.registry.register(VllmNames(self.metrics, self._model_name))
         #: New requests are refused; those in flight continue.
         self.draining = False
         self._preparation = Preparation(self.settings, tokenizer)
@@ -271,7 +274,7 @@ class Generation:
     ) -> AsyncGenerator[GenerationChunk, None]:
         decoding = Decoding(self.context, sample)
         assembler = SampleAssembler(request_id, index, request.params, decoding, tokenizer=self.tokenizer, stops=stops)
-        outcome, last = "cancelled", 0.0
+        outcome, first, last = "cancelled", 0.0, 0.0
         key = current_caller().key
         self.metrics.running.inc()
         try:
@@ -282,13 +285,16 @@ class Generation:
                         self.metrics.itl.observe((now - last) / max(len(verdict.token_ids), 1))
                     else:
                         self.metrics.ttft.observe(now - started)
-                        if decoding.opened is not None:
-                            self.metrics.queue.observe(decoding.opened.queue_ns / 1e9)
+                        first, opened = now, decoding.opened
+                        if opened is not None and not self.settings.has_engines:  # which do not tell
+                            self.metrics.queue.observe(opened.queue_ns / 1e9)
+                            self.metrics.prefill.observe(opened.prefill_ns / 1e9)
                     last = now
                     chunk = assembler.feed(verdict)
                     if chunk.final is not None:
                         outcome = str(chunk.final.reason)
                         self.metrics.latency.observe(now - started)
+                        self.metrics.decode.observe(now - first)
                     yield chunk
                     if chunk.final is not None:
                         return
@@ -343,6 +349,10 @@ class Generation:
             yield
         finally:
             self._session_ids.discard(session_id)
+
+    def _model_name(self) -> str:
+        """For metrics; empty while it is not known."""
+        return next(iter(self.model_names), "")
 
     def _describe(self) -> str:
         num_open, limit = self._admission.num_open, self.settings.max_concurrent_sequences

@@ -13,9 +13,17 @@ from gateway.routing import Router
 class LoadCollector(Collector):
     """Gauges that are read when Prometheus asks."""
 
-    def __init__(self, router: Router, *, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        router: Router,
+        *,
+        model_name: Callable[[], str],
+        num_running: Callable[[], int],
+        num_waiting: Callable[[], int],
+    ) -> None:
         """``num_running`` and ``num_waiting``: sequences in progress here, and requests that wait for that."""
         self._router = router
+        self._model_name = model_name
         self._num_running = num_running
         self._num_waiting = num_waiting
 
@@ -38,7 +46,12 @@ class LoadCollector(Collector):
         return (
             busy_share,
             kv_use,
-            GaugeMetricFamily("vllm:num_requests_running", "Sequences in progress", self._num_running()),
-            GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait for a slot", self._num_waiting()),
-            GaugeMetricFamily("vllm:kv_cache_usage_perc", "Mean of tandem_target_kv_use", mean_use),
+            self._under_vllms_name("num_requests_running", "Sequences in progress", self._num_running()),
+            self._under_vllms_name("num_requests_waiting", "Requests that wait for a slot", self._num_waiting()),
+            self._under_vllms_name("kv_cache_usage_perc", "Mean of tandem_target_kv_use", mean_use),
         )
+
+    def _under_vllms_name(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=("model_name",))
+        gauge.add_metric((self._model_name(),), value)
+        return gauge

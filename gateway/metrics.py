@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric as MetricFamily
 
 from gateway.access.caller import Caller
 from gateway.decoding.metrics import METRICS, Metric, SpeculationMetrics
@@ -21,6 +24,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._own: list[Counter | Histogram] = []
         self.requests = self._counter("requests", "Finished samples by outcome", ("outcome",))
         self.rejected = self._counter(
             "requests_rejected", "Requests answered with an error, by HTTP status", ("status",)
@@ -43,6 +47,8 @@ class GatewayMetrics:
         self.ttft = self._histogram("time_to_first_token_seconds", "From the request to its first token")
         self.itl = self._histogram("inter_token_latency_seconds", "Between the verdicts of a sample, per token")
         self.latency = self._histogram("request_latency_seconds", "From the request to its last token")
+        self.prefill = self._histogram("prefill_seconds", "The target's work on a prompt")
+        self.decode = self._histogram("decode_seconds", "From the first token to the last")
         self.queue = self._histogram("target_queue_seconds", "Waiting to be admitted by the target")
         self._speculation = {
             name: self._counter(metric.counter, metric.text, (metric.label,) if metric.label else ())
@@ -93,12 +99,25 @@ class GatewayMetrics:
         elif rule is not None:
             counter.labels(rule).inc(value * metric.scale)
 
+    def families(self) -> Iterator[MetricFamily]:
+        """The counters and histograms of this class, as they are now."""
+        for each in self._own:
+            yield from each.collect()
+
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return self.render_as("")[0]
+
+    def render_as(self, accept: str) -> tuple[bytes, str]:
+        """The metrics in the format that an ``Accept`` header asks for, OpenMetrics or Prometheus', and its name."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-        return Counter(f"tandem_{name}", text, labels, registry=self.registry)
+        self._own.append(counter := Counter(f"tandem_{name}", text, labels, registry=self.registry))
+        return counter
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"tandem_{name}", text, registry=self.registry, buckets=LATENCY_BUCKETS)
+        histogram = Histogram(f"tandem_{name}", text, registry=self.registry, buckets=LATENCY_BUCKETS)
+        self._own.append(histogram)
+        return histogram

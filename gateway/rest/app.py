@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
@@ -110,8 +109,9 @@ def _add_state(app: FastAPI, generation: Generation) -> None:
         return {"version": __version__}
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generation.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        content, content_type = generation.metrics.render_as(request.headers.get("accept", ""))
+        return Response(content, media_type=content_type)
 
     @app.get("/")
     async def root() -> JSONResponse:

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from specdec import __version__
 from specdec.errors import Overloaded, Unavailable
@@ -338,3 +339,40 @@ async def test_metrics(stand):
     assert float(lines["tandem_spec_decode_num_accepted_tokens_total"]) > 0
     for name in ("draft_failures", "target_failures", "stale_messages"):
         assert lines[f"tandem_{name}_total"] == "0.0"
+
+
+async def test_metrics_under_vllms_names(stand):
+    for _ in range(3):
+        await post(stand, **body_of(max_tokens=30))
+    await post(stand, **body_of(max_tokens=0))
+    text = (await stand.http.get("/metrics")).text
+    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
+    label = '{model_name="toy-model"}'
+    same = {
+        "prompt_tokens_total": "prompt_tokens_total", "generation_tokens_total": "generation_tokens_total",
+        "time_to_first_token_seconds_count": "time_to_first_token_seconds_count",
+        "inter_token_latency_seconds_sum": "inter_token_latency_seconds_sum",
+        "e2e_request_latency_seconds_sum": "request_latency_seconds_sum",
+        "request_decode_time_seconds_count": "decode_seconds_count",
+        "spec_decode_num_drafts_total": "spec_decode_num_spec_steps_total",
+        "spec_decode_num_draft_tokens_total": "spec_decode_num_draft_tokens_total",
+        "spec_decode_num_accepted_tokens_total": "spec_decode_num_accepted_tokens_total",
+    }  # fmt: skip
+    for alias, name in same.items():
+        assert values[f"vllm:{alias}{label}"] == values[f"tandem_{name}"] > 0
+    by_position = [value for name, value in values.items() if "accepted_tokens_per_pos_total" in name]
+    assert by_position == sorted(by_position, reverse=True)
+    assert sum(by_position) == values["tandem_spec_decode_num_accepted_tokens_total"]
+    assert values['vllm:request_success_total{finished_reason="length",model_name="toy-model"}'] == 3
+    assert values[f"vllm:num_requests_running{label}"] == values[f"vllm:num_requests_waiting{label}"] == 0
+    assert values['tandem_requests_rejected_total{status="400"}'] == 1
+
+
+async def test_metrics_as_openmetrics(stand):
+    await post(stand, **body_of())
+    answer = await stand.http.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    assert families["vllm:time_to_first_token_seconds"].type == "histogram"
+    assert families["vllm:generation_tokens"].type == "counter"
+    assert (await stand.http.get("/metrics")).headers["content-type"].startswith("text/plain; version=0.0.4")
