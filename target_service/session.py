@@ -96,7 +96,10 @@ class Session:
         #: Gets the prompt's hidden states.
         self._on_states = on_states or self._verdicts.add_states
         self._waiter: asyncio.Future[None] | None = None
-        self._is_gathering = False
+        #: When a token of multi-step decode should come, if it takes as long as the last one.
+        self._next_token_ns = 0
+        #: Until when tokens gather at the moment; 0: they do not.
+        self._gather_until_ns = 0
         self._failure: TandemError | None = None
         self._closing = False
         self._released = asyncio.Event()
@@ -173,11 +176,11 @@ class Session:
             self._asked_ns = time.perf_counter_ns()
             self._owner.ready(self)
 
-    async def receive(self, earliest_s: float = 0.0) -> Verdict:
+    async def receive(self, gather_until_ns: int = 0) -> Verdict:
         """The next verdict, with those of multi-step decode that wait joined into one; waits until there is one.
 
-        Before ``earliest_s`` (time of the event loop) multi-step tokens gather as long as further ones follow and no
-        round's verdict waits.
+        Tokens of multi-step decode gather as long as another one should come before ``gather_until_ns``
+        (``time.perf_counter_ns``) and no round's verdict waits.
 
         Raises:
             Unavailable: the session was closed.
@@ -189,9 +192,8 @@ class Session:
             if self._closing:
                 raise Unavailable("the session was closed")
             await self._wait()
-        wait_s = earliest_s - asyncio.get_running_loop().time()
-        if wait_s > 0 and self._is_multi_step and not self._verdicts.has_round:
-            await self._gather(wait_s)
+        if self._may_gather(gather_until_ns):
+            await self._gather(gather_until_ns)
         return self._verdicts.take()
 
     async def close(self) -> None:
@@ -345,6 +347,7 @@ class Session:
                 num_multi_step_left=self._multi_step_until - self.committed_len if self._is_multi_step else 0,
             )
         )
+        self._next_token_ns = now_ns + (now_ns - self._asked_ns)
         self._asked_ns = now_ns  # of the next token when multi-step decode
         dropped = self._pending.commit(token_ids) if self.finish_reason is None else self._pending.clear()
         if self._asked is not None:  # it came during a step of multi-step decode
@@ -356,7 +359,7 @@ class Session:
             else:
                 self._start(fitting)
         self._owner.count_superseded(dropped)
-        if part.draft_token_ids or not (self._is_gathering and self._is_multi_step):
+        if not self._may_gather(self._gather_until_ns):
             self._wake()
 
     # --- inside ---
@@ -415,14 +418,19 @@ class Session:
             )
         check_draft(proposal.token_ids, proposal.q_rows, self.step_session.state.num_tokens, proposal.parents)
 
-    async def _gather(self, seconds: float) -> None:
-        """Let multi-step tokens gather; returns as soon as no further one follows."""
+    def _may_gather(self, until_ns: int) -> bool:
+        """Whether the verdicts that wait may leave with another token, which should come before ``until_ns``."""
+        return self._next_token_ns <= until_ns and self._is_multi_step and not self._verdicts.has_round
+
+    async def _gather(self, until_ns: int) -> None:
+        """Let tokens of multi-step decode gather until then at most."""
+        seconds = max(0, until_ns - time.perf_counter_ns()) / 1e9
         timer = asyncio.get_running_loop().call_later(seconds, self._wake)
-        self._is_gathering = True
+        self._gather_until_ns = until_ns
         try:
             await self._wait()
         finally:
-            self._is_gathering = False
+            self._gather_until_ns = 0
             timer.cancel()
 
     async def _wait(self) -> None:

@@ -185,8 +185,8 @@ class FakeSession:
         except Exception as error:
             self.received.put_nowait(error)
 
-    async def receive(self, earliest_s=0.0):
-        """The next item; verdicts are not joined, so there is nothing to wait for until ``earliest_s``."""
+    async def receive(self, gather_until_ns=0):
+        """The next item; verdicts are not joined, so there is nothing to wait for until ``gather_until_ns``."""
         assert not self.closed
         item = await self.received.get()
         if isinstance(item, Exception):

@@ -11,7 +11,7 @@ from specdec.rpc.session_stream import SessionStream, call_unary
 from specdec.types import FinishReason, Proposal
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
-from target_service.servicer import MAX_GATHER_S, gather_time_s
+from target_service.servicer import MAX_GATHER_S, MIN_GATHER_S, gather_time_ns
 from tests.streams import streaming
 from tests.target_service.conftest import VOCAB, make_prompt, make_spec, num_waiting, until, until_clean
 from tests.target_service.scheduler.watch import Watch
@@ -114,23 +114,23 @@ async def test_sessions_that_wait_for_rounds_do_not_delay_messages(start_core, s
     async with start_core() as core, serve(core) as (stub, _):
         waiting = [await core.open(make_spec(make_prompt(seed), 8)) for seed in range(1, 9)]
         watch = Watch(core)
-        watch.delay_s = 0.002
-        async with Client(stub, make_spec(prompt, 41)) as client:
+        watch.delay_s = MIN_GATHER_S
+        async with Client(stub, make_spec(prompt, 31)) as client:
             n = (await client.open()).committed_len
-            await client.send_ahead(n, 40)
+            await client.send_ahead(n, 30)
             verdicts = [await client.verdict()]
             while verdicts[-1].finish_reason is None:
                 verdicts.append(await client.verdict())
-        assert tuple(token for verdict in verdicts for token in verdict.token_ids) == plain(prompt, 41)[1:]
+        assert tuple(token for verdict in verdicts for token in verdict.token_ids) == plain(prompt, 31)[1:]
         assert len(verdicts) > 20
         for session in waiting:
             await session.close()
 
 
 def test_messages_gather_for_a_limited_time():
-    assert gather_time_s(0, 2) == gather_time_s(1, 2) == 0
-    assert gather_time_s(8, 2) == pytest.approx(0.014)
-    assert gather_time_s(256, 2) == gather_time_s(10**6, 2) == MAX_GATHER_S
+    assert gather_time_ns(0, 2) == gather_time_ns(1, 2) == 1e9 * MIN_GATHER_S
+    assert gather_time_ns(8, 2) == 14_000_000
+    assert gather_time_ns(256, 2) == gather_time_ns(10**6, 2) == 1e9 * MAX_GATHER_S
 
 
 async def test_stale_messages_are_dropped_and_counted(start_core, serve, plain):

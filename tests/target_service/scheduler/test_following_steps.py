@@ -138,3 +138,28 @@ async def test_two_sessions_close_while_a_following_step_runs(start_core, plain)
         assert [len(batch) for batch in watch.batches[-3:]] == [1] * 3
         await sessions[2].close()
         assert len(watch.batches) <= 30
+
+
+async def test_tokens_gather_while_further_ones_come_in_time(start_core, plain):
+    prompt = make_prompt(5)
+    async with start_core() as core:
+        session = await core.open(make_spec(prompt, 107))
+        session.multi_step_decode(session.first.committed_len, 6)
+        async with asyncio.timeout(10):
+            together = await session.receive(time.perf_counter_ns() + 10**12)
+        assert together.token_ids == plain(prompt, 107)[1:7]
+        watch = Watch(core)
+        watch.delay_s = 0.002
+        session.multi_step_decode(session.committed_len, 100)
+        await until(lambda: len(watch.batches) >= 2)
+        watch.gate.clear()
+        async with asyncio.timeout(10):  # the next token does not come
+            early = await session.receive(time.perf_counter_ns() + 50_000_000)
+        assert 1 <= len(early.token_ids) < 100
+        watch.delay_s = 0.0
+        watch.gate.set()
+        tokens = list(early.token_ids)
+        while len(tokens) < 100:
+            tokens += (await session.receive(time.perf_counter_ns() + 10**12)).token_ids
+        assert tuple(tokens) == plain(prompt, 107)[7:]
+        await session.close()
