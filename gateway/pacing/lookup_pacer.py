@@ -12,15 +12,11 @@ from typing import Final
 from gateway.pacing.match_acceptance import MatchAcceptance
 from specdec.lookup.base import Match
 from specdec.scheduling.costs import StepCost
-from specdec.types import Verdict
+from specdec.types import RoundTimings, Verdict
 
 #: Nanoseconds that the messages of a round take from the decoding of tokens. With 0 and with 1.2 ms eight sessions of
 #: prose reach 0.97 and 1.00 of plain decoding, with this 1.10 (suffix and n-gram, medians of four windows each).
 ROUND_NS: Final = 400_000
-#: Weight of the newest step in the mean load.
-NEWEST: Final = 0.1
-#: Probability that a whole proposal is accepted from which the target waits for the next one.
-LIKELY: Final = 0.5
 
 
 class LookupPacer:
@@ -29,7 +25,7 @@ class LookupPacer:
     def __init__(self) -> None:
         self.acceptance = MatchAcceptance()
         self._cost = StepCost()
-        self._sessions = self._rows = self._context = 0.0
+        self._step = RoundTimings()
 
     def record(self, verdict: Verdict) -> None:
         """Learn what a step took."""
@@ -38,23 +34,19 @@ class LookupPacer:
             return
         spent_ns = timings.forward_ns + timings.verify_ns
         self._cost.observe(timings.batch_rows, timings.batch_sessions, timings.batch_context, spent_ns)
-        weight = NEWEST if self._sessions else 1.0
-        self._sessions += weight * (timings.batch_sessions - self._sessions)
-        self._rows += weight * (timings.batch_rows - self._rows)
-        self._context += weight * (timings.batch_context - self._context)
+        self._step = timings
 
     @property
     def is_alone(self) -> bool:
-        """Whether steps carry one session as a rule."""
-        return self._sessions < 1.5
+        """Whether the latest step had one session: then a round costs least if the target waits for it."""
+        return self._step.batch_sessions <= 1
 
     def prices(self, num_tokens: int) -> list[float]:
         """Tokens that all sessions lose by rounds of 0, 1, … ``num_tokens`` drafted ones."""
-        sessions, context = max(self._sessions, 1.0), self._context
+        sessions, rows, context = self._step.batch_sessions, self._step.batch_rows, self._step.batch_context
         step_ns = self._cost.predict(sessions, sessions, context)
         if not step_ns:
             return [0.0] * (num_tokens + 1)
-        rows = max(self._rows, sessions)
         before_ns = self._cost.predict(rows, sessions, context) - ROUND_NS
         return [
             (self._cost.predict(rows + count, sessions, context) - before_ns) * sessions / step_ns
@@ -89,12 +81,12 @@ class LookupPace:
         if self._is_fixed:
             return count, True
         first, following = self._acceptance.rates(match.length)
-        best = gain = expected = 0.0
-        survival = likely = first
+        best, gain, expected = 0, 0.0, 0.0
+        survival = first
         for num_tokens, price in enumerate(self._pacer.prices(count)[1:], 1):
             expected += survival
             net = expected - price
             if net > gain:
-                best, gain, likely = num_tokens, net, survival
+                best, gain = num_tokens, net
             survival *= following
-        return int(best), self._pacer.is_alone or likely >= LIKELY
+        return best, self._pacer.is_alone

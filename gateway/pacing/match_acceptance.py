@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Final, Self
 
-#: Assumed of matches that were never seen: most are right, so that they are tried.
-FIRST_GUESS: Final = 0.7
-#: Weight of what is assumed or known of other texts, in matches, and the number of newer ones after which one counts
-#: half.
+from gateway.pacing.text_acceptance import FIRST_GUESS, HALF_LIFE
+
+#: What is assumed, or known of other texts, weighs like so many matches: three wrong ones end a text's lookups.
 PRIOR_WEIGHT: Final = 2.0
-HALF_LIFE: Final = 32.0
-#: Matches within a factor of two count as alike; all from this length on do.
-MAX_BITS: Final = 6
 
 _FADE: Final = 0.5 ** (1.0 / HALF_LIFE)
 
@@ -31,7 +28,8 @@ class MatchAcceptance:
     def __init__(self, prior: Self | None = None) -> None:
         """``prior``: what is known of other texts; it learns what is observed here."""
         self._prior = prior
-        self._rates = [_Rates() for _ in range(MAX_BITS + 1)]
+        #: By the number of bits of the length: matches within a factor of two count as alike.
+        self._rates: defaultdict[int, _Rates] = defaultdict(_Rates)
 
     def observe(self, length: int, num_tokens: int, num_right: int) -> None:
         """After a match of ``length`` tokens ``num_tokens`` were compared with what followed; the first ``num_right``
@@ -39,7 +37,7 @@ class MatchAcceptance:
         """
         if not num_tokens:
             return
-        rates = self._rates[_bits(length)]
+        rates = self._rates[length.bit_length()]
         tried_next = min(num_right, num_tokens - 1)
         rates.first_tried = rates.first_tried * _FADE + 1.0
         rates.first_right = rates.first_right * _FADE + (num_right > 0)
@@ -51,12 +49,8 @@ class MatchAcceptance:
     def rates(self, length: int) -> tuple[float, float]:
         """Of the first token after such a match, and of each further one after a right one."""
         first, following = (FIRST_GUESS, FIRST_GUESS) if self._prior is None else self._prior.rates(length)
-        rates = self._rates[_bits(length)]
+        rates = self._rates[length.bit_length()]
         return (
             (rates.first_right + PRIOR_WEIGHT * first) / (rates.first_tried + PRIOR_WEIGHT),
             (rates.next_right + PRIOR_WEIGHT * following) / (rates.next_tried + PRIOR_WEIGHT),
         )
-
-
-def _bits(length: int) -> int:
-    return min(length.bit_length(), MAX_BITS)

@@ -25,8 +25,6 @@ TRIAL_PAUSE_TOKENS: Final = 512
 #: A trial that was not measured ends after the time of so many windows: sessions that decode many tokens on one request
 #: join late.
 TRIAL_WINDOWS: Final = 8
-#: Plain tokens after which what a text's rounds brought says nothing of the next ones.
-NEW_TEXT_TOKENS: Final = 16
 #: Texts that say what is usual. The first one was never seen, so the optimism ends after eight bad texts.
 RECENT_TEXTS: Final = 8
 #: Drafted tokens of a round at most, by the settings.
@@ -149,8 +147,6 @@ class SessionPace:
         self._target = target
         self._acceptance = TextAcceptance()
         self._last_ns: int | None = None
-        #: Plain tokens since the last round.
-        self._num_plain = 0
         self._is_open = True
         target.num_sessions += 1
 
@@ -163,7 +159,6 @@ class SessionPace:
     def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
         target, num_tokens, stats = self._target, len(verdict.token_ids), self._target.stats
-        self._num_plain = 0 if num_asked else self._num_plain + num_tokens
         if num_asked:
             if self._acceptance.is_empty:
                 target.add_text(self._acceptance)
@@ -197,7 +192,7 @@ class SessionPace:
             return 0
         is_tree = target.tree_depth is not None  # the draft keeps trees as low as the rest of the request is short
         if target.trial is Mode.SPECULATIVE:
-            if self._num_plain > NEW_TEXT_TOKENS:
+            if not self.k:
                 self._acceptance = TextAcceptance()  # the text has moved on: its bad beginning counts no more
             return self._limit if is_tree else limit  # fewer tokens would not show long copies
         target.compare_texts(self._limit, now_ns)

@@ -90,15 +90,11 @@ def test_the_price_is_that_of_rows_and_messages():
     assert alone.prices(16)[16] < pacer.prices(16)[16] / 2
 
 
-def test_nobody_waits_for_the_next_round_of_a_match_that_may_end():
+@pytest.mark.parametrize("sessions", [1, 8])
+def test_the_target_waits_for_the_next_round_of_a_session_alone(sessions):
     pacer = LookupPacer()
-    steps(pacer, 8, row_ms=0.01)
-    pace = LookupPace(pacer)
-    for _ in range(50):
-        show(pace, right=8, length=20)
-        show(pace, right=5, length=4)
-    assert pace.num_draft_tokens(Match((5,) * 8, 20))[1]
-    assert not pace.num_draft_tokens(Match((5,) * 8, 4))[1]
+    steps(pacer, sessions, row_ms=0.01)
+    assert LookupPace(pacer).num_draft_tokens(Match((5,) * 8, 20)) == (8, sessions == 1)
 
 
 def test_a_fixed_length_is_what_was_found():
