@@ -60,7 +60,7 @@ def throughput(policy, of, num_steps=0):
 )  # fmt: skip
 def test_never_slower_than_plain_decoding(kind, rate, sessions):
     of = world(kind, rate, sessions)
-    # One trial more or less in so short a time: 0.02.
+    # With seeds 0 and 1: 0.975 to 0.999. One trial more or less in so short a time: 0.02.
     assert throughput(adaptive, of) >= 0.95 * throughput(plain, of)
 
 
@@ -79,7 +79,7 @@ def test_nearly_as_fast_as_the_best_fixed_length(kind, rate, sessions):
     of = world(kind, rate, sessions)
     best = max(throughput(fixed(k), of) for k in (2, 4))
     assert best > 1.1 * throughput(plain, of)
-    assert throughput(adaptive, of) > 0.88 * best
+    assert throughput(adaptive, of) > 0.9 * best  # with seeds 0 and 1: 0.927 to 1.01
 
 
 def sequence(acceptance, sessions=1, k=16):
@@ -92,7 +92,7 @@ def test_copies_of_many_tokens_gain_at_every_load(sessions):
     of = sequence(lambda *_: 0.95, sessions)
     best = throughput(fixed(16), of)
     assert best > 1.1 * throughput(plain, of)
-    assert throughput(adaptive, of) > 0.82 * best
+    assert throughput(adaptive, of) > 0.9 * best  # with seeds 0 and 1: 0.917 to 0.96
 
 
 def test_one_odd_request_is_forgotten_at_once():
@@ -104,11 +104,12 @@ def test_one_odd_request_is_forgotten_at_once():
     for simulation in (odd, even):
         while not simulation.clients or not simulation.clients[0].number:
             simulation.run(0.05)
-    assert odd.run(1.0) > 0.95 * even.run(1.0)
+    assert odd.run(1.0) > 0.95 * even.run(1.0)  # with seeds 0 and 1: 0.986, 1.046
 
 
 def test_easy_and_hard_texts_at_the_same_time_draft_apart():
     of = sequence(lambda _, number: 0.95 if number % 2 else 0.1)
+    # With seeds 0 and 1: 1.22, 1.33.
     assert throughput(adaptive, of, 9000) > 1.2 * throughput(plain, of, 9000)
     assert throughput(fixed(16), of) < 0.6 * throughput(plain, of)
 
@@ -131,7 +132,7 @@ def test_pauses_between_requests_do_not_start_the_search_anew():
     of = world("large", 0.9, 4, load=lambda now_s: 0 if now_s % 2.0 > 1.0 else 4)
     simulation, reference = Simulation(of, adaptive), Simulation(of, plain)
     simulation.run(6.0), reference.run(6.0)
-    assert simulation.run(8.0) > 1.1 * reference.run(8.0)
+    assert simulation.run(8.0) > 1.6 * reference.run(8.0)  # with seeds 0 and 1: 1.79, 1.91
 
 
 def test_another_process_that_slows_everything_down():
@@ -143,7 +144,7 @@ def test_another_process_that_slows_everything_down():
     for second in range(10):
         slow["now"] = 1.0 + second % 4 // 2
         speed, base = speed + simulation.run(1.0), base + reference.run(1.0)
-    assert speed > 1.25 * base
+    assert speed > 1.45 * base  # with seeds 0 and 1: 1.59
 
 
 def test_more_sessions_than_pay_off_turn_speculation_off_and_on_again():
