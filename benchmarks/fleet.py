@@ -17,7 +17,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import numbers, run
-from benchmarks.fleet_simulation import Costs, DraftPlace, FleetOutcome, FleetSize, GatewayCost, Simulation, StepTime
+from benchmarks.fleet_simulation import (
+    Costs,
+    DraftPlace,
+    FleetOutcome,
+    FleetSize,
+    GatewayCost,
+    MeasuredStep,
+    Simulation,
+)
 
 PARAMETERS: Final = Path(__file__).with_suffix(".json")
 #: Share of the best throughput that counts as the best.
@@ -27,7 +35,7 @@ AS_GOOD: Final = 0.98
 def read_costs(path: Path) -> Costs:
     """The file of parameters."""
     given: dict[str, Any] = json.loads(path.read_text())
-    nested = {"target_step_ms": StepTime, "draft_step_ms": StepTime, "gateway_ms": GatewayCost}
+    nested = {"target_step_ms": MeasuredStep, "draft_step_ms": MeasuredStep, "gateway_ms": GatewayCost}
     return Costs(**{name: nested[name](**value) if name in nested else value for name, value in given.items()})
 
 

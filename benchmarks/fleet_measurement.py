@@ -13,7 +13,7 @@ from typing import Final
 import grpc.aio
 import psutil
 
-from benchmarks.fleet_simulation import Costs, DraftPlace, FleetSize, GatewayCost, Simulation, StepTime
+from benchmarks.fleet_simulation import Costs, DraftPlace, FleetSize, GatewayCost, MeasuredStep, Simulation
 from benchmarks.service_process import StartedService, service
 from specdec.cores import usable_cores
 from specdec.rpc.channel import open_channel
@@ -150,8 +150,8 @@ def measure(costs: Costs) -> Costs:
     draft = _line(few, many, 1, is_draft=True)
     return replace(
         costs,
-        target_step_ms=StepTime(*target, per_prompt_row=target[1]),
-        draft_step_ms=StepTime(draft[0] / k, draft[1] / k),
+        target_step_ms=MeasuredStep(*target, per_prompt_row=target[1]),
+        draft_step_ms=MeasuredStep(draft[0] / k, draft[1] / k),
         gateway_ms=GatewayCost(
             request=costs.gateway_ms.request,
             round=1e3 * many.gateway_s / max(many.num_pieces, 1),

@@ -23,7 +23,7 @@ class DraftPlace(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class StepTime:
+class MeasuredStep:
     """Milliseconds of a step: ``base``, and so many for each row."""
 
     base: float
@@ -45,8 +45,8 @@ class GatewayCost:
 class Costs:
     """One machine of each kind, and the requests. ``benchmarks/fleet.json`` has measured ones."""
 
-    target_step_ms: StepTime
-    draft_step_ms: StepTime
+    target_step_ms: MeasuredStep
+    draft_step_ms: MeasuredStep
     gateway_ms: GatewayCost
     #: One way between two services.
     network_ms: float

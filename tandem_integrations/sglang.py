@@ -156,20 +156,20 @@ def make_worker_class() -> type:
             model = target_worker.model_runner.model_config
             self._vocab_size = model.vocab_size
             self._group = get_tp_group()
-            self._sessions = None
+            self.sessions = None
             if self._group.rank_in_group == 0:
                 settings = RemoteDraftSettings.read({})
-                self._sessions = RemoteSessions(settings, self.draft_token_num - 1, model.context_len)
+                self.sessions = RemoteSessions(settings, self.draft_token_num - 1, model.context_len)
 
         def _prepare_draft_tokens(self, batch: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
             """int64 [rows * n] and bool [rows * n * n] for n tokens a row: see :func:`tree_of`."""
             size, trees = self.draft_token_num, None
-            if self._sessions is not None:
+            if self.sessions is not None:
                 is_behind = self.enable_overlap and not batch.grammar_needs_sync()
                 rows = rows_of(batch, size, is_behind=is_behind)
                 trees = [
                     tree_of(self._usable(draft), row.tokens(row.length - 1)[0], size)
-                    for row, draft in zip(rows, self._sessions.draft(rows), strict=True)
+                    for row, draft in zip(rows, self.sessions.draft(rows), strict=True)
                 ]
             tokens, masks = zip(*self._group.broadcast_object(trees), strict=True)
             return np.concatenate([np.array(ids, dtype=np.int64) for ids in tokens]), np.concatenate(masks).reshape(-1)

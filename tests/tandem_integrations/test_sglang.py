@@ -67,6 +67,14 @@ class NGRAMWorker:
     def _update_ngram_corpus(self, batch):
         raise AssertionError("SGLang's own lookups are not used")
 
+    def draft(self, batch):
+        """What a step asks of the worker before the pass."""
+        return self._prepare_draft_tokens(batch)
+
+    def learn(self, batch):
+        """What a step asks after the pass."""
+        self._update_ngram_corpus(batch)
+
 
 class GroupCoordinator:
     """A rank of a tensor-parallel group; ranks are asked in order."""
@@ -177,7 +185,7 @@ class Scheduler:
             accept_lens=torch.tensor([len(self.behind[i]) for i in rows], dtype=torch.int32),
         )
         batch = ScheduleBatch([self.reqs[i] for i in rows], info)
-        tokens, mask = self.worker._prepare_draft_tokens(batch)
+        tokens, mask = self.worker.draft(batch)
         assert (tokens.dtype, mask.dtype) == (np.int64, np.bool_)
         tokens, mask = tokens.reshape(len(rows), SIZE), mask.reshape(len(rows), SIZE, SIZE)
         if overlap:
@@ -188,7 +196,7 @@ class Scheduler:
             self.behind[i] = verify(ids, seen, iter(text[done:]))
             self.num_accepted += len(self.behind[i]) - 1
             self.num_tokens[i] = done + len(self.behind[i])
-        self.worker._update_ngram_corpus(batch)
+        self.worker.learn(batch)
 
     def process(self):
         for i, new in enumerate(self.behind):
@@ -215,7 +223,7 @@ async def test_requests_are_sessions(standin, monkeypatch, overlap):
             while scheduler.running():
                 await asyncio.to_thread(scheduler.step)
         finally:
-            worker._sessions.close()
+            worker.sessions.close()
         for request, text in zip(scheduler.reqs, scheduler.texts, strict=True):
             assert request.output_ids.tolist() == text[: len(request.output_ids)]
         assert scheduler.num_accepted > 0.6 * 60 * len(PROMPTS)
@@ -230,11 +238,11 @@ async def test_other_ranks_get_what_the_first_one_got(standin, monkeypatch):
         batch = ScheduleBatch([Req("a", PROMPTS[0])], has_grammar=True)
         for token in reference(PROMPTS[0], params(temperature=0.0, max_tokens=8)):
             batch.reqs[0].output_ids.append(token)
-            answers = [await asyncio.to_thread(worker._prepare_draft_tokens, batch) for worker in workers]
+            answers = [await asyncio.to_thread(worker.draft, batch) for worker in workers]
             assert all(np.array_equal(one, other) for one, other in zip(*answers, strict=True))
         assert answers[0][0][1:].all()
         assert service.draft.num_opened == 1
-        workers[0]._sessions.close()
+        workers[0].sessions.close()
 
 
 def test_trees(standin, monkeypatch):
@@ -242,11 +250,11 @@ def test_trees(standin, monkeypatch):
     tree, batch = RowDraft([11, 12, 13], [-1, -1, 0]), ScheduleBatch([Req("a", [7, 8])], has_grammar=True)
     for topk, right, committed in ((2, [12, 9], [12, 9]), (2, [11, 13, 9], [11, 13, 9]), (1, [12, 9], [12])):
         worker = start_worker(monkeypatch, None, speculative_eagle_topk=topk)
-        worker._sessions = types.SimpleNamespace(draft=lambda rows: [tree])
-        tokens, mask = worker._prepare_draft_tokens(batch)
+        worker.sessions = types.SimpleNamespace(draft=lambda rows: [tree])
+        tokens, mask = worker.draft(batch)
         assert verify(tokens, mask.reshape(SIZE, SIZE), iter(right)) == committed
-    worker._sessions = types.SimpleNamespace(draft=lambda rows: [RowDraft([11, 64])])
-    tokens, mask = worker._prepare_draft_tokens(batch)
+    worker.sessions = types.SimpleNamespace(draft=lambda rows: [RowDraft([11, 64])])
+    tokens, mask = worker.draft(batch)
     assert (tokens.tolist(), mask.tolist()) == ([8, 0, 0, 0, 0], np.eye(SIZE, dtype=bool).reshape(-1).tolist())
 
 
