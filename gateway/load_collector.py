@@ -40,9 +40,10 @@ class LoadCollector(Collector):
             "tandem_target_kv_use", "Share of a target's KV cache that open sessions use", labels=("target",)
         )
         targets = self._router.targets.usable
-        for target in targets:
-            kv_use.add_metric((target.name,), target.kv_use)
-        mean_use = sum(target.kv_use for target in targets) / max(len(targets), 1)
+        uses = {target.name: min(1.0, target.kv_use) for target in targets}
+        for name, use in uses.items():
+            kv_use.add_metric((name,), use)
+        mean_use = sum(uses.values()) / max(len(uses), 1)
         return (
             busy_share,
             kv_use,

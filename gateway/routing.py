@@ -74,7 +74,7 @@ class Replica(Generic[B]):
     @property
     def kv_use(self) -> float:
         """Share of its KV cache that open sessions use: as it said last, and those sent there since, each counted as
-        large as the others.
+        large as the others. Above 1 where more are sent there than it has told of.
         """
         load = self._load
         in_use = load.used_blocks - load.parked_blocks

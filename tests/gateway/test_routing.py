@@ -2,6 +2,7 @@
 
 import pytest
 
+from gateway.load_collector import LoadCollector
 from gateway.routing import Pool, Replica, Router
 from specdec.errors import ModelNotSupported, Unavailable
 from specdec.types import ServerLoad
@@ -90,3 +91,14 @@ async def test_local_backends():
     assert router.pick_draft("s") is not None
     with pytest.raises(ModelNotSupported):
         await Router.local(FakeTarget(), FakeDraft(info=draft_info(tokenizer_fingerprint="other")))
+
+
+def test_the_metric_of_kv_use_is_a_share_before_a_target_has_told_its_size():
+    target = Replica("target", FakeTarget(), healthy=True)
+    router = Router([target], [])
+    for _ in range(3):
+        target.note_session()
+    collector = LoadCollector(router, model_name=lambda: "m", num_running=lambda: 0, num_waiting=lambda: 0)
+    values = {family.name: family.samples[0].value for family in collector.collect() if family.samples}
+    assert target.kv_use == 3  # what picks the less used of two
+    assert values["tandem_target_kv_use"] == values["vllm:kv_cache_usage_perc"] == 1
