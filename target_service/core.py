@@ -197,6 +197,7 @@ class TargetCore:
         if self._beating is not None:
             self._beating.cancel()
         self._verifier.close()
+        self._grammars.close()
         try:
             await self._device.run(self.engine.close)
         except Unavailable:  # closed before

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from threading import Lock
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -24,12 +25,17 @@ _LIMITS: Final = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
+#: Bytes of a grammar's text at most, and of the stack that compiles it. llguidance follows a chain of rules by
+#: recursion, 3 to 6 KB a rule: 3,000 rules, which 30 KB can name, end a process whose threads have
+#: the usual 8 MB.
+MAX_TEXT_BYTES: Final = 2**19
+_STACK_BYTES: Final = 2**29
 #: Grammars kept; one of a nested schema takes about 1 MB.
 _NUM_KEPT: Final = 32
 
 
 class GrammarCompiler:
-    """Makes the grammars of sessions. Compiling runs in a thread, one grammar at a time."""
+    """Makes the grammars of sessions, one at a time, in a thread with a large stack."""
 
     def __init__(self, read_tokenizer: Callable[[], LLTokenizer | None]) -> None:
         """``read_tokenizer`` is called once, for the first grammar; None: the model has no tokenizer that fits."""
@@ -37,7 +43,7 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._is_read = False
         self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
-        self._lock = Lock()
+        self._thread: ThreadPoolExecutor | None = None
 
     async def compile(self, params: StructuredOutputsParams, output: Sequence[int] = ()) -> Grammar:
         """A grammar that has read ``output``.
@@ -45,11 +51,19 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: there is no tokenizer, the grammar is wrong or too large, or ``output`` does not fit it.
         """
-        return await asyncio.to_thread(self._compile, params, output)
+        if params.num_bytes > MAX_TEXT_BYTES:
+            raise refusal(params.kind, f"it has {params.num_bytes} bytes, above {MAX_TEXT_BYTES}; shorten it")
+        if self._thread is None:
+            self._thread = _thread_with_stack(_STACK_BYTES)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, params, output)
+
+    def close(self) -> None:
+        """End the thread once it has nothing to do."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, params: StructuredOutputsParams, output: Sequence[int]) -> Grammar:
-        with self._lock:
-            matcher = self._matcher(params).deep_copy()
+        matcher = self._matcher(params).deep_copy()
         if output and not matcher.consume_tokens(list(output)):
             raise refusal(params.kind, "the tokens generated so far do not fit it")
         assert self._tokenizer is not None
@@ -73,3 +87,14 @@ class GrammarCompiler:
         if len(self._compiled) > _NUM_KEPT:
             self._compiled.popitem(last=False)
         return matcher
+
+
+def _thread_with_stack(num_bytes: int) -> ThreadPoolExecutor:
+    """A pool of one thread, which has started. Only pages of the stack that are used take memory."""
+    pool = ThreadPoolExecutor(1, "grammars")
+    before = threading.stack_size(num_bytes)
+    try:
+        pool.submit(int)
+    finally:
+        threading.stack_size(before)
+    return pool

@@ -8,7 +8,7 @@ import pytest
 from specdec.errors import InvalidRequest
 from specdec.structured_outputs import StructuredOutputsParams
 from specdec.types import FinishReason
-from target_service.grammar.compiler import GrammarCompiler
+from target_service.grammar.compiler import MAX_TEXT_BYTES, GrammarCompiler
 from target_service.stop_criteria import Truncation
 
 TAG = {
@@ -78,6 +78,11 @@ def test_output_that_does_not_fit(compile_grammar, tokenizer):
         compile_grammar(StructuredOutputsParams(choice=["yes"]), tokenizer.encode("no").ids)
 
 
+def test_a_text_that_is_too_long(compile_grammar):
+    with pytest.raises(InvalidRequest, match="bytes"):
+        compile_grammar(StructuredOutputsParams(regex="a" * (MAX_TEXT_BYTES + 1)))
+
+
 def test_no_tokenizer():
     import asyncio
 
@@ -112,6 +117,10 @@ def test_hostile_grammars_cost_little(compile_grammar, tokenizer):
         {"grammar": 'start: start start | "a" | ""'},
         {"choice": [f"{i:x}" * 20 for i in range(2000)]},
         {"json": deep},
+        # Chains of references, as long as --max-grammar-bytes allows: with a usual stack they end the process.
+        {"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4600)) + 'r4600: "a"'},
+        {"grammar": "start: T0\n" + "".join(f"T{i}: T{i + 1}\n" for i in range(4600)) + 'T4600: "a"'},
+        {"json": {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(2000)}}},
     ]
     for given in hostile:
         start = time.monotonic()
