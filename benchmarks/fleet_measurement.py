@@ -181,8 +181,13 @@ def _line(few: FleetWindow, many: FleetWindow, rows: int, *, is_draft: bool = Fa
         rounds = max(window.num_pieces, 1)
         points.append((rows * rounds / max(steps, 1), 1e3 * seconds / max(steps, 1)))
     (x0, y0), (x1, y1) = points
-    slope = max(0.0, (y1 - y0) / (x1 - x0)) if x1 > x0 else 0.0
-    return max(0.0, y0 - slope * x0), slope
+    slope = (y1 - y0) / (x1 - x0) if x1 > x0 else -1.0
+    if slope < 0 or (base := y0 - slope * x0) < 0:
+        raise RuntimeError(
+            f"steps of {x0:.1f} and {x1:.1f} rows took {y0:.2f} and {y1:.2f} ms, which no step's cost explains:"
+            " repeat it with more seconds, on an idle machine"
+        )
+    return base, slope
 
 
 def _acceptance_rate(window: FleetWindow, k: int) -> float:

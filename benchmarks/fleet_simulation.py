@@ -34,7 +34,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class GatewayCost:
-    """Milliseconds of a gateway's core for a request, a round with a draft, and a verdict of plain decoding."""
+    """Milliseconds of gateway and client on a core for a request, a round with a draft, and a verdict without one."""
 
     request: float
     round: float
@@ -43,7 +43,7 @@ class GatewayCost:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """One machine of each kind, and the requests. ``benchmarks/fleet.json`` has measured ones."""
+    """One machine of each kind, and the requests."""
 
     target_step_ms: MeasuredStep
     draft_step_ms: MeasuredStep
@@ -230,14 +230,14 @@ class Simulation:
         if self._fleet.mode is DraftPlace.COLOCATED:
             num_sessions = sum(not job.is_prompt for job in batch)
             ms += self._chain_ms(num_sessions) if num_sessions else 0.0
-            ms += costs.draft_step_ms.per_row * prompt_rows
+            ms += costs.draft_step_ms.per_prompt_row * prompt_rows
         return ms
 
     def _draft_ms(self, batch: list[Job]) -> float:
         prompt_rows = sum(job.rows for job in batch if job.is_prompt)
         num_sessions = sum(not job.is_prompt for job in batch)
         ms = self._chain_ms(num_sessions) if num_sessions else self._costs.draft_step_ms.base
-        return ms + self._costs.draft_step_ms.per_row * prompt_rows
+        return ms + self._costs.draft_step_ms.per_prompt_row * prompt_rows
 
     def _chain_ms(self, num_sessions: int) -> float:
         """Drafting for so many sessions: a step a token."""

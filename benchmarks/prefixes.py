@@ -1,4 +1,4 @@
-"""Chats without a session id over two targets, through gateways with and without ``--reuse-prefixes``, in turns.
+"""Chats without a session id over two targets, through gateways with and without ``--reuse-prefixes``, alternating.
 
 A turn sends the whole chat so far, as most clients do. TTFT is that of all turns but the first.
 """

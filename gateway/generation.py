@@ -331,7 +331,7 @@ class Generation:
         try:
             yield committed
         finally:
-            if self._prefixes is not None and not is_named and sample.session_id is not None:
+            if committed and self._prefixes is not None and not is_named and sample.session_id is not None:
                 self._prefixes.note(sample.caller.client, sample.session_id, (*sample.prompt, *committed))
 
     @contextmanager

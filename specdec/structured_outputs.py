@@ -53,10 +53,17 @@ class StructuredOutputsParams:
         for name in ("json", "structural_tag"):
             value = getattr(self, name)
             if isinstance(value, Mapping) or (name == "json" and isinstance(value, bool)):
-                object.__setattr__(self, name, dumps(value, ensure_ascii=False))
+                try:
+                    object.__setattr__(self, name, dumps(value, ensure_ascii=False))
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise _refusal(f"{name} is no JSON: {error}") from error
         value = getattr(self, self.kind)
         if self.kind not in {"json_object", "choice"} and not isinstance(value, str):
             raise _refusal(f"{self.kind} is {quote(value)}; give a text")
+        try:
+            _ = self.num_bytes
+        except UnicodeEncodeError as error:
+            raise _refusal(f"{self.kind} holds half a surrogate pair, which is no character") from error
 
     @property
     def kind(self) -> str:
@@ -68,7 +75,7 @@ class StructuredOutputsParams:
         """Bytes of the text that is given."""
         value = getattr(self, self.kind)
         texts = () if self.kind == "json_object" else (value,) if isinstance(value, str) else value
-        return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        return sum(len(text.encode()) for text in texts)
 
 
 def read_structured_outputs(value: Any) -> StructuredOutputsParams | None:

@@ -69,7 +69,9 @@ class TargetCore:
             describe=self._describe,
         )
         self._info = replace(engine.info, verification=settings.verification, version=specdec.__version__)
-        self._grammars = GrammarCompiler(partial(read_tokenizer, settings.model, engine.info.eos_token_ids))
+        self._grammars = GrammarCompiler(
+            partial(read_tokenizer, settings.model, engine.info), settings.scheduler.max_waiting
+        )
         self._sessions: set[Session] = set()
         #: The client of each open sequence and its blocks, and the blocks of each client.
         self._holders: dict[KVSequence, tuple[str, int]] = {}
@@ -131,6 +133,8 @@ class TargetCore:
         grammar = None
         if wanted is not None:
             grammar = await self._grammars.compile(wanted, spec.token_ids[spec.prompt_len :])
+            if self._draining:
+                raise Unavailable(GOING_DOWN)
         sequence = await self._admission.admit(
             partial(self._reserve, spec, stop_criteria.max_len - 1), client=spec.client
         )
@@ -189,6 +193,7 @@ class TargetCore:
         self._draining = True
         if self._expiry is not None:
             self._expiry.cancel()
+        self._grammars.close()
         self._admission.refuse(Unavailable(GOING_DOWN))
         for session in list(self._sessions):
             session.fail(Unavailable(GOING_DOWN))
@@ -197,7 +202,6 @@ class TargetCore:
         if self._beating is not None:
             self._beating.cancel()
         self._verifier.close()
-        self._grammars.close()
         try:
             await self._device.run(self.engine.close)
         except Unavailable:  # closed before

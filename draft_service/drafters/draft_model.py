@@ -314,7 +314,7 @@ def _undoing(feeds: Sequence[_Feed]) -> Iterator[None]:
     """Restore the branches if the batch fails."""
     try:
         yield
-    except Exception:
+    except Exception:  # not where the task is cancelled: the device thread may be writing still
         for feed in feeds:
             feed.cache.undo(feed.branch, feed.length)
         raise

@@ -29,13 +29,15 @@ def structured_outputs_of(
 
 
 def _read_response_format(value: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
-    match (value or {"type": "text"}).get("type"):
+    if value is None:
+        return None
+    match value.get("type"):
         case "text":
             return None
         case "json_object":
             return StructuredOutputsParams(json_object=True)
         case "json_schema":
-            form = (value or {}).get("json_schema")
+            form = value.get("json_schema")
             schema = form.get("schema") if isinstance(form, Mapping) else None
             if not isinstance(schema, Mapping | bool):
                 raise InvalidRequest(

@@ -47,7 +47,7 @@ class ReceivingSlots:
 
     async def _wait(self) -> None:
         mine = asyncio.get_running_loop().create_future()
-        if not self._num_waiting:
+        if all(each.done() for each in self._waiting):
             self._begin_checks()
         self._waiting.append(mine)
         try:

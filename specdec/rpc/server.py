@@ -31,8 +31,10 @@ MAX_CALLS_PER_CONNECTION: Final = 2
 HANDSHAKE_TIMEOUT_MS: Final = 10_000
 #: Milliseconds after which a connection without calls is closed; clients open another one when they need it.
 MAX_IDLE_MS: Final = 300_000
-#: Connections to the port for health checks, and calls in progress there; bytes of a call's message.
-MAX_PROBES: Final = 16
+#: Connections to the port for health checks, and calls in progress there, at 27 KB each; milliseconds that a connection
+#: without a call stays, since a probe makes a new one; bytes of a call's message, which holds the name of a service.
+MAX_PROBES: Final = 256
+PROBE_IDLE_MS: Final = 5_000
 MAX_PROBE_BYTES: Final = 1024
 SERVER_OPTIONS: Final = (
     *MESSAGE_OPTIONS,
@@ -86,6 +88,8 @@ class RpcServer:
             self._health_server = grpc.aio.server(
                 options=(
                     *SERVER_OPTIONS,
+                    ("grpc.max_connection_idle_ms", PROBE_IDLE_MS),
+                    ("grpc.server_handshake_timeout_ms", PROBE_IDLE_MS),
                     ("grpc.max_receive_message_length", MAX_PROBE_BYTES),
                     ("grpc.max_concurrent_streams", MAX_PROBES),
                     ("grpc.max_allowed_incoming_connections", MAX_PROBES),

@@ -1,6 +1,7 @@
 """Grammars of the bundled target's tokenizer."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,12 @@ from tokenizers import Tokenizer
 
 import tandem
 from specdec.settings.model import ModelSettings
+from specdec.types import ModelInfo
 from target_service.grammar.compiler import GrammarCompiler
 from target_service.grammar.tokenizer import read_tokenizer
 
 MODEL = Path(tandem.__file__).parent / "models" / "python-12m"
-EOS = 0
+INFO = ModelInfo(name="python-12m", vocab_size=4096, max_model_len=2048, tokenizer_size=4096, eos_token_ids=(0,))
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +24,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def compiler():
-    return GrammarCompiler(lambda: read_tokenizer(ModelSettings(model=str(MODEL)), (EOS,)))
+    return GrammarCompiler(partial(read_tokenizer, ModelSettings(model=str(MODEL)), INFO))
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,18 @@
 """Grammars: what they accept, where texts end, and what is refused, with the reason."""
 
+import asyncio
 import json
+import threading
 import time
 
 import pytest
 
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, Overloaded, Unavailable
+from specdec.settings.model import ModelSettings
 from specdec.structured_outputs import StructuredOutputsParams
-from specdec.types import FinishReason
+from specdec.types import FinishReason, ModelInfo
 from target_service.grammar.compiler import MAX_TEXT_BYTES, GrammarCompiler
+from target_service.grammar.tokenizer import read_tokenizer
 from target_service.stop_criteria import Truncation
 
 TAG = {
@@ -66,7 +70,7 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason(compile_grammar, giv
 
 @pytest.mark.parametrize("given", [
     {}, {"json": {}, "regex": "a"}, {"choice": []}, {"choice": "yes"}, {"choice": ["a", ""]}, {"regex": 5},
-    {"json": 5}, {"choice": [1]},
+    {"json": 5}, {"choice": [1]}, {"json": {"a": {1, 2}}}, {"regex": "\ud800"}, {"choice": ["\ud800"]},
 ])  # fmt: skip
 def test_parameters_that_say_nothing_or_too_much(given):
     with pytest.raises(InvalidRequest, match="structured_outputs"):
@@ -84,10 +88,34 @@ def test_a_text_that_is_too_long(compile_grammar):
 
 
 def test_no_tokenizer():
-    import asyncio
-
     with pytest.raises(InvalidRequest, match="tokenizer"):
         asyncio.run(GrammarCompiler(lambda: None).compile(StructuredOutputsParams(choice=["yes"])))
+
+
+def test_a_checkpoint_without_a_tokenizer_has_none(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gemma"}')
+    info = ModelInfo(name="m", vocab_size=512, max_model_len=64, eos_token_ids=(1,))
+    assert read_tokenizer(ModelSettings(model=str(tmp_path)), info) is None
+
+
+async def test_who_waits_for_a_grammar_while_the_target_closes():
+    """Those that wait already get theirs, later ones are refused; none is cancelled or waits for ever."""
+    reading, params = threading.Event(), StructuredOutputsParams(choice=["yes"])
+
+    def slow():
+        assert reading.wait(10)
+
+    compiler = GrammarCompiler(slow, max_waiting=2)
+    waiting = [asyncio.create_task(compiler.compile(params)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await compiler.compile(params)
+    compiler.close()
+    with pytest.raises(Unavailable):
+        await compiler.compile(params)
+    reading.set()
+    done = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(each) for each in done] == [InvalidRequest] * 2  # there is no tokenizer
 
 
 def test_a_text_ends_where_it_is_complete(compile_grammar, tokenizer):

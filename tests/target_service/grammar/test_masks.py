@@ -95,7 +95,7 @@ def test_a_complete_text_allows_its_end_alone(filler, compile_grammar, tokenizer
     assert masked(filler, MaskedRows(grammar, 0)) == [{0}]
 
 
-def test_where_a_bound_is_reached_nothing_may_follow(filler, compiler, tokenizer, monkeypatch):
+def test_where_a_bound_is_reached_nothing_may_follow(filler):
     class Stuck:
         def deep_copy(self):
             return self
