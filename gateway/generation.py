@@ -273,7 +273,15 @@ class Generation:
         started: float,
     ) -> AsyncGenerator[GenerationChunk, None]:
         decoding = Decoding(self.context, sample)
-        assembler = SampleAssembler(request_id, index, request.params, decoding, tokenizer=self.tokenizer, stops=stops)
+        assembler = SampleAssembler(
+            request_id,
+            index,
+            request.params,
+            decoding,
+            tokenizer=self.tokenizer,
+            stops=stops,
+            with_metrics=request.return_token_metrics,
+        )
         outcome, first, last = "cancelled", 0.0, 0.0
         key = current_caller().key
         self.metrics.running.inc()

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from gateway.decoding.loop import Decoding
+from gateway.decoding.round import Origin
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop_strings import StopFinder, Stopped, StopStrings
 from gateway.text.tokenizer import TextTokenizer
-from gateway.types import FinalChunk, GenerationChunk, PromptReport, TokenLogprobs, TokenText, TokenUsage
+from gateway.types import (
+    FinalChunk,
+    GenerationChunk,
+    PromptReport,
+    TokenLogprobs,
+    TokenMetrics,
+    TokenText,
+    TokenUsage,
+)
 from specdec.params import SamplingParams
 from specdec.types import FinishReason, PositionLogprobs, TokenLogprob, Verdict
 
 
 class SampleAssembler:
     """Builds the chunks of one sample. ``params`` are the request's own, before preparation; ``stops`` are its
-    stop strings, one object for all samples.
+    stop strings, one object for all samples; ``with_metrics`` reports where each token came from.
     """
 
     def __init__(
@@ -25,12 +34,14 @@ class SampleAssembler:
         *,
         tokenizer: TextTokenizer | None,
         stops: StopStrings,
+        with_metrics: bool = False,
     ) -> None:
         self._request_id = request_id
         self._index = index
         self._params = params
         self._decoding = decoding
         self._tokenizer = tokenizer
+        self._with_metrics = with_metrics
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and (params.detokenize or params.stop):
             self._detokenizer = Detokenizer(
@@ -52,7 +63,7 @@ class SampleAssembler:
 
     def feed(self, verdict: Verdict) -> GenerationChunk:
         """The chunk of a verdict. Where a stop string ends the text, the tokens after it are dropped."""
-        text: list[str] = []
+        text: list[str] = []  # of each token
         logprobs: list[TokenLogprobs] = []
         for position, token_id in enumerate(verdict.token_ids):
             self._num_tokens += 1
@@ -60,8 +71,8 @@ class SampleAssembler:
                 logprobs.append(self._report(verdict.logprobs[position]))
             is_last = position == len(verdict.token_ids) - 1
             ends = is_last and verdict.finish_reason is FinishReason.STOP and verdict.stop_token_id == token_id
-            if self._detokenizer is not None and (not ends or self._params.include_stop_str_in_output):
-                text.append(self._give_out(self._detokenizer.feed(token_id)))
+            has_text = self._detokenizer is not None and (not ends or self._params.include_stop_str_in_output)
+            text.append(self._give_out(self._detokenizer.feed(token_id)) if has_text and self._detokenizer else "")
             if self._stop is not None:
                 break
         used = verdict.token_ids if self._stop is None else verdict.token_ids[: position + 1]
@@ -73,8 +84,23 @@ class SampleAssembler:
             text="".join(text),
             token_ids=used,
             logprobs=tuple(logprobs),
+            token_metrics=self._metrics(verdict, text, len(used)) if self._with_metrics else (),
             prompt=prompt,
             final=final,
+        )
+
+    def _metrics(self, verdict: Verdict, text: list[str], num_used: int) -> tuple[TokenMetrics, ...]:
+        """What is told of the used tokens of a verdict; the last one has the text that its end gives out."""
+        if not num_used:
+            return ()
+        texts = [*text[: num_used - 1], "".join(text[num_used - 1 :])]
+        answered = self._decoding.answered
+        if answered is None:
+            return tuple(TokenMetrics(each, Origin.TARGET) for each in texts)
+        number, draft_ns = self._decoding.metrics.num_spec_steps, answered.proposal.draft_ns
+        return tuple(
+            TokenMetrics(each, origin, number, draft_ns, answered.wait_ns)
+            for each, origin in zip(texts, answered.origins(verdict), strict=False)  # a stop string drops the rest
         )
 
     def _give_out(self, text: str) -> str:

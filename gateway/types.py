@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
 
 from gateway.decoding.metrics import SpeculationMetrics
+from gateway.decoding.round import Origin
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.types import FinishReason, PositionLogprobs
@@ -34,6 +36,8 @@ class GenerationRequest:
     add_special_tokens: bool = True
     #: Id for logs and answers; empty draws one.
     request_id: str = ""
+    #: Report where each token came from.
+    return_token_metrics: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,28 @@ class TokenLogprobs:
     top: tuple[TokenText, ...]
     #: Characters of the answer before the token.
     text_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMetrics:
+    """What speculation did for one token. REST, gRPC and the table in ``docs/api.md`` have the same fields."""
+
+    #: The text that became certain with it.
+    text: str
+    origin: Origin
+    #: The sample's round that committed it, from 1; 0: the target decoded it without a proposal.
+    round: int = 0
+    #: Nanoseconds the draft computed for that round, and that there was a verdict but no proposal for it.
+    draft_ns: int = 0
+    draft_wait_ns: int = 0
+
+    def report(self) -> dict[str, Any]:
+        """The values by their names in REST and in the proto."""
+        return {name: getattr(self, name) for name in TOKEN_METRICS}
+
+
+#: What is reported of a token, by name.
+TOKEN_METRICS: Final = tuple(each.name for each in fields(TokenMetrics))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +129,8 @@ class GenerationChunk:
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    #: One entry per token, if asked for.
+    token_metrics: tuple[TokenMetrics, ...] = ()
     prompt: PromptReport | None = None
     #: Set in the sample's last chunk.
     final: FinalChunk | None = None
@@ -116,6 +144,7 @@ class Sample:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_metrics: list[TokenMetrics] = field(default_factory=list)
     final: FinalChunk | None = None
 
     def add(self, chunk: GenerationChunk) -> None:
@@ -123,6 +152,7 @@ class Sample:
         self.text += chunk.text
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
+        self.token_metrics += chunk.token_metrics
         self.final = chunk.final or self.final
 
 

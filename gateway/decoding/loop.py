@@ -74,6 +74,8 @@ class Decoding:
         self._lookup = LookupClient(context.lookups, self._state)
         self._pace: Pace = FixedPace(0)
         self._lookup_pace = LookupPace(LookupPacer())
+        #: The round of the latest verdict; None: it had no drafted tokens.
+        self.answered: RoundRequest | None = None
         #: Since when the loop waits for a proposal; None while it does not.
         self._waiting_since_ns: int | None = None
         #: Whether drafted tokens were ever wanted, and whether ever too many sequences were open for them.
@@ -187,6 +189,7 @@ class Decoding:
             draft.refuse(error)
             first = await target.open(num_multi_step, HiddenStateSpec())
         self._pace.record(first, 0, time.perf_counter_ns())
+        self.answered = None
         return first
 
     async def _ask(self) -> None:
@@ -271,13 +274,14 @@ class Decoding:
         """Start the round of the proposal that fits the committed tokens, where the draft has sent it."""
         if not self._target.may_start or (proposal := self._draft.take()) is None:
             return
+        since_ns = self._waiting_since_ns
+        wait_ns = 0 if since_ns is None else time.perf_counter_ns() - since_ns
         try:
-            self._target.start(RoundRequest(proposal, self._draft.k))
+            self._target.start(RoundRequest(proposal, self._draft.k, wait_ns=wait_ns))
         except InvalidRequest as error:
             self._draft.refuse(error)
             return
-        if self._waiting_since_ns is not None:
-            self.metrics.draft_wait_ns += time.perf_counter_ns() - self._waiting_since_ns
+        self.metrics.draft_wait_ns += wait_ns
 
     def _num_draft_tokens(self, num_remaining: int) -> int:
         """Drafted tokens wanted in the next round, with so many tokens still to be generated."""
@@ -293,6 +297,7 @@ class Decoding:
         now_ns = time.perf_counter_ns()
         if self._lookup.is_on:
             self._lookup_pace.record(verdict)
+        self.answered = answered if verdict.num_draft_tokens else None
         if answered is None:
             self._pace.record(verdict, 0, now_ns)
             return verdict

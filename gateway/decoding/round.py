@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Self
 
 from specdec.types import Proposal, Verdict
+
+
+class Origin(StrEnum):
+    """Where a token of the text came from."""
+
+    #: The draft proposed it and the target accepted it.
+    DRAFT = "draft"
+    #: The gateway looked it up and the target accepted it.
+    LOOKUP = "lookup"
+    #: The target's own: without a proposal, or after it accepted a whole one.
+    TARGET = "target"
+    #: The target's own, in place of a drafted token that it rejected.
+    REJECTION = "rejection"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +34,8 @@ class RoundRequest:
     is_looked_up: bool = False
     #: When the round was asked for, or the verdict came that started a proposal which the target held already.
     asked_ns: int = field(default_factory=time.perf_counter_ns)
+    #: How long there was a verdict but no proposal.
+    wait_ns: int = 0
 
     def after(self, token_ids: tuple[int, ...]) -> Self | None:
         """What is left of the round once these tokens are committed; None: nothing."""
@@ -38,3 +54,10 @@ class RoundRequest:
         if not self.proposal.parents or not verdict.num_draft_tokens:
             return None
         return self.proposal.cut(verdict.num_draft_tokens).depth
+
+    def origins(self, verdict: Verdict) -> tuple[Origin, ...]:
+        """Where each token of its verdict came from."""
+        accepted = Origin.LOOKUP if self.is_looked_up else Origin.DRAFT
+        most = self.tree_depth(verdict) or verdict.num_draft_tokens
+        own = Origin.REJECTION if verdict.num_accepted < most else Origin.TARGET
+        return tuple(accepted if i < verdict.num_accepted else own for i in range(len(verdict.token_ids)))

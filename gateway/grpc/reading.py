@@ -98,6 +98,7 @@ def _read_request(message: pb.GenerateRequest) -> GenerationRequest:
         rule=codec.decode_rule(speculation.verification),
         num_speculative_tokens=k,
         session_id=message.session_id,
+        return_token_metrics=message.return_token_metrics,
     )
 
 

@@ -104,6 +104,7 @@ def write_chunk(chunk: GenerationChunk) -> pb.GenerateResponse:
         text=chunk.text,
         token_ids=chunk.token_ids,
         logprobs=[_write_position(position) for position in chunk.logprobs],
+        token_metrics=[pb.TokenMetrics(**each.report()) for each in chunk.token_metrics],
         request_id=chunk.request_id,
     )
     if chunk.final is not None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from gateway import types
 from gateway.decoding.metrics import METRICS, SpeculationMetrics
+from gateway.decoding.round import Origin
 
 Logprob: TypeAlias = Annotated[float, Field(le=0)]
 FinishReason: TypeAlias = Literal["stop", "length"]
+_ORIGIN: Any = Literal[tuple(map(str, Origin))]
 
 
 class Answer(BaseModel):
@@ -83,6 +86,13 @@ class CompletionLogprobs(Answer):
     top_logprobs: list[dict[str, Logprob] | None]
 
 
+TokenMetrics = create_model(
+    "TokenMetrics",
+    __base__=Answer,
+    **{name: (_ORIGIN if kind is Origin else kind, ...) for name, kind in get_type_hints(types.TokenMetrics).items()},  # type: ignore[call-overload]
+)
+
+
 class Choice(Answer):
     """What all choices have."""
 
@@ -91,6 +101,7 @@ class Choice(Answer):
     #: The stop string or token; null for end-of-sequence and limits.
     stop_reason: str | int | None
     token_ids: list[int] | None = None
+    token_metrics: list[TokenMetrics] | None = None  # type: ignore[valid-type]
 
 
 class CompletionChoice(Choice):

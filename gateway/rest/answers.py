@@ -18,7 +18,7 @@ from gateway.generation import Generation
 from gateway.limits import check_name
 from gateway.merging import merge
 from gateway.rest.schemas import SamplingBody
-from gateway.types import FinalChunk, GenerationChunk, GenerationRequest, TokenLogprobs, TokenText, TokenUsage
+from gateway.types import FinalChunk, GenerationChunk, GenerationRequest, Sample, TokenLogprobs, TokenText, TokenUsage
 from specdec.errors import InvalidRequest, quote
 from specdec.types import PositionLogprobs
 
@@ -143,6 +143,16 @@ class Totals:
     def metrics(self) -> dict[str, Any]:
         """What speculation did."""
         return {"speculative_decoding": self._speculation.report()}
+
+
+def token_fields(part: GenerationChunk | Sample, body: SamplingBody) -> dict[str, Any]:
+    """What a choice, or a piece of it, tells of its tokens besides log-probabilities."""
+    fields: dict[str, Any] = {}
+    if body.return_token_ids:
+        fields["token_ids"] = list(part.token_ids)
+    if body.return_token_metrics:
+        fields["token_metrics"] = [each.report() for each in part.token_metrics]
+    return fields
 
 
 def finish_fields(final: FinalChunk | None) -> dict[str, Any]:

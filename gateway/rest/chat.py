@@ -20,6 +20,7 @@ from gateway.rest.answers import (
     prompt_logprobs_object,
     run_all,
     timeout_of,
+    token_fields,
 )
 from gateway.rest.events import EventResponse, while_connected
 from gateway.rest.schemas import ChatBody
@@ -75,7 +76,7 @@ class Chat:
                 if self._request.params.logprobs is None
                 else chat_logprobs(sample.logprobs, self._body),
                 **finish_fields(sample.final),
-                **({"token_ids": sample.token_ids} if self._body.return_token_ids else {}),
+                **token_fields(sample, self._body),
             }
             for sample in samples
         ]
@@ -95,7 +96,7 @@ class Chat:
                         [role | finish_fields(None)], **self._totals.stream_usage(self._body), **fields
                     )
                 unfinished -= chunk.final is not None
-                if not (chunk.text or chunk.logprobs or chunk.final or self._body.return_token_ids):
+                if not (chunk.text or chunk.logprobs or chunk.final or token_fields(chunk, self._body)):
                     continue
                 metrics = {} if unfinished else {"metrics": self._totals.metrics()}
                 usage = self._totals.stream_usage(self._body)
@@ -116,7 +117,7 @@ class Chat:
             "delta": {"content": chunk.text} if chunk.text or chunk.final is None else {},
             "logprobs": chat_logprobs(chunk.logprobs, self._body) if asked else None,
             **finish_fields(chunk.final),
-            **({"token_ids": list(chunk.token_ids)} if self._body.return_token_ids else {}),
+            **token_fields(chunk, self._body),
         }
 
     def _prompt_fields(self, prompt: PromptReport) -> dict[str, Any]:

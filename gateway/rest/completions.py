@@ -21,6 +21,7 @@ from gateway.rest.answers import (
     prompt_logprobs_object,
     run_all,
     timeout_of,
+    token_fields,
     token_name,
 )
 from gateway.rest.events import EventResponse, while_connected
@@ -92,6 +93,7 @@ class Completion:
                 text=sample.text,
                 token_ids=tuple(sample.token_ids),
                 logprobs=tuple(sample.logprobs),
+                token_metrics=tuple(sample.token_metrics),
                 prompt=prompts[number],
                 final=sample.final,
             )
@@ -103,7 +105,7 @@ class Completion:
         unfinished = len(self._requests) * self._n
         async for number, chunk in self._in_order():
             unfinished -= chunk.final is not None
-            if not (chunk.text or chunk.logprobs or chunk.final or self._body.return_token_ids):
+            if not (chunk.text or chunk.logprobs or chunk.final or token_fields(chunk, self._body)):
                 continue
             choice = self._choice(number * self._n + chunk.index, number, chunk)
             metrics = {} if unfinished else {"metrics": self._totals.metrics()}
@@ -148,10 +150,9 @@ class Completion:
                 before = self._echo_logprobs(prompt)
                 logprobs = {name: before[name] + values for name, values in logprobs.items()}
         result = {"index": choice, "text": echo + chunk.text, "logprobs": logprobs, **finish_fields(chunk.final)}
-        if body.return_token_ids:
-            result["token_ids"] = list(chunk.token_ids)
-            if prompt is not None:
-                result["prompt_token_ids"] = list(prompt.token_ids)
+        result |= token_fields(chunk, body)
+        if body.return_token_ids and prompt is not None:
+            result["prompt_token_ids"] = list(prompt.token_ids)
         if body.prompt_logprobs is not None and prompt is not None:
             result["prompt_logprobs"] = prompt_logprobs_object(prompt.logprobs, self._generation)
         return result
@@ -191,4 +192,4 @@ def _without_output(chunk: GenerationChunk) -> GenerationChunk:
     final = chunk.final
     if final is not None:
         final = replace(final, usage=replace(final.usage, completion_tokens=0), stop_reason=None)
-    return replace(chunk, text="", token_ids=(), logprobs=(), final=final)
+    return replace(chunk, text="", token_ids=(), logprobs=(), token_metrics=(), final=final)

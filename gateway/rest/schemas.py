@@ -113,6 +113,7 @@ class SamplingBody(SamplingFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     # Tandem's.
+    return_token_metrics: bool | None = None
     session_id: str | None = None
     # OpenAI's; the session id where none is given.
     prompt_cache_key: str | None = None
@@ -204,6 +205,7 @@ class SamplingBody(SamplingFields):
             num_speculative_tokens=speculation.num_speculative_tokens,
             session_id=self.session_id or "",
             prompt_cache_key=self.prompt_cache_key or "",
+            return_token_metrics=bool(self.return_token_metrics),
             **given,
         )
 

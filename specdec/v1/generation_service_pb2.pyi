@@ -67,6 +67,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
+    RETURN_TOKEN_METRICS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a served model; empty means the only one."""
     text: _builtins.str
@@ -85,6 +86,8 @@ class GenerateRequest(_message.Message):
     """Name that pins the caches of a conversation: a later request with it reuses the common prefix. Empty means none."""
     skip_special_tokens: _builtins.bool
     """Drop special tokens from the text. Unset means true."""
+    return_token_metrics: _builtins.bool
+    """Report where each token came from."""
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
         """As token ids, taken as they are."""
@@ -122,10 +125,11 @@ class GenerateRequest(_message.Message):
         speculation: Global___SpeculationOptions | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
         structured_outputs: _types_pb2.StructuredOutputs | None = ...,
+        return_token_metrics: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "prompt", b"prompt", "return_token_metrics", b"return_token_metrics", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -165,6 +169,7 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_METRICS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text since the last piece. May be empty while a character or a stop string is undecided."""
     finish_reason: _types_pb2.FinishReason.ValueType
@@ -191,6 +196,10 @@ class GenerateResponse(_message.Message):
     def speculation(self) -> Global___SpeculationMetrics:
         """What speculation did, in the last piece."""
 
+    @_builtins.property
+    def token_metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenMetrics]:
+        """One entry per new token when `return_token_metrics` asked for them."""
+
     def __init__(
         self,
         *,
@@ -203,16 +212,57 @@ class GenerateResponse(_message.Message):
         usage: Global___Usage | None = ...,
         speculation: Global___SpeculationMetrics | None = ...,
         request_id: _builtins.str = ...,
+        token_metrics: _abc.Iterable[Global___TokenMetrics] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation", "stop_reason", b"stop_reason", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "request_id", b"request_id", "speculation", b"speculation", "stop_reason", b"stop_reason", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "request_id", b"request_id", "speculation", b"speculation", "stop_reason", b"stop_reason", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "token_metrics", b"token_metrics", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stop_reason: _TypeAlias = _typing.Literal["stop_text", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stop_reason: _TypeAlias = _typing.Literal["stop_reason", b"stop_reason"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_stop_reason) -> _WhichOneofReturnType_stop_reason | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class TokenMetrics(_message.Message):
+    """What speculation did for one token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    DRAFT_NS_FIELD_NUMBER: _builtins.int
+    DRAFT_WAIT_NS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """The text that became certain with it."""
+    origin: _builtins.str
+    """Where it came from: "draft", "lookup" (both accepted by the target), "target" (its own), "rejection" (its own in
+    place of a drafted token).
+    """
+    round: _builtins.int
+    """The request's round that committed it, from 1; 0: the target decoded it without a proposal."""
+    draft_ns: _builtins.int
+    """Nanoseconds the draft computed for that round."""
+    draft_wait_ns: _builtins.int
+    """Nanoseconds in which there was a verdict but no proposal for that round."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        origin: _builtins.str = ...,
+        round: _builtins.int = ...,
+        draft_ns: _builtins.int = ...,
+        draft_wait_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_ns", b"draft_ns", "draft_wait_ns", b"draft_wait_ns", "origin", b"origin", "round", b"round", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenMetrics: _TypeAlias = TokenMetrics  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):

@@ -7,7 +7,14 @@ from gateway.rest.answer_schemas import ANSWERS, ErrorAnswer, SpeculativeDecodin
 from gateway.rest.schemas import ChatBody, CompletionBody
 from tests.gateway.rest.test_rest import body_of, chat_of, events, post
 
-EVERYTHING = {"n": 2, "logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True, "stop": "fox"}
+EVERYTHING = {
+    "n": 2,
+    "logprobs": 2,
+    "prompt_logprobs": 1,
+    "return_token_ids": True,
+    "stop": "fox",
+    "return_token_metrics": True,
+}
 CALLS = [
     ("/v1/completions", body_of()),
     ("/v1/completions", body_of(prompt="a b", echo=True, **EVERYTHING)),
