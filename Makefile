@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive test-tp chaos soak fuzz rolling kernels lint protos docs lock chart compose bench dist install clean
+.PHONY: demo test test-exhaustive test-tp chaos soak fuzz rolling kernels lint protos released-protos docs lock chart compose bench dist install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -76,6 +76,10 @@ protos: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -Iprotos \
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	  --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. protos/specdec/v1/*.proto
+
+# What tests compare the protos with: their descriptors, taken at a release.
+released-protos: $(STAMP)
+	$(BIN)/python -m grpc_tools.protoc -Iprotos --descriptor_set_out=protos/released.binpb protos/specdec/v1/*.proto
 
 # The tables of options in docs/; a test compares them with what this makes.
 docs: $(STAMP)
