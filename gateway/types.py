@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from gateway.decoding.metrics import SpeculationMetrics
@@ -134,6 +134,13 @@ class GenerationChunk:
     prompt: PromptReport | None = None
     #: Set in the sample's last chunk.
     final: FinalChunk | None = None
+
+    def without_output(self) -> GenerationChunk:
+        """The chunk of a request that wanted its prompt only."""
+        final = self.final
+        if final is not None:
+            final = replace(final, usage=replace(final.usage, completion_tokens=0), stop_reason=None)
+        return replace(self, text="", token_ids=(), logprobs=(), token_metrics=(), final=final)
 
 
 @dataclass(slots=True)

@@ -5,11 +5,12 @@ well, so that little is left for the event loop.
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from google.protobuf.message import Message
 
+from gateway.bounded_json import parse_json
 from gateway.limits import check_count, check_length, check_request, check_text
 from gateway.prompt import encode_prompt
 from gateway.text.processor import TextProcessor
@@ -26,12 +27,26 @@ _COUNTS: Final = {
     "stop": ("strings", "max_stop_strings"),
     "stop_token_ids": ("tokens", "max_stop_token_ids"),
     "bad_token_ids": ("sequences", "max_bad_words"),
+    "bad_words": ("words", "max_bad_words"),
     "logit_bias": ("tokens", "max_logit_bias"),
 }
 
 
-def read_generate(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool) -> GenerationRequest:
-    """The request of a ``GenerateRequest``, without its deadline.
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """What a ``GenerateRequest`` asks for."""
+
+    #: Without its deadline.
+    request: GenerationRequest
+    #: Whether the prompt is reported, and its text; None: that of its tokens.
+    echo: bool
+    prompt_text: str | None
+    #: No tokens were asked for: one is generated all the same, and left out.
+    prompt_only: bool
+
+
+def read_generate(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool) -> GenerateCall:
+    """What a ``GenerateRequest`` asks for.
 
     Raises:
         DecodeError: it is no message of that type.
@@ -41,14 +56,18 @@ def read_generate(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: b
     for part in (message, message.sampling):
         _check_counts(part, text.settings)
     check_length(len(message.token_ids.ids), model)
-    request = _read_request(message)
-    if not is_large:
-        return request
-    check_request(request, text.settings, model)
-    token_ids = request.prompt
-    if isinstance(token_ids, str):
-        token_ids = encode_prompt(text, token_ids, model)
-    return replace(request, prompt=array("I", token_ids))
+    prompt_only = message.echo and message.HasField("max_tokens") and message.max_tokens == 0
+    if prompt_only:
+        message.max_tokens = 1
+    request = _read_request(text, message, model)
+    prompt_text = request.prompt if message.echo and isinstance(request.prompt, str) else None
+    if is_large:
+        check_request(request, text.settings, model)
+        token_ids = request.prompt
+        if isinstance(token_ids, str):
+            token_ids = encode_prompt(text, token_ids, model, add_special_tokens=request.add_special_tokens)
+        request = replace(request, prompt=array("I", token_ids))
+    return GenerateCall(request, message.echo, prompt_text, prompt_only)
 
 
 def read_tokenize(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool) -> tuple[str, bytes]:
@@ -56,12 +75,15 @@ def read_tokenize(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: b
 
     Raises:
         DecodeError: it is no message of that type.
-        InvalidRequest: the text is too long.
+        InvalidRequest: the text is too long, or the chat template refuses the conversation.
     """
     request = pb.TokenizeRequest.FromString(raw)
-    check_text(request.text, text.settings, model)
-    special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-    token_ids = text.encode(request.text, add_special_tokens=special)
+    is_chat = request.HasField("chat")
+    if is_chat and request.text:
+        raise InvalidRequest("give either text or chat", param="text")
+    prompt = _render(text, request.chat, model) if is_chat else request.text
+    check_text(prompt, text.settings, model)
+    token_ids = text.encode(prompt, add_special_tokens=_adds_special_tokens(request, is_chat=is_chat))
     response = pb.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len)
     return request.model, response.SerializeToString()
 
@@ -85,24 +107,60 @@ def _check_counts(message: Message, limits: RequestLimits) -> None:
             check_count(name, len(getattr(message, name)), what, limits, option)
 
 
-def _read_request(message: pb.GenerateRequest) -> GenerationRequest:
+def _read_request(text: TextProcessor, message: pb.GenerateRequest, model: ModelInfo) -> GenerationRequest:
     kind = message.WhichOneof("prompt")
     if kind is None:
-        raise InvalidRequest("the request has no prompt; set text or token_ids", param="prompt")
+        raise InvalidRequest("the request has no prompt; set text, token_ids or chat", param="prompt")
+    prompt: str | tuple[int, ...]
+    if kind == "chat":
+        prompt = _render(text, message.chat, model)
+    else:
+        prompt = message.text if kind == "text" else tuple(message.token_ids.ids)
     speculation = message.speculation
     k = speculation.num_speculative_tokens if speculation.HasField("num_speculative_tokens") else None
     return GenerationRequest(
-        prompt=message.text if kind == "text" else tuple(message.token_ids.ids),
+        prompt=prompt,
         params=_read_params(message),
         model=message.model,
         rule=codec.decode_rule(speculation.verification),
         num_speculative_tokens=k,
         session_id=message.session_id,
         return_token_metrics=message.return_token_metrics,
+        add_special_tokens=_adds_special_tokens(message, is_chat=kind == "chat"),
     )
+
+
+def _adds_special_tokens(message: pb.GenerateRequest | pb.TokenizeRequest, *, is_chat: bool) -> bool:
+    """A template has put the special tokens where they belong."""
+    return message.add_special_tokens if message.HasField("add_special_tokens") else not is_chat
+
+
+def _render(text: TextProcessor, chat: pb.Chat, model: ModelInfo) -> str:
+    """The prompt of a conversation."""
+    check_count("messages", len(chat.messages), "messages", text.settings, "max_messages")
+    if not chat.messages:
+        raise InvalidRequest("messages is empty; give at least one message", param="messages")
+    variables = {}
+    if chat.template_kwargs:
+        raw = chat.template_kwargs.encode()
+        variables = parse_json(raw, text.settings, max_model_len=model.max_model_len, param="template_kwargs")
+        if not isinstance(variables, dict):
+            raise InvalidRequest("template_kwargs is no JSON object", param="template_kwargs")
+    return text.render_chat(
+        [_write_message(message) for message in chat.messages],
+        add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+        variables=variables,
+    )
+
+
+def _write_message(message: pb.ChatMessage) -> dict[str, Any]:
+    """What a chat template gets: role, content, and what else is given."""
+    more = {name: value for name in ("name", "reasoning_content") if (value := getattr(message, name))}
+    return {"role": message.role, "content": message.content, **more}
 
 
 def _read_params(message: pb.GenerateRequest) -> SamplingParams:
     """The request's own fields come after its transforms, whose seed is ignored."""
     transforms = codec.read_parameters(message.sampling)
-    return SamplingParams(**transforms | {"seed": None} | codec.read_parameters(message))
+    limit = {"max_tokens": None} if message.HasField("chat") else {}
+    return SamplingParams(**transforms | limit | {"seed": None} | codec.read_parameters(message))

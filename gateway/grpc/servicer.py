@@ -12,9 +12,9 @@ import grpc.aio
 
 from gateway.access.caller import current_caller
 from gateway.generation import Generation
-from gateway.grpc.reading import read_detokenize, read_generate, read_tokenize
+from gateway.grpc.reading import GenerateCall, read_detokenize, read_generate, read_tokenize
 from gateway.text.processor import TextProcessor
-from gateway.types import FinalChunk, GenerationChunk, TokenLogprobs, TokenText
+from gateway.types import FinalChunk, GenerationChunk, PromptReport, TokenLogprobs, TokenText
 from specdec import codec
 from specdec.errors import InvalidRequest
 from specdec.types import ModelInfo
@@ -39,15 +39,18 @@ class GenerationServicer:
 
     async def Generate(self, raw: bytes, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream one request. The call's deadline is the request's; a call that ends early closes its sessions."""
-        request = await self._read(read_generate, raw)
+        call = await self._read(read_generate, raw)
         del raw  # may be many megabytes, of fields that nobody knows
-        asked = replace(request, timeout_s=context.time_remaining())
+        asked = replace(call.request, timeout_s=context.time_remaining())
         async with (
             self._generation.admission(asked) as (admitted,),
             aclosing(self._generation.stream(admitted)) as chunks,
         ):
             async for chunk in chunks:
-                yield write_chunk(chunk)
+                response = write_chunk(chunk.without_output() if call.prompt_only else chunk)
+                if chunk.prompt is not None and (call.echo or call.request.params.prompt_logprobs is not None):
+                    response.prompt.CopyFrom(self._write_prompt(chunk.prompt, call))
+                yield response
 
     async def Tokenize(self, raw: bytes, context: Context) -> bytes:
         """Text to token ids: a ``TokenizeRequest`` to a ``TokenizeResponse``."""
@@ -65,6 +68,13 @@ class GenerationServicer:
         draft = None if draft_info is None else codec.encode_model_info(draft_info)
         names = self._generation.model_names
         return pb.ListModelsResponse(models=[pb.ServedModel(id=name, target=target, draft=draft) for name in names])
+
+    def _write_prompt(self, prompt: PromptReport, call: GenerateCall) -> pb.Prompt:
+        text = call.prompt_text or ""
+        if call.echo and call.prompt_text is None:
+            text = self._generation.text.decode(prompt.token_ids)
+        logprobs = codec.encode_logprobs(prompt.logprobs)
+        return pb.Prompt(text=text, token_ids=prompt.token_ids, logprobs=logprobs)
 
     async def _answer(
         self, read: Callable[[TextProcessor, bytes, ModelInfo, bool], tuple[str, bytes]], raw: bytes
@@ -106,6 +116,7 @@ def write_chunk(chunk: GenerationChunk) -> pb.GenerateResponse:
         logprobs=[_write_position(position) for position in chunk.logprobs],
         token_metrics=[pb.TokenMetrics(**each.report()) for each in chunk.token_metrics],
         request_id=chunk.request_id,
+        index=chunk.index,
     )
     if chunk.final is not None:
         _write_final(chunk.final, response)

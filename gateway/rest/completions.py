@@ -116,7 +116,7 @@ class Completion:
     async def _chunks(self) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
         async with aclosing(run_all(self._generation, self._requests)) as chunks:
             async for number, given in chunks:
-                chunk = _without_output(given) if self._prompt_only else given
+                chunk = given.without_output() if self._prompt_only else given
                 self._totals.add(number, chunk)
                 yield number, chunk
 
@@ -185,11 +185,3 @@ class Completion:
                 ),
             ],
         }
-
-
-def _without_output(chunk: GenerationChunk) -> GenerationChunk:
-    """The chunk of a request that wanted its prompt only."""
-    final = chunk.final
-    if final is not None:
-        final = replace(final, usage=replace(final.usage, completion_tokens=0), stop_reason=None)
-    return replace(chunk, text="", token_ids=(), logprobs=(), token_metrics=(), final=final)

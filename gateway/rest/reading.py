@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from gateway.bounded_json import parse_json
 from gateway.limits import check_count, check_length, check_name, check_params, check_text
 from gateway.prompt import encode_prompt
 from gateway.rest.body import Body, invalid_request_of
-from gateway.rest.json_body import parse_json
 from gateway.rest.schemas import (
     ChatBody,
     CompletionBody,
