@@ -20,6 +20,8 @@ MIN_PING_INTERVAL_MS: Final = 10_000
 #: without closing its connection is noticed after the sum of the two.
 KEEPALIVE_TIME_MS: Final = 30_000
 KEEPALIVE_TIMEOUT_MS: Final = 10_000
+#: How long an attempt to connect may take, TLS included, on a busy machine or a slow network.
+CONNECT_TIMEOUT_MS: Final = 10_000
 
 MESSAGE_OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -38,8 +40,9 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.enable_retries", 0),
     # A replica that comes back is found soon.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
+    # In spite of its name no pause: gRPC gives an attempt so much time, and never less than the pauses above.
+    ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
     # Channels to one address do not share a connection, so one of them can be lost or closed alone.
     ("grpc.use_local_subchannel_pool", 1),
 )

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import socket
 import sys
 from contextlib import asynccontextmanager
 from functools import partial
@@ -393,6 +394,19 @@ async def test_an_idle_watch_outlives_its_pings(monkeypatch):
             async with asyncio.timeout(3):
                 await watch.read()
     await server.stop()
+
+
+async def test_a_slow_handshake_is_waited_for():
+    """The pause after a failed attempt to connect is short; an attempt itself may take longer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # it never answers
+        async with open_channel(f"127.0.0.1:{listener.getsockname()[1]}") as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
+                await health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=0.5)
+        listener.setblocking(False)
+        listener.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 def test_keepalive_is_slower_than_servers_tolerate():
