@@ -1,8 +1,8 @@
 """Try the image and docker-compose.yml as a user would: ``make compose``. Needs Docker, docker-compose and free ports.
 
 Builds the image, starts the services, asks with the openai client, looks at what the containers may do and what the
-network sees of them, takes the draft away and back. With ``--rolling`` two of each service run then, and all are
-restarted under load; that has not passed yet: requests end early with 503 while containers are replaced.
+network sees of them, takes the draft away and back. With ``--rolling`` two of each service run instead, and all are
+restarted under load, one after the other: no request may fail, and no text may change.
 """
 
 from __future__ import annotations
@@ -197,21 +197,26 @@ async def check_rolling_restart() -> None:
     say(await roll(containers, num_tokens=120, rounds=1))
 
 
-def main() -> int:
+def check_services() -> None:
     url = f"http://127.0.0.1:{os.environ.get('TANDEM_HTTP_PORT', '8000')}"
+    compose("up", "-d")
+    wait_for(url)
+    check_answers(url)
+    check_containers()
+    check_mutual_tls()
+    check_refusal()
+    compose("restart", "draft")
+    check_answers(url)
+    say("the draft was restarted")
+
+
+def main() -> int:
     compose("build")
     try:
-        compose("up", "-d")
-        wait_for(url)
-        check_answers(url)
-        check_containers()
-        check_mutual_tls()
-        check_refusal()
-        compose("restart", "draft")
-        check_answers(url)
-        say("the draft was restarted")
         if "--rolling" in sys.argv[1:]:
             asyncio.run(check_rolling_restart())
+        else:
+            check_services()
     finally:
         compose("down", "--volumes", "--timeout", "10", check=False)
     say("docker-compose works")
