@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive test-tp chaos soak fuzz rolling kernels lint protos released-protos docs lock chart compose bench dist install clean
+.PHONY: demo test test-exhaustive test-tp chaos soak fuzz rolling kernels test-typescript lint protos released-protos docs lock chart compose bench dist install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -64,6 +64,12 @@ kernels: $(STAMP)
 	aarch64-linux-gnu-g++ -O3 -std=c++17 -static -pthread -fno-exceptions -fno-rtti -fno-math-errno -fno-trapping-math \
 	  -ffp-contract=off -Ispecdec tests/specdec/engine/native/products.cpp specdec/engine/native/*.cpp -o $(NEON)
 	qemu-aarch64 $(NEON)
+
+# The npm package in clients/typescript: made from the protos, tried against `tandem serve`, then packed and installed elsewhere.
+test-typescript: $(STAMP)
+	set -e; export PATH="$(abspath $(BIN)):$$PATH" PROTOC="python -m grpc_tools.protoc" npm_config_fund=false npm_config_audit=false; \
+	  (cd clients/typescript; npm ci --ignore-scripts; npm run check-package); \
+	  python -m tests.clients.serve npm --prefix clients/typescript test
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
