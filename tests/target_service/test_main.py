@@ -19,7 +19,7 @@ def test_the_process_serves_and_stops(checkpoint):
         line = json.loads(process.stdout.readline())
         assert (line["service"], line["pid"]) == ("target", process.pid)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
         assert process.stdout.read() == ""
 
 

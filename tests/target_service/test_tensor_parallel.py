@@ -37,7 +37,7 @@ def running_ranks() -> list[psutil.Process]:
 
 
 async def to_its_end(session) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while True:
             await session.receive()
 

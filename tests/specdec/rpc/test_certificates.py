@@ -50,7 +50,7 @@ async def ask(address: str, certificates: Certificates | None) -> str:
     """ "SERVING", or the name of the error."""
     async with open_channel(address, certificates=certificates) as channel:
         try:
-            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         except grpc.aio.AioRpcError as error:
             return error.code().name
     return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
@@ -81,7 +81,7 @@ async def test_health_has_a_port_in_plain_text_where_nothing_else_is(folder: Pat
         assert await ask(server.address, None) == "UNAVAILABLE"
         async with open_channel(address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await target_grpc.TargetServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=5)
+                await target_grpc.TargetServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=30)
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
         await server.drain()
         assert await ask(address, None) == "NOT_SERVING"
