@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive test-tp chaos soak fuzz rolling kernels test-typescript lint protos released-protos docs lock chart compose bench dist install clean
+.PHONY: demo test test-exhaustive test-tp test-page chaos soak fuzz rolling kernels test-typescript lint protos released-protos docs lock chart compose bench dist install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -34,6 +34,12 @@ test-exhaustive: $(STAMP)
 test-tp: $(STAMP)
 	$(BIN)/python -m pytest -m "exhaustive or not exhaustive" --timeout 900 tests/specdec/engine/parallel \
 	  tests/target_service/test_tensor_parallel.py tests/target_service/test_split_models.py tests/e2e/test_tensor_parallel.py
+
+# The page in a real browser (Debian: chromium), checked by axe-core; ARGS="--record" renews its recording and screenshot.
+test-page: $(STAMP)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[page]'
+	$(BIN)/npm ci --prefix tests/page --no-audit --no-fund --ignore-scripts
+	$(BIN)/python -m pytest tests/page/browser.py $(ARGS)
 
 # Faults at random under ten streams: SECONDS for toy services and as long for the bundled pair, drawn from SEED.
 chaos: SECONDS ?= 120

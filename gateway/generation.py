@@ -93,8 +93,8 @@ class Generation:
             LoadCollector(
                 router,
                 model_name=self._model_name,
-                num_running=lambda: self._admission.num_open,
-                num_waiting=lambda: self._admission.num_waiting,
+                num_running=lambda: self.num_running,
+                num_waiting=lambda: self.num_waiting,
             )
         )
         self.metrics.registry.register(VllmNames(self.metrics, self._model_name))
@@ -123,6 +123,16 @@ class Generation:
             return (self.router.model().name,)
         except Unavailable:
             return ()
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in progress."""
+        return self._admission.num_open
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for that."""
+        return self._admission.num_waiting
 
     def check_model(self, name: str) -> str:
         """The served name behind a requested one; empty means the first.

@@ -72,6 +72,11 @@ class Replica(Generic[B]):
         return time.monotonic() < self._avoid_until
 
     @property
+    def load(self) -> ServerLoad:
+        """How full it said it is last."""
+        return self._load
+
+    @property
     def kv_use(self) -> float:
         """Share of its KV cache that open sessions use: as it said last, and those sent there since, each counted as
         large as the others. Above 1 where more are sent there than it has told of.

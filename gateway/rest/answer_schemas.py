@@ -255,6 +255,44 @@ class VersionAnswer(Answer):
     version: str
 
 
+class ServiceAnswer(Answer):
+    """A target or a draft."""
+
+    name: str
+    status: Literal["up", "down"]
+    #: Why it must not be used; empty where it may.
+    reason: str
+    model: str
+    num_sessions: int
+    num_parked_sessions: int
+    num_waiting_sessions: int
+
+
+class TargetAnswer(ServiceAnswer):
+    """A target."""
+
+    kv_use: float
+
+
+class DraftAnswer(ServiceAnswer):
+    """A draft."""
+
+    method: str
+    busy_share: float
+
+
+class ServicesAnswer(Answer):
+    """The answer of ``/services``."""
+
+    model: str
+    num_speculative_tokens: int
+    num_running: int
+    num_waiting: int
+    targets: list[TargetAnswer]
+    drafts: list[DraftAnswer]
+    lookups: list[str]
+
+
 class RootAnswer(VersionAnswer):
     """The answer of ``/``."""
 
@@ -272,6 +310,7 @@ ANSWERS: dict[tuple[str, str], tuple[type[Answer], type[Answer] | None]] = {
     ("post", "/tokenize"): (TokenizeAnswer, None),
     ("post", "/detokenize"): (DetokenizeAnswer, None),
     ("get", "/health"): (HealthAnswer, None),
+    ("get", "/services"): (ServicesAnswer, None),
     ("get", "/version"): (VersionAnswer, None),
     ("get", "/"): (RootAnswer, None),
 }

@@ -19,8 +19,10 @@ from gateway.rest.chat import create_chat_completion
 from gateway.rest.completions import create_completion
 from gateway.rest.limits import BodyLimit
 from gateway.rest.openapi import describe
+from gateway.rest.playground import Playground
 from gateway.rest.route import body_route
 from gateway.rest.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.rest.services import describe_services
 from specdec import __version__
 from specdec.errors import NotFound, Unavailable
 from specdec.settings import AccessSettings
@@ -31,6 +33,8 @@ def make_app(generation: Generation, keys: KeyRing) -> FastAPI:
     app = FastAPI(title="Tandem", version=__version__, description="Speculative decoding as a service")
     app.add_middleware(BodyLimit, max_bytes=lambda: generation.max_body_bytes)
     app.add_middleware(KeyCheck, keys=keys)
+    if not generation.settings.disable_playground:
+        app.add_middleware(Playground)  # outside of the check of keys: the page asks for one
     _allow_origins(app, generation.settings)  # outside of the check of keys: browsers ask first without one
     app.router.route_class = body_route(generation)
     errors.install(app)
@@ -103,6 +107,10 @@ def _add_state(app: FastAPI, generation: Generation) -> None:
         if not generation.router.ready:
             raise Unavailable("no target service can be used now")
         return {"status": "ok"}
+
+    @app.get("/services")
+    async def services() -> dict[str, Any]:
+        return describe_services(generation)
 
     @app.get("/version")
     async def version() -> dict[str, Any]:
