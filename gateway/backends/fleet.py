@@ -13,11 +13,12 @@ import grpc.aio
 
 from gateway.backends.discovery import Discovery, Endpoint
 from gateway.backends.draft import GrpcDraft
+from gateway.backends.engines.answer import BadAnswer
 from gateway.backends.engines.spec import EngineSpec
 from gateway.backends.engines.target import EngineTarget
 from gateway.backends.target import GrpcTarget
 from gateway.routing import Pool, Replica, Router
-from specdec.errors import ModelNotSupported, TandemError
+from specdec.errors import InvalidRequest, ModelNotSupported, Overloaded, TandemError
 from specdec.rpc.certificates import Certificates
 from specdec.rpc.channel import open_channel
 from specdec.settings.engines import is_engine
@@ -31,6 +32,8 @@ RETRY_S: Final = 0.2
 REFUSED_RETRY_S: Final = 5.0
 #: Seconds between two checks of the certificates' files, of addresses that may change and of the targets' load.
 CHECK_INTERVAL_S: Final = 1.0
+#: What a replica says that answered. Others are lost connections.
+_REFUSALS: Final = (ModelNotSupported, InvalidRequest, Overloaded, BadAnswer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +86,8 @@ class Fleet:
         for role in self._roles:
             self._join(role)
         self._tasks: list[asyncio.Task[None]] = []
+        #: Whether there are certificates that connections do not use yet.
+        self._is_outdated = False
 
     async def start(self) -> None:
         """Begin to watch; returns at once."""
@@ -135,7 +140,10 @@ class Fleet:
         """Let servers join and leave, and use new certificates; one after the other, for both begin and end watches."""
         await self._update_members()
         if self._certificates is not None and self._certificates.renew():
+            self._is_outdated = True
+        if self._is_outdated:  # also where the last try failed
             await self._reconnect()
+            self._is_outdated = False
 
     async def _update_members(self) -> None:
         """A server that leaves gets no new sessions. Those that are open on it stay, and hold its channel."""
@@ -155,9 +163,16 @@ class Fleet:
         """Open new channels: a channel keeps its certificates for its later connections, and so does an engine.
 
         Sessions that are open hold the old channel, which closes with the last of them.
+
+        Raises:
+            InvalidRequest: an engine cannot use the files.
         """
-        await self._end_watches(self._members)
-        for member in self._members:
+        engines = [each for each in self._members if isinstance(each.replica.backend, EngineTarget)]
+        for member in engines:
+            await member.replica.backend.reconnect()
+        others = [each for each in self._members if each not in engines]
+        await self._end_watches(others)
+        for member in others:
             member.replica.backend = self._connect(member.role, member.endpoint)
         self._watch_all()
 
@@ -173,7 +188,7 @@ class Fleet:
                 await self._follow(member)
             except TandemError as error:
                 self._note_down(member, str(error))
-                if isinstance(error, ModelNotSupported):
+                if isinstance(error, _REFUSALS):
                     pause_s = REFUSED_RETRY_S
             except Exception:
                 logger.exception("watching %s failed", replica.name)

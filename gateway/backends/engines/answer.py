@@ -13,6 +13,10 @@ T = TypeVar("T", bound="EngineAnswer")
 TokenId = Annotated[int, Field(ge=0, le=MAX_UINT32)]
 
 
+class BadAnswer(Unavailable):
+    """The engine answers, and its answer cannot be used: an error, or not what the API promises."""
+
+
 class EngineAnswer(BaseModel):
     """An object whose other fields are not read."""
 
@@ -42,7 +46,6 @@ class EngineTokens(EngineAnswer):
 class EngineLogprobs(EngineAnswer):
     """Log-probabilities of the generated tokens, whose names are ``token_id:N``."""
 
-    tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None = None
 
@@ -59,7 +62,6 @@ class EngineChoice(EngineAnswer):
 
     token_ids: list[TokenId] | None = None
     logprobs: EngineLogprobs | None = None
-    prompt_logprobs: list[dict[TokenId, EnginePromptLogprob] | None] | None = None
     finish_reason: str | None = None
 
 
@@ -101,10 +103,10 @@ def parse(kind: type[T], data: bytes) -> T:
     """An answer.
 
     Raises:
-        Unavailable: it is not what the API promises.
+        BadAnswer: it is not what the API promises.
     """
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
         where = ".".join(map(str, error.errors(include_input=False, include_url=False)[0]["loc"]))
-        raise Unavailable(f"the engine's answer cannot be read{': ' + where if where else ''}") from None
+        raise BadAnswer(f"the engine's answer cannot be read{': ' + where if where else ''}") from None

@@ -13,7 +13,7 @@ from typing import Any, Final
 import httpx2
 from pydantic import ValidationError
 
-from gateway.backends.engines.answer import EngineError, EngineFailure
+from gateway.backends.engines.answer import BadAnswer, EngineError, EngineFailure
 from specdec.errors import InvalidRequest, Overloaded, TandemError, Unavailable
 from specdec.settings.listening import TlsFiles
 
@@ -45,6 +45,9 @@ class EngineConnection:
         """``url`` has no ``/v1``; ``tls``: the CAs to trust, by default those of the system, and our certificate."""
         self._url = url
         self._key = key
+        #: Answers that are being waited for or read, and whether the last of them closes the connections.
+        self._num_answers = 0
+        self._is_retired = False
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S)
         verify = _context(tls) if url.startswith("https") else False
@@ -66,14 +69,13 @@ class EngineConnection:
         return await self._exchange("POST", path, body, timeout_s)
 
     async def open(self, path: str, body: Mapping[str, Any], *, request_id: str) -> httpx2.Response:
-        """The answer to a request, not read yet. Close it in any case.
+        """The answer to a request, not read yet. :meth:`finish` it in any case.
 
         Raises:
             InvalidRequest, Overloaded, Unavailable: the engine refused it.
         """
         request = self._http.build_request("POST", self._url + path, json=body, headers={"X-Request-Id": request_id})
-        async with _lost():
-            response = await self._http.send(request, stream=True)
+        response = await self._send(request)
         if response.status_code == httpx2.codes.OK:
             return response
         try:
@@ -82,8 +84,15 @@ class EngineConnection:
         except TimeoutError:
             content = b""
         finally:
-            await response.aclose()
+            await self.finish(response)
         raise self.refusal(response.status_code, content, response.headers.get("Retry-After"))
+
+    async def finish(self, response: httpx2.Response) -> None:
+        """End an answer, read or not. Once for each that was opened."""
+        try:
+            await response.aclose()
+        finally:
+            await self._leave()
 
     async def read(self, response: httpx2.Response, limit: int = MAX_ANSWER_BYTES) -> bytes:
         """All of an answer, ``limit`` bytes at most."""
@@ -91,7 +100,7 @@ class EngineConnection:
         async for piece in self.pieces(response):
             content += piece
             if len(content) > limit:
-                raise Unavailable(f"the engine's answer is larger than {limit} bytes")
+                raise BadAnswer(f"the engine's answer is larger than {limit} bytes")
         return bytes(content)
 
     async def pieces(self, response: httpx2.Response) -> AsyncGenerator[bytes, None]:
@@ -104,6 +113,11 @@ class EngineConnection:
         """Close all connections."""
         await self._http.aclose()
 
+    async def retire(self) -> None:
+        """Close all connections once the answers that are being read have ended."""
+        self._is_retired = True
+        await self._close_unused()
+
     def refusal(self, status: int | None, content: bytes, retry_after: str | None = None) -> TandemError:
         """The error that an engine's answer stands for."""
         try:
@@ -114,17 +128,19 @@ class EngineConnection:
 
     def error_of(self, status: int | None, error: EngineError, retry_after: str | None = None) -> TandemError:
         """The error that an engine reported, in an answer of this status or within a stream (None)."""
-        message = error.message[:MAX_ERROR_CHARACTERS]
-        if self._key:
-            message = message.replace(self._key, "[key]")
+        message = self._without_key(error.message)[:MAX_ERROR_CHARACTERS]
         if status is None:
             status = error.code if isinstance(error.code, int) else 500
         if status in _BLAMES_REQUEST:
-            return InvalidRequest(message or f"the engine refused the request with status {status}", param=error.param)
+            param = None if error.param is None else self._without_key(error.param)
+            return InvalidRequest(message or f"the engine refused the request with status {status}", param=param)
         if status == httpx2.codes.TOO_MANY_REQUESTS:
             return Overloaded(message or "the engine has no room", retry_after_s=_seconds(retry_after))
         remedy = "; give the gateway its key with --target-api-key-file" if status in (401, 403) else ""
-        return Unavailable(f"the engine answered with status {status}{': ' + message if message else ''}{remedy}")
+        return BadAnswer(f"the engine answered with status {status}{': ' + message if message else ''}{remedy}")
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._key, "[key]") if self._key else text
 
     async def _exchange(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
@@ -132,14 +148,30 @@ class EngineConnection:
         request = self._http.build_request(method, self._url + path, json=body)
         try:
             async with asyncio.timeout(timeout_s):
-                async with _lost():
-                    response = await self._http.send(request, stream=True)
+                response = await self._send(request)
                 try:
                     return response.status_code, await self.read(response)
                 finally:
-                    await response.aclose()
+                    await self.finish(response)
         except TimeoutError:
             raise NoAnswer(f"the engine did not answer {path} within {timeout_s:g} s") from None
+
+    async def _send(self, request: httpx2.Request) -> httpx2.Response:
+        self._num_answers += 1
+        try:
+            async with _lost():
+                return await self._http.send(request, stream=True)
+        except BaseException:
+            await self._leave()
+            raise
+
+    async def _leave(self) -> None:
+        self._num_answers -= 1
+        await self._close_unused()
+
+    async def _close_unused(self) -> None:
+        if self._is_retired and not self._num_answers:
+            await self.close()
 
 
 @asynccontextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from gateway.backends.engines.answer import EngineLogprobs, EnginePromptLogprob
@@ -41,29 +41,22 @@ def _output(token_id: int, logprob: float | None, top: dict[str, float] | None, 
     return PositionLogprobs(chosen or TokenLogprob(token_id, logprob, UNKNOWN_RANK), tuple(ranked))
 
 
-def prompt_positions(
-    given: Sequence[dict[int, EnginePromptLogprob] | None] | None, prompt: Sequence[int], count: int
-) -> tuple[PositionLogprobs, ...]:
-    """The positions of a prompt from its second token on.
+def prompt_position(token_id: int, entries: Mapping[int, EnginePromptLogprob] | None, count: int) -> PositionLogprobs:
+    """The position of a token of the prompt, with the ``count`` most likely ones.
 
     Raises:
-        Unavailable: they are not those of the prompt.
+        Unavailable: the token is not among its entries.
     """
-    if given is None or len(given) != len(prompt):
-        raise Unavailable("the engine left out the prompt's log-probabilities")
-    result = []
-    for token_id, entries in zip(prompt[1:], given[1:], strict=True):
-        if entries is None or token_id not in entries:
-            raise Unavailable("the engine left out the log-probability of a prompt's token")
-        ranked = sorted(
-            (TokenLogprob(each, entry.logprob, entry.rank or UNKNOWN_RANK) for each, entry in entries.items()),
-            key=lambda entry: -entry.logprob,
-        )
-        chosen = next(entry for entry in ranked if entry.token_id == token_id)
-        if len(ranked) > count:
-            ranked.remove(chosen)
-        result.append(PositionLogprobs(chosen, tuple(ranked[:count])))
-    return tuple(result)
+    if entries is None or token_id not in entries:
+        raise Unavailable("the engine left out the log-probability of a prompt's token")
+    ranked = sorted(
+        (TokenLogprob(each, entry.logprob, entry.rank or UNKNOWN_RANK) for each, entry in entries.items()),
+        key=lambda entry: -entry.logprob,
+    )
+    chosen = next(entry for entry in ranked if entry.token_id == token_id)
+    if len(ranked) > count:
+        ranked.remove(chosen)
+    return PositionLogprobs(chosen, tuple(ranked[:count]))
 
 
 def _id_of(name: str) -> int:

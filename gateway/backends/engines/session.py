@@ -14,7 +14,8 @@ from gateway.backends.engines.answer import EngineChoice, EngineCompletion, Engi
 from gateway.backends.engines.connection import EngineConnection
 from gateway.backends.engines.events import DONE, read_events
 from gateway.backends.engines.liveness import Liveness
-from gateway.backends.engines.logprobs import output_positions, prompt_positions
+from gateway.backends.engines.logprobs import output_positions
+from gateway.backends.engines.whole_answer import read_whole
 from specdec.errors import Unavailable, quote
 from specdec.rules import DEFAULT_RULE
 from specdec.types import FinishReason, PositionLogprobs, Proposal, SessionSpec, TargetOpened, Verdict
@@ -77,12 +78,19 @@ class EngineSession:
         if on_close is None:
             return
         on_close()
-        await self._answers.aclose()
-        await self._response.aclose()
+        try:
+            await self._answers.aclose()
+        finally:
+            await self._connection.finish(self._response)
 
     async def _read(self) -> AsyncGenerator[EngineCompletion, None]:
-        if self._spec.params.prompt_logprobs is not None:  # a whole answer
-            yield parse(EngineCompletion, await self._connection.read(self._response))
+        spec = self._spec
+        if (count := spec.params.prompt_logprobs) is not None:
+            answer, positions = await read_whole(await self._connection.read(self._response), spec.token_ids, count)
+            if positions is None and answer.error is None:
+                raise Unavailable("the engine left out the prompt's log-probabilities")
+            self.opened = replace(self.opened, prompt_logprobs=positions or ())
+            yield answer
             return
         async with (
             aclosing(self._connection.pieces(self._response)) as pieces,
@@ -115,9 +123,6 @@ class EngineSession:
         if not token_ids and reason is None:
             return None
         self._length += len(token_ids)
-        if (count := spec.params.prompt_logprobs) is not None:
-            prompt = prompt_positions(choice.prompt_logprobs, spec.token_ids, count)
-            self.opened = replace(self.opened, prompt_logprobs=prompt)
         logprobs: tuple[PositionLogprobs, ...] = ()
         if (count := spec.params.logprobs) is not None and token_ids:
             logprobs = tuple(output_positions(choice.logprobs, token_ids, count))

@@ -7,6 +7,7 @@ import logging
 import re
 import uuid
 from collections.abc import AsyncGenerator, Mapping
+from statistics import fmean
 from typing import Any, Final
 
 import httpx2
@@ -33,9 +34,14 @@ TRIAL_TIMEOUT_S: Final = 120.0
 KNOWN_ENGINES: Final = ("vllm", "tandem")
 #: What an engine without a gauge of its KV cache is full at: its own number is not known.
 USUAL_SESSIONS: Final = 256
+#: A gauge of one data-parallel rank; a value that is no number of usual size is left out.
 _GAUGE: Final = re.compile(
-    rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{.*\})? ([0-9.e+-]+)$", re.MULTILINE
+    rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{.*\})?"
+    rb" (\d{1,16}(?:\.\d*)?(?:e[+-]?\d\d?)?)$",
+    re.MULTILINE,
 )
+#: Statuses of a server without the page that is asked for.
+_NO_PAGE: Final = frozenset({404, 405, 501})
 
 
 class EngineTarget:
@@ -43,8 +49,9 @@ class EngineTarget:
 
     def __init__(self, address: str, spec: EngineSpec) -> None:
         """``address``: see :mod:`gateway.backends.engines.address`."""
+        self._address = address
         self._spec = spec
-        self._connection = EngineConnection(url_of(address), key=spec.key, tls=spec.tls)
+        self._connection = self._connect()
         self._liveness = Liveness()
         self._model = ""
         self._num_open = 0
@@ -93,13 +100,18 @@ class EngineTarget:
         )
 
     async def load(self) -> ServerLoad:
-        """How full it is by its own metrics, or by the sessions of this gateway where it has none."""
+        """How full it is by its own metrics, or by the sessions of this gateway where it has none.
+
+        An engine of several data-parallel ranks has a gauge of each: requests are added, shares of the cache averaged.
+        """
         status, content = await self._connection.get("/metrics", ANSWER_TIMEOUT_S)
-        gauges = {name: float(value) for name, value in _GAUGE.findall(content)} if status == httpx2.codes.OK else {}
-        use = gauges.get(b"kv_cache_usage_perc", self._num_open / USUAL_SESSIONS)
+        gauges: dict[bytes, list[float]] = {}
+        for name, value in _GAUGE.findall(content) if status == httpx2.codes.OK else ():
+            gauges.setdefault(name, []).append(float(value))
+        use = fmean(gauges.get(b"kv_cache_usage_perc", [self._num_open / USUAL_SESSIONS]))
         return ServerLoad(
-            open_sessions=int(gauges.get(b"num_requests_running", self._num_open)),
-            waiting_sessions=int(gauges.get(b"num_requests_waiting", 0)),
+            open_sessions=int(sum(gauges.get(b"num_requests_running", [self._num_open]))),
+            waiting_sessions=int(sum(gauges.get(b"num_requests_waiting", [0]))),
             used_blocks=round(use * 10_000),
             total_blocks=10_000,
         )
@@ -108,15 +120,14 @@ class EngineTarget:
         """Send the request; returns when the first token is there. Cancelling closes the connection."""
         request_id = f"{current_request_id()}-{uuid.uuid4().hex[:8]}"  # vLLM takes an id once, and samples share it
         self._num_open += 1
+        connection = self._connection
         try:
             async with self._liveness.waiting():
-                response = await self._connection.open(
-                    "/v1/completions", body_of(spec, self._model), request_id=request_id
-                )
+                response = await connection.open("/v1/completions", body_of(spec, self._model), request_id=request_id)
         except BaseException:
             self._leave()
             raise
-        session = EngineSession(self._connection, self._liveness, response, spec, self._leave)
+        session = EngineSession(connection, self._liveness, response, spec, self._leave)
         try:
             session.first = await session.receive()
         except BaseException:
@@ -124,9 +135,21 @@ class EngineTarget:
             raise
         return session
 
+    async def reconnect(self) -> None:
+        """Use the certificates of now for what is asked from here on. Open sessions keep their connections.
+
+        Raises:
+            InvalidRequest: the files cannot be used; the connections stay as they are.
+        """
+        old, self._connection = self._connection, self._connect()
+        await old.retire()
+
     async def close(self) -> None:
         """Close all connections."""
         await self._connection.close()
+
+    def _connect(self) -> EngineConnection:
+        return EngineConnection(url_of(self._address), key=self._spec.key, tls=self._spec.tls)
 
     def _leave(self) -> None:
         self._num_open -= 1
@@ -146,8 +169,10 @@ class EngineTarget:
         """Compare the ids of a text, where the engine tells them."""
         body = {"model": self._model, "prompt": SAMPLE_TEXT, "add_special_tokens": False}
         status, content = await self._connection.post("/tokenize", body, ANSWER_TIMEOUT_S)
-        if status != httpx2.codes.OK:
+        if status in _NO_PAGE:
             logger.info("an engine does not tell token ids (/tokenize: %d), so its tokenizer is not compared", status)
+        elif status != httpx2.codes.OK:
+            raise self._connection.refusal(status, content)
         elif parse(EngineTokens, content).tokens != list(self._spec.sample_ids):
             raise ModelNotSupported(
                 f"the tokenizer of the engine's model {quote(self._model)} is not the gateway's; give --tokenizer the"

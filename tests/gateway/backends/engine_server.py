@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from collections import Counter
 
 from tests.gateway.fakes import number
 
@@ -22,7 +23,7 @@ class FakeEngine:
         self.model = {"id": name, "object": "model", "owned_by": owned_by, "max_model_len": 512}
         self.models = [self.model]
         self.returns_token_ids = True
-        self.health = 200
+        self.health = self.tokenize = 200
         self.metrics = ""
         self.key = None
         self.delay_s = 0.0
@@ -40,12 +41,16 @@ class FakeEngine:
         self.num_open = 0
         self.num_left = 0
         self.num_connections = 0
+        #: Requests for each path.
+        self.asked = Counter()
         self.port = 0
+        #: Context of TLS; None: plain text.
+        self.tls = None
         self._tasks = set()
 
     @property
     def address(self):
-        return f"openai+http://127.0.0.1:{self.port}"
+        return f"openai+http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
 
     @contextlib.asynccontextmanager
     async def serving(self):
@@ -56,7 +61,7 @@ class FakeEngine:
             await self.stop()
 
     async def start(self):
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self):
@@ -86,6 +91,7 @@ class FakeEngine:
         body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or "null")
         while self.hangs:  # noqa: ASYNC110 (no event tells it)
             await asyncio.sleep(0.01)
+        self.asked[path] += 1
         if self.key and path.startswith("/v1") and headers.get("authorization") != f"Bearer {self.key}":
             error = {"message": f"wrong key, not {headers.get('authorization')}", "code": 401}
             return self._answer(writer, 401, {"error": error})
@@ -93,7 +99,7 @@ class FakeEngine:
             return await self._complete(reader, writer, headers, body)
         if (method, path) == ("POST", "/tokenize"):
             ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
-            return self._answer(writer, 200, {"tokens": ids, "count": len(ids)})
+            return self._answer(writer, self.tokenize, {"tokens": ids, "count": len(ids)})
         pages = {
             "/health": (self.health, ""),
             "/v1/models": (200, {"object": "list", "data": self.models}),

@@ -11,13 +11,21 @@ import pytest
 
 from gateway.app import Gateway
 from gateway.backends import fleet as fleets
+from gateway.backends.engines import connection as connections
 from gateway.backends.engines import target as targets
-from specdec.errors import InvalidRequest
+from gateway.backends.engines.spec import EngineSpec
+from gateway.backends.engines.whole_answer import POSITIONS_AT_ONCE, read_whole
+from gateway.text.tokenizer import TextTokenizer
+from specdec.errors import InvalidRequest, Unavailable
+from specdec.rpc.certificates import Certificates
 from specdec.settings import GatewaySettings
+from specdec.settings.listening import TlsFiles
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import generation_service_pb2_grpc as pb_grpc
+from tandem.certificates import write_certificates
 from tests.gateway.backends.engine_server import FakeEngine
 from tests.gateway.conftest import Script, serve
+from tests.gateway.test_tls import replace_files, ssl_flags
 
 
 @pytest.fixture(autouse=True)
@@ -364,6 +372,7 @@ async def test_engines_that_cannot_be_used(engine_script, tokenizer, tokenizer_f
         "does not return token ids": {"returns_token_ids": False},
         "status 401": {"key": "secret-of-the-engine"},
         "lists no model": {"models": []},
+        "status 500": {"tokenize": 500},
     }
     async with contextlib.AsyncExitStack() as stack:
         addresses = []
@@ -401,6 +410,116 @@ async def test_the_key_is_shown_and_never_logged(engine, tokenizer_folder, caplo
     assert "secret-of-the-engine" not in caplog.text + answer.text
 
 
+async def test_no_part_of_the_key_is_passed_on(engine, tokenizer_folder):
+    key = engine.key = "secret-of-the-engine"
+    refusal = {"error": {"message": "x" * 1990 + key, "param": key, "code": 400}}
+    engine.refusals = [(400, {}, refusal), (500, {}, refusal), (400, {}, refusal)]
+    async with gateway_to(engine.address, tokenizer_folder=tokenizer_folder, target_api_key=key) as (_, http):
+        for is_stream in (False, True):
+            answer = await ask(http, stream=is_stream)
+            assert "xxx[key]" in answer.text
+            assert "secret" not in answer.text
+    assert not engine.refusals
+
+
+async def test_what_answers_with_a_refusal_is_asked_rarely(engine, tokenizer_folder, monkeypatch):
+    """Each try has a completion generated; one that cannot be reached is tried all the time."""
+    monkeypatch.setattr(fleets, "REFUSED_RETRY_S", 3600)
+    num_tries = 0
+
+    async def drop(_, writer):
+        nonlocal num_tries
+        num_tries += 1
+        writer.close()
+
+    engine.key = "not the gateway's"
+    async with await asyncio.start_server(drop, "127.0.0.1", 0) as lost:
+        addresses = engine.address, f"openai+http://127.0.0.1:{lost.sockets[0].getsockname()[1]}"
+        async with gateway_to(*addresses, tokenizer_folder=tokenizer_folder, is_ready=False):
+            await until(lambda: engine.asked["/v1/models"])
+            seen = num_tries
+            await until(lambda: num_tries > seen + 5)
+            assert engine.asked["/v1/models"] == 1
+
+
+async def test_an_engine_that_does_not_tell_tokens_is_used(engine, tokenizer_folder):
+    engine.tokenize = 405
+    async with gateway_to(engine.address, tokenizer_folder=tokenizer_folder) as (_, http):
+        assert len(await ids_of(http)) == 12
+
+
+async def test_the_load_is_that_of_all_ranks(engine, tokenizer, tokenizer_folder):
+    settings = GatewaySettings(targets=(engine.address,), tokenizer=str(tokenizer_folder))
+    target = targets.EngineTarget(engine.address, EngineSpec.read(settings, TextTokenizer.load(str(tokenizer_folder))))
+    engine.metrics = """\
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 2e+1
+vllm:num_requests_waiting{engine="2",model_name="m"} 1.2.3e+-
+vllm:num_requests_waiting{engine="3",model_name="m"} 1e999
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.1
+"""
+    load = await target.load()
+    await target.close()
+    assert (load.open_sessions, load.waiting_sessions, load.used_blocks / load.total_blocks) == (7, 21, 0.3)
+
+
+async def test_new_certificates_reach_an_engine_and_its_open_session(
+    engine, tokenizer_folder, tmp_path_factory, monkeypatch, expected
+):
+    """The first try to use them fails. The session that is open then ends like every other one if the engine hangs."""
+    old, new = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("new")
+    for folder in (old, new):
+        write_certificates(folder)
+    await engine.stop()
+    engine.tls = Certificates(TlsFiles(*ssl_flags(old, "target").values())).server_context()
+    await engine.start()
+    flags = ssl_flags(old, "gateway", "backend_ssl")
+    async with gateway_to(engine.address, tokenizer_folder=tokenizer_folder, **flags) as (gateway, http):
+        (replica,) = gateway.generation.router.targets.replicas
+        backend = replica.backend
+        engine.hangs_after = 3
+        waiting = asyncio.create_task(ids_of(http, max_tokens=20))
+        await until(lambda: engine.num_open)
+        make_context, num_made = connections._context, 0
+
+        def fail_first(tls):
+            nonlocal num_made
+            num_made += 1
+            if num_made == 1:
+                raise InvalidRequest("too many open files")
+            return make_context(tls)
+
+        monkeypatch.setattr(connections, "_context", fail_first)
+        replace_files(old, new)
+        await until(lambda: num_made > 1)
+        assert await ids_of(http, max_tokens=3) == expected(3)
+        assert replica.backend is backend
+        assert engine.num_open == 1
+        monkeypatch.setattr(targets, "ANSWER_TIMEOUT_S", 0.3)
+        seen = engine.asked["/health"]
+        await until(lambda: engine.asked["/health"] > seen + 1)  # no question has the former time
+        engine.hangs = True
+        await until(lambda: not engine.num_open)  # the gateway gave the session up
+        monkeypatch.setattr(targets, "ANSWER_TIMEOUT_S", 10)
+        engine.hangs, engine.hangs_after = False, None
+        assert await waiting == expected(20)
+
+
+async def test_a_retired_connection_closes_with_its_last_answer(engine):
+    connection = connections.EngineConnection(engine.address.removeprefix("openai+"), key=None, tls=TlsFiles())
+    body = {"prompt": [5], "max_tokens": 9, "temperature": 1.0, "stream": True}
+    answers = [await connection.open("/v1/completions", body, request_id=name) for name in "ab"]
+    await connection.retire()
+    for answer in answers:
+        assert b"[DONE]" in await connection.read(answer)
+        await connection.finish(answer)
+    with pytest.raises(RuntimeError, match="closed"):
+        await connection.get("/health", 1)
+
+
 HOSTILE = [
     b"data: " + b"x" * (2**20 + 10) + b"\n\n",
     b"data: {nonsense\n\n",
@@ -430,6 +549,55 @@ async def test_a_request_that_the_engine_blames_within_its_stream(http, engine):
     engine.injected = b'data: {"error": {"message": "a bad word", "param": "bad_words", "code": 400}}\n\n'
     answer = await ask(http)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "bad_words")
+
+
+def whole_answer(positions, **changes):
+    choice = {"text": '"prompt_logprobs": [', "prompt_logprobs": positions, "token_ids": [5], "finish_reason": "length"}
+    return json.dumps({"id": "x", "choices": [choice | changes], "usage": {"prompt_tokens": 1}}).encode()
+
+
+def at(token, **others):
+    return {str(token): {"logprob": -0.5, "rank": 2, "decoded_token": '"]},{'}} | others
+
+
+async def test_a_long_prompts_logprobs_are_read_in_slices():
+    prompt = list(range(100))
+    slices = 0
+
+    async def count():
+        nonlocal slices
+        while True:
+            await asyncio.sleep(0)
+            slices += 1
+
+    beside = asyncio.create_task(count())
+    answer, positions = await read_whole(whole_answer([None, *map(at, prompt[1:])]), prompt, 0)
+    beside.cancel()
+    assert slices >= len(prompt) // POSITIONS_AT_ONCE
+    assert [(each.token.token_id, each.token.rank) for each in positions] == [(token, 2) for token in prompt[1:]]
+    assert (answer.choices[0].token_ids, answer.choices[0].finish_reason) == ([5], "length")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        whole_answer([None, at(2)]),
+        whole_answer([None, at(2), at(3), at(4)]),
+        whole_answer([None, at(2), at(4)]),
+        whole_answer([None, at(2), None]),
+        whole_answer([None, at(2), at(3, x={"logprob": 1})]),
+        whole_answer([None, at(2), {"3": {"logprob": float("nan")}}]),
+        whole_answer([None, at(2), at(3)], token_ids=[-1]),
+        whole_answer([None, at(2), at(3)])[:-20],
+        whole_answer([None, at(2), at(3)])[:60],
+        whole_answer([None, at(2)])[:-3] + b"\xff",
+        b'{"choices": [{"prompt_logprobs": [' + b"[" * 100_000,
+        b'{"choices": [{"prompt_logprobs": [' + b"9" * 100_000,
+    ],
+)
+async def test_prompt_logprobs_that_cannot_be(data):
+    with pytest.raises(Unavailable):
+        await read_whole(data, [1, 2, 3], 0)
 
 
 async def test_usage_metrics_and_keys(engine, tokenizer_folder):
