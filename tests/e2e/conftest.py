@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from draft_service.core import DraftCore
+from gateway.backends.draft import GrpcDraft
+from gateway.backends.target import GrpcTarget
+from target_service.core import TargetCore
+from tests.draft_first import draft_first
 from tests.e2e.servers import Stack, draft_process, target_process
 
 NODE_CLIENTS = Path(__file__).parent / "node"
@@ -20,6 +25,15 @@ PROMPTS = [
     "try:\n    import json\nexcept",
     "    def close(self):\n        ",
 ]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def drafts_open_first():
+    """In this process, as in the gateways of :class:`Stack`."""
+    with pytest.MonkeyPatch.context() as patch:
+        draft_first(TargetCore, DraftCore, patch.setattr)
+        draft_first(GrpcTarget, GrpcDraft, patch.setattr)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -104,7 +104,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=("target", "draft"))
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--latency-s", type=float, default=0.001)
+    parser.add_argument("--latency-s", type=float, default=0.003)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-waiting", type=int, default=64)
     parser.add_argument("--max-wait-s", type=float, default=10.0)

@@ -155,12 +155,12 @@ class Stack:
                 exits.callback(process.stop)
             for process in started:
                 process.wait_until_ready()
+            # What a test counts must not depend on how fast this machine is.
             gateway = ServerProcess(
-                "gateway",
+                "tests.e2e.draft_first_gateway",
                 *("--targets", ",".join(process.address for process in targets)),
                 *(["--drafts", ",".join(process.address for process in drafts)] if drafts else []),
                 *("--tokenizer", TARGET_MODEL, "--port", "0", "--grpc-port", "0"),
-                # What a test counts must not depend on how fast this machine is.
                 "--fixed-draft-length",
                 *gateway_arguments,
             ).start()

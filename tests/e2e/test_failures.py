@@ -31,6 +31,9 @@ from tests.e2e.servers import (
 
 pytestmark = pytest.mark.e2e
 
+#: Tokens that the bundled pair does not write within the moment that a client takes to kill a service.
+LONG = 800
+
 
 @pytest.fixture(scope="module")
 def toys():
@@ -40,35 +43,36 @@ def toys():
     running.close()
 
 
-def check_a_killed_draft(stack, prompt, *, max_tokens, temperature, seed):
-    """Killing the draft changes no token, and the restarted one is used again."""
-    request = request_of(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
+def kill_the_draft_within(stack, request):
+    """Killing the draft changes no token; returns them. The draft is gone then."""
     undisturbed = collect(stack, request)
     killed = collect(stack, request, acts={60: stack.drafts[0].kill})
     assert ids_of(killed) == ids_of(undisturbed)
     assert killed[-1].speculation.num_draft_failures >= 1
     assert killed[-1].speculation.num_draft_tokens < undisturbed[-1].speculation.num_draft_tokens
-
-    without = collect(stack, request)
-    assert ids_of(without) == ids_of(undisturbed)
-    assert without[-1].speculation.num_draft_tokens == 0
-
-    stack.drafts[0].restart_on_same_port()
-    wait_until(partial(speculates, stack, prompt), 20, "speculation with the restarted draft")
-    assert ids_of(collect(stack, request)) == ids_of(undisturbed)
+    return ids_of(undisturbed)
 
 
 def test_killing_the_draft_changes_no_token_and_it_comes_back(stack, prompts):
-    check_a_killed_draft(stack, prompts[0], max_tokens=400, temperature=1.0, seed=77)
+    kill_the_draft_within(stack, request_of(prompts[0], max_tokens=LONG, temperature=1.0, seed=77))
+    stack.drafts[0].restart_on_same_port()
+    wait_until(partial(speculates, stack, prompts[0]), 20, "speculation with the restarted draft")
 
 
 @pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (1.0, 77)])
 def test_killing_a_toy_draft(toys, prompts, temperature, seed):
-    check_a_killed_draft(toys, prompts[0], max_tokens=300, temperature=temperature, seed=seed)
+    request = request_of(prompts[0], max_tokens=300, temperature=temperature, seed=seed)
+    undisturbed = kill_the_draft_within(toys, request)
+    without = collect(toys, request)
+    assert ids_of(without) == undisturbed
+    assert without[-1].speculation.num_draft_tokens == 0
+    toys.drafts[0].restart_on_same_port()
+    wait_until(partial(speculates, toys, prompts[0]), 20, "speculation with the restarted draft")
+    assert ids_of(collect(toys, request)) == undisturbed
 
 
 def test_a_draft_that_returns_helps_the_running_request(toys, prompts):
-    request = request_of(prompts[1], max_tokens=1500)
+    request = request_of(prompts[1], max_tokens=900)
 
     # Past the freeze the request continues as soon as the draft is left behind, and without it until the thaw.
     freeze, thaw = (partial(toys.drafts[0].signal, number) for number in (signal.SIGSTOP, signal.SIGCONT))
@@ -85,7 +89,7 @@ def test_killing_a_target_moves_the_session_to_another(stack, prompts):
     """The real engine: the second target recomputes what the first one knew, and draws the same tokens."""
     with_two = Stack.start([*stack.targets, target_process()], stack.drafts)
     try:
-        request = request_of(prompts[2], max_tokens=300, temperature=1.0, seed=3)
+        request = request_of(prompts[2], max_tokens=LONG, temperature=1.0, seed=3)
         undisturbed = collect(with_two, request)
         busy = []
 
@@ -186,7 +190,7 @@ def test_overload_is_refused_with_the_numbers(prompts):
 
         async def flood():
             async with httpx.AsyncClient(timeout=120) as client:
-                body = {"prompt": prompts[0], "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
+                body = {"prompt": prompts[0], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
                 return await asyncio.gather(
                     *(client.post(f"{stack.base_url}/v1/completions", json=body) for _ in range(6))
                 )

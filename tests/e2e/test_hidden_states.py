@@ -16,6 +16,7 @@ from draft_service.servicer import DraftServicer
 from gateway.backends.draft import GrpcDraft
 from gateway.backends.target import GrpcTarget
 from gateway.decoding.context import DecodingContext
+from gateway.decoding.draft_client import DraftClient
 from gateway.decoding.loop import Decoding
 from gateway.decoding.request import DecodingRequest
 from gateway.decoding.target_client import TargetClient
@@ -144,33 +145,8 @@ class FicklePace(FixedPace):
         self.num_plain += not num_asked
 
 
-def draft_first(target, draft):
-    """Let a session of the target open once the draft has answered as often: its text cannot end before."""
-    num_opened, num_answered, answered = 0, 0, asyncio.Condition()
-    open_target, open_draft = target.open, draft.open
-
-    async def opened_after(*args, **kwargs):
-        nonlocal num_opened
-        num_opened += 1
-        number = num_opened
-        async with answered:
-            await answered.wait_for(lambda: num_answered >= number)
-        return await open_target(*args, **kwargs)
-
-    async def answering(*args, **kwargs):
-        nonlocal num_answered
-        try:
-            return await open_draft(*args, **kwargs)
-        finally:
-            async with answered:
-                num_answered += 1
-                answered.notify_all()
-
-    target.open, draft.open = opened_after, answering
-
-
 @asynccontextmanager
-async def service(model_settings, reader, transport, *, is_draft_first=True):
+async def service(model_settings, reader, transport):
     """A decoding context on a target and a draft; both know of no session in the end."""
     target = await TargetCore.start(
         TargetSettings(model=model_settings, scheduler=SchedulerSettings(max_num_batched_tokens=24))
@@ -189,8 +165,6 @@ async def service(model_settings, reader, transport, *, is_draft_first=True):
             servers.append(server)
             channels.append(open_channel(server.address))
         backends = GrpcTarget(channels[0]), GrpcDraft(channels[1])
-    if is_draft_first:
-        draft_first(*backends)
     router = Router([Replica("target", backends[0])], [Replica("draft", backends[1])])
     router.target_up(router.targets.replicas[0], await backends[0].info())
     router.draft_up(router.drafts.replicas[0], await backends[1].info())
@@ -278,7 +252,15 @@ async def test_stop_tokens_and_parked_sessions(model_settings, exact, plain, tra
 
 
 @pytest.mark.parametrize("transport", ["in process", "grpc"])
-async def test_a_draft_that_breaks_goes_on_with_what_came_since(model_settings, exact, plain, transport):
+async def test_a_draft_that_breaks_goes_on_with_what_came_since(model_settings, exact, plain, monkeypatch, transport):
+    request = DraftClient.request
+
+    async def request_when_open(self, k):
+        if self._opening is not None and self.was_open:
+            await asyncio.wait((self._opening,))
+        return await request(self, k)
+
+    monkeypatch.setattr(DraftClient, "request", request_when_open)
     prompt = make_prompt(3, 40)
     texts = [[*prompt, *plain(prompt, 420)]]
     reader = StateReader(Guesser(texts, fail_at=(5, 12)), LAYERS)
@@ -318,7 +300,7 @@ async def test_the_parts_of_a_round_are_timed_with_states(model_settings, plain)
     prompts = [make_prompt(seed, 20) for seed in (5, 6)]
     reader = StateReader(Guesser([[*prompt, *plain(prompt, 60)] for prompt in prompts]), LAYERS)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    async with service(model_settings, reader, "grpc", is_draft_first=False) as context:
+    async with service(model_settings, reader, "grpc") as context:
         costs = await time_parts(context.router, [prompts], params, None, 4)
     # Each committed token's row travels twice.
     assert costs.wire_bytes > 2 * NUM_FEATURES * 2

@@ -140,7 +140,7 @@ def test_a_deadline_and_a_cancel_leave_nothing_behind(overlapped, prompts):
     with grpc.insecure_channel(overlapped.grpc_address) as channel:
         stub = overlapped.generation(channel)
         with pytest.raises(grpc.RpcError) as caught:
-            list(stub.Generate(request_of(prompts[4], max_tokens=1900), timeout=0.4))
+            list(stub.Generate(request_of(prompts[4], max_tokens=1900), timeout=0.2))
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         call = stub.Generate(request_of(prompts[3], max_tokens=1900))
         for _ in range(10):

@@ -13,7 +13,6 @@ from specdec.settings import DraftSettings, GatewaySettings, ModelSettings, Spec
 from target_service.core import TargetCore
 from tests.llamas import build_llama, greedy_text
 
-#: A toy target has written the first ones before the draft is there.
 NUM_TOKENS = 200
 
 

@@ -11,6 +11,7 @@ from gateway.generation import Generation
 from gateway.routing import Replica, Router
 from gateway.text.tokenizer import TextTokenizer
 from specdec.settings import GatewaySettings
+from tests.draft_first import draft_first
 from tests.gateway.fakes import FakeDraft, FakeTarget, draft_info, target_info
 from tests.gateway.text import vocabularies
 
@@ -88,9 +89,10 @@ def info():
 
 @pytest.fixture
 def backends(script, info):
-    """A fast target and a good draft."""
+    """A fast target and a good draft, which is open first."""
     target = FakeTarget(next_token=script, info=info)
     draft = FakeDraft(next_token=script, info=draft_info(vocab_size=400, tokenizer_size=400))
+    draft_first(target, draft)
     return [target], [draft]
 
 

@@ -11,7 +11,9 @@ import httpx
 import pytest
 
 from gateway.app import Gateway
+from gateway.backends.draft import GrpcDraft
 from gateway.backends.fleet import Fleet
+from gateway.backends.target import GrpcTarget
 from specdec.errors import InvalidRequest
 from specdec.rpc.certificates import Certificates
 from specdec.rpc.channel import open_channel
@@ -20,6 +22,7 @@ from specdec.settings.listening import TlsFiles
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import generation_service_pb2_grpc as pb_grpc
 from tandem.certificates import write_certificates
+from tests.draft_first import draft_first
 from tests.gateway.fakes import FakeDraft, FakeTarget
 from tests.gateway.grpc.test_grpc import Service, until
 
@@ -95,15 +98,15 @@ async def test_a_server_found_by_a_name_must_have_it(tmp_path, monkeypatch):
                 if is_found:
                     await until(lambda fleet=fleet: fleet.router.ready)
                 else:
-                    await asyncio.sleep(1)
+                    await asyncio.sleep(0.3)
                     assert not fleet.router.ready
             finally:
                 await fleet.stop()
 
 
-async def test_the_services_are_called_with_certificates_and_the_api_speaks_tls(folder):
-    # Without a latency the text may end before the draft's stream is open.
-    target, draft = FakeTarget(latency_s=0.02, open_latency_s=0.2), FakeDraft()
+async def test_the_services_are_called_with_certificates_and_the_api_speaks_tls(folder, monkeypatch):
+    draft_first(GrpcTarget, GrpcDraft, monkeypatch.setattr)
+    target, draft = FakeTarget(), FakeDraft()
     async with (
         services_of(folder, target, draft) as (one, two),
         gateway_of(
@@ -138,7 +141,7 @@ async def test_a_gateway_without_certificates_reaches_no_target(folder):
         for settings in ({}, trusting, ssl_flags(folder, "draft", "backend_ssl")):
             async with gateway_of((target.address,), **settings) as gateway:
                 with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(gateway.wait_ready(), 0.7)
+                    await asyncio.wait_for(gateway.wait_ready(), 0.3)
         assert target.backend.num_opened == 0
 
 
@@ -167,9 +170,12 @@ async def test_certificates_of_a_new_ca_are_taken_without_a_restart(folder, tmp_
         old_http = client_of(gateway, folder / "ca" / "ca.pem", folder / "gateway")
         long = asyncio.create_task(old_http.post("/v1/completions", json=BODY | {"max_tokens": 60}))
         await until(lambda: target.open_sessions)
+        target.frozen.clear()
         before = gateway.generation.router.targets.replicas[0].backend
         replace_files(folder, new)
         await until(lambda: gateway.generation.router.targets.replicas[0].backend is not before)
+        target.latency_s = 0.0
+        target.frozen.set()
         async with client_of(gateway, new / "ca" / "ca.pem", new / "gateway") as http:
             answer = await http.post("/v1/completions", json=BODY)
             assert answer.status_code == 200, answer.text

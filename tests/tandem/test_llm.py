@@ -8,9 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from draft_service.core import DraftCore
 from specdec.errors import InvalidRequest, ModelNotSupported
 from tandem import LLM, SamplingParams
 from tandem.checkpoints import MODELS
+from target_service.core import TargetCore
+from tests.draft_first import draft_first
 
 TARGET, DRAFT = str(MODELS / "python-12m"), str(MODELS / "python-1m")
 PROMPTS = [
@@ -24,8 +27,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=32)
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     config = {"model": DRAFT, "num_speculative_tokens": 4}
-    with LLM(TARGET, dtype="float32", speculative_config=config, fixed_draft_length=True) as made:
-        yield made
+    with pytest.MonkeyPatch.context() as patch:
+        draft_first(TargetCore, DraftCore, patch.setattr)
+        with LLM(TARGET, dtype="float32", speculative_config=config, fixed_draft_length=True) as made:
+            yield made
 
 
 def token_ids(llm: LLM, params: SamplingParams) -> list[list[int]]:

@@ -82,6 +82,16 @@ def remote(service, **options):
     return RemoteSessions(settings, 4, MAX_LEN)
 
 
+async def until_accepted(engine, num_tokens):
+    """Step until so many more drafted tokens are accepted."""
+    before = engine.num_accepted
+    async with asyncio.timeout(10):
+        while engine.num_accepted < before + num_tokens:
+            assert engine.unfinished
+            await asyncio.to_thread(engine.step)
+            await asyncio.sleep(0.01)
+
+
 def chains(drafting):
     return lambda rows: [draft.chain() for draft in drafting.draft(rows)]
 
@@ -132,14 +142,14 @@ async def test_rows_move_pause_and_end(monkeypatch):
 
 
 async def test_a_draft_that_is_too_late_costs_no_more_than_its_time():
-    async with Service(FakeDraft(latency_s=0.2, open_latency_s=0.0)) as service:
+    async with Service(FakeDraft(latency_s=1.0, open_latency_s=0.0)) as service:
         drafting = remote(service, timeout_ms=20)
         engine = Engine(chains(drafting), PROMPTS[:1], 12)
         try:
             start = asyncio.get_running_loop().time()
             while engine.unfinished:
                 await asyncio.to_thread(engine.step)
-            assert asyncio.get_running_loop().time() - start < 12 * 0.1
+            assert asyncio.get_running_loop().time() - start < 12 * 0.5
         finally:
             drafting.close()
         assert engine.texts == engine.right
@@ -152,22 +162,15 @@ async def test_a_draft_that_never_answers_counts_as_lost(monkeypatch, caplog):
     async with Service(draft) as service:
         drafting = remote(service, timeout_ms=50)
         engine = Engine(chains(drafting), PROMPTS[:1], 400)
-        for _ in range(5):
-            await asyncio.to_thread(engine.step)
-        assert engine.num_accepted
+        await until_accepted(engine, 1)
         draft.frozen.clear()
         start = asyncio.get_running_loop().time()
         for _ in range(100):
             await asyncio.to_thread(engine.step)
-        # A step that waits takes 50 ms at least.
-        assert asyncio.get_running_loop().time() - start < 2 * step_client.MAX_LATE_STEPS * 0.07 + 1
+        # If each waited, they would take 5 s.
+        assert asyncio.get_running_loop().time() - start < 100 * 0.05 / 2
         draft.frozen.set()
-        before = engine.num_accepted
-        async with asyncio.timeout(10):
-            while engine.num_accepted < before + 10:
-                assert engine.unfinished
-                await asyncio.to_thread(engine.step)
-                await asyncio.sleep(0.02)
+        await until_accepted(engine, 10)
         drafting.close()
     assert "had nothing within 50 ms" in caplog.text
 
@@ -219,20 +222,14 @@ async def test_a_lost_service_comes_back(monkeypatch, caplog):
         port = service.server.port
         drafting = remote(service, timeout_ms=500)
         engine = Engine(chains(drafting), PROMPTS, 400)
-        for _ in range(5):
-            await asyncio.to_thread(engine.step)
-        assert engine.num_accepted
+        await until_accepted(engine, 1)
     for _ in range(3):
         await asyncio.to_thread(engine.step)
     before = engine.num_accepted
     await asyncio.to_thread(engine.step)
     assert engine.num_accepted == before
     async with Service(draft, port):
-        async with asyncio.timeout(10):
-            while engine.num_accepted < before + 40:
-                assert engine.unfinished
-                await asyncio.to_thread(engine.step)
-                await asyncio.sleep(0.02)
+        await until_accepted(engine, 40)
         drafting.close()
     assert all(text == right[: len(text)] for text, right in zip(engine.texts, engine.right, strict=True))
     assert "was lost" in caplog.text

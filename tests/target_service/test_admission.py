@@ -123,11 +123,13 @@ async def test_the_wait_is_reported(start_core):
     async with start_core(max_num_seqs=1) as core:
         session = await core.open(make_spec(make_prompt(0), 4))
         waiting = asyncio.create_task(core.open(make_spec(make_prompt(1), 4)))
-        await asyncio.sleep(0.05)
+        await until(lambda: num_waiting(core))
+        waiting_ns = time.perf_counter_ns()
+        await asyncio.sleep(0.005)
         closed_ns = time.perf_counter_ns()
         await session.close()
         second = await waiting
-        assert second.opened.queue_ns > 40_000_000
+        assert second.opened.queue_ns >= closed_ns - waiting_ns
         assert 0 < second.opened.prefill_ns < time.perf_counter_ns() - closed_ns
         await second.close()
 

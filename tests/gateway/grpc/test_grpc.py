@@ -11,7 +11,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from draft_service.servicer import DraftServicer
 from gateway.app import Gateway
+from gateway.backends.draft import GrpcDraft
 from gateway.backends.fleet import Fleet
+from gateway.backends.target import GrpcTarget
 from gateway.decoding.context import DecodingContext
 from gateway.decoding.loop import Decoding
 from gateway.decoding.request import DecodingRequest
@@ -25,6 +27,7 @@ from specdec.v1 import generation_service_pb2_grpc as pb_grpc
 from specdec.v1 import target_service_pb2_grpc as target_grpc
 from specdec.v1 import types_pb2
 from target_service.servicer import TargetServicer
+from tests.draft_first import draft_first
 from tests.gateway.fakes import FakeDraft, FakeTarget, draft_info, params, reference
 
 GREEDY = types_pb2.SamplingParams(temperature=0)
@@ -73,7 +76,6 @@ async def test_what_a_request_was_read_from_is_not_kept(stand, stub, monkeypatch
 
 
 async def test_generate(stand, stub, tokenizer):
-    stand.targets[0].latency_s = 0.02  # the text does not end before the draft's stream is open
     pieces = [piece async for piece in stub.Generate(request_of(logprobs=2))]
     ids = [token for piece in pieces for token in piece.token_ids]
     assert ids == stand.script.expect(2, 12)
@@ -252,9 +254,9 @@ async def all_closed(*backends):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("k", [0, 1, 4])
-async def test_decoding_over_grpc(k, temperature):
-    # Without a latency the text may end before the draft's stream is open.
-    target, draft = FakeTarget(latency_s=0.02, open_latency_s=0.2), FakeDraft(quality=0.7)
+async def test_decoding_over_grpc(monkeypatch, k, temperature):
+    draft_first(GrpcTarget, GrpcDraft, monkeypatch.setattr)
+    target, draft = FakeTarget(), FakeDraft(quality=0.7)
     async with fleet_of([target], [draft]) as (fleet, _):
         decoding = await run(
             DecodingContext(fleet.router, GatewaySettings(fixed_draft_length=True)),

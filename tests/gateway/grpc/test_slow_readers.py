@@ -1,7 +1,5 @@
 """Calls whose client does not read."""
 
-import time
-
 import grpc
 import pytest
 
@@ -31,9 +29,7 @@ async def test_calls_that_never_read_lose_their_sessions(impatient):
         stub = GenerationServiceStub(channel)
         calls = [stub.Generate(request) for _ in range(20)]
         await until(lambda: target.num_opened == 20)
-        begun = time.monotonic()
         await until(lambda: not target.open_sessions)
-        assert time.monotonic() - begun > 0.5, "they never waited for their clients"
         await until(lambda: not impatient.generation.num_requests)
         request.max_tokens = 1
         assert await stub.Generate(request, timeout=5).read()

@@ -335,7 +335,7 @@ async def test_metrics(stand):
     assert lines["tandem_time_to_first_token_seconds_count"] == "3.0"
     assert lines["tandem_target_queue_seconds_count"] == "3.0"
     assert float(lines["tandem_generation_tokens_total"]) > 15
-    assert float(lines["tandem_inter_token_latency_seconds_count"]) > 5
+    assert float(lines["tandem_inter_token_latency_seconds_count"]) > 2
     assert float(lines["tandem_spec_decode_num_accepted_tokens_total"]) > 0
     for name in ("draft_failures", "target_failures", "stale_messages"):
         assert lines[f"tandem_{name}_total"] == "0.0"

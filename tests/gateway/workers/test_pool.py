@@ -78,8 +78,14 @@ async def test_the_bytes_of_a_cancelled_call_count_until_the_worker_has_read_the
     await pool.run(work.number, b"")
     with buffers.request("one") as buffer:
         buffer.add(80)
-        call = asyncio.create_task(pool.run(work.sleep, b"x" * 80, 0.3, on_begin=buffer.keep_until))
-        await asyncio.sleep(0.1)
+        begun = asyncio.Event()
+
+        def begin(call):
+            buffer.keep_until(call)
+            begun.set()
+
+        call = asyncio.create_task(pool.run(work.sleep, b"x" * 80, 0.5, on_begin=begin))
+        await begun.wait()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call

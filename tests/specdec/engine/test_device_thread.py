@@ -151,7 +151,7 @@ async def test_a_call_costs_tens_of_microseconds(thread: DeviceThread) -> None:
         start = time.perf_counter()
         await thread.run(int)
         best = min(best, time.perf_counter() - start)
-    assert best < 200e-6  # 20-30 us on an idle machine; the best of many tells even on a busy one
+    assert best < 500e-6  # 20-30 us on an idle machine; the best of many tells even on a busy one
 
 
 async def test_short_calls_run_on_the_calling_thread(thread: DeviceThread, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,11 @@ async def test_multi_step_decode_does_not_wait_for_the_event_loop(start_core, pl
     async with start_core() as core:
         session = await core.open(make_spec(prompt, 40))
         watch = Watch(core)
+        watch.gate.clear()
         fetch = asyncio.create_task(multi_step_decode(session, session.first.committed_len, 39))
         await until(lambda: watch.batches)
         held_at = len(watch.batches)
+        watch.gate.set()
         deadline = time.monotonic() + 5
         while len(watch.batches) < held_at + 10 and time.monotonic() < deadline:
             time.sleep(0.001)  # noqa: ASYNC251 (the event loop is held up)
