@@ -66,7 +66,6 @@ class Generation:
         router: Router,
         settings: GatewaySettings | None = None,
         tokenizer: TextTokenizer | None = None,
-        metrics: GatewayMetrics | None = None,
         *,
         make_pacer: Callable[[], Pacer] = TargetPacer,
         workers: WorkerPool | None = None,
@@ -75,7 +74,7 @@ class Generation:
         self.router = router
         self.settings = settings or GatewaySettings()
         self.tokenizer = tokenizer
-        self.metrics = metrics or GatewayMetrics()
+        self.metrics = GatewayMetrics(self._model_name)
         self.context = DecodingContext(router, self.settings, make_pacer=make_pacer)
         self.metrics.registry.register(PacingStatsCollector(lambda: self.context.pacing_stats))
         self.clients = Clients(self.metrics.refuse)
@@ -92,12 +91,12 @@ class Generation:
         self.metrics.registry.register(
             LoadCollector(
                 router,
-                model_name=self._model_name,
                 num_running=lambda: self.num_running,
                 num_waiting=lambda: self.num_waiting,
+                has_engines=self.settings.has_engines,
             )
         )
-        self.metrics.registry.register(VllmNames(self.metrics, self._model_name))
+        self.metrics.registry.register(VllmNames(self.metrics))
         #: New requests are refused; those in flight continue.
         self.draining = False
         self._preparation = Preparation(self.settings, tokenizer)

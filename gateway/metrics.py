@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as MetricFamily
+from prometheus_client.registry import Collector
 
 from gateway.access.caller import Caller
 from gateway.decoding.metrics import METRICS, Metric, SpeculationMetrics
@@ -22,12 +23,16 @@ LATENCY_BUCKETS: Final = (
 class GatewayMetrics:
     """What is counted. ``queue`` is the time a session waited on the target to be admitted."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: Callable[[], str] = str) -> None:
+        """``model_name``: the label of every metric; empty while it is not known, then there is no label."""
+        self._model_name = model_name
         self.registry = CollectorRegistry()
         self._own: list[Counter | Histogram] = []
         self.requests = self._counter("requests", "Finished samples by outcome", ("outcome",))
         self.rejected = self._counter(
-            "requests_rejected", "Requests answered with an error, by HTTP status", ("status",)
+            "requests_rejected",
+            "Requests answered with an error, by HTTP status and name of the error",
+            ("status", "reason"),
         )
         self.running = Gauge("tandem_requests_running", "Samples being generated", registry=self.registry)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens")
@@ -111,7 +116,8 @@ class GatewayMetrics:
     def render_as(self, accept: str) -> tuple[bytes, str]:
         """The metrics in the format that an ``Accept`` header asks for, OpenMetrics or Prometheus', and its name."""
         encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        model_name = self._model_name()
+        return encode(_Labelled(self.registry, model_name) if model_name else self.registry), content_type
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         self._own.append(counter := Counter(f"tandem_{name}", text, labels, registry=self.registry))
@@ -121,3 +127,19 @@ class GatewayMetrics:
         histogram = Histogram(f"tandem_{name}", text, registry=self.registry, buckets=LATENCY_BUCKETS)
         self._own.append(histogram)
         return histogram
+
+
+class _Labelled(Collector):
+    """The metrics of a registry, each sample with the label ``model_name``."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._registry = registry
+        self._model_name = model_name
+
+    def collect(self) -> Iterable[MetricFamily]:
+        """The metrics of this moment."""
+        for family in self._registry.collect():
+            family.samples = [
+                sample._replace(labels={**sample.labels, "model_name": self._model_name}) for sample in family.samples
+            ]
+            yield family

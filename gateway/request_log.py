@@ -14,7 +14,7 @@ from gateway.access.caller import current_caller
 from gateway.decoding.metrics import SpeculationMetrics
 from gateway.metrics import GatewayMetrics
 from gateway.types import GenerationChunk
-from specdec.errors import TandemError, status_of, text_of
+from specdec.errors import TandemError, name_of, status_of, text_of
 from specdec.logs import printable
 
 logger = logging.getLogger(__name__)
@@ -91,9 +91,11 @@ class RequestLog:
         else:
             self._finish(record)
 
-    def refuse(self, request_id: str, status: int, reason: str) -> None:
-        """Count, and log, a request that was answered with an error; ``status`` is that of HTTP."""
-        self._metrics.rejected.labels(str(status)).inc()
+    def refuse(self, request_id: str, status: int, reason: str, name: str) -> None:
+        """Count, and log, a request that was answered with an error; ``status`` is that of HTTP, ``name`` the error's
+        class.
+        """
+        self._metrics.rejected.labels(str(status), name).inc()
         if self._enabled:
             reason, key = printable(reason), current_caller().key
             logger.info(
@@ -108,7 +110,7 @@ class RequestLog:
             yield
         except Exception as error:
             reason = text_of(error) if isinstance(error, TandemError) else type(error).__name__
-            self.refuse(request_id, status_of(error).http, reason)
+            self.refuse(request_id, status_of(error).http, reason, name_of(error))
             raise
 
     def _finish(self, record: RequestRecord) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from prometheus_client.core import CounterMetricFamily
@@ -32,52 +32,48 @@ _ROUNDS: Final = "tandem_spec_decode_rounds"
 
 
 class VllmNames(Collector):
-    """Reads the other metrics when Prometheus asks. Each has the label ``model_name``, as vLLM's have."""
+    """Reads the other metrics when Prometheus asks."""
 
-    def __init__(self, metrics: GatewayMetrics, model_name: Callable[[], str]) -> None:
+    def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
-        self._model_name = model_name
 
     def collect(self) -> Iterable[MetricFamily]:
         """The metrics of this moment."""
-        name = self._model_name()
         for family in self._metrics.families():
             if (alias := _NAMES.get(family.name.removeprefix("tandem_"))) is not None:
-                yield _renamed(family, alias, name)
+                yield _renamed(family, alias)
             elif family.name == _OUTCOMES:
-                yield _finished(family, name)
+                yield _finished(family)
             elif family.name == _ROUNDS:
-                yield _accepted_by_position(family, name)
+                yield _accepted_by_position(family)
 
 
-def _renamed(family: MetricFamily, alias: str, model_name: str) -> MetricFamily:
+def _renamed(family: MetricFamily, alias: str) -> MetricFamily:
     result = MetricFamily(alias, family.documentation, family.type)
     for sample in family.samples:
         if sample.name.endswith("_created"):
             continue
         suffix = sample.name.removeprefix(family.name)
-        result.add_sample(alias + suffix, sample.labels | {"model_name": model_name}, sample.value)
+        result.add_sample(alias + suffix, sample.labels, sample.value)
     return result
 
 
-def _finished(outcomes: MetricFamily, model_name: str) -> MetricFamily:
+def _finished(outcomes: MetricFamily) -> MetricFamily:
     """Samples that ended well, by vLLM's reasons."""
-    result = CounterMetricFamily(
-        "vllm:request_success", "Finished samples by reason", labels=("finished_reason", "model_name")
-    )
+    result = CounterMetricFamily("vllm:request_success", "Finished samples by reason", labels=("finished_reason",))
     for sample in outcomes.samples:
         if sample.name.endswith("_total") and (reason := _REASONS.get(sample.labels["outcome"])) is not None:
-            result.add_metric((reason, model_name), sample.value)
+            result.add_metric((reason,), sample.value)
     return result
 
 
-def _accepted_by_position(rounds: MetricFamily, model_name: str) -> MetricFamily:
+def _accepted_by_position(rounds: MetricFamily) -> MetricFamily:
     """Accepted tokens by their position in the draft, from rounds by the number of accepted tokens."""
     result = CounterMetricFamily(
-        "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position", labels=("position", "model_name")
+        "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position", labels=("position",)
     )
     counts = {int(s.labels["accepted"]): s.value for s in rounds.samples if s.name.endswith("_total")}
     for position in range(max(counts, default=0)):
         accepted = sum(value for num_accepted, value in counts.items() if num_accepted > position)
-        result.add_metric((str(position), model_name), accepted)
+        result.add_metric((str(position),), accepted)
     return result

@@ -120,6 +120,11 @@ def status_of(error: BaseException) -> Status:
     return _STATUS[InternalError]
 
 
+def name_of(error: BaseException) -> str:
+    """The name of an error in metrics; of an unexpected one nothing leaves the process."""
+    return type(error).__name__ if isinstance(error, TandemError) else InternalError.__name__
+
+
 def text_of(error: BaseException) -> str:
     """The text of an error that may leave the process."""
     if isinstance(error, TandemError) and not isinstance(error, InternalError):

@@ -19,6 +19,7 @@ from specdec.errors import (
     Overloaded,
     TandemError,
     Unauthenticated,
+    name_of,
     quote,
     status_of,
     text_of,
@@ -26,7 +27,7 @@ from specdec.errors import (
 
 logger = logging.getLogger(__name__)
 
-#: Where the state of a scope keeps why its request was refused.
+#: Where the state of a scope keeps why its request was refused: the message, and the name of the error.
 REFUSAL: Final = "refusal"
 
 
@@ -60,15 +61,18 @@ def raw_response(status: HTTPStatus, message: str, kind: str) -> bytes:
 
 
 class ErrorResponse(JSONResponse):
-    """An error, whose message is also left in the scope's state for the log of requests."""
+    """An error, whose message and name are also left in the scope's state for the log of requests."""
 
-    def __init__(self, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None, *, name: str = ""
+    ) -> None:
+        """``name``: by default that of the HTTP status, such as ``MethodNotAllowed``."""
         super().__init__(body, status, headers)
-        self._message = body["error"]["message"]
+        self._refusal = body["error"]["message"], name or HTTPStatus(status).phrase.title().replace(" ", "")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        scope.setdefault("state", {})[REFUSAL] = self._message
+        scope.setdefault("state", {})[REFUSAL] = self._refusal
         await super().__call__(scope, receive, send)
 
 
@@ -80,7 +84,7 @@ def response_of(error: Exception) -> ErrorResponse:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     elif isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
-    return ErrorResponse(status, body, headers)
+    return ErrorResponse(status, body, headers, name=name_of(error))
 
 
 def install(app: FastAPI) -> None:

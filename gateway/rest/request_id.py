@@ -35,7 +35,8 @@ class RequestIds:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = current_request_id()
                 if message["status"] >= 400:
-                    self._log.refuse(current_request_id(), message["status"], state.get(REFUSAL, ""))
+                    reason, name = state.get(REFUSAL, ("", ""))
+                    self._log.refuse(current_request_id(), message["status"], reason, name)
             await send(message)
 
         await self._app(scope, receive, send_named)

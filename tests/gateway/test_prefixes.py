@@ -102,8 +102,8 @@ async def test_a_conversation_without_a_name_stays_at_its_cache(backends, make_g
     if reuse:
         assert len(conversation) == 1
         assert len(names) == 3  # the conversation's, the other prompt's, and the one that was given
-        assert 'tandem_prefix_sessions_total{outcome="found"} 4.0' in metrics
-        assert 'tandem_prefix_sessions_total{outcome="none"} 2.0' in metrics
+        assert 'tandem_prefix_sessions_total{model_name="toy-model",outcome="found"} 4.0' in metrics
+        assert 'tandem_prefix_sessions_total{model_name="toy-model",outcome="none"} 2.0' in metrics
     else:
         assert names == {"/mine"}
 

@@ -32,9 +32,11 @@ async def logged(backends, info, script, tokenizer_folder):
 
 def counts(stand):
     found = re.findall(
-        r'^tandem_requests_rejected_total\{status="(\d+)"\} (\d+)', stand.generation.metrics.render().decode(), re.M
+        r'^tandem_requests_rejected_total\{.*reason="(\w+)",status="(\d+)"\} (\d+)',
+        stand.generation.metrics.render().decode(),
+        re.M,
     )
-    return {int(status): int(count) for status, count in found}
+    return {(int(status), reason): int(count) for reason, status, count in found}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -76,14 +78,14 @@ async def test_refusals_are_counted_and_logged_with_their_reason(logged, lines):
     assert texts[0] == "request me-1 refused: 400 temperature is -1.0, outside [0.0, inf]"
     assert texts[1].startswith("request me-2 refused: 400 ")
     assert texts[2] == "request me-3 refused: 404 there is no '/v1/nowhere' here; /openapi.json lists the paths"
-    assert counts(logged) == {400: 2, 404: 1}
+    assert counts(logged) == {(400, "InvalidRequest"): 2, (404, "NotFound"): 1}
 
 
 async def test_nothing_is_logged_unless_asked(stand, lines):
     await post(stand, **body_of())
     await post(stand, **body_of(temperature=-1))
     assert not lines()
-    assert counts(stand) == {400: 1}
+    assert counts(stand) == {(400, "InvalidRequest"): 1}
 
 
 async def test_a_client_that_leaves_is_a_line(logged, lines):
@@ -111,4 +113,4 @@ async def test_grpc_calls_have_ids_and_lines(logged, lines):
     texts = [line.getMessage() for line in lines()]
     assert texts[0].startswith("request me-1: length, 2 prompt tokens, 4 tokens")
     assert texts[1] == "request me-1 refused: 400 the request has no prompt; set text or token_ids"
-    assert counts(logged) == {400: 1}
+    assert counts(logged) == {(400, "InvalidRequest"): 1}

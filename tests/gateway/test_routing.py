@@ -98,7 +98,7 @@ def test_the_metric_of_kv_use_is_a_share_before_a_target_has_told_its_size():
     router = Router([target], [])
     for _ in range(3):
         target.note_session()
-    collector = LoadCollector(router, model_name=lambda: "m", num_running=lambda: 0, num_waiting=lambda: 0)
+    collector = LoadCollector(router, num_running=lambda: 0, num_waiting=lambda: 0)
     values = {family.name: family.samples[0].value for family in collector.collect() if family.samples}
     assert target.kv_use == 3  # what picks the less used of two
     assert values["tandem_target_kv_use"] == values["vllm:kv_cache_usage_perc"] == 1

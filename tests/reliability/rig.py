@@ -134,7 +134,7 @@ class Rig:
                 held[name] = str(load)
         async with httpx.AsyncClient(timeout=10) as client:
             metrics = (await client.get(f"{self.base_url}/metrics")).text
-        if running := re.search(r"^tandem_requests_running (?!0\.0$).*$", metrics, re.MULTILINE):
+        if running := re.search(r"^tandem_requests_running\S* (?!0\.0$).*$", metrics, re.MULTILINE):
             held["gateway"] = running.group()
         return held
 

@@ -66,7 +66,7 @@ async def roll(replicas: Replicas, *, num_tokens: int, rounds: int) -> str:
 
 async def until_used(address: str, gateway_url: str, client: httpx.AsyncClient) -> None:
     """Return once a gateway uses the replica at an address."""
-    metric = re.compile(rf'^tandem_(target_kv_use|draft_busy_share)\{{\w+="{re.escape(address)}"\}}', re.MULTILINE)
+    metric = re.compile(rf'^tandem_(target_kv_use|draft_busy_share)\{{.*="{re.escape(address)}".*\}}', re.MULTILINE)
     while not metric.search((await client.get(f"{gateway_url}/metrics")).text):  # noqa: ASYNC110 (another process)
         await asyncio.sleep(0.1)
 

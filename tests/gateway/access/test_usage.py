@@ -117,10 +117,10 @@ async def test_metrics_by_key(stand_with_keys):
     await post(stand, "bob", n=2)
     await post(stand, "alice", n=5)
     text = (await stand.http.get("/metrics", headers=bearer("bob"))).text
-    assert 'tandem_key_requests_total{key="bob",outcome="length"} 2.0' in text
-    assert 'tandem_key_prompt_tokens_total{key="bob"} 2.0' in text
-    assert 'tandem_key_generation_tokens_total{key="bob"} 6.0' in text
-    assert 'tandem_client_refusals_total{key="alice",limit="max_client_sequences"} 1.0' in text
+    assert 'tandem_key_requests_total{key="bob",model_name="toy-model",outcome="length"} 2.0' in text
+    assert 'tandem_key_prompt_tokens_total{key="bob",model_name="toy-model"} 2.0' in text
+    assert 'tandem_key_generation_tokens_total{key="bob",model_name="toy-model"} 6.0' in text
+    assert 'tandem_client_refusals_total{key="alice",limit="max_client_sequences",model_name="toy-model"} 1.0' in text
 
 
 def test_a_budget_fills_up_again():

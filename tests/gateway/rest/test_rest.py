@@ -328,17 +328,19 @@ async def test_metrics(stand):
     await post(stand, **body_of(n=2, stop="fox", max_tokens=100))
     response = await stand.http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
+    label = 'model_name="toy-model"'
     lines = dict(line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#"))
-    assert lines['tandem_requests_total{outcome="length"}'] == "1.0"
-    assert lines['tandem_requests_total{outcome="stop"}'] == "2.0"
-    assert lines["tandem_requests_running"] == "0.0"
-    assert lines["tandem_time_to_first_token_seconds_count"] == "3.0"
-    assert lines["tandem_target_queue_seconds_count"] == "3.0"
-    assert float(lines["tandem_generation_tokens_total"]) > 15
-    assert float(lines["tandem_inter_token_latency_seconds_count"]) > 2
-    assert float(lines["tandem_spec_decode_num_accepted_tokens_total"]) > 0
+    assert all(label in line for line in lines)
+    assert lines['tandem_requests_total{model_name="toy-model",outcome="length"}'] == "1.0"
+    assert lines['tandem_requests_total{model_name="toy-model",outcome="stop"}'] == "2.0"
+    assert lines[f"tandem_requests_running{{{label}}}"] == "0.0"
+    assert lines[f"tandem_time_to_first_token_seconds_count{{{label}}}"] == "3.0"
+    assert lines[f"tandem_target_queue_seconds_count{{{label}}}"] == "3.0"
+    assert float(lines[f"tandem_generation_tokens_total{{{label}}}"]) > 15
+    assert float(lines[f"tandem_inter_token_latency_seconds_count{{{label}}}"]) > 2
+    assert float(lines[f"tandem_spec_decode_num_accepted_tokens_total{{{label}}}"]) > 0
     for name in ("draft_failures", "target_failures", "stale_messages"):
-        assert lines[f"tandem_{name}_total"] == "0.0"
+        assert lines[f"tandem_{name}_total{{{label}}}"] == "0.0"
 
 
 async def test_metrics_under_vllms_names(stand):
@@ -359,13 +361,14 @@ async def test_metrics_under_vllms_names(stand):
         "spec_decode_num_accepted_tokens_total": "spec_decode_num_accepted_tokens_total",
     }  # fmt: skip
     for alias, name in same.items():
-        assert values[f"vllm:{alias}{label}"] == values[f"tandem_{name}"] > 0
+        assert values[f"vllm:{alias}{label}"] == values[f"tandem_{name}{label}"] > 0
     by_position = [value for name, value in values.items() if "accepted_tokens_per_pos_total" in name]
     assert by_position == sorted(by_position, reverse=True)
-    assert sum(by_position) == values["tandem_spec_decode_num_accepted_tokens_total"]
+    assert sum(by_position) == values[f"tandem_spec_decode_num_accepted_tokens_total{label}"]
     assert values['vllm:request_success_total{finished_reason="length",model_name="toy-model"}'] == 3
     assert values[f"vllm:num_requests_running{label}"] == values[f"vllm:num_requests_waiting{label}"] == 0
-    assert values['tandem_requests_rejected_total{status="400"}'] == 1
+    assert values[f"vllm:num_preemptions_total{label}"] == values[f"tandem_requests_waiting{label}"] == 0
+    assert values['tandem_requests_rejected_total{model_name="toy-model",reason="InvalidRequest",status="400"}'] == 1
 
 
 async def test_metrics_as_openmetrics(stand):
