@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive test-tp test-page chaos soak fuzz rolling kernels test-typescript lint protos released-protos docs lock chart compose bench dist install clean
+.PHONY: demo test test-exhaustive test-tp test-page chaos soak fuzz rolling kernels test-typescript lint protos released-protos docs lock chart compose test-observability bench dist install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -111,6 +111,10 @@ chart: $(STAMP)
 # The image and docker-compose.yml, tried as a user would; needs Docker.
 compose: $(STAMP)
 	$(BIN)/python -m tests.e2e.compose
+
+# A real Prometheus over `tandem serve`: every query of the dashboard and the alerts has data. Needs prometheus and promtool.
+test-observability: $(STAMP)
+	$(BIN)/python -m tests.deploy.observability
 
 # Plain against speculative decoding, on the bundled target and on the same padded to 200 M parameters.
 bench: $(STAMP)

@@ -8,6 +8,7 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as MetricFamily
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
 
 from gateway.access.caller import Caller
@@ -28,6 +29,8 @@ class GatewayMetrics:
         self._model_name = model_name
         self.registry = CollectorRegistry()
         self._own: list[Counter | Histogram] = []
+        #: Names of the labels of each counter, but ``model_name``.
+        self.labels: dict[str, tuple[str, ...]] = {}
         self.requests = self._counter("requests", "Finished samples by outcome", ("outcome",))
         self.rejected = self._counter(
             "requests_rejected",
@@ -115,12 +118,16 @@ class GatewayMetrics:
 
     def render_as(self, accept: str) -> tuple[bytes, str]:
         """The metrics in the format that an ``Accept`` header asks for, OpenMetrics or Prometheus', and its name."""
+        encode: Any  # the partial function that it is takes more than its type says
         encode, content_type = choose_encoder(accept)
         model_name = self._model_name()
-        return encode(_Labelled(self.registry, model_name) if model_name else self.registry), content_type
+        registry = _Labelled(self.registry, model_name) if model_name else self.registry
+        # No name needs escaping. By default prometheus_client makes ``vllm_`` of ``vllm:`` in samples of OpenMetrics.
+        return encode(registry, escaping=ALLOWUTF8), content_type
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         self._own.append(counter := Counter(f"tandem_{name}", text, labels, registry=self.registry))
+        self.labels[f"tandem_{name}"] = labels
         return counter
 
     def _histogram(self, name: str, text: str) -> Histogram:

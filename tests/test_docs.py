@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from gateway.decoding.metrics import METRICS
-from gateway.metrics import GatewayMetrics
 from gateway.rest.schemas import ChatBody, CompletionBody
 from specdec.errors import (
     DeadlineExceeded,
@@ -44,6 +43,7 @@ SERVICE_FOLDERS = ("gateway", "draft_service", "target_service")
 #: A path in backticks is looked up below these, so that a page about one folder may name its files shortly.
 BASES = {
     "docs/verification.md": ("", "tests"),
+    "docs/observability.md": ("", "deploy/observability"),
     "docs/cpu.md": ("", "specdec/engine/native"),
     "docs/drafters.md": ("", "draft_service/ahead"),
     "docs/architecture.md": ("", "specdec", "specdec/engine", "specdec/heads", "tandem", *SERVICE_FOLDERS),
@@ -204,9 +204,3 @@ def test_the_api_page_lists_the_errors() -> None:
     shown = (InvalidRequest, Unauthenticated, NotFound, Overloaded, InternalError, Unavailable, DeadlineExceeded)
     statuses = [status_of(error("")) for error in shown]
     assert rows == {(str(status.http), status.grpc, status.openai_type) for status in statuses}
-
-
-def test_the_api_page_lists_the_metrics() -> None:
-    page = read("docs/api.md")
-    names = {metric.name.removeprefix("tandem_") for metric in GatewayMetrics().registry.collect()}
-    assert not {name for name in names if name not in page}

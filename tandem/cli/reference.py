@@ -1,8 +1,8 @@
 """Write the tables of options in ``docs/``: ``python -m tandem.cli.reference``.
 
-A table stands between the lines ``<!-- options: NAME -->`` and ``<!-- end of options -->``. NAME is a command, or
-``speculative_config``, ``LLM`` or ``remote_draft``. Commands' tables come from their parsers, the others from the
-settings' classes.
+A table stands between the lines ``<!-- options: NAME -->`` and ``<!-- end of options -->``. NAME is a command,
+``speculative_config``, ``LLM``, ``remote_draft`` or ``metrics``. Commands' tables come from their parsers, that of the
+metrics from a gateway's registry, the others from the settings' classes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
+from gateway.generation import Generation
+from gateway.routing import Router
 from specdec.flags import Parser, default_text, flag_of
 from specdec.settings import SpeculativeSettings
 from specdec.settings.option import options_of
@@ -39,6 +41,8 @@ def table_of(name: str) -> str:
         return _remote_draft_table()
     if name == "LLM":
         return _arguments()
+    if name == "metrics":
+        return _metrics_table()
     return _command_table(name)
 
 
@@ -91,6 +95,16 @@ def _arguments() -> str:
     from tandem.llm import OPTIONS  # noqa: PLC0415 (torch)
 
     return _code(name for name in OPTIONS if name not in ("tokenizer", "verification")) + ".\n"
+
+
+def _metrics_table() -> str:
+    metrics = Generation(Router()).metrics
+    rows = []
+    for family in metrics.registry.collect():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels: Sequence[str] = metrics.labels.get(family.name, getattr(family, "_labelnames", ()))
+        rows.append((_code([f"{name}{{{','.join(labels)}}}" if labels else name]), family.type, family.documentation))
+    return _table(("metric", "type", "meaning"), sorted(rows))
 
 
 def _choices(choices: Iterable[object]) -> str:

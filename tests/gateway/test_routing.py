@@ -102,3 +102,26 @@ def test_the_metric_of_kv_use_is_a_share_before_a_target_has_told_its_size():
     values = {family.name: family.samples[0].value for family in collector.collect() if family.samples}
     assert target.kv_use == 3  # what picks the less used of two
     assert values["tandem_target_kv_use"] == values["vllm:kv_cache_usage_perc"] == 1
+
+
+async def test_the_metrics_of_replicas_tell_which_are_up_and_who_waits_there():
+    target, draft = FakeTarget(), FakeDraft()
+    router = await Router.local(target, draft)
+    router.targets.replicas[0].note_load(ServerLoad(open_sessions=3, waiting_sessions=2, parked_sessions=1))
+
+    def values():
+        collector = LoadCollector(router, num_running=lambda: 5, num_waiting=lambda: 4)
+        samples = [sample for family in collector.collect() for sample in family.samples]
+        return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+
+    seen = values()
+    assert seen["tandem_target_up", "local-target"] == seen["tandem_draft_up", "local-draft"] == 1
+    states = {state: seen["tandem_target_sessions", "local-target", state] for state in ("open", "waiting", "parked")}
+    assert states == {"open": 3, "waiting": 2, "parked": 1}
+    assert seen["tandem_requests_waiting",] == 4
+    assert seen["vllm:num_requests_waiting",] == 6
+    assert seen["vllm:num_requests_running",] == 3
+    router.down(router.drafts.replicas[0], "test")
+    seen = values()
+    assert seen["tandem_draft_up", "local-draft"] == 0
+    assert ("tandem_draft_busy_share", "local-draft") not in seen

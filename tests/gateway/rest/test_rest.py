@@ -373,9 +373,13 @@ async def test_metrics_under_vllms_names(stand):
 
 async def test_metrics_as_openmetrics(stand):
     await post(stand, **body_of())
-    answer = await stand.http.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    # What Prometheus 2.42 and 3 send.
+    accepts = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+    answer = await stand.http.get("/metrics", headers={"Accept": accepts})
     assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    assert all(family.samples for name, family in families.items() if name.startswith("vllm:"))
+    assert not [name for name in families if name.startswith("vllm_")]
     assert families["vllm:time_to_first_token_seconds"].type == "histogram"
     assert families["vllm:generation_tokens"].type == "counter"
     assert (await stand.http.get("/metrics")).headers["content-type"].startswith("text/plain; version=0.0.4")
