@@ -62,11 +62,6 @@ class Replica(Generic[B]):
         self._num_sent = 0
 
     @property
-    def load(self) -> ServerLoad:
-        """What it told of its load last."""
-        return self._load
-
-    @property
     def usable(self) -> bool:
         """Healthy and fitting."""
         return self.healthy and self.refusal is None

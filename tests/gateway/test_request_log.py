@@ -112,5 +112,5 @@ async def test_grpc_calls_have_ids_and_lines(logged, lines):
             [piece async for piece in stub.Generate(pb.GenerateRequest(max_tokens=4), metadata=metadata)]
     texts = [line.getMessage() for line in lines()]
     assert texts[0].startswith("request me-1: length, 2 prompt tokens, 4 tokens")
-    assert texts[1] == "request me-1 refused: 400 the request has no prompt; set text or token_ids"
+    assert texts[1] == "request me-1 refused: 400 the request has no prompt; set text, token_ids or chat"
     assert counts(logged) == {(400, "InvalidRequest"): 1}
