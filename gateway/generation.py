@@ -290,6 +290,7 @@ class Generation:
             tokenizer=self.tokenizer,
             stops=stops,
             with_metrics=request.return_token_metrics,
+            kept_special_tokens=request.kept_special_tokens,
         )
         outcome, first, last = "cancelled", 0.0, 0.0
         key = current_caller().key

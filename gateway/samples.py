@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from gateway.decoding.loop import Decoding
 from gateway.decoding.round import Origin
 from gateway.text.detokenizer import Detokenizer
@@ -35,6 +37,7 @@ class SampleAssembler:
         tokenizer: TextTokenizer | None,
         stops: StopStrings,
         with_metrics: bool = False,
+        kept_special_tokens: Collection[int] = (),
     ) -> None:
         self._request_id = request_id
         self._index = index
@@ -45,7 +48,10 @@ class SampleAssembler:
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and (params.detokenize or params.stop):
             self._detokenizer = Detokenizer(
-                tokenizer, skip_special_tokens=params.skip_special_tokens, context=decoding.request.prompt[-8:]
+                tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                kept=kept_special_tokens,
+                context=decoding.request.prompt[-8:],
             )
         self._finder = StopFinder(stops, include=params.include_stop_str_in_output)
         self._num_tokens = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
@@ -34,6 +34,8 @@ class GenerationRequest:
     timeout_s: float | None = None
     #: Add the model's special tokens to a prompt given as text.
     add_special_tokens: bool = True
+    #: Special tokens whose text is given all the same, whatever ``params.skip_special_tokens`` says.
+    kept_special_tokens: Collection[int] = ()
     #: Id for logs and answers; empty draws one.
     request_id: str = ""
     #: Report where each token came from.

@@ -12,6 +12,7 @@ from gateway.decoding.round import Origin
 
 Logprob: TypeAlias = Annotated[float, Field(le=0)]
 FinishReason: TypeAlias = Literal["stop", "length"]
+ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 _ORIGIN: Any = Literal[tuple(map(str, Origin))]
 
 
@@ -97,7 +98,6 @@ class Choice(Answer):
     """What all choices have."""
 
     index: int
-    finish_reason: FinishReason | None
     #: The stop string or token; null for end-of-sequence and limits.
     stop_reason: str | int | None
     token_ids: list[int] | None = None
@@ -108,6 +108,7 @@ class CompletionChoice(Choice):
     """One sample, or a piece of it."""
 
     text: str
+    finish_reason: FinishReason | None
     logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -134,11 +135,41 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
+class CallFunction(Answer):
+    """What is called; in later pieces of a call only arguments."""
+
+    name: str | None = None
+    #: JSON text.
+    arguments: str
+
+
+class ChatCall(Answer):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CallFunction
+
+
+class ChatCallDelta(Answer):
+    """A piece of a call; the first one has id and name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CallFunction
+
+
 class ChatMessage(Answer):
     """The model's message."""
 
     role: Literal["assistant"]
-    content: str
+    #: Null where there are only calls.
+    content: str | None
+    reasoning_content: str | None = None
+    #: The same.
+    reasoning: str | None = None
+    tool_calls: list[ChatCall] | None = None
 
 
 class ChatDelta(Answer):
@@ -146,12 +177,16 @@ class ChatDelta(Answer):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ChatCallDelta] | None = None
 
 
 class ChatChoice(Choice):
     """One sample."""
 
     message: ChatMessage
+    finish_reason: ChatFinishReason | None
     logprobs: ChatLogprobs | None
 
 
@@ -159,6 +194,7 @@ class ChatChunkChoice(Choice):
     """A piece of one sample."""
 
     delta: ChatDelta
+    finish_reason: ChatFinishReason | None
     logprobs: ChatLogprobs | None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
@@ -24,7 +25,8 @@ from gateway.rest.answers import (
 )
 from gateway.rest.events import EventResponse, while_connected
 from gateway.rest.schemas import ChatBody
-from gateway.types import GenerationChunk, GenerationRequest, PromptReport, Sample
+from gateway.text.message import AssistantMessage, CallDelta, MessageDelta
+from gateway.types import FinalChunk, GenerationChunk, GenerationRequest, PromptReport, Sample
 
 
 async def create_chat_completion(generation: Generation, body: ChatBody, request: Request) -> Response:
@@ -48,13 +50,22 @@ class Chat:
         self._n = body.n or 1
         self._request = self._make_request(timeout_of(request))
         self._totals = Totals()
+        self._parsers = [generation.text.replies.parser(body.plan) for _ in range(self._n)]
 
     def _make_request(self, timeout_s: float | None) -> GenerationRequest:
         body = self._body
         prompt = body.read.given[0]
         params = body.sampling(max_tokens=body.limit_tokens(), logprobs=body.num_logprobs())
-        # The template has put the special tokens where they belong.
-        return body.request(prompt, params, timeout_s=timeout_s, add_special_tokens=body.add_special_tokens is True)
+        if (grammar := body.plan.structured_outputs) is not None:
+            params = replace(params, structured_outputs=grammar)
+        return body.request(
+            prompt,
+            params,
+            timeout_s=timeout_s,
+            # The template has put the special tokens where they belong.
+            add_special_tokens=body.add_special_tokens is True,
+            kept_special_tokens=self._generation.text.replies.kept_special_tokens,
+        )
 
     @property
     def headers(self) -> dict[str, str]:
@@ -64,21 +75,23 @@ class Chat:
     async def answer(self) -> dict[str, Any]:
         """The whole answer as one object."""
         samples = [Sample(index) for index in range(self._n)]
+        messages = [AssistantMessage() for _ in samples]
         prompt = PromptReport(())
         async for chunk in self._chunks():
             samples[chunk.index].add(chunk)
+            messages[chunk.index].add(self._parse(chunk))
             prompt = chunk.prompt or prompt
         choices = [
             {
                 "index": sample.index,
-                "message": {"role": "assistant", "content": sample.text},
+                "message": self._message(message),
                 "logprobs": None
                 if self._request.params.logprobs is None
                 else chat_logprobs(sample.logprobs, self._body),
-                **finish_fields(sample.final),
+                **self._finish_fields(sample.final, sample.index),
                 **token_fields(sample, self._body),
             }
-            for sample in samples
+            for sample, message in zip(samples, messages, strict=True)
         ]
         more = self._prompt_fields(prompt)
         return self._head.with_choices(choices, usage=self._totals.usage(), metrics=self._totals.metrics(), **more)
@@ -96,11 +109,12 @@ class Chat:
                         [role | finish_fields(None)], **self._totals.stream_usage(self._body), **fields
                     )
                 unfinished -= chunk.final is not None
-                if not (chunk.text or chunk.logprobs or chunk.final or token_fields(chunk, self._body)):
+                delta = self._parse(chunk)
+                if not (delta or chunk.logprobs or chunk.final or token_fields(chunk, self._body)):
                     continue
                 metrics = {} if unfinished else {"metrics": self._totals.metrics()}
                 usage = self._totals.stream_usage(self._body)
-                yield self._head.with_choices([self._piece(chunk)], **usage, **metrics)
+                yield self._head.with_choices([self._piece(chunk, delta)], **usage, **metrics)
         if self._body.include_usage:
             yield self._head.with_choices([], usage=self._totals.usage(), metrics=self._totals.metrics())
 
@@ -110,13 +124,48 @@ class Chat:
                 self._totals.add(number, chunk)
                 yield chunk
 
-    def _piece(self, chunk: GenerationChunk) -> dict[str, Any]:
+    def _parse(self, chunk: GenerationChunk) -> MessageDelta:
+        """The part of the message that a chunk brings."""
+        parser = self._parsers[chunk.index]
+        delta = parser.feed(chunk.text)
+        if chunk.final is not None:
+            rest = parser.finish()
+            delta.content, delta.reasoning = delta.content + rest.content, delta.reasoning + rest.reasoning
+            delta.calls += rest.calls
+        if self._body.include_reasoning is False:
+            delta.reasoning = ""
+        return delta
+
+    def _finish_fields(self, final: FinalChunk | None, index: int) -> dict[str, Any]:
+        fields = finish_fields(final)
+        if fields["finish_reason"] == "stop" and self._parsers[index].has_calls:
+            fields["finish_reason"] = "tool_calls"
+        return fields
+
+    def _message(self, message: AssistantMessage) -> dict[str, Any]:
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.calls
+        ]
+        return {
+            "role": "assistant",
+            "content": message.content or (None if calls else ""),
+            **_thoughts(message.reasoning),
+            **({"tool_calls": calls} if calls else {}),
+        }
+
+    def _piece(self, chunk: GenerationChunk, delta: MessageDelta) -> dict[str, Any]:
         asked = self._request.params.logprobs is not None
+        is_content = bool(delta.content) or not (delta or chunk.final)
         return {
             "index": chunk.index,
-            "delta": {"content": chunk.text} if chunk.text or chunk.final is None else {},
+            "delta": {
+                **({"content": delta.content} if is_content else {}),
+                **_thoughts(delta.reasoning),
+                **({"tool_calls": list(map(_call_piece, delta.calls))} if delta.calls else {}),
+            },
             "logprobs": chat_logprobs(chunk.logprobs, self._body) if asked else None,
-            **finish_fields(chunk.final),
+            **self._finish_fields(chunk.final, chunk.index),
             **token_fields(chunk, self._body),
         }
 
@@ -127,3 +176,16 @@ class Chat:
         if self._body.prompt_logprobs is not None:
             fields["prompt_logprobs"] = prompt_logprobs_object(prompt.logprobs, self._generation)
         return fields
+
+
+def _thoughts(text: str) -> dict[str, str]:
+    """Under DeepSeek's name, which most clients know, and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def _call_piece(call: CallDelta) -> dict[str, Any]:
+    """OpenAI's delta of a call: id, type and name with its first piece."""
+    if not call.id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}

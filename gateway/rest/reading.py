@@ -25,6 +25,7 @@ from gateway.rest.schemas import (
     TokenizeBody,
 )
 from gateway.text.processor import TextProcessor
+from gateway.text.tools import Tool, ToolChoice, read_tools
 from specdec.errors import InvalidRequest
 from specdec.settings import GatewaySettings
 from specdec.types import ModelInfo
@@ -55,7 +56,21 @@ def read_chat(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool)
     if not body.messages:
         raise InvalidRequest("messages is empty; give at least one message", param="messages")
     variables, unread = body.variables(text.chat_variables)
-    prompt = _render(text, body, body.messages, variables)
+    tools = _read_tools(text, body.tools or [])
+    choice = ToolChoice.read(body.tool_choice, tools)
+    prompt = _render(text, body, body.messages, variables, tools if choice.mode != "none" else ())
+    plan = text.replies.plan(
+        prompt,
+        tools,
+        choice,
+        variables,
+        parallel=body.parallel_tool_calls is not False,
+        wanted=body.wanted_outputs(),
+        end_token_ids=model.eos_token_ids,
+    )
+    if (grammar := plan.structured_outputs) is not None:
+        check_count("tools", grammar.num_bytes, "bytes of schemas", text.settings, "max_grammar_bytes")
+    body.keep_plan(plan)
     # The template has put the special tokens where they belong.
     special = body.add_special_tokens is True
     prompts = Prompts([prompt], [None], frozenset([*body.ignored(), *unread]))
@@ -71,7 +86,8 @@ def read_tokenize(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: b
     prompt, special = body.prompt, body.add_special_tokens is not False
     if prompt is None:
         special = body.add_special_tokens is True
-        prompt = _render(text, body, body.messages or [], body.chat_template_kwargs or {})
+        tools = _read_tools(text, body.tools or [])
+        prompt = _render(text, body, body.messages or [], body.chat_template_kwargs or {}, tools)
     check_text(prompt, text.settings, model)
     tokens = text.encode(prompt, add_special_tokens=special)
     tokenizer = text.require_tokenizer("prompt")
@@ -110,13 +126,25 @@ def _check_messages(messages: Any, settings: GatewaySettings) -> None:
     check_count("messages", num_parts, "content parts", settings, "max_content_parts")
 
 
+def _read_tools(text: TextProcessor, given: Sequence[dict[str, Any]]) -> Sequence[Tool]:
+    check_count("tools", len(given), "tools", text.settings, "max_tools")
+    if given:
+        text.replies.check_tools()
+    return read_tools(given)
+
+
 def _render(
-    text: TextProcessor, body: ChatBody | TokenizeBody, messages: Sequence[Message], variables: dict[str, Any]
+    text: TextProcessor,
+    body: ChatBody | TokenizeBody,
+    messages: Sequence[Message],
+    variables: dict[str, Any],
+    tools: Sequence[Tool],
 ) -> str:
+    given = {"tools": [tool.definition for tool in tools]} if tools else {}
     return text.render_chat(
-        [message.as_template() for message in messages],
+        [text.replies.read_message(message.as_template()) for message in messages],
         add_generation_prompt=body.add_generation_prompt is not False,
-        variables=variables,
+        variables=variables | given,
     )
 
 

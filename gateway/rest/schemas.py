@@ -10,6 +10,7 @@ from pydantic import Field, PrivateAttr, create_model, model_validator
 
 from gateway.rest.body import IGNORED, MEANINGFUL, REFUSED, Body, Refused
 from gateway.rest.structured_outputs import structured_outputs_of
+from gateway.text.replies import ReplyPlan
 from gateway.types import GenerationRequest
 from specdec.errors import InvalidRequest, quote
 from specdec.params import MAX_LOGPROBS, Parameter, SamplingParams, parameters
@@ -190,7 +191,7 @@ class SamplingBody(SamplingFields):
             "max_tokens": max_tokens,
             "logprobs": logprobs,
             "logit_bias": self._logit_bias(),
-            "structured_outputs": self._structured_outputs(),
+            "structured_outputs": self.wanted_outputs(),
         }
         return SamplingParams(**(values | given | fixed))
 
@@ -209,7 +210,8 @@ class SamplingBody(SamplingFields):
             **given,
         )
 
-    def _structured_outputs(self) -> StructuredOutputsParams | None:
+    def wanted_outputs(self) -> StructuredOutputsParams | None:
+        """What the text must look like. Raises :class:`InvalidRequest` where fields ask for different texts."""
         guided = {kind: getattr(self, f"guided_{kind}") for kind in ("choice", "grammar", "json", "regex")}
         return structured_outputs_of(self.response_format, self.structured_outputs, guided)
 
@@ -272,6 +274,33 @@ class MessagePart(Body):
         return given
 
 
+class CalledFunction(Body):
+    """The function of an earlier call."""
+
+    path: ClassVar[str] = "messages.tool_calls.function"
+
+    name: str
+    arguments: Annotated[str | dict[str, Any] | None, MEANINGFUL] = None
+
+
+class EarlierCall(Body):
+    """A call of a tool in an earlier answer."""
+
+    path: ClassVar[str] = "messages.tool_calls"
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+    # Of the delta that it was made from.
+    index: IgnoredField = None
+    provider_specific_fields: IgnoredField = None
+
+    def as_template(self) -> dict[str, Any]:
+        """What a chat template gets."""
+        function = {"name": self.function.name, "arguments": self.function.arguments or "{}"}
+        return {"id": self.id or "", "type": "function", "function": function}
+
+
 class Message(Body):
     """A message of a conversation."""
 
@@ -283,6 +312,9 @@ class Message(Body):
     # Earlier thoughts of the model, for chat templates that read them.
     reasoning: str | None = None
     reasoning_content: str | None = None
+    # Of earlier answers, and of messages with the role tool.
+    tool_calls: Annotated[list[EarlierCall], FAIL_FAST] | None = None
+    tool_call_id: str | None = None
     # What clients send back of earlier answers, and their notes.
     annotations: IgnoredField = None
     cache_control: IgnoredField = None
@@ -294,32 +326,38 @@ class Message(Body):
     audio: RefusedField = None
     function_call: RefusedField = None
     refusal: RefusedField = None
-    tool_call_id: RefusedField = None
-    tool_calls: RefusedField = None
 
     def ignored(self) -> Iterator[str]:
         """The names of the given fields that have no effect, those of parts included."""
         yield from super().ignored()
         for part in self.content or () if not isinstance(self.content, str) else ():
             yield from part.ignored()
+        for call in self.tool_calls or ():
+            yield from call.ignored()
 
     def as_template(self) -> dict[str, Any]:
         """What a chat template gets: content as one text."""
         content = self.content or ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
-        result = {"role": self.role, "content": content}
+        result: dict[str, Any] = {"role": self.role, "content": content}
+        if self.tool_calls:
+            result["tool_calls"] = [call.as_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            result["tool_call_id"] = self.tool_call_id
         if self.name is not None:
             result["name"] = self.name
         if thoughts := self.reasoning_content or self.reasoning:
             result["reasoning_content"] = thoughts
+            if not content:  # gpt-oss' template reads one of them
+                result["thinking"] = thoughts
         return result
 
 
 class ChatBody(SamplingBody):
     """``POST /v1/chat/completions``."""
 
-    _read_fields: ClassVar[tuple[str, ...]] = ("messages", "chat_template_kwargs", "documents")
+    _read_fields: ClassVar[tuple[str, ...]] = ("messages", "chat_template_kwargs", "documents", "tools", "tool_choice")
 
     messages: Annotated[list[Message], FAIL_FAST]
     logprobs: bool | None = None
@@ -329,23 +367,34 @@ class ChatBody(SamplingBody):
     # For chat templates that read them.
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
-    # No tools here, so nothing is ever called in parallel; thoughts are never parted from the answer.
-    include_reasoning: IgnoredField = None
+    # vLLM's: false leaves the thoughts out of the answer.
+    include_reasoning: bool | None = None
+    tools: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     mm_processor_kwargs: IgnoredField = None
-    parallel_tool_calls: IgnoredField = None
     prediction: IgnoredField = None
     # What would change the answer.
     audio: RefusedField = None
     chat_template: Annotated[Any, Refused(hint="start the gateway with --chat-template")] = None
     continue_final_message: RefusedField = None
     echo: RefusedField = None
-    function_call: Annotated[Any, Refused(("none",))] = None
-    functions: RefusedField = None
+    function_call: Annotated[Any, Refused(("none",), hint="give tools and tool_choice")] = None
+    functions: Annotated[Any, Refused(hint="give tools")] = None
     modalities: Annotated[Any, Refused((["text"],))] = None
-    tool_choice: Annotated[Any, Refused(("none", "auto"))] = None
-    tools: RefusedField = None
     verbosity: Annotated[Any, Refused(("medium",))] = None
     web_search_options: RefusedField = None
+
+    _plan: ReplyPlan = PrivateAttr()
+
+    @property
+    def plan(self) -> ReplyPlan:
+        """How the answer is read."""
+        return self._plan
+
+    def keep_plan(self, plan: ReplyPlan) -> None:
+        """Set :attr:`plan`."""
+        self._plan = plan
 
     def ignored(self) -> Iterator[str]:
         """The names of the given fields that have no effect, those of messages included."""
@@ -397,6 +446,7 @@ class TokenizeBody(AnsweredBody):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
     return_token_strs: bool | None = None
 
 

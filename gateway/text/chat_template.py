@@ -6,14 +6,29 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 import jinja2
-from jinja2 import meta
-from jinja2.ext import loopcontrols
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specdec.errors import InvalidRequest
+
+
+class _Generation(Extension):
+    """``{% generation %}``, which marks for training what the model wrote; it changes nothing here."""
+
+    tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """What stands between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+_EXTENSIONS: Final = (loopcontrols, _Generation)
 
 
 class ChatTemplate:
@@ -22,11 +37,12 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=_EXTENSIONS)
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = dict(special_tokens)
+        self.source = source
         try:
             self._template = environment.from_string(source)
             #: The names it reads and does not define itself.

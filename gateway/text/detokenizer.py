@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 
@@ -31,16 +31,26 @@ class Detokenizer:
     character follows, and loses an unfinished character at the end: it has no flush.
     """
 
-    def __init__(self, tokenizer: TokenTexts, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
-        """``context`` are the tokens before the first one; only tokenizers without token bytes need them."""
+    def __init__(
+        self,
+        tokenizer: TokenTexts,
+        *,
+        skip_special_tokens: bool,
+        kept: Collection[int] = (),
+        context: Sequence[int] = (),
+    ) -> None:
+        """``kept`` special tokens are not skipped. ``context`` are the tokens before the first one; only tokenizers
+        without token bytes need them, and these skip all or no special tokens.
+        """
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._window = Window(tokenizer, skip_special_tokens, context)
+        self._kept = kept
+        self._window = Window(tokenizer, skip_special_tokens and not kept, context)
 
     def feed(self, token_id: int) -> str:
         """The text that became certain with this token."""
-        if self._skip_special and self._tokenizer.is_special(token_id):
+        if self._skip_special and self._tokenizer.is_special(token_id) and token_id not in self._kept:
             return ""
         data = self._tokenizer.token_bytes(token_id)
         if data is None:

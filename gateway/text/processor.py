@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from gateway.text.chat_template import ChatTemplate, read_template
+from gateway.text.replies import Replies
 from gateway.text.tokenizer import TextTokenizer
 from specdec.errors import InvalidRequest, quote
 from specdec.settings import GatewaySettings
@@ -18,11 +19,13 @@ class TextProcessor:
         """Without a tokenizer only token ids are served.
 
         Raises:
-            InvalidRequest: the chat template cannot be read.
+            InvalidRequest: the chat template or the response template cannot be read.
         """
         self.tokenizer = tokenizer
         self.settings = settings
         self._template = self._make_template()
+        #: How answers of chats are read.
+        self.replies = Replies(self._template, tokenizer, settings.response_template)
 
     @classmethod
     def load(cls, settings: GatewaySettings) -> Self:

@@ -27,6 +27,8 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         #: The checkpoint's chat template; None when it has none.
         self.chat_template = chat_template
+        #: The checkpoint's response template; None when it has none.
+        self.response_template = template if isinstance(template := config.get("response_template"), dict) else None
         #: Texts of the special tokens by role, for chat templates.
         self.special_tokens = {role: text for role in ROLES if (text := _token_text(config.get(role))) is not None}
         added = tokenizer.get_added_tokens_decoder()
@@ -82,6 +84,11 @@ class TextTokenizer:
         known = [token_id for token_id in token_ids if token_id < len(self._bytes)]
         text: str = self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
         return text
+
+    @property
+    def added_texts(self) -> dict[int, str]:
+        """The texts of the tokens beside the vocabulary, markers most of them, by id."""
+        return {token_id: text.decode() for token_id, text in self._added.items()}
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is a marker rather than text."""

@@ -50,6 +50,9 @@ class GatewaySettings(RequestLimits):
     served_model_name: tuple[str, ...] = option((), "names the model answers to; by default the target's own")
     tokenizer: str | None = option(None, "folder of the tokenizer; without one only token ids are served")
     chat_template: str | None = option(None, "Jinja text, or a file with it, in place of the tokenizer's chat template")
+    response_template: str | None = option(
+        None, "JSON file that tells how answers are read, in place of the tokenizer's or the model family's"
+    )
     num_speculative_tokens: int = option(4, "drafted tokens a round at most; 0: no speculation", ge=0, le=64)
     # The next two are for a draft with cores or a device of its own.
     num_ahead_proposals: int = option(0, "proposals drafted ahead of each verdict", ge=0, le=15)

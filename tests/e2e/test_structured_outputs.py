@@ -6,6 +6,7 @@ from functools import partial
 
 import httpx
 import jsonschema
+import openai
 import pytest
 
 from specdec.v1 import types_pb2
@@ -20,6 +21,7 @@ from tests.e2e.servers import (
     ids_of,
     request_of,
 )
+from tests.gateway.text.formats import FORMATS
 
 SCHEMA = {
     "type": "object",
@@ -117,9 +119,32 @@ def test_random_schemas(prompts, count):
     assert finished > count / 2
 
 
+def check_required_calls(base_url):
+    """The bundled target knows nothing of tools; the grammar makes it call them all the same."""
+    bounded = SCHEMA | {"properties": {name: SCHEMA["properties"][name] for name in SCHEMA["required"]}}
+    tool = {"type": "function", "function": {"name": "record", "parameters": bounded}}
+    given = {
+        "model": "python-12m", "messages": [{"role": "user", "content": "files"}], "max_tokens": 800,
+        "temperature": 0.7, "tools": [tool], "parallel_tool_calls": False,
+    }  # fmt: skip
+    for seed in range(3):
+        with openai.OpenAI(base_url=base_url, api_key="none") as client:
+            answer = client.chat.completions.create(**given, seed=seed, tool_choice="required")
+            named = {"type": "function", "function": {"name": "record"}}
+            with client.chat.completions.stream(**given, seed=seed, tool_choice=named) as stream:
+                streamed = stream.get_final_completion()
+        [choice], [other] = answer.choices, streamed.choices
+        [call], [same] = choice.message.tool_calls, other.message.tool_calls
+        assert choice.finish_reason == other.finish_reason == "tool_calls"
+        assert call.function.name == same.function.name == "record"
+        assert call.function.arguments == same.function.arguments
+        jsonschema.validate(json.loads(call.function.arguments), bounded)
+
+
 @pytest.mark.e2e
 def test_over_rest_and_with_a_draft_that_is_killed(stack):
-    running = Stack.start(stack.targets, [draft_process("--num-speculative-tokens", "4")])
+    drafts = [draft_process("--num-speculative-tokens", "4")]
+    running = Stack.start(stack.targets, drafts, "--chat-template", FORMATS["hermes"].chat_template)
     try:
         schema = json.dumps(SCHEMA | {"properties": SCHEMA["properties"] | {"name": {"type": "string"}}})
         request = request_of("files = ", max_tokens=200, temperature=1.0, seed=11)
@@ -142,5 +167,6 @@ def test_over_rest_and_with_a_draft_that_is_killed(stack):
         assert "uniqueItems" in refused.json()["error"]["message"]
         refused = post(json=body | {"guided_regex": "a", "guided_choice": ["b"]})
         assert refused.status_code == 400
+        check_required_calls(f"http://{running.gateway.address}/v1")
     finally:
         running.close()

@@ -26,7 +26,7 @@ async def test_fields_without_effect_are_accepted_and_named(stand, stream):
     plain = (await post(stand, CHAT, **chat_of())).json()["choices"]
     many = {
         "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "priority": 3, "user": "me", "cache_salt": "x",
-        "reasoning_effort": "low", "prediction": {"type": "content", "content": "x"}, "parallel_tool_calls": False,
+        "reasoning_effort": "low", "prediction": {"type": "content", "content": "x"}, "mm_processor_kwargs": {"a": 1},
     }  # fmt: skip
     response = await post(stand, CHAT, **chat_of(**many, stream=stream))
     assert response.status_code == 200, response.text
@@ -75,7 +75,7 @@ async def test_null_and_empty_mean_the_default(stand, path, given, body):
 
 
 REFUSED = {
-    "tools": [{"type": "function"}], "tool_choice": "required", "functions": [{}], "function_call": {"name": "f"},
+    "functions": [{}], "function_call": {"name": "f"},
     "modalities": ["audio"], "verbosity": "low", "web_search_options": {"a": 1}, "audio": {"voice": "x"},
     "chat_template": "{{ x }}", "continue_final_message": True, "echo": True, "suffix": "x",
     "documents": [{"text": "x"}], "logits_processors": ["a"], "truncate_prompt_tokens": 5, "use_beam_search": True,
@@ -92,10 +92,8 @@ async def test_fields_that_would_change_the_answer_are_refused_by_name(stand):
             assert (response.status_code, error["param"]) == (400, name)
             assert error["message"].startswith(f"{name} is not supported")
     for name, value in {
-        "tool_calls": [{"id": "1"}],
         "audio": {"id": "1"},
         "refusal": "no",
-        "tool_call_id": "1",
     }.items():
         response = await post(stand, CHAT, **chat_of(messages=[{"role": "assistant", "content": "x", name: value}]))
         assert (response.status_code, response.json()["error"]["param"]) == (400, f"messages.{name}")

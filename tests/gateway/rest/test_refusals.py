@@ -82,7 +82,7 @@ BAD_CHATS = [
     ({"logprobs": True, "top_logprobs": 30}, "top_logprobs"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-    ({"messages": [{"role": "user", "tool_calls": [1]}]}, "messages.tool_calls"),
+    ({"messages": [{"role": "user", "tool_calls": [1]}]}, "messages"),
     ({"messages": [{"content": "x"}]}, "messages"),
     ({"messages": None}, "messages"),
     ({"prompt": "x"}, "prompt"),

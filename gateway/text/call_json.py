@@ -1,0 +1,188 @@
+"""Calls in JSON, read as it is written: names and arguments come out before the JSON ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+
+_ARGUMENTS: Final = ("arguments", "parameters")
+#: What may stand between the calls of one region: they are a list, or follow each other.
+_BETWEEN: Final = frozenset(" \t\r\n,;[]")
+_SPACES: Final = frozenset(" \t\r\n")
+
+
+@dataclass(slots=True)
+class CallText:
+    """The name of a call that begins, or else more of its arguments."""
+
+    name: str = ""
+    arguments: str = ""
+
+
+class ValueReader:
+    """Follows one JSON value, character by character, to its end. Whether it is valid JSON does not matter here."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._is_escaped = self._is_begun = False
+        #: The value ended with the latest character, a list, an object or a text.
+        self.is_whole = False
+
+    def add(self, character: str) -> bool:
+        """Read the next character; whether it belongs to the value. A number ends before what it cannot hold."""
+        if self._in_string:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif character == "\\":
+                self._is_escaped = True
+            elif character == '"':
+                self._in_string = False
+                self.is_whole = self._depth == 0
+            return True
+        if character == '"':
+            self._in_string = self._is_begun = True
+        elif character in "{[":
+            self._is_begun = True
+            self._depth += 1
+        elif character in "}]":
+            if self._depth == 0:
+                return False
+            self._depth -= 1
+            self.is_whole = self._depth == 0
+        elif self._depth == 0 and (character == "," or (self._is_begun and character in _SPACES)):
+            return False
+        elif character not in _SPACES:
+            self._is_begun = True
+        return True
+
+
+class ObjectReader:
+    """Objects with a name and arguments: ``{"name": …, "arguments": {…}}``, one or several, in a list or not."""
+
+    def __init__(self, known: Collection[str]) -> None:
+        """``known`` names need no arguments: an object without them may be anything else."""
+        self._known = known
+        self._is_broken = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self._in_object = False
+        self._key: str | None = None
+        self._value: ValueReader | None = None
+        self._text: list[str] = []
+        self._name: str | None = None
+        self._arguments: str | None = None
+        self._is_given = False
+
+    def feed(self, text: str) -> list[CallText]:
+        """What became known with more text."""
+        found: list[CallText] = []
+        for character in text:
+            if not self._is_broken:
+                self._add(character, found)
+        if self._streams:
+            self._give("".join(self._text), found)
+            self._text = []
+        return found
+
+    @property
+    def _streams(self) -> bool:
+        """Whether the value being read is the arguments of a call whose name is known, an object."""
+        is_arguments = self._value is not None and self._key in _ARGUMENTS and self._name is not None
+        return is_arguments and (self._is_given or "".join(self._text).lstrip().startswith("{"))
+
+    def _add(self, character: str, found: list[CallText]) -> None:
+        if not self._in_object:
+            self._in_object = character == "{"
+            self._is_broken = not self._in_object and character not in _BETWEEN
+            return
+        if self._value is None:
+            if character == "}" and self._key is None:
+                self._end(found)
+            elif character == ":" and self._key is not None:
+                self._value, self._text = ValueReader(), []
+            elif character == '"' and self._key is None:
+                self._value, self._text = ValueReader(), ['"']
+                self._value.add(character)
+            elif character not in _SPACES and character != ",":
+                self._is_broken = True
+            return
+        belongs = self._value.add(character)
+        if belongs:
+            self._text.append(character)
+        if not belongs or self._value.is_whole:
+            self._end_value(found)
+            if not belongs:
+                self._add(character, found)
+
+    def _end_value(self, found: list[CallText]) -> None:
+        """A key or a value is whole."""
+        text = "".join(self._text)
+        if self._key is None:
+            self._key, self._value = str(_loads(text)), None
+            return
+        if self._streams:
+            self._give(text, found)
+            self._is_given = True
+        elif self._key in _ARGUMENTS:
+            value = _loads(text)
+            self._arguments = value if isinstance(value, str) else text.strip() if value is not None else "{}"
+        elif self._key == "name":
+            name = _loads(text)
+            self._is_broken = not isinstance(name, str)
+            self._name = name if isinstance(name, str) else None
+        self._key, self._value, self._text = None, None, []
+
+    def _give(self, text: str, found: list[CallText]) -> None:
+        if not self._is_given:
+            self._is_given = True
+            found.append(CallText(name=self._name or ""))
+            text = text.lstrip()
+        if text:
+            found.append(CallText(arguments=text))
+
+    def _end(self, found: list[CallText]) -> None:
+        """An object is whole."""
+        if not self._is_given:
+            if self._name is None or (self._arguments is None and self._name not in self._known):
+                self._is_broken = True
+                return
+            found += [CallText(name=self._name), CallText(arguments=self._arguments or "{}")]
+        self._clear()
+
+
+class ArgumentsReader:
+    """The arguments of a call whose name stood before them: one object."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._value = ValueReader()
+        self._is_begun = False
+
+    def feed(self, text: str) -> list[CallText]:
+        """What became known with more text; what follows the object is left out."""
+        found: list[CallText] = []
+        if not self._is_begun:
+            text = text.lstrip()
+            if not text.startswith("{"):
+                return found
+            self._is_begun = True
+            found.append(CallText(name=self._name))
+        kept = []
+        for character in text:
+            if self._value.is_whole:
+                break
+            self._value.add(character)
+            kept.append(character)
+        if kept:
+            found.append(CallText(arguments="".join(kept)))
+        return found
+
+
+def _loads(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

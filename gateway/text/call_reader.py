@@ -1,0 +1,115 @@
+"""The calls in one region of a message, in whatever form its response template says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from gateway.text.call_json import ArgumentsReader, CallText, ObjectReader
+from gateway.text.response_template import Region
+
+_PLACEHOLDER: Final = re.compile(r"\{(\w+)\}")
+
+
+class CallReader:
+    """Reads one region. Calls in plain JSON come out as they are written, others at the region's end."""
+
+    def __init__(self, region: Region, schemas: Mapping[str, Any]) -> None:
+        """``schemas``: the JSON schema of each known tool's arguments, by name."""
+        self._region = region
+        self._schemas = schemas
+        #: All of the region's text, the marker that opens it included.
+        self.text = ""
+        self._reader: ObjectReader | ArgumentsReader | None = None
+        self._num_read = 0
+        self._opened: Any = None
+        #: Whether any call was found.
+        self.found_any = False
+
+    def feed(self, text: str) -> list[CallText]:
+        """What became known with more text."""
+        self.text += text
+        if self._opened is None:
+            opened = self._region.open_pattern.match(self.text)
+            if opened is None or opened.end() == len(self.text):  # which may still match more
+                return []
+            self._open(opened)
+        return self._read()
+
+    def finish(self) -> list[CallText]:
+        """The region ended."""
+        if self._opened is None and (opened := self._region.open_pattern.match(self.text)) is not None:
+            self._open(opened)
+        found = self._read()
+        if not self.found_any and self._opened is not None and not self._is_plain:
+            found += self._read_whole()
+            self.found_any = bool(found)
+        return found
+
+    @property
+    def _is_plain(self) -> bool:
+        return self._region.holds_json
+
+    def _open(self, opened: Any) -> None:
+        self._opened, self._num_read = opened, opened.end()
+        if self._is_plain:
+            name = _captured_name(self._region.field.transform, opened.groupdict())
+            self._reader = ObjectReader(self._schemas) if name is None else ArgumentsReader(name)
+
+    def _read(self) -> list[CallText]:
+        if self._reader is None:
+            return []
+        found = self._reader.feed(self.text[self._num_read :])
+        self._num_read = len(self.text)
+        self.found_any |= bool(found)
+        return found
+
+    def _read_whole(self) -> list[CallText]:
+        """The calls as transformers reads them; none where it cannot."""
+        from transformers.utils.chat_parsing.content_parsers import process_field  # noqa: PLC0415
+
+        captures = {name: text for name, text in self._opened.groupdict().items() if text is not None}
+        try:
+            value = process_field(self.text[self._num_read :], self._region.field, captures)
+        except (ValueError, KeyError, TypeError):
+            return []
+        found = []
+        for call in value if isinstance(value, list) else [value]:
+            function = call.get("function", call) if isinstance(call, Mapping) else {}
+            name, arguments = function.get("name"), function.get("arguments", {})
+            if not isinstance(name, str):
+                return []
+            if isinstance(arguments, Mapping):
+                properties = (self._schemas.get(name) or {}).get("properties") or {}
+                arguments = {key: _as_declared(value, properties.get(key)) for key, value in arguments.items()}
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            found += [CallText(name=name), CallText(arguments=text)]
+        return found
+
+
+def _captured_name(transform: Any, captures: Mapping[str, str]) -> str | None:
+    """The name of a call where the marker that opens the region holds it."""
+    function = transform.get("function", transform) if isinstance(transform, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    found = _PLACEHOLDER.fullmatch(name) if isinstance(name, str) else None
+    return None if found is None else captures.get(found[1])
+
+
+def _as_declared(value: Any, schema: Any) -> Any:
+    """An argument that was written as text, as the type that its schema names."""
+    declared = schema.get("type") if isinstance(schema, Mapping) else None
+    types = {declared} if isinstance(declared, str) else set(declared or ())
+    if not isinstance(value, str) or not types or types == {"string"}:
+        return value
+    try:
+        read = json.loads(value)
+    except ValueError:
+        return {"True": True, "False": False, "None": None}.get(value, value)
+    return value if isinstance(read, str) or ("string" in types and not _has_type(read, types)) else read
+
+
+def _has_type(value: Any, types: set[str]) -> bool:
+    kinds = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
+    return kinds[type(value)] in types or (type(value) is int and "number" in types)

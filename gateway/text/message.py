@@ -1,0 +1,70 @@
+"""An assistant's message: text, thoughts and calls of tools, whole and as it comes."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from dataclasses import dataclass, field
+from typing import Final
+
+#: Mistral's chat template accepts ids of this form only, so all have it.
+_ID_LENGTH: Final = 9
+_ID_CHARACTERS: Final = string.ascii_letters + string.digits
+
+
+def new_call_id() -> str:
+    """An id for a call."""
+    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """A piece of a call: its id and name come first, then pieces of its arguments."""
+
+    #: Number of the call in its message, from 0.
+    index: int
+    #: Of the call's first piece; else empty.
+    id: str = ""
+    name: str = ""
+    #: JSON, as the model wrote it.
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class MessageDelta:
+    """A piece of a message."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A whole call."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(slots=True)
+class AssistantMessage:
+    """All pieces so far."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def add(self, delta: MessageDelta) -> None:
+        """Append a piece."""
+        self.content += delta.content
+        self.reasoning += delta.reasoning
+        for piece in delta.calls:
+            if piece.id:
+                self.calls.append(ToolCall(piece.id, piece.name, piece.arguments))
+            else:
+                self.calls[piece.index].arguments += piece.arguments

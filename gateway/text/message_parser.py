@@ -1,0 +1,158 @@
+"""From the text of an answer, as it comes, to an assistant's message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.text.call_json import CallText
+from gateway.text.call_reader import CallReader
+from gateway.text.message import CallDelta, MessageDelta, new_call_id
+from gateway.text.response_template import REASONING, TOOL_CALLS, ResponseTemplate
+
+
+class MessageParser:
+    """Parses one answer. The pieces it gives do not depend on how the text was cut, and add up to the message.
+
+    Every character of the answer belongs to one part of the message or to a marker; white space beside a marker
+    belongs to it. A call that cannot be read is text.
+    """
+
+    def __init__(
+        self,
+        template: ResponseTemplate | None,
+        begun: str = "",
+        tools: Mapping[str, Any] | None = None,
+        *,
+        max_calls: int | None = None,
+    ) -> None:
+        """Without a template all text is content.
+
+        ``begun`` is the beginning of the message that the prompt holds. ``tools`` are the schemas of the arguments, by
+        name; None: no calls are looked for. Of more than ``max_calls`` calls the first ones are given.
+        """
+        self._regions = {} if template is None else template.regions
+        self._tools = tools or {}
+        self._max_calls = max_calls
+        self._num_calls = 0
+        self._reader: CallReader | None = None
+        #: White space at the end of the current region, which is a marker's if one follows; that of the latest marker.
+        self._held = self._dropped = ""
+        self._is_after_marker = False
+        self._delta = MessageDelta()
+        self._parser: Any = None
+        self._first_characters = None if template is None else template.first_characters
+        #: The region that the next text belongs to unless a marker begins in it; None: that is not certain.
+        self._open: str | None = None
+        if template is not None:
+            self._parser = template.parser(begun, with_calls=tools is not None)
+            for event in self._parser.initial_events:
+                self._handle(event)
+            self._is_after_marker = bool(begun)
+            self._held, self._delta = "", MessageDelta()
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether any call has begun."""
+        return self._num_calls > 0
+
+    def feed(self, text: str) -> MessageDelta:
+        """What became certain with more text."""
+        if self._parser is None:
+            return MessageDelta(text)
+        if self._open is not None and self._first_characters is not None and self._first_characters.isdisjoint(text):
+            self._add_text(self._open, text)  # a tenth of the time
+            return self._take()
+        for piece in (text,) if self._first_characters is not None else text:
+            events = self._parser.feed(piece)
+            for event in events:
+                self._handle(event)
+            is_read = bool(events) and events[-1]["type"] == "region_chunk" and events[-1]["text"].endswith(piece)
+            self._open = events[-1]["field"] if is_read and self._reader is None else None
+        return self._take()
+
+    def finish(self) -> MessageDelta:
+        """What is left at the end of the answer."""
+        if self._parser is None:
+            return MessageDelta()
+        _, events = self._parser.finalize()
+        last = events.pop() if events and events[-1]["type"] == "region_close" else None
+        for event in events:
+            self._handle(event)
+        if last is not None:  # by the end of the text, not by a marker
+            self._add(last["field"], self._held)
+            if self._reader is not None:
+                self._end_calls("")
+        return self._take()
+
+    def _take(self) -> MessageDelta:
+        delta, self._delta = self._delta, MessageDelta()
+        return delta
+
+    def _handle(self, event: Mapping[str, Any]) -> None:
+        name, kind = event["field"], event["type"]
+        if kind == "region_open":
+            region = self._regions.get(name)
+            if region is not None and region.open_pattern is not None:
+                self._drop()
+                if name == TOOL_CALLS:
+                    self._reader = CallReader(region, self._tools)
+        elif kind == "region_close":
+            if self._reader is None or not self._end_calls(self._regions[name].close):
+                self._drop()
+        elif self._reader is not None:
+            self._add_calls(self._reader.feed(event["text"]))
+        else:
+            self._add_text(name, event["text"])
+
+    def _end_calls(self, marker: str) -> bool:
+        """The region of calls ended, by a marker or without one; whether it was text instead."""
+        assert self._reader is not None
+        self._add_calls(self._reader.finish())
+        is_text = not self._reader.found_any
+        if is_text:
+            self._add(TOOL_CALLS, self._dropped + self._reader.text + marker)
+            self._dropped, self._is_after_marker = "", False
+        self._reader = None
+        return is_text
+
+    def _drop(self) -> None:
+        """A marker stands here: the white space before it, and after it, is its own."""
+        if not self._is_after_marker:
+            self._dropped = self._held
+        self._held, self._is_after_marker = "", True
+
+    def _add_text(self, name: str, text: str) -> None:
+        """Text of a region, without the white space that may be a marker's."""
+        region = self._regions.get(name)
+        if region is None or not region.strips:
+            self._add(name, text)
+            return
+        if self._is_after_marker:
+            text = text.lstrip()
+        if not text:
+            return
+        self._is_after_marker = False
+        text = self._held + text
+        bare = text.rstrip()
+        self._held = text[len(bare) :]
+        self._add(name, bare)
+
+    def _add(self, name: str, text: str) -> None:
+        if name in REASONING:
+            self._delta.reasoning += text
+        else:
+            self._delta.content += text
+
+    def _add_calls(self, found: list[CallText]) -> None:
+        for piece in found:
+            self._num_calls += bool(piece.name)
+            index, calls = self._num_calls - 1, self._delta.calls
+            if self._max_calls is not None and index >= self._max_calls:
+                continue
+            if piece.name:
+                calls.append(CallDelta(index, new_call_id(), piece.name))
+            elif calls and calls[-1].index == index:
+                calls[-1].arguments += piece.arguments
+            else:
+                calls.append(CallDelta(index, arguments=piece.arguments))

@@ -1,0 +1,189 @@
+"""How the answers of chats are read: which response template a model has, and what a request makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from gateway.text.call_format import EarlierCalls, call_format, earlier_calls
+from gateway.text.call_grammar import CallGrammar
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.message_parser import MessageParser
+from gateway.text.response_families import family_of
+from gateway.text.response_template import REASONING, ResponseTemplate
+from gateway.text.tokenizer import TextTokenizer
+from gateway.text.tools import Tool, ToolChoice
+from specdec.errors import InvalidRequest
+from specdec.structured_outputs import StructuredOutputsParams
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyPlan:
+    """How the answer of one chat is read, and what its text must look like. Plain data: workers make it."""
+
+    #: The beginning of the answer that stands in the prompt, such as ``<think>``.
+    begun: str = ""
+    #: JSON schemas of arguments by the tool's name; None: no calls are looked for.
+    schemas: Mapping[str, Any] | None = None
+    #: Calls that are given; None: all.
+    max_calls: int | None = None
+    #: In place of the request's own.
+    structured_outputs: StructuredOutputsParams | None = None
+
+
+class Replies:
+    """What is known of a model's answers."""
+
+    def __init__(
+        self,
+        chat_template: ChatTemplate | None,
+        tokenizer: TextTokenizer | None,
+        response_template: str | None,
+    ) -> None:
+        """``response_template`` is the option's value: a file.
+
+        Raises:
+            InvalidRequest: the response template is not valid.
+        """
+        self._chat_template = chat_template
+        self._added = tokenizer.added_texts if tokenizer is not None else {}
+        self.template = _choose(chat_template, tokenizer, response_template)
+        #: Special tokens that are read, though they are left out of other text.
+        self.kept_special_tokens = self.template.names(self._added) if self.template is not None else frozenset()
+
+    def parser(self, plan: ReplyPlan) -> MessageParser:
+        """A parser of one answer."""
+        return MessageParser(self.template, plan.begun, plan.schemas, max_calls=plan.max_calls)
+
+    @cached_property
+    def earlier_calls(self) -> EarlierCalls:
+        """How the chat template reads calls of earlier messages."""
+        return EarlierCalls() if self._chat_template is None else earlier_calls(self._renderer({}))
+
+    def read_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message of a conversation, in OpenAI's form, as the chat template reads it."""
+        calls = message.get("tool_calls")
+        if not calls:
+            return message
+        functions = [call["function"] for call in calls]
+        read = [
+            call | {"function": function | {"arguments": self._arguments(function["arguments"])}}
+            for call, function in zip(calls, functions, strict=True)
+        ]
+        content = message["content"] or (None if self.earlier_calls.has_null else "")
+        return message | {"tool_calls": read, "content": content}
+
+    def _arguments(self, arguments: Any) -> Any:
+        if not isinstance(arguments, str) or self.earlier_calls.has_text:
+            return arguments
+        try:
+            found = json.loads(arguments)
+        except ValueError:
+            return arguments
+        return found if isinstance(found, Mapping) else arguments
+
+    def check_tools(self) -> None:
+        """Raises:
+        InvalidRequest: this model cannot be given tools, or its calls cannot be read.
+        """
+        if self._chat_template is not None and "tools" not in self._chat_template.variables:
+            raise InvalidRequest(
+                "tools is not supported: this model's chat template does not read them; start the gateway with a"
+                " --chat-template that does",
+                param="tools",
+            )
+        if self.template is None or not self.template.reads_calls:
+            raise InvalidRequest(
+                "tools is not supported: nothing tells how this model writes calls; start the gateway with"
+                " --response-template",
+                param="tools",
+            )
+
+    def plan(
+        self,
+        prompt: str,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        variables: Mapping[str, Any],
+        *,
+        parallel: bool,
+        wanted: StructuredOutputsParams | None,
+        end_token_ids: Sequence[int],
+    ) -> ReplyPlan:
+        """How to read the answer to ``prompt``. ``variables`` are the chat template's; ``wanted`` is what the request
+        says of the text.
+
+        Raises:
+            InvalidRequest: a call is required in a form that no grammar describes.
+        """
+        begun = self.template.begun_in(prompt) if self.template is not None else ""
+        if not tools or choice.mode == "none":
+            return ReplyPlan(begun)
+        is_strict = any(tool.strict for tool in tools)
+        grammar = None
+        if choice.mode == "required" or wanted is not None or is_strict:
+            grammar = self._grammar(variables, end_token_ids)
+        written = None
+        if choice.mode == "required":
+            if grammar is None:
+                raise InvalidRequest(
+                    "tool_choice requires a call, but this model does not write the arguments of calls as JSON; give"
+                    " auto",
+                    param="tool_choice",
+                )
+            written = grammar.forced(choice.of(tools), parallel=parallel)
+        elif wanted is not None:
+            if grammar is None or wanted.kind not in ("json", "json_object"):
+                raise InvalidRequest(
+                    f"structured_outputs.{wanted.kind} forbids what this model writes to call a tool; leave out tools,"
+                    " or give tool_choice",
+                    param="structured_outputs",
+                )
+            schema = json.loads(str(wanted.json)) if wanted.json is not None else {"type": "object"}
+            written = grammar.forced(tools, parallel=parallel, answer=schema)
+        elif is_strict and grammar is not None and self.template is not None and not self.template.marks_content:
+            written = grammar.triggered(tools, parallel=parallel)
+        return ReplyPlan(
+            begun,
+            {tool.name: tool.parameters for tool in tools},
+            None if parallel else 1,
+            None if written is None else StructuredOutputsParams(grammar=written),
+        )
+
+    def _renderer(self, variables: Mapping[str, Any]) -> Callable[..., str]:
+        template = self._chat_template
+        assert template is not None
+
+        def render(messages: Sequence[Any], tools: Sequence[Any], add_generation_prompt: bool) -> str:
+            given = {**variables, "tools": list(tools)}
+            return template.render(messages, add_generation_prompt=add_generation_prompt, variables=given)
+
+        return render
+
+    def _grammar(self, variables: Mapping[str, Any], end_token_ids: Sequence[int]) -> CallGrammar | None:
+        template = self.template
+        if template is None or self._chat_template is None:
+            return None
+        thoughts = next((template.regions[name] for name in REASONING if name in template.regions), None)
+        begin, end = ("", "") if thoughts is None else (thoughts.open, thoughts.close)
+        found = call_format(self._renderer(variables), template.begun_in, end, self.earlier_calls)
+        if found is None:
+            return None
+        texts = {text: token_id for token_id, text in self._added.items()}
+        ends = [self._added[token_id] for token_id in end_token_ids if token_id in self._added]
+        return CallGrammar(found, texts, (begin, end), ends)
+
+
+def _choose(
+    chat_template: ChatTemplate | None, tokenizer: TextTokenizer | None, path: str | None
+) -> ResponseTemplate | None:
+    """That of the option, of the tokenizer, or of the chat template's family."""
+    if path is not None:
+        return ResponseTemplate.read(path)
+    if tokenizer is not None and tokenizer.response_template is not None:
+        return ResponseTemplate(tokenizer.response_template, "response_template of tokenizer_config.json")
+    family = family_of(chat_template.source) if chat_template is not None else None
+    return None if family is None else ResponseTemplate(family, "response template")

@@ -1,0 +1,148 @@
+"""Response templates of model families whose tokenizers have none, told by what their chat templates write.
+
+The marks were taken from the families' published chat templates. A template that transformers or a file gives comes
+before these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+_THOUGHTS: Final = {"open": "<think>", "close": "</think>"}
+_NAMED_CALL: Final = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_JSON_CALL: Final = {"type": "function", "function": "{content}"}
+
+#: Qwen 2.5 and 3, Hermes 2 and 3, and what descends from them.
+_HERMES: Final = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": _THOUGHTS,
+        "tool_calls": {
+            "open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json", "transform": _JSON_CALL,
+        },
+        "content": {},
+    },
+}  # fmt: skip
+
+#: Qwen 3.5 and 3-Coder, Nemotron 3: parameters in tags.
+_QWEN_XML: Final = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": _THOUGHTS,
+        "tool_calls": {
+            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            "transform": _NAMED_CALL,
+        },
+        "content": {},
+    },
+}
+
+#: Llama 3.1, 3.2 and 3.3: a call is the whole message.
+_LLAMA_3: Final = {
+    "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r'\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"name"\s*:)',
+            "repeats": True,
+            "content": "json",
+            "transform": _JSON_CALL,
+        },
+        "content": {},
+    },
+}
+
+#: Mistral 7B v0.3, Nemo, Small and Large with the tokenizers of 2024.
+_MISTRAL: Final = {
+    "start_anchor": ["[/INST]", "[/TOOL_RESULTS]"],
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"\[TOOL_CALLS\]\s*(?=[\[{])", "repeats": True, "content": "json", "transform": _JSON_CALL,
+        },
+        "content": {},
+    },
+}  # fmt: skip
+
+#: DeepSeek V3, R1 and their distillations: the name before the arguments, which are fenced.
+_DEEPSEEK: Final = {
+    "start_anchor": ["<｜Assistant｜>", "<｜tool▁outputs▁end｜>"],
+    "fields": {
+        "reasoning_content": _THOUGHTS,
+        "tool_calls": {
+            "open_pattern": (
+                r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n"
+            ),
+            "close": "```<｜tool▁call▁end｜>",
+            "repeats": True,
+            "content": "json",
+            "transform": _NAMED_CALL,
+        },
+        "content": {"close": "<｜tool▁calls▁end｜>"},
+    },
+}
+
+#: DeepSeek V3.1: the same without fences.
+_DEEPSEEK_V3_1: Final = {
+    "start_anchor": ["<｜Assistant｜>", "<｜tool▁output▁end｜>"],
+    "fields": {
+        "reasoning_content": _THOUGHTS,
+        "tool_calls": {
+            "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?P<name>[^<\n]+)<｜tool▁sep｜>",
+            "close": "<｜tool▁call▁end｜>",
+            "repeats": True,
+            "content": "json",
+            "transform": _NAMED_CALL,
+        },
+        "content": {"close": "<｜tool▁calls▁end｜>"},
+    },
+}
+
+#: gpt-oss: channels of the harmony format.
+_GPT_OSS: Final = {
+    "start_anchor": "<|start|>assistant",
+    "fields": {
+        "reasoning_content": {"open": "<|channel|>analysis<|message|>", "close": "<|end|>"},
+        "content": {
+            "open": ["<|channel|>final<|message|>", "<|channel|>commentary<|message|>"],
+            "close": ["<|end|>", "<|return|>"],
+        },
+        "tool_calls": {
+            "open_pattern": (
+                r"(?:<\|channel\|>(?:commentary|analysis))?\s*to=functions\.(?P<name>[\w.:/-]+)\s*"
+                r"(?:<\|channel\|>(?:commentary|analysis))?\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
+            ),
+            "close": "<|call|>",
+            "repeats": True,
+            "content": "json",
+            "transform": _NAMED_CALL,
+        },
+    },
+}
+
+#: Thoughts alone.
+_THINKING: Final = {
+    "start_anchor": ["<|im_start|>assistant\n", "<｜Assistant｜>"],
+    "fields": {"reasoning_content": _THOUGHTS, "content": {}},
+}
+
+#: What a chat template holds, all of it, and the template of its family. The first that fits counts.
+_FAMILIES: Final[tuple[tuple[tuple[str, ...], Mapping[str, Any]], ...]] = (
+    (("<|start|>assistant", "<|channel|>", "functions."), _GPT_OSS),
+    (("<｜tool▁call▁begin｜>", "```json"), _DEEPSEEK),
+    (("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"), _DEEPSEEK_V3_1),
+    (("<|im_start|>", "<tool_call>", "<function=", "<parameter="), _QWEN_XML),
+    (("<|im_start|>", "<tool_call>"), _HERMES),
+    (("<|start_header_id|>", '{"name": ', '"parameters": '), _LLAMA_3),
+    (("[TOOL_CALLS]", "[AVAILABLE_TOOLS]"), _MISTRAL),
+    (("<think>", "<|im_start|>"), _THINKING),
+    (("<think>", "<｜Assistant｜>"), _THINKING),
+)
+
+
+def family_of(chat_template: str) -> Mapping[str, Any] | None:
+    """The response template of a chat template's family; None where it is not known."""
+    return next((found for marks, found in _FAMILIES if all(mark in chat_template for mark in marks)), None)

@@ -1,0 +1,177 @@
+"""Response templates: how the text of an assistant's message is read. They are to answers what chat templates are to
+prompts. The format is that of transformers (``response_template`` in tokenizer_config.json), and so is the parser.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Self
+
+from specdec.errors import InvalidRequest
+
+CONTENT: Final = "content"
+TOOL_CALLS: Final = "tool_calls"
+#: Names of the field that holds the model's thoughts.
+REASONING: Final = frozenset({"reasoning_content", "reasoning", "thinking"})
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One kind of part of a message."""
+
+    name: str
+    #: What begins it, whole, as a compiled expression; None: it holds what stands in no other region.
+    open_pattern: Any
+    #: What begins it where that is one fixed text; else empty.
+    open: str
+    #: What ends it where that is one fixed text; else empty.
+    close: str
+    #: Whether white space around its text belongs to the markers.
+    strips: bool
+    #: transformers' own description, to parse the text of a region that ended.
+    field: Any
+
+    @property
+    def holds_json(self) -> bool:
+        """Whether its text is JSON as the standard has it."""
+        return self.field.content == "json" and not self.field.content_args
+
+
+class ResponseTemplate:
+    """A checked response template. Loads transformers, without torch (a second, 50 MB)."""
+
+    def __init__(self, source: Mapping[str, Any], origin: str) -> None:
+        """``origin`` names the template in errors.
+
+        Raises:
+            InvalidRequest: transformers does not accept it.
+        """
+        from transformers.utils.chat_parsing import ResponseParser  # noqa: PLC0415 (a second, for some models)
+        from transformers.utils.chat_parsing.response_templates import load_response_template  # noqa: PLC0415
+
+        self._source = dict(source)
+        self._parser = ResponseParser
+        try:
+            loaded = load_response_template(self._source)
+            self.regions: dict[str, Region] = {name: _region(name, field) for name, field in loaded.fields.items()}
+            self._all: Any = load_response_template(_verbatim(self._source, with_calls=True))
+            self._text: Any = load_response_template(_verbatim(self._source, with_calls=False))
+        except (ValueError, KeyError, TypeError, AttributeError, re.error) as error:
+            raise InvalidRequest(f"{origin}: {error}", param="response_template") from error
+
+    @classmethod
+    def read(cls, path: str) -> Self:
+        """A file with the template as JSON, alone or in a tokenizer_config.json.
+
+        Raises:
+            InvalidRequest: there is no such file, or it holds no response template.
+        """
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(f"response_template {path!r} cannot be read: {error}",
+                                 param="response_template") from error  # fmt: skip
+        if isinstance(found, Mapping):
+            found = found.get("response_template", found)
+        if not isinstance(found, Mapping):
+            raise InvalidRequest(f"response_template {path!r} holds no JSON object", param="response_template")
+        return cls(found, f"response_template {path!r}")
+
+    @cached_property
+    def first_characters(self) -> frozenset[str] | None:
+        """Those that may begin a marker; None: a marker is an expression, which may begin with any.
+
+        How much an expression matches may also depend on how much text has come.
+        """
+        fields = self._source["fields"].values()
+        if any(key in field for field in fields for key in ("open_pattern", "close_pattern")):
+            return None
+        return frozenset(
+            text[0] for field in fields for key in ("open", "close") for text in _literals(field.get(key, ()))
+        )
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether it tells calls of tools from text."""
+        return TOOL_CALLS in self.regions
+
+    @property
+    def marks_content(self) -> bool:
+        """Whether the text of an answer stands between markers, too."""
+        return CONTENT in self.regions and self.regions[CONTENT].open_pattern is not None
+
+    def parser(self, begun: str, *, with_calls: bool) -> Any:
+        """transformers' parser of one message. The prompt ends with ``begun``, the beginning of the message. The text
+        of each region comes as it is, the marker that opens it included.
+        """
+        parser = self._parser(self._all if with_calls else self._text, prefix="")
+        if begun:
+            parser.initial_events = parser.feed(begun)
+        return parser
+
+    def begun_in(self, prompt: str) -> str:
+        """The beginning of the answer that stands at the end of a prompt, such as ``<think>``."""
+        ends = [found.end() for found in self._all.start_anchor_re.finditer(prompt)]
+        return prompt[ends[-1] :] if ends else ""
+
+    @cached_property
+    def _markers(self) -> str:
+        return json.dumps(self._source["fields"], ensure_ascii=False).replace("\\", "")
+
+    def names(self, texts: Mapping[int, str]) -> frozenset[int]:
+        """The tokens whose texts its markers hold: those that are special must be read, though text leaves them out."""
+        return frozenset(token_id for token_id, text in texts.items() if text and text in self._markers)
+
+
+def _region(name: str, field: Any) -> Region:
+    return Region(
+        name,
+        field.open_re,
+        _only(field.open_literals),
+        _only(field.close_literals),
+        bool(field.content_args.get("strip", True)),
+        field,
+    )
+
+
+def _only(literals: Sequence[str] | None) -> str:
+    return "" if literals is None or len(literals) != 1 else literals[0]
+
+
+def _verbatim(source: Mapping[str, Any], *, with_calls: bool) -> dict[str, Any]:
+    """A template with the same markers, whose regions are text and begin with what opens them: nothing is lost of a
+    call that cannot be read, and what is written of one can be read before its end.
+    """
+    fields = {}
+    for name, given in source["fields"].items():
+        if name == TOOL_CALLS and not with_calls:
+            continue
+        field = {key: given[key] for key in ("open", "open_pattern", "close", "close_pattern") if key in given}
+        if name == TOOL_CALLS:
+            opened = field.pop("open_pattern", None) or "|".join(map(re.escape, _literals(field.pop("open", ()))))
+            field["open_pattern"] = f"(?=(?:{_unnamed(opened)}))"
+        for key in ("open_pattern", "close_pattern"):
+            if key in field:
+                field[key] = _unnamed(field[key])
+        fields[name] = field | {"content": "text", "content_args": {"strip": False}, "repeats": True}
+    if CONTENT not in fields and all(_opens(field) for field in fields.values()):
+        fields[CONTENT] = {"content": "text", "content_args": {"strip": False}, "repeats": True}
+    anchors = {key: source[key] for key in ("start_anchor", "start_anchor_pattern") if key in source}
+    return {"fields": fields} | anchors
+
+
+def _opens(field: Mapping[str, Any]) -> bool:
+    return "open" in field or "open_pattern" in field
+
+
+def _unnamed(pattern: str) -> str:
+    return re.sub(r"\(\?P<\w+>", "(?:", pattern)
+
+
+def _literals(given: str | Iterable[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)

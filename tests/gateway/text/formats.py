@@ -1,0 +1,182 @@
+"""How model families write answers: short chat templates of the same form as the published ones, and answers."""
+
+from dataclasses import dataclass
+
+from tokenizers import AddedToken
+
+from tests.gateway.text import vocabularies
+
+_TOOLS = "{%- if tools %}{{- tools | tojson }}{%- endif %}"
+_CHATML = (
+    _TOOLS
+    + """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content %}{{- message.content }}{%- endif %}
+{%- for call in message.tool_calls or [] %}
+{%- if not loop.first %}{{- '\\n' }}{%- endif %}
+CALL
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+)
+_JSON_CALL = (
+    """{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}"""
+    """{{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}"""
+)
+_XML_CALL = """{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for key, value in call.function.arguments.items() %}
+{{- '<parameter=' + key + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>\\n' }}
+{%- endfor %}{{- '</function>\\n</tool_call>' }}"""
+_LLAMA = (
+    _TOOLS
+    + """{%- for message in messages %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+{%- if message.tool_calls %}
+{%- if message.tool_calls | length != 1 %}{{- raise_exception('one call at a time') }}{%- endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- '{"name": "' + call.name + '", ' + '"parameters": ' }}{{- call.arguments | tojson }}{{- '}' }}
+{%- else %}{{- message.content }}{%- endif %}{{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+)
+_MISTRAL = """{%- for message in messages %}
+{%- if message.role == 'user' %}
+{%- if tools %}{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{{- '[INST] ' + message.content + '[/INST]' }}
+{%- elif message.tool_calls %}{{- '[TOOL_CALLS] [' }}
+{%- for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{- raise_exception('ids have nine characters') }}{%- endif %}
+{{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}{{- ', ' if not loop.last else ']</s>' }}
+{%- endfor %}
+{%- elif message.role == 'tool' %}{{- '[TOOL_RESULTS] ' + message.content + '[/TOOL_RESULTS]' }}
+{%- else %}{{- ' ' + message.content + '</s>' }}{%- endif %}
+{%- endfor %}"""
+_DEEPSEEK = (
+    _TOOLS
+    + """{%- for message in messages %}
+{%- if message.role == 'user' %}{{- '<｜User｜>' + message.content }}
+{%- elif message.content is none %}
+{%- for call in message.tool_calls %}
+{{- '<｜Assistant｜><｜tool▁calls▁begin｜>' if loop.first else '\\n' }}
+{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}
+{{- call.function.arguments + '\\n```<｜tool▁call▁end｜>' }}
+{%- endfor %}{{- '<｜tool▁calls▁end｜></s>' }}
+{%- elif message.role == 'tool' %}{{- '<｜tool▁outputs▁begin｜>' + message.content + '<｜tool▁outputs▁end｜>' }}
+{%- else %}{{- '<｜Assistant｜>' + message.content + '</s>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\\n' }}{%- endif %}"""
+)
+_GPT_OSS = (
+    _TOOLS
+    + """{%- for message in messages %}
+{%- if message.tool_calls %}
+{%- set call = message.tool_calls[0].function %}
+{{- '<|start|>assistant to=' + 'functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson + '<|call|>' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+{%- else %}{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Format:
+    """One family."""
+
+    chat_template: str
+    #: Texts of the tokens beside the vocabulary: those that are special, and others.
+    special: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    #: What ends a message, and what ends a prompt in the middle of an answer.
+    end: str = "</s>"
+    begun: str = ""
+    #: An answer that calls ``add`` with the arguments 1 and "x".
+    call: str = ""
+    #: One that calls it, and then ``now`` without arguments.
+    calls: str = ""
+    #: Whether arguments are JSON in the answer, so that a grammar can demand a call.
+    is_json: bool = True
+
+
+_CHATML_SPECIAL = ("<|im_start|>", "<|im_end|>")
+_CHATML_OTHERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+_DEEPSEEK_OTHERS = tuple(f"<｜tool▁{name}｜>" for name in (
+    "calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end", "outputs▁begin", "outputs▁end",
+))  # fmt: skip
+ARGUMENTS = '{"a": 1, "b": "x"}'
+
+FORMATS = {
+    "hermes": Format(
+        _CHATML.replace("CALL", _JSON_CALL), _CHATML_SPECIAL, _CHATML_OTHERS, "<|im_end|>",
+        call='Sure.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>',
+        calls='<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    ),
+    "qwen_xml": Format(
+        _CHATML.replace("CALL", _XML_CALL), _CHATML_SPECIAL, _CHATML_OTHERS, "<|im_end|>",
+        call="Sure.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n"
+        "</function>\n</tool_call>",
+        calls="<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        is_json=False,
+    ),
+    "llama_3": Format(
+        _LLAMA, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"), (), "<|eot_id|>",
+        call='{"name": "add", "parameters": {"a": 1, "b": "x"}}',
+        calls='<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": "x"}}; {"name": "now", "parameters": {}}',
+    ),
+    "mistral": Format(
+        _MISTRAL, ("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "</s>"), (),
+        call='[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": "x"}, "id": "123456789"}]',
+        calls='[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": "x"}}, {"name": "now", "arguments": {}}]',
+    ),
+    "deepseek": Format(
+        _DEEPSEEK, ("<｜User｜>", "<｜Assistant｜>", "</s>"), ("<think>", "</think>", *_DEEPSEEK_OTHERS),
+        begun="<think>\n",
+        call="We add.\n</think>\n\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        '{"a": 1, "b": "x"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        calls="</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        '{"a": 1, "b": "x"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "gpt_oss": Format(
+        _GPT_OSS, ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>"), (), "<|call|>",
+        call="<|channel|>analysis<|message|>We add.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+        '<|constrain|>json<|message|>{"a": 1, "b": "x"}',
+        calls='<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": "x"}<|call|>'
+        "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}",
+    ),
+}  # fmt: skip
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "string", "maxLength": 8}},
+                "required": ["a", "b"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+def tokenizer_of(form):
+    """A byte-level tokenizer with the family's tokens."""
+    tokenizer = vocabularies.byte_level()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in form.special])
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in form.others])
+    return tokenizer
+
+
+def config_of(form):
+    """What tokenizer_config.json holds beside the names of special tokens."""
+    return {"chat_template": form.chat_template, "eos_token": form.end}

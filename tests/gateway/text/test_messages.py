@@ -1,0 +1,166 @@
+"""From answers to messages: thoughts, text and calls of every family, however the text is cut."""
+
+import json
+import random
+from dataclasses import asdict
+
+import pytest
+
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.message import AssistantMessage
+from gateway.text.message_parser import MessageParser
+from gateway.text.replies import Replies, ReplyPlan
+from gateway.text.response_template import ResponseTemplate
+from gateway.text.tools import read_tools
+from specdec.errors import InvalidRequest
+from tests.gateway.text.formats import ARGUMENTS, FORMATS, TOOLS
+
+SCHEMAS = {tool.name: tool.parameters for tool in read_tools(TOOLS)}
+
+
+def replies_of(name):
+    return Replies(ChatTemplate(FORMATS[name].chat_template, {}), None, None)
+
+
+def parse(template, text, cuts=(), begun="", schemas=SCHEMAS, **given):
+    parser, message = MessageParser(template, begun, schemas, **given), AssistantMessage()
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        message.add(parser.feed(text[start:end]))
+    message.add(parser.finish())
+    assert parser.has_calls == bool(message.calls)
+    assert len({call.id for call in message.calls}) == len(message.calls)
+    result = asdict(message)
+    result["calls"] = [(call.name, call.arguments) for call in message.calls]
+    return result
+
+
+def all_cuts(text, count=20):
+    """Every character by itself, and pieces at random."""
+    rng = random.Random(text)
+    yield list(range(1, len(text)))
+    for _ in range(count):
+        yield sorted(rng.sample(range(1, len(text)), min(len(text) - 1, rng.choice([1, 3, 20]))))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_of_each_family_are_read_however_the_text_is_cut(name):
+    form, template = FORMATS[name], replies_of(name).template
+    one = parse(template, form.call, begun=form.begun)
+    assert one["calls"] == [("add", ARGUMENTS)]
+    assert one["reasoning"] in ("", "We add.")
+    assert one["content"] in ("", "Sure.")
+    assert "We add." not in form.call or one["reasoning"]
+    assert parse(template, form.calls, begun=form.begun)["calls"] == [("add", ARGUMENTS), ("now", "{}")]
+    for text in (form.call, form.calls):
+        whole = parse(template, text, begun=form.begun)
+        for cuts in all_cuts(text):
+            assert parse(template, text, cuts, begun=form.begun) == whole
+
+
+HERMES = replies_of("hermes").template
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+#: A text, and its content, thoughts and calls.
+TEXTS = [
+    (" plain text \n", " plain text \n", "", []),
+    ("", "", "", []),
+    ("<think>\nhm <tool_call> x\n</think>\n\n answer\n", "answer\n", "hm <tool_call> x", []),
+    ("<think> cut", "", "cut", []),
+    ("a < b <tool b <think", "a < b <tool b <think", "", []),
+    (f"one {CALL} two {CALL} three", "onetwothree", "", [("add", '{"a": 1}')] * 2),
+    # What cannot be read as a call stays as it is.
+    ("a <tool_call>\nnot json\n</tool_call> b", "a <tool_call>\nnot json\n</tool_call> b", "", []),
+    ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', "", []),
+    ("a\n<tool_call>", "a\n<tool_call>", "", []),
+    ('<tool_call>{"name": "Ann", "age": 3}', '<tool_call>{"name": "Ann", "age": 3}', "", []),
+    # A call that was cut off keeps what was written of it.
+    ('<tool_call>{"name": "add", "arguments": {"a": [1, "}', "", "", [("add", '{"a": [1, "}')]),
+    # Any order, arguments as text, none at all, braces and quotes within texts.
+    ('<tool_call>{"arguments": {"a": 1}, "id": 7, "name": "add"}</tool_call>', "", "", [("add", '{"a": 1}')]),
+    (r'<tool_call>{"name": "add", "arguments": "{\"a\": 1}"}</tool_call>', "", "", [("add", '{"a": 1}')]),
+    ('<tool_call>{"name": "now"}</tool_call>', "", "", [("now", "{}")]),
+    ('<tool_call>{"name": "now", "arguments": null}</tool_call>', "", "", [("now", "{}")]),
+    (r'<tool_call>{"name": "add", "arguments": {"b": "}\"{\\"}}</tool_call>', "", "", [("add", r'{"b": "}\"{\\"}')]),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "reasoning", "calls"), TEXTS)
+def test_every_character_is_accounted_for(text, content, reasoning, calls):
+    wanted = {"content": content, "reasoning": reasoning, "calls": calls}
+    assert parse(HERMES, text) == wanted
+    for cuts in all_cuts(text) if len(text) > 1 else ():
+        assert parse(HERMES, text, cuts) == wanted
+
+
+def test_arguments_come_while_they_are_written():
+    parser = MessageParser(HERMES, "", SCHEMAS)
+    assert not parser.feed('<tool_call>\n{"name": "add"')
+    first = parser.feed(', "arguments": {"b": "some').calls
+    assert [(call.index, call.name, call.arguments) for call in first] == [(0, "add", '{"b": "some')]
+    assert first[0].id
+    second = parser.feed(" text").calls
+    assert [(call.index, call.name, call.arguments, call.id) for call in second] == [(0, "", " text", "")]
+
+
+def test_without_tools_calls_are_text_and_thoughts_are_not():
+    text = f"<think>x</think>{CALL}"
+    assert parse(HERMES, text, schemas=None) == {"content": CALL, "reasoning": "x", "calls": []}
+    assert parse(None, text, schemas=None) == {"content": text, "reasoning": "", "calls": []}
+
+
+def test_more_calls_than_allowed_are_left_out():
+    assert parse(HERMES, CALL * 3, max_calls=1)["calls"] == [("add", '{"a": 1}')]
+
+
+def test_a_json_answer_of_llama_is_no_call():
+    template = replies_of("llama_3").template
+    for text in ('{"name": "Ann", "age": 3}', ' see {"name": "add", "parameters": {}}', "[1, 2]"):
+        assert parse(template, text)["content"] == text
+
+
+def test_arguments_written_as_text_get_the_types_of_the_schema():
+    template = replies_of("qwen_xml").template
+    values = {"a": "7", "b": "7", "n": "null", "f": "True", "l": "[1]", "x": "abc", "u": "8"}
+    kinds = {"a": "integer", "b": "string", "n": ["string", "null"], "f": "boolean", "l": "array", "x": "integer"}
+    schema = {"properties": {key: {"type": kind} for key, kind in kinds.items()}}
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    text = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
+    [(_, arguments)] = parse(template, text, schemas={"f": schema})["calls"]
+    assert json.loads(arguments) == {"a": 7, "b": "7", "n": None, "f": True, "l": [1], "x": "abc", "u": "8"}
+
+
+def test_a_template_of_a_file(tmp_path):
+    template = {
+        "start_anchor": "A:",
+        "fields": {
+            "thinking": {"open": "(", "close": ")"},
+            "tool_calls": {
+                "open_pattern": r"CALL (?P<name>\w+)\s*", "close_pattern": r";+", "repeats": True,
+                "content": "kv-lines", "content_args": {"line_sep": ",", "kv_sep": "="},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"content_args": {"strip": False}},
+        },
+    }  # fmt: skip
+    path = tmp_path / "template.json"
+    path.write_text(json.dumps({"response_template": template}))
+    read = ResponseTemplate.read(str(path))
+    text = "x (why) y CALL add a=1, b=x;; z"
+    wanted = {"content": "x  y  z", "reasoning": "why", "calls": [("add", ARGUMENTS)]}
+    for cuts in all_cuts(text):
+        assert parse(read, text, cuts) == wanted
+    assert read.begun_in("A: a A:(") == "("
+    path.write_text(json.dumps({"fields": {"content": {"open": ""}}}))
+    for wrong in (str(path), str(tmp_path / "none.json")):
+        with pytest.raises(InvalidRequest, match="response_template"):
+            ResponseTemplate.read(wrong)
+
+
+def test_the_prompt_may_begin_the_answer():
+    replies = replies_of("deepseek")
+    plan = replies.plan(
+        "<｜User｜>hi<｜Assistant｜><think>\n", [], None, {}, parallel=True, wanted=None, end_token_ids=()
+    )
+    assert plan == ReplyPlan("<think>\n")
+    parser = replies.parser(plan)
+    delta = parser.feed("so</think>yes")
+    assert (delta.reasoning, delta.content) == ("so", "yes")
