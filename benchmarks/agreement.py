@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from specdec.engine.engine import Engine, Segment
+from specdec.engine.engine import Segment
+from specdec.engine.loading.load import load_engine
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.sampling.drafting import collect, draft
@@ -112,7 +113,7 @@ def _logits(folder: str, device: str, dtype: str, *, enforce_eager: bool) -> tup
     settings = ModelSettings(
         model=folder, device=device, dtype=dtype, enforce_eager=enforce_eager, kv_cache_memory_bytes=2**28
     )
-    engine = Engine.load(settings)
+    engine = load_engine(settings)
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(1, engine.info.vocab_size, (len(_PASSES[0]), _ROOM), generator=generator).tolist()
     sequences = [engine.pool.open(_ROOM) for _ in texts]

@@ -210,14 +210,14 @@ def deployments_of(args: argparse.Namespace) -> dict[str, Deployment]:
 async def measure(args: argparse.Namespace) -> list[ContextResult]:
     """Every drafter at every length of context."""
     from gateway.text.tokenizer import TextTokenizer  # noqa: PLC0415
-    from specdec.engine.engine import Engine  # noqa: PLC0415 (torch)
+    from specdec.engine.loading.load import load_engine  # noqa: PLC0415 (torch)
     from tandem.bench.prompts import pick_prompts  # noqa: PLC0415
     from tandem.bench.systems import start_systems  # noqa: PLC0415 (gRPC)
 
     deployments = deployments_of(args)
     model = next(iter(deployments.values())).target.model
     encode = TextTokenizer.load(model.model).encode
-    engine = Engine.load(model)
+    engine = load_engine(model)
     texts = {
         context: [
             write_text(engine, prompt, args.max_tokens) for prompt in pick_prompts(encode, args.num_prompts, context)

@@ -125,7 +125,7 @@ def time_parts(shape: PairShape, target: str, draft: str, args: argparse.Namespa
     import torch  # noqa: PLC0415
 
     from benchmarks import passes  # noqa: PLC0415 (torch)
-    from specdec.engine.engine import Engine  # noqa: PLC0415 (torch)
+    from specdec.engine.loading.load import load_engine  # noqa: PLC0415 (torch)
     from specdec.rules import Rule  # noqa: PLC0415 (torch)
     from specdec.settings import ModelSettings  # noqa: PLC0415 (torch)
 
@@ -136,7 +136,7 @@ def time_parts(shape: PairShape, target: str, draft: str, args: argparse.Namespa
     loads += [(min(args.sessions), context) for context in args.contexts if context != min(args.contexts)]
     modes = {"greedy": (Rule.BLOCK, 0.0), **{str(rule): (rule, 1.0) for rule in Rule}}
 
-    engine = Engine.load(ModelSettings(model=target, device=args.device))
+    engine = load_engine(ModelSettings(model=target, device=args.device))
     engine.warm_up()
     found["path"] = engine.path
     found["steps"] = list(passes.time_steps(engine, shape, k=args.k, loads=loads, repeats=args.repeats))
@@ -147,7 +147,7 @@ def time_parts(shape: PairShape, target: str, draft: str, args: argparse.Namespa
         for name, (rule, temperature) in modes.items()
     }
     engine.close()
-    engine = Engine.load(ModelSettings(model=draft, device=args.device))
+    engine = load_engine(ModelSettings(model=draft, device=args.device))
     engine.warm_up()
     found["draft_weights"] = shape.draft.num_read
     found["draft_s"] = {

@@ -127,7 +127,7 @@ def load_engine(folder: str, args: argparse.Namespace, wanted: Sequence[Load], s
     Raises:
         InvalidRequest: the model is not run by the native decoder.
     """
-    from specdec.engine.engine import Engine  # noqa: PLC0415 (torch)
+    from specdec.engine.loading import load  # noqa: PLC0415
     from specdec.engine.native.decoder import NativeDecoder  # noqa: PLC0415
     from specdec.settings import ModelSettings  # noqa: PLC0415
 
@@ -142,7 +142,7 @@ def load_engine(folder: str, args: argparse.Namespace, wanted: Sequence[Load], s
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     entry_bytes = 2 * config["num_hidden_layers"] * heads * head_dim * 4
     entries = max(load.sessions * (load.context + load.rows + 64) for load in wanted)
-    engine = Engine.load(
+    engine = load.load_engine(
         ModelSettings(
             model=str(scratch), device="cpu", dtype=args.dtype, quantization=args.quantization,
             num_threads=args.threads, autotune=args.autotune, kv_cache_memory_bytes=entries * entry_bytes,

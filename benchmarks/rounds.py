@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec.engine.chains import ChainJob, draft_chains
 from specdec.engine.engine import Engine, Segment
 from specdec.engine.kv_pool import KVSequence
+from specdec.engine.loading.load import load_engine
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.sampling.state import SamplingState
@@ -57,8 +58,8 @@ class Recorder:
     def __init__(self, target: str, draft: str, *, num_threads: int, quantization: str | None = None) -> None:
         """``quantization`` rounds the draft's weights; "auto" as in service."""
         settings = ModelSettings(model=target, dtype="float32", num_threads=num_threads)
-        self._target = Engine.load(settings)
-        self._draft = Engine.load(replace(settings, model=draft, quantization=quantization))
+        self._target = load_engine(settings)
+        self._draft = load_engine(replace(settings, model=draft, quantization=quantization))
         self._verifier = Verifier()
 
     def close(self) -> None:

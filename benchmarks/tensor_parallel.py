@@ -77,8 +77,8 @@ def measure(model: str, size: int, num_steps: int, context: int) -> None:
     settings = ModelSettings(
         model=find_checkpoint(model), tensor_parallel_size=size, dtype="float32", kv_cache_memory_bytes=2**28 // size
     )
-    engine, processes = load(settings, None)
-    clock = None if engine.followers is None else Clock(engine.followers)
+    engine = load(settings, None)
+    clock = None if engine.ranks is None else Clock(engine.ranks)
     for num_sessions, num_rows in SHAPES:
         step_us, exchanges_us = time_steps(engine, clock, num_sessions, num_rows, num_steps=num_steps, context=context)
         plan_us, sums_us, gather_us = exchanges_us
@@ -92,8 +92,6 @@ def measure(model: str, size: int, num_steps: int, context: int) -> None:
     cache_mib = sum(cache.nbytes for cache in engine.all_caches) / 2**20
     print(f"{size:5} ranks: private memory {shares} MiB; KV cache {cache_mib:.0f} MiB each", flush=True)
     engine.close()
-    if processes is not None:
-        processes.close()
 
 
 def time_steps(

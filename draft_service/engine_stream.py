@@ -106,11 +106,11 @@ class _EngineSession:
         #: Whether it is prefilled; no step waits for it before.
         self.is_open = False
         self._on_idle = on_idle
+        self._expiry = asyncio.get_running_loop().call_later(MAX_IDLE_S, on_idle)
         self._token_ids = list(spec.token_ids)
         self._pending = PendingProposals()
-        #: The last advance that the backend does not know yet, and how many of the tokens it knows.
-        self._next: pb.Advance | None = None
-        self._num_sent = len(self._token_ids)
+        #: The last advance, and whether the backend does not know it yet.
+        self._last: pb.Advance | None = None
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         #: The proposal that continues the committed tokens, or why there will be none.
@@ -119,19 +119,24 @@ class _EngineSession:
 
     def advance(self, message: pb.Advance) -> None:
         """Commit tokens and ask for a proposal: :attr:`answered` is a new one."""
+        loop = asyncio.get_running_loop()
+        self._expiry.cancel()
+        self._expiry = loop.call_later(MAX_IDLE_S, self._on_idle)
+        self.answered = loop.create_future()
         known = len(self._token_ids)
-        token_ids = tuple(message.token_ids)[known - message.base_len :]
         if message.base_len > known:
             self._error = StaleSession(f"the advance begins at {message.base_len}; {known} tokens are known")
-        self._token_ids += token_ids
-        self._pending.commit(token_ids)
-        self.answered = asyncio.get_running_loop().create_future()
+        else:
+            token_ids = tuple(message.token_ids)[known - message.base_len :]
+            self._token_ids += token_ids
+            self._pending.commit(token_ids)
+            self._last = message
+            self._changed.set()
         self._answer()
-        self._next = message
-        self._changed.set()
 
     async def close(self) -> None:
         """Release what it holds."""
+        self._expiry.cancel()
         self._running.cancel()
         with suppress(asyncio.CancelledError):
             await self._running
@@ -142,7 +147,7 @@ class _EngineSession:
             self.is_open = True
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(self._pass_on(session))
+                    tasks.create_task(self._pass_on(session, len(spec.token_ids)))
                     tasks.create_task(self._receive(session))
             finally:
                 await session.close()
@@ -153,21 +158,17 @@ class _EngineSession:
             self._error = errors.exceptions[0]
         self._answer()
 
-    async def _pass_on(self, session: DraftSession) -> None:
-        """Tell the backend what is committed. While it opens, the advances of several steps become one."""
+    async def _pass_on(self, session: DraftSession, num_sent: int) -> None:
+        """Tell the backend, which knows ``num_sent`` tokens, what is committed. While it opens, the advances of several
+        steps become one.
+        """
         while True:
-            try:
-                async with asyncio.timeout(MAX_IDLE_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                self._on_idle()
-                return
+            await self._changed.wait()
             self._changed.clear()
-            message, length = self._next, self._num_sent
+            message, num_known, num_sent = self._last, num_sent, len(self._token_ids)
             assert message is not None
-            self._num_sent = len(self._token_ids)
             await session.advance(
-                length, self._token_ids[length:], message.num_draft_tokens, message.num_ahead_proposals
+                num_known, self._token_ids[num_known:], message.num_draft_tokens, message.num_ahead_proposals
             )
 
     async def _receive(self, session: DraftSession) -> None:

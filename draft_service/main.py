@@ -10,8 +10,8 @@ from draft_service.servicer import DraftServicer
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.flags import Parser, add_flags, settings_from
 from specdec.methods import method_of
+from specdec.rpc.core_service import CoreService
 from specdec.rpc.lifecycle import run
-from specdec.rpc.server import RpcServer
 from specdec.settings import (
     DraftSettings,
     ModelSettings,
@@ -23,38 +23,15 @@ from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 
 
-class DraftService:
-    """What the process serves; see :class:`specdec.rpc.lifecycle.Service`."""
-
-    name = "draft"
-
-    def __init__(self, settings: DraftSettings) -> None:
-        self._settings = settings
-        self._servicer = DraftServicer()
-
-    @property
-    def core(self) -> DraftCore | None:
-        """The core; None before :meth:`start`."""
-        return self._servicer.core
-
-    def register(self, server: RpcServer) -> None:
-        """Add the servicer."""
-        name = pb.DESCRIPTOR.services_by_name["DraftService"].full_name
-        server.add(add_DraftServiceServicer_to_server, self._servicer, name)
-
-    async def start(self) -> None:
-        """Load and warm up the drafter."""
-        self._servicer.core = await DraftCore.start(self._settings)
-
-    async def drain(self) -> None:
-        """Open no new sessions."""
-        if self._servicer.core is not None:
-            self._servicer.core.drain()
-
-    async def stop(self) -> None:
-        """Release everything."""
-        if self._servicer.core is not None:
-            await self._servicer.core.close()
+def make_service(settings: DraftSettings) -> CoreService[DraftCore]:
+    """What the process serves."""
+    return CoreService(
+        "draft",
+        DraftServicer(),
+        add_DraftServiceServicer_to_server,
+        pb.DESCRIPTOR.services_by_name["DraftService"].full_name,
+        lambda: DraftCore.start(settings),
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,4 +78,4 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "draft_service") -> i
         draft, server = settings_of(args)
     except (InvalidRequest, ModelNotSupported) as error:
         parser.error(str(error))
-    return run(lambda: DraftService(draft), server)
+    return run(lambda: make_service(draft), server)

@@ -13,36 +13,35 @@ from draft_service.core import DraftCore
 from draft_service.engine_stream import EngineStream
 from draft_service.session import CoreSession
 from specdec import codec
-from specdec.errors import Cancelled, InvalidRequest, Unavailable
+from specdec.errors import Cancelled, InvalidRequest
 from specdec.hidden_state_buffer import StateBuffer
+from specdec.lifecycle import finish
+from specdec.rpc.core_service import CoreServicer
 from specdec.types import Proposal
 from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1 import draft_service_pb2_grpc as pb_grpc
-from specdec.v1 import types_pb2 as types_pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class DraftServicer(pb_grpc.DraftServiceServicer):
-    """Serves a :class:`DraftCore`; UNAVAILABLE while there is none yet."""
+class DraftServicer(CoreServicer[DraftCore], pb_grpc.DraftServiceServicer):
+    """Serves a :class:`DraftCore`."""
 
-    def __init__(self, core: DraftCore | None = None) -> None:
-        self.core = core
+    noun = "draft service"
 
     async def Draft(  # type: ignore[override]  # written with context.write, which the stubs do not know
         self, request_iterator: AsyncIterator[pb.DraftRequest], context: Context
     ) -> None:
         """Serve one session. However the stream ends, the session's memory is released."""
-        core = self._require_core()
+        core = self.require_core()
         first = await context.read()
         if first is grpc.aio.EOF:
             return
         if first.WhichOneof("kind") != "open":
             raise InvalidRequest("the first message of a stream must be open", param="open")
         session = await core.open(codec.decode_open_draft(first.open))
-        closing: asyncio.Future[asyncio.Task[None]] = asyncio.get_running_loop().create_future()
         reading = asyncio.create_task(_read(core, session, context), name="draft-stream")
-        reading.add_done_callback(lambda _: closing.set_result(asyncio.create_task(session.close())))
+        reading.add_done_callback(lambda _: session.end())
         try:
             await context.write(pb.DraftResponse(opened=codec.encode_draft_opened(session.opened)))
             while True:
@@ -53,7 +52,7 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
             await reading  # raises what ended the session, unless the client closed the stream
         finally:
             reading.cancel()
-            await (await asyncio.shield(closing))  # a call may be cancelled twice
+            await finish(session.close())
             with suppress(asyncio.CancelledError, Exception):  # the stream is over, whatever ended it
                 await reading
 
@@ -61,7 +60,7 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         self, request_iterator: AsyncIterator[pb.DraftStepRequest], context: Context
     ) -> None:
         """Serve the sessions of an engine, step by step."""
-        stream = EngineStream(self._require_core())
+        stream = EngineStream(self.require_core())
         reading = asyncio.ensure_future(context.read())
         try:
             while (request := await reading) is not grpc.aio.EOF:
@@ -69,24 +68,7 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
                 await context.write(await stream.step(request, superseded=reading))
         finally:
             reading.cancel()
-            closing = asyncio.create_task(stream.close())
-            while not closing.done():  # a call may be cancelled twice
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait((closing,))
-
-    async def GetModelInfo(
-        self, request: types_pb.GetModelInfoRequest, context: Context
-    ) -> types_pb.GetModelInfoResponse:
-        """Describe the drafter and the load."""
-        core = self._require_core()
-        return types_pb.GetModelInfoResponse(
-            model=codec.encode_model_info(await core.info()), load=codec.encode_load(await core.load())
-        )
-
-    def _require_core(self) -> DraftCore:
-        if self.core is None:
-            raise Unavailable("the draft service is still loading its model")
-        return self.core
+            await finish(stream.close())
 
 
 async def _read(core: DraftCore, session: CoreSession, context: Context) -> None:

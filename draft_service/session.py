@@ -125,7 +125,7 @@ class CoreSession:
         self._opened = DraftOpened(
             epoch=spec.epoch,
             num_speculative_tokens=min(spec.num_speculative_tokens, owner.drafter.info.num_speculative_tokens),
-            num_cached_tokens=state.num_cached_tokens,
+            num_cached_tokens=owner.drafter.num_cached_tokens(state),
         )
         self._ahead = owner.ahead.open(self, spec) if may_draft_ahead else SessionDraftAhead()
 
@@ -209,20 +209,25 @@ class CoreSession:
 
     async def close(self) -> None:
         """Release or park the cache, as soon as no batch uses it. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._arrived.clear()
-            self._proposals.close()
-            batch = self._batch
-            if self._request is not None:
-                self._request.resolve(Cancelled("the session was closed"))
-            self._cancel_request()
-            self._ahead.close()
-            if batch is not None:
-                batch.on_finished.append(self._release)
-            else:
-                self._release()
+        self.end()
         await self._released.wait()
+
+    def end(self) -> None:
+        """What :meth:`close` does, without waiting for it."""
+        if self._closed:
+            return
+        self._closed = True
+        self._arrived.clear()
+        self._proposals.close()
+        batch = self._batch
+        if self._request is not None:
+            self._request.resolve(Cancelled("the session was closed"))
+        self._cancel_request()
+        self._ahead.close()
+        if batch is not None:
+            batch.on_finished.append(self._release)
+        else:
+            self._release()
 
     def _release(self) -> None:
         self._released.set()

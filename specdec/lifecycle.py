@@ -7,10 +7,12 @@ import json
 import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from specdec.logs import start_log
 from specdec.open_files import raise_file_limit
+
+T = TypeVar("T")
 
 #: Signals that end a process in order; a second one skips the draining.
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -77,6 +79,22 @@ async def run_until(work: Awaitable[Any], event: asyncio.Event) -> bool:
         return False
     task.result()
     return True
+
+
+async def finish(work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` to its end even if the caller is cancelled meanwhile, once or several times; its cancellation is
+    raised then. For what must be released.
+    """
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return task.result()
 
 
 def print_ready(service: str, host: str, port: int, **more: int) -> None:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-import specdec
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.engine import Engine
 from specdec.engine.hidden_states import STATE_DTYPE
@@ -20,13 +19,14 @@ from specdec.engine.kv_pool import KVSequence
 from specdec.engine.parallel.ranks import Place
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.hidden_state_buffer import MAX_BYTES
+from specdec.lifecycle import finish
 from specdec.sampling.state import SamplingState
 from specdec.scheduling.admission import Admission, ClientFull
 from specdec.settings import TargetSettings
 from specdec.types import HiddenStates, ModelInfo, ServerLoad, SessionSpec
 from target_service.grammar.compiler import GrammarCompiler
 from target_service.grammar.tokenizer import read_tokenizer
-from target_service.rank_processes import OnLoss, RankProcesses, load
+from target_service.rank_processes import OnLoss, load
 from target_service.scheduler.batcher import Deliver, Follow, StepBatcher
 from target_service.session import Session
 from target_service.step import ScheduledSequence, StepResult, StepSession, run_steps
@@ -49,15 +49,11 @@ class TargetCore:
         engine: Engine,
         device: DeviceThread,
         settings: TargetSettings,
-        processes: RankProcesses | None = None,
     ) -> None:
-        """``engine`` is loaded and warm; the core owns it, its thread and its processes from now on. Others may read
-        it.
-        """
+        """``engine`` is loaded and warm; the core owns it and its thread from now on. Others may read it."""
         scheduler = settings.scheduler
         self.engine = engine
         self._device = device
-        self._processes = processes
         self._settings = settings
         self._verifier = Verifier(num_threads=engine.num_threads)
         self._batcher = StepBatcher(self._run_steps, scheduler.max_num_batched_tokens)
@@ -68,7 +64,7 @@ class TargetCore:
             undo=self._give_back,
             describe=self._describe,
         )
-        self._info = replace(engine.info, verification=settings.verification, version=specdec.__version__)
+        self._info = replace(engine.info, verification=settings.verification)
         self._grammars = GrammarCompiler(
             partial(read_tokenizer, settings.model, engine.info), settings.scheduler.max_waiting
         )
@@ -80,8 +76,8 @@ class TargetCore:
         self._num_stale = 0
         self._num_superseded = 0
         self._expiry: asyncio.TimerHandle | None = None
-        followers = engine.followers
-        self._beating = None if followers is None else asyncio.create_task(self._beat(followers.beat_s))
+        ranks = engine.ranks
+        self._heartbeats = None if ranks is None else asyncio.create_task(self._send_heartbeats(ranks.heartbeat_s))
 
     @classmethod
     async def start(
@@ -98,13 +94,14 @@ class TargetCore:
             Unavailable: a rank of a split model ends.
         """
         device = DeviceThread("target-device")
+        loading = asyncio.create_task(device.run(load, settings.model, place, on_loss))
         try:
-            engine, processes = await device.run(load, settings.model, place, on_loss)
+            engine = await asyncio.shield(loading)
             await device.run(engine.warm_up)
         except BaseException:
-            await asyncio.to_thread(device.close)
+            await finish(_undo_start(device, loading))
             raise
-        return cls(engine, device, settings, processes)
+        return cls(engine, device, settings)
 
     async def open(self, spec: SessionSpec, on_states: Callable[[HiddenStates], None] | None = None) -> Session:
         """Admit a session and prefill it; returns once the first token is there. Cancelling leaves nothing behind.
@@ -199,16 +196,14 @@ class TargetCore:
             session.fail(Unavailable(GOING_DOWN))
             session.end()
         await self._batcher.close()
-        if self._beating is not None:
-            self._beating.cancel()
+        if self._heartbeats is not None:
+            self._heartbeats.cancel()
         self._verifier.close()
         try:
             await self._device.run(self.engine.close)
         except Unavailable:  # closed before
             return
         await asyncio.to_thread(self._device.close)
-        if self._processes is not None:
-            await asyncio.to_thread(self._processes.close)
 
     # --- for sessions; see session.SessionOwner ---
 
@@ -243,12 +238,12 @@ class TargetCore:
 
     # --- inside ---
 
-    async def _beat(self, pause_s: float) -> None:
+    async def _send_heartbeats(self, pause_s: float) -> None:
         """Tell the other ranks now and then that this one is there, until they are lost."""
         with suppress(Unavailable):
             while True:
                 await asyncio.sleep(pause_s)
-                await self._device.run(self.engine.beat)
+                await self._device.run(self.engine.send_heartbeat)
 
     async def _run_steps(self, parts: Sequence[ScheduledSequence], follow: Follow, deliver: Deliver) -> StepResult:
         loop = asyncio.get_running_loop()
@@ -359,3 +354,11 @@ class TargetCore:
         pool.expire(time.monotonic(), self._settings.scheduler.park_ttl_s)
         if pool.num_parked:
             self._expire_later()
+
+
+async def _undo_start(device: DeviceThread, loading: asyncio.Task[Engine]) -> None:
+    """End what a start that failed or was cancelled has loaded."""
+    await asyncio.wait((loading,))
+    if not loading.cancelled() and loading.exception() is None:
+        await device.run(loading.result().close)
+    await asyncio.to_thread(device.close)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from specdec.engine.parallel.ranks import Place
 from specdec.errors import InvalidRequest
 from specdec.flags import Parser, add_flags, settings_from
+from specdec.rpc.core_service import CoreService
 from specdec.rpc.lifecycle import run
-from specdec.rpc.server import RpcServer
 from specdec.settings import ModelSettings, SchedulerSettings, ServerSettings, TargetSettings
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_server
@@ -22,34 +22,15 @@ from target_service.servicer import TargetServicer
 logger = logging.getLogger(__name__)
 
 
-class TargetService:
-    """What the process serves; see :class:`specdec.rpc.lifecycle.Service`."""
-
-    name = "target"
-
-    def __init__(self, settings: TargetSettings, place: Place | None) -> None:
-        self._settings = settings
-        self._place = place
-        self._servicer = TargetServicer()
-
-    def register(self, server: RpcServer) -> None:
-        """Add the servicer."""
-        name = pb.DESCRIPTOR.services_by_name["TargetService"].full_name
-        server.add(add_TargetServiceServicer_to_server, self._servicer, name)
-
-    async def start(self) -> None:
-        """Load and warm up the model."""
-        self._servicer.core = await TargetCore.start(self._settings, self._place, _end_process)
-
-    async def drain(self) -> None:
-        """Open no new sessions."""
-        if self._servicer.core is not None:
-            self._servicer.core.drain()
-
-    async def stop(self) -> None:
-        """Release everything."""
-        if self._servicer.core is not None:
-            await self._servicer.core.close()
+def make_service(settings: TargetSettings, place: Place | None) -> CoreService[TargetCore]:
+    """What the process serves."""
+    return CoreService(
+        "target",
+        TargetServicer(),
+        add_TargetServiceServicer_to_server,
+        pb.DESCRIPTOR.services_by_name["TargetService"].full_name,
+        lambda: TargetCore.start(settings, place, _end_process),
+    )
 
 
 def _end_process(reason: str) -> None:
@@ -93,4 +74,4 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "target_service") -> 
         parser.error(str(error))
     if place is not None and place.rank:
         return run_follower(target.model, place, log_level=server.log_level, log_format=server.log_format)
-    return run(lambda: TargetService(target, place), server)
+    return run(lambda: make_service(target, place), server)

@@ -17,7 +17,8 @@ from transformers.utils import logging as transformers_logging
 
 from specdec.engine.device import resolve_device
 from specdec.engine.engine import Engine
-from specdec.engine.follower import follow
+from specdec.engine.loading.load import load_engine
+from specdec.engine.parallel.follower import follow
 from specdec.engine.parallel.ranks import PRESENT, STORE_PORT, Place, Ranks, listen
 from specdec.errors import TandemError, Unavailable
 from specdec.flags import flags_of
@@ -28,8 +29,8 @@ from specdec.settings import ModelSettings
 logger = logging.getLogger(__name__)
 
 OnLoss = Callable[[str], object]
-#: Seconds that ranks get to end by themselves once rank 0 has told them to.
-_STOP_S: Final = 10.0
+#: Seconds that ranks get to import what they need and come to the store: STARTTIME.
+_START_S: Final = 300.0
 #: gloo listens there alone; it knows no authentication.
 _LOOPBACK: Final = "lo0" if sys.platform == "darwin" else "lo"
 _INTERFACE: Final = "GLOO_SOCKET_IFNAME"
@@ -39,22 +40,37 @@ class RankProcesses:
     """Ranks 1 to N - 1, on this host."""
 
     def __init__(self, settings: ModelSettings) -> None:
-        """Start them; they load the model as soon as rank 0 joins them."""
+        """Start them; they load the model as soon as rank 0 joins them.
+
+        Raises:
+            Unavailable: one cannot be started.
+        """
         self.size = settings.tensor_parallel_size
         self.store = listen()
         self._closing = False
-        self._children = [self._start(settings, rank) for rank in range(1, self.size)]
+        self._children: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(1, self.size):
+                self._children.append(self._start(settings, rank))
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise Unavailable(f"rank {len(self._children) + 1} cannot be started: {error}") from error
+            raise
 
     def wait(self) -> None:
         """Return once all are at the store.
 
         Raises:
-            Unavailable: one has ended.
+            Unavailable: one has ended, or they do not come.
         """
-        while self.store.add(PRESENT, 0) < self.size - 1:
+        until = time.monotonic() + _START_S
+        while (num_present := self.store.add(PRESENT, 0)) < self.size - 1:
             for rank, child in enumerate(self._children, 1):
                 if child.poll() is not None:
                     raise Unavailable(_describe(rank, child.returncode))
+            if time.monotonic() > until:
+                raise Unavailable(f"{num_present} of {self.size - 1} ranks have started within {_START_S:g} s")
             time.sleep(0.02)
 
     def watch(self, on_end: OnLoss) -> None:
@@ -68,7 +84,7 @@ class RankProcesses:
         for rank, child in enumerate(self._children, 1):
             threading.Thread(target=wait, args=(rank, child), name=f"rank-{rank}", daemon=True).start()
 
-    def close(self, within_s: float = _STOP_S) -> None:
+    def close(self, within_s: float = 0.0) -> None:
         """Wait for their end, and kill those that still run then. Idempotent."""
         self._closing = True
         until = time.monotonic() + within_s
@@ -76,7 +92,8 @@ class RankProcesses:
             try:
                 child.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                logger.warning("rank %d does not end; killing it", rank)
+                if within_s:
+                    logger.warning("rank %d does not end; killing it", rank)
                 child.kill()
                 child.wait()
 
@@ -91,43 +108,19 @@ class RankProcesses:
         )
 
 
-def load(
-    settings: ModelSettings, place: Place | None, on_loss: OnLoss = logger.error
-) -> tuple[Engine, RankProcesses | None]:
+def load(settings: ModelSettings, place: Place | None, on_loss: OnLoss = logger.error) -> Engine:
     """The engine of a target, or of its rank 0; called on the device thread.
 
-    With several ranks and no ``place`` this starts the others. ``on_loss`` is called on any thread when one is lost.
+    With several ranks and no ``place`` this starts the others; the engine ends them when it is closed. ``on_loss`` is
+    called on any thread when one is lost.
 
-    Raises as :meth:`~specdec.engine.engine.Engine.load`, and Unavailable where a rank ends.
+    Raises as :func:`~specdec.engine.loading.load.load_engine`, and Unavailable where a rank ends.
     """
     if settings.tensor_parallel_size == 1:
-        return Engine.load(settings), None
+        return load_engine(settings)
     if place is not None:
-        return Engine.load(settings, lambda: _join(settings, place, on_loss)), None
-    processes: list[RankProcesses] = []
-
-    def join() -> Ranks:
-        processes.append(RankProcesses(settings))
-        (started,) = processes
-        started.wait()
-        ranks = Ranks(
-            Place(0, started.size, 0, started.size),
-            resolve_device(settings.device),
-            store=started.store,
-            timeout_s=settings.tensor_parallel_timeout_s,
-            on_loss=on_loss,
-        )
-        started.watch(ranks.lose)
-        return ranks
-
-    try:
-        with _on_loopback():
-            engine = Engine.load(settings, join)
-        return engine, processes[0]
-    except BaseException:
-        for started in processes:
-            started.close(within_s=0.0)
-        raise
+        return load_engine(settings, lambda: _join(settings, place, on_loss))
+    return load_engine(settings, lambda: _start_others(settings, on_loss))
 
 
 def run_follower(settings: ModelSettings, place: Place, *, log_level: str, log_format: str) -> int:
@@ -137,11 +130,31 @@ def run_follower(settings: ModelSettings, place: Place, *, log_level: str, log_f
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # rank 0 drains first
     try:
-        follow(Engine.load(settings, lambda: _join(settings, place, logger.error)))
+        follow(load_engine(settings, lambda: _join(settings, place, logger.error)))
     except TandemError as error:
         logger.error("rank %d ends: %s", place.rank, error)
         return 1
     return 0
+
+
+def _start_others(settings: ModelSettings, on_loss: OnLoss) -> Ranks:
+    processes = RankProcesses(settings)
+    try:
+        processes.wait()
+        with _on_loopback():
+            ranks = Ranks(
+                Place(0, processes.size, 0, processes.size),
+                resolve_device(settings.device),
+                store=processes.store,
+                timeout_s=settings.tensor_parallel_timeout_s,
+                on_loss=on_loss,
+                end_others=processes.close,
+            )
+    except BaseException:
+        processes.close()
+        raise
+    processes.watch(ranks.lose)
+    return ranks
 
 
 def _join(settings: ModelSettings, place: Place, on_loss: OnLoss) -> Ranks:

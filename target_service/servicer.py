@@ -14,13 +14,13 @@ import grpc.aio
 
 from specdec import codec
 from specdec.cores import usable_cores
-from specdec.errors import InvalidRequest, TandemError, Unavailable
+from specdec.errors import InvalidRequest, TandemError
 from specdec.hidden_state_buffer import pieces
+from specdec.rpc.core_service import CoreServicer
 from specdec.rpc.stream_writer import StreamWriter
 from specdec.types import HiddenStates, Proposal, Verdict
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
-from specdec.v1 import types_pb2 as types_pb
 
 if TYPE_CHECKING:  # they load torch
     from target_service.core import TargetCore
@@ -41,18 +41,20 @@ MAX_GATHER_S: Final = 0.2
 MIN_GATHER_S: Final = 0.004
 
 
-class TargetServicer(pb_grpc.TargetServiceServicer):
-    """Serves a :class:`TargetCore`; UNAVAILABLE while there is none yet."""
+class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
+    """Serves a :class:`TargetCore`."""
+
+    noun = "target"
 
     def __init__(self, core: TargetCore | None = None) -> None:
-        self.core = core
+        super().__init__(core)
         self._num_cores = usable_cores()
 
     async def Verify(  # type: ignore[override]  # written with context.write, which the stubs do not know
         self, request_iterator: AsyncIterator[pb.VerifyRequest], context: Context
     ) -> None:
         """One session. However the stream ends, its cache is released."""
-        core = self._require_core()
+        core = self.require_core()
         request = await context.read()
         if request is grpc.aio.EOF:
             return
@@ -83,20 +85,6 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             await writer.close()
             with suppress(asyncio.CancelledError, Exception):  # the stream is over, whatever ended it
                 await reading
-
-    async def GetModelInfo(
-        self, request: types_pb.GetModelInfoRequest, context: Context
-    ) -> types_pb.GetModelInfoResponse:
-        """Describe the model and the load."""
-        core = self._require_core()
-        return types_pb.GetModelInfoResponse(
-            model=codec.encode_model_info(await core.info()), load=codec.encode_load(await core.load())
-        )
-
-    def _require_core(self) -> TargetCore:
-        if self.core is None:
-            raise Unavailable("the target is still loading its model")
-        return self.core
 
 
 def gather_time_ns(num_sessions: int, num_cores: int) -> int:

@@ -18,7 +18,6 @@ class Reading:
     rows: dict[int, bytes] = field(default_factory=dict)
     #: Positions whose rows were ingested.
     taken: set[int] = field(default_factory=set)
-    num_cached_tokens: int = 0
 
     @property
     def num_pending(self) -> int:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 #: Lower it with every one that goes.
-LEFT = 30
+LEFT = 26
 
 
 def test_no_more_private_members_are_read_than_before():

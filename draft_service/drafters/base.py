@@ -29,11 +29,6 @@ class DraftState(Protocol):
         """
         ...
 
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens that were found in a parked cache at opening."""
-        ...
-
 
 S = TypeVar("S", bound=DraftState)
 
@@ -193,6 +188,10 @@ class Drafter(ABC, Generic[S]):
 
     def use_session_cache(self, make: SessionCacheFactory) -> None:
         """Keep the KV cache of each session opened from now on in what ``make`` returns."""
+
+    def num_cached_tokens(self, state: S) -> int:
+        """Tokens that were found in a parked cache at opening."""
+        return 0
 
     def room(self, state: S) -> int:
         """How many tokens could be drafted after the committed ones; 0 and less at the context limit."""

@@ -44,11 +44,6 @@ class CombinedState(Generic[L, S]):
         return self.other.token_ids
 
     @property
-    def num_cached_tokens(self) -> int:
-        """Tokens that were found in a parked cache at opening."""
-        return self.other.num_cached_tokens
-
-    @property
     def looks_up(self) -> bool:
         """Whether the lookup drafts next."""
         if self.lookup.num_pending:
@@ -114,6 +109,10 @@ class CombinedDrafter(Drafter[CombinedState[L, S]], Generic[L, S]):
     def use_session_cache(self, make: SessionCacheFactory) -> None:
         """The other drafter's caches."""
         self._other.use_session_cache(make)
+
+    def num_cached_tokens(self, state: CombinedState[L, S]) -> int:
+        """Those of the other drafter."""
+        return self._other.num_cached_tokens(state.other)
 
     def room(self, state: CombinedState[L, S]) -> int:
         """That of the one which drafts."""

@@ -23,6 +23,7 @@ from draft_service.drafters.window import DraftWindow
 from specdec.engine.chains import ChainJob, StopFlags, draft_chains
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.engine import Engine
+from specdec.engine.loading.load import load_engine
 from specdec.errors import InvalidRequest
 from specdec.params import SamplingParams
 from specdec.rules import DEFAULT_RULE, Rule, one_rule_per_sampling
@@ -138,12 +139,12 @@ class ModelDrafter(Drafter[ModelState]):
 
     @classmethod
     async def load(cls, settings: DraftSettings) -> Self:
-        """Load and warm up the model on a device thread of its own; raises like :meth:`Engine.load`."""
+        """Load and warm up the model on a device thread of its own; raises like :meth:`load_engine`."""
         if settings.model is None:
             raise InvalidRequest("a draft model needs its folder; give --model", param="model")
         thread = DeviceThread("draft-device")
         try:
-            engine = await thread.run(Engine.load, settings.model)
+            engine = await thread.run(load_engine, settings.model)
             await thread.run(engine.warm_up)
             drafter = cls(engine, thread, settings)
             await drafter._warm_up()
@@ -202,6 +203,10 @@ class ModelDrafter(Drafter[ModelState]):
     def use_session_cache(self, make: SessionCacheFactory) -> None:
         """Keep the cache of each session opened from now on in what ``make`` returns."""
         self._session_cache = make
+
+    def num_cached_tokens(self, state: ModelState) -> int:
+        """Tokens that were found in a parked cache at opening."""
+        return state.num_cached_tokens
 
     def room(self, state: ModelState) -> int:
         """Drafting k tokens needs len + k - 1 entries."""

@@ -16,7 +16,6 @@ class CommittedTokens:
 
     token_ids: list[int]
     num_pending: int = 0
-    num_cached_tokens: int = 0
 
 
 class NoDrafter(Drafter[CommittedTokens]):

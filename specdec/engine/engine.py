@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -11,43 +9,34 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
-import specdec
-from specdec.cores import usable_cores
-from specdec.engine.adapters import adopt
 from specdec.engine.attention import PagedBatch
 from specdec.engine.batch import Batch, Segment, build_batch
 from specdec.engine.compaction import Kept, copy_blocks, move_entries, moves_of
-from specdec.engine.cuda.graphs import CudaCapture, GraphRunner, reserved_bytes
-from specdec.engine.device import resolve_device
+from specdec.engine.cuda.graphs import GraphRunner
+from specdec.engine.execution_path import ExecutionPath, FusedForward
 from specdec.engine.hidden_states import STATE_DTYPE, PassStates, StateRows, StateTap, check_layers
 from specdec.engine.kv_pool import KVPool
-from specdec.engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, bind, record_layers
-from specdec.engine.loading import acceleration, checkpoint, memory, refusals
-from specdec.engine.loading.acceleration import FusedForward
-from specdec.engine.loading.self_check import Reference
+from specdec.engine.layers import ForwardState, LayerShape, PagedLayer, allocate_caches, bind
 from specdec.engine.native.decoder import NativeDecoder
 from specdec.engine.native.feed import feed, takes
-from specdec.engine.parallel import messages, shards
+from specdec.engine.parallel import messages
 from specdec.engine.parallel.messages import Operation
-from specdec.engine.parallel.ranks import Ranks
-from specdec.errors import ModelNotSupported, Unavailable
+from specdec.engine.parallel.ranks import Ranks, Words
+from specdec.errors import Unavailable
 from specdec.sampling.transfer import send
-from specdec.settings import ModelSettings
 from specdec.types import ModelInfo
 
 __all__ = ["Engine", "Kept", "Segment"]
 
-logger = logging.getLogger(__name__)
-
 #: Rows of the pass that measures activation memory on a GPU, and of the largest warm-up pass.
-_LARGE_PASS_ROWS: Final = 512
+LARGE_PASS_ROWS: Final = 512
 
 
 class Engine:
     """A loaded model, its KV cache and the forward pass over ragged batches.
 
-    ``load``, ``warm_up``, ``forward`` and ``close`` are called on the device thread; ``pool`` belongs to the event
-    loop.
+    Made by :func:`specdec.engine.loading.load.load_engine`. ``warm_up``, ``forward`` and ``close`` are called on the
+    device thread; ``pool`` belongs to the event loop.
     """
 
     def __init__(
@@ -60,140 +49,29 @@ class Engine:
         num_blocks: int,
         block_size: int,
         device: torch.device,
+        num_threads: int = 1,
     ) -> None:
         self.info = ModelInfo(name="", vocab_size=vocab_size, max_model_len=max_model_len)
         self.pool = KVPool(num_blocks, block_size, has_windows=any(shape.window for shape in shapes))
         self.device = device
-        #: How the model is run: "native decoder", "native attention", "cuda graphs", "triton attention" or "torch
-        #: attention".
+        #: The name of the execution path.
         self.path = "torch attention"
         #: Threads of the native kernels on a CPU; where they run whole passes torch is left with one.
-        self.num_threads = 1
+        self.num_threads = num_threads
         self._model: PreTrainedModel | None = model
         self._decoder: FusedForward | None = None
         self.graphs: GraphRunner | None = None
         self._state = ForwardState()
-        #: The ranks that follow this one; None while they load in step, and where there are none.
-        self.followers: Ranks | None = None
+        #: The ranks of a split model; None while they load in step, and where it is not split.
+        self.ranks: Ranks | None = None
         #: Key and value cache of every layer.
-        self.caches = memory.allocate_caches(shapes, num_blocks, block_size, device)
+        self.caches = allocate_caches(shapes, num_blocks, block_size, device)
         self._tap: StateTap | None = StateTap(model, shapes)
         self._num_layers = self._tap.num_layers
         #: Width of a hidden state.
         self.hidden_size: int = model.config.get_text_config(decoder=True).hidden_size
         for shape, (k_cache, v_cache) in zip(shapes, self.caches, strict=True):
             bind(shape, PagedLayer(k_cache, v_cache, shape.window, self._state))
-
-    @classmethod
-    def load(cls, settings: ModelSettings, join: Callable[[], Ranks] | None = None) -> Engine:
-        """Load a checkpoint, check that it runs correctly here, and lay out the KV cache.
-
-        Sets torch's thread count on the calling thread, which must be the one that calls :meth:`forward`. ``join``
-        meets the other ranks of the model, which load at the same time; it is called before weights are read.
-
-        Raises:
-            ModelNotSupported: this engine would give wrong answers for the model, or cannot run it.
-            InvalidRequest: a setting does not fit the model or the machine.
-            Unavailable: the other ranks do not come.
-        """
-        config = checkpoint.load_config(settings)
-        refusals.check_config(config)
-        if join is not None:
-            size = settings.tensor_parallel_size
-            shards.check_plan(config, size, trust_remote_code=settings.trust_remote_code)
-        ranks = None if join is None else join()
-        place = None if ranks is None else ranks.place
-        device = resolve_device(settings.device, 0 if place is None else place.local_rank)
-        num_threads = settings.num_threads or max(1, usable_cores() // (1 if place is None else place.local_size))
-        if device.type == "cpu":
-            torch.set_num_threads(num_threads)
-        else:
-            torch.cuda.set_device(device)  # of this thread: Triton launches on the current device
-        max_model_len = refusals.resolve_max_model_len(config, settings.max_model_len)
-        is_rounded = refusals.check_quantization(settings, config, device)
-        logger.info("reading the weights of %s", settings.model)
-        model = checkpoint.load_model(settings, config, device)
-        num_parameters = model.num_parameters()
-        if ranks is not None:
-            shards.make_local(model, ranks)
-        adopt(model)
-        refusals.check_model(model)
-        tokenizer = checkpoint.read_tokenizer(settings)
-        if is_rounded:
-            refusals.quantise(settings, model)
-        text = config.get_text_config(decoder=True)
-        if ranks is not None:
-            ranks.wait_for_all()
-        shapes, vocab_size = record_layers(model, text.num_hidden_layers, device)
-        refusals.check_chunks(shapes, max_model_len)
-
-        activation_bytes = 0
-        model.set_attn_implementation(PAGED)
-        if device.type == "cuda" and settings.kv_cache_memory_bytes is None:
-            activation_bytes = _measure_activation(
-                model,
-                shapes,
-                block_size=settings.block_size,
-                vocab_size=vocab_size,
-                num_rows=min(_LARGE_PASS_ROWS, max_model_len),
-                device=device,
-            )
-            if not settings.enforce_eager:
-                activation_bytes += reserved_bytes(vocab_size, device)
-        num_blocks, max_model_len = memory.size_cache(
-            settings,
-            shapes,
-            device=device,
-            max_model_len=max_model_len,
-            weight_bytes=(weight_bytes := model.get_memory_footprint()),  # type: ignore[no-untyped-call]
-            activation_bytes=activation_bytes,
-            ranks=ranks,
-        )
-        logger.info("comparing passes with the model's own modules")
-        model.set_attn_implementation("eager")
-        reference = Reference(
-            model,
-            vocab_size=min(vocab_size, text.vocab_size),
-            num_blocks=num_blocks,
-            block_size=settings.block_size,
-            max_model_len=max_model_len,
-        )
-        model.set_attn_implementation(PAGED)
-
-        engine = cls(
-            model,
-            shapes,
-            vocab_size=vocab_size,
-            max_model_len=max_model_len,
-            num_blocks=num_blocks,
-            block_size=settings.block_size,
-            device=device,
-        )
-        engine.num_threads = num_threads
-        engine._choose_path(settings, shapes, reference, num_threads)
-        engine.info = ModelInfo(
-            name=os.path.basename(os.path.abspath(settings.model)),
-            architecture=type(model).__name__,
-            vocab_size=vocab_size,
-            tokenizer_size=tokenizer.size,
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            max_model_len=max_model_len,
-            dtype=str(model.dtype).removeprefix("torch."),
-            device=str(device),
-            num_parameters=num_parameters,
-            eos_token_ids=checkpoint.eos_token_ids(model, tokenizer),
-            kv_cache_tokens=num_blocks * settings.block_size,
-            version=specdec.__version__,
-            execution=engine.execution if ranks is None else f"{engine.execution}, {ranks.place.size} ranks",
-        )
-        if ranks is not None:
-            cache_bytes = sum(cache.nbytes for pair in engine.caches for cache in pair)
-            logger.info(
-                "rank %d of %d: %.1f MiB of weights, %.1f MiB for the KV cache",
-                *(ranks.place.rank, ranks.place.size, weight_bytes / 2**20, cache_bytes / 2**20),
-            )
-            engine.followers = ranks
-        return engine
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Feed every segment; each sequence grows by its tokens.
@@ -243,10 +121,10 @@ class Engine:
             batch = self.prepare(segments)
             rows, layers = ([], ()) if wanted is None else (wanted.rows(), wanted.layers)
             run = partial(self.run, batch, rows, layers)
-            if self.followers is None:
+            if self.ranks is None:
                 logits, states = run()
             else:
-                logits, states = self.followers.lead(messages.encode_pass(batch, rows, layers), run)
+                logits, states = self.ranks.lead(messages.encode_pass(batch, rows, layers), run)
         for segment, kv_len in zip(segments, batch.kv_lens, strict=True):
             segment.sequence.length = kv_len
         return logits, states
@@ -264,8 +142,7 @@ class Engine:
     def copy_blocks(self) -> None:
         """Make the copies that forked sequences wait for; due before any pass writes to the cache."""
         if copies := self.pool.take_copies():
-            copy = partial(copy_blocks, self.all_caches, copies)
-            self._everywhere(Operation.COPY_BLOCKS, copies, copy)
+            self._everywhere(partial(messages.encode_copies, copies), partial(copy_blocks, self.all_caches, copies))
 
     def keep_rows(self, kept: Sequence[Kept]) -> None:
         """Drop all of a tree that is not on its accepted path; each sequence is ``first + len(rows)`` long afterwards.
@@ -278,13 +155,13 @@ class Engine:
         elif moving:
             moves = moves_of(moving, self.pool.block_size)
             with torch.inference_mode():
-                self._everywhere(Operation.MOVE_ENTRIES, moves, partial(move_entries, self.all_caches, moves))
+                self._everywhere(partial(messages.encode_moves, moves), partial(move_entries, self.all_caches, moves))
         for one in kept:
             one.sequence.length = one.first + len(one.rows)
 
-    def beat(self) -> None:
-        """Tell the ranks that follow that this one is there."""
-        self._everywhere(Operation.BEAT, (), lambda: None)
+    def send_heartbeat(self) -> None:
+        """Tell the other ranks of a split model that this one is there; raises as :meth:`Ranks.lead`."""
+        self._everywhere(partial(messages.encode, Operation.HEARTBEAT), lambda: None)
 
     @property
     def all_caches(self) -> list[torch.Tensor]:
@@ -301,12 +178,21 @@ class Engine:
         """The path and, of the native decoder, what was measured for its weights."""
         return f"{self.path}, {self._decoder.prefetch}" if isinstance(self._decoder, NativeDecoder) else self.path
 
+    def use(self, path: ExecutionPath) -> None:
+        """Run passes on another execution path from now on."""
+        self._decoder, self.graphs, self.path = path.decoder, path.graphs, path.name
+        self._state.kernels = path.kernels
+        if self.device.type == "cpu":
+            # The native decoder brings its own threads; torch's would spin beside them for milliseconds after every
+            # large operation of a sampler.
+            torch.set_num_threads(self.num_threads if path.decoder is None else 1)
+
     def warm_up(self) -> None:
         """Run the shapes that serving will run, so that the first request pays for nothing."""
         if self.graphs is not None:
             with torch.inference_mode():
                 self.graphs.warm_up()
-        for num_sequences, num_rows in ((1, 1), (1, 5), (4, 5), (1, 64), (1, _LARGE_PASS_ROWS)):
+        for num_sequences, num_rows in ((1, 1), (1, 5), (4, 5), (1, 64), (1, LARGE_PASS_ROWS)):
             rows = min(num_rows, self.info.max_model_len)
             if not self.pool.can_open(num_sequences * -(-rows // self.pool.block_size) * self.pool.block_size):
                 continue
@@ -320,11 +206,11 @@ class Engine:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Drop the weights and the cache. Idempotent."""
+        """Drop the weights and the cache, and leave the ranks of a split model. Idempotent."""
         if self._model is None:
             return
-        if self.followers is not None:
-            self.followers.close(messages.encode(Operation.STOP))
+        if self.ranks is not None:
+            self.ranks.close(messages.encode(Operation.STOP))
         self._model = None
         self._tap = None
         self._decoder = None
@@ -350,28 +236,28 @@ class Engine:
             both = None if self.graphs is None else self.graphs.run_with_states(batch, state_layers)
             if both is not None:
                 return both[0], both[1].index_select(0, rows)
-            logits, states = self._run_with_states(batch.to(self.device), state_layers, rows)
+            logits, states = self.run_modules_with_states(batch.to(self.device), state_layers, rows)
             return logits.float(), states
         replayed = None if self.graphs is None else self.graphs.run(batch)
-        return self._run_modules(batch.to(self.device)).float() if replayed is None else replayed, None
+        return self.run_modules(batch.to(self.device)).float() if replayed is None else replayed, None
 
-    def _everywhere(self, operation: Operation, numbers: Sequence[Sequence[int]], own_part: Callable[[], None]) -> None:
-        """Do something on this rank and on those that follow it."""
-        if self.followers is None:
+    def _everywhere(self, message: Callable[[], Words], own_part: Callable[[], None]) -> None:
+        """Do something on this rank, and on the others what the message says."""
+        if self.ranks is None:
             own_part()
         else:
-            self.followers.lead(messages.encode(operation, [each for group in numbers for each in group]), own_part)
+            self.ranks.lead(message(), own_part)
 
-    def _run_with_states(
+    def run_modules_with_states(
         self, batch: Batch, layers: tuple[int, ...], rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`_run_modules`, and hidden states of some rows (int64 [R]), or of all: [R, layers, H]."""
+        """:meth:`run_modules`, and hidden states of some rows (int64 [R]), or of all: [R, layers, H]."""
         assert self._tap is not None
         with self._tap.catch(layers, rows) as caught:
-            logits = self._run_modules(batch)
+            logits = self.run_modules(batch)
         return logits, caught[0]
 
-    def _run_modules(self, batch: Batch) -> torch.Tensor:
+    def run_modules(self, batch: Batch) -> torch.Tensor:
         """Logits [N, vocab_size] of a batch on the device, by the model's own modules."""
         assert self._model is not None
         num_logits = batch.logit_rows.shape[0]
@@ -389,80 +275,3 @@ class Engine:
             self._state.batch = None
         logits: torch.Tensor = output.logits[0]
         return logits[:num_logits]
-
-    def _choose_path(
-        self, settings: ModelSettings, shapes: Sequence[LayerShape], reference: Reference, num_threads: int
-    ) -> None:
-        """Choose the fastest execution path that agrees with the stock model.
-
-        Raises:
-            ModelNotSupported: none does.
-        """
-        assert self._model is not None
-        difference: str | None = None
-        paths = acceleration.execution_paths(
-            self._model,
-            self.caches,
-            shapes,
-            num_threads,
-            self._make_graphs,
-            enforce_eager=settings.enforce_eager,
-            is_split=settings.tensor_parallel_size > 1,
-            autotune=settings.autotune,
-        )
-        for path in paths:
-            self._decoder, self.graphs, self.path = path.decoder, path.graphs, path.name
-            if self.device.type == "cpu":
-                # The native decoder brings its own threads; torch's would spin beside them for milliseconds after every
-                # large operation of a sampler.
-                torch.set_num_threads(num_threads if path.decoder is None else 1)
-            self._state.kernels = path.kernels
-            try:
-                difference = reference.difference(self.forward, self.pool)
-            except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-                difference = f"{type(error).__name__}: {error}"
-            if difference is None:
-                return
-            logger.warning("%s: %s is not used: %s", settings.model, path.name, difference)
-        raise ModelNotSupported(
-            f"{type(self._model).__name__} would give wrong answers here and is refused: fed as a ragged batch in"
-            f" chunks, {difference}"
-        )
-
-    def _make_graphs(self) -> GraphRunner:
-        return GraphRunner(
-            self._run_modules,
-            CudaCapture(self.device),
-            vocab_size=self.info.vocab_size,
-            max_model_len=self.info.max_model_len,
-            block_size=self.pool.block_size,
-            device=self.device,
-            forward_with_states=self._run_with_states,
-            hidden_size=self.hidden_size,
-        )
-
-
-def _measure_activation(
-    model: PreTrainedModel,
-    shapes: Sequence[LayerShape],
-    *,
-    block_size: int,
-    vocab_size: int,
-    num_rows: int,
-    device: torch.device,
-) -> int:
-    """Bytes a large pass needs on a GPU beyond weights and cache."""
-    engine = Engine(
-        model,
-        shapes,
-        vocab_size=vocab_size,
-        max_model_len=num_rows,
-        num_blocks=-(-num_rows // block_size),
-        block_size=block_size,
-        device=device,
-    )
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    engine.forward([Segment(engine.pool.open(num_rows), [0] * num_rows, num_rows)])
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before

@@ -142,6 +142,7 @@ class KVPool:
         replaced = sequence.blocks[:count]
         sequence.blocks = np.concatenate((branch.blocks, sequence.blocks[count:]))
         sequence.length = branch.length
+        sequence.dropped = branch.dropped
         sequence.num_shared_blocks = branch.num_shared_blocks
         branch.released = True
         self._drop_open(replaced)
@@ -364,7 +365,14 @@ class KVPool:
         if partial:
             self._copies.append((int(sequence.blocks[num_full]), int(own[0])))
         sequence.num_shared_blocks = max(sequence.num_shared_blocks, num_full)
-        return KVSequence(np.concatenate((shared, own)), max_tokens, length, sequence.owner, num_full)
+        return KVSequence(
+            np.concatenate((shared, own)),
+            max_tokens,
+            length,
+            sequence.owner,
+            num_shared_blocks=num_full,
+            dropped=sequence.dropped.before(length),
+        )
 
     def _add_open(self, blocks: BlockIds) -> None:
         self._num_used += int(np.count_nonzero(self._open_refs[blocks] == 0))

@@ -12,6 +12,7 @@ needs code of its own, and a model that attends differently is noticed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -52,6 +53,22 @@ class LayerShape:
     def bytes_per_token(self) -> int:
         """Bytes of one entry's key and value."""
         return self.num_kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
+
+
+def allocate_caches(
+    shapes: Sequence[LayerShape], num_blocks: int, block_size: int, device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Key and value cache of every layer, [num_blocks + 1, num_kv_heads, block_size, dim].
+
+    On a CPU the memory is reserved here and backed by the system as it is first written.
+    """
+    caches = []
+    for shape in shapes:
+        size = (num_blocks + 1, shape.num_kv_heads, block_size)
+        k_cache = torch.empty(*size, shape.head_dim, dtype=shape.dtype, device=device)
+        v_cache = torch.empty(*size, shape.value_dim, dtype=shape.dtype, device=device)
+        caches.append((k_cache, v_cache))
+    return caches
 
 
 @dataclass(slots=True)

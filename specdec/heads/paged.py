@@ -19,9 +19,9 @@ from specdec.engine.batch import Batch, Segment, build_batch
 from specdec.engine.chains import ChainJob, StopFlags, draw_chains
 from specdec.engine.compaction import copy_blocks
 from specdec.engine.kv_pool import KVPool
-from specdec.engine.layers import LayerShape
+from specdec.engine.layers import LayerShape, allocate_caches
 from specdec.engine.loading import acceleration
-from specdec.engine.loading.memory import allocate_caches, size_cache
+from specdec.engine.loading.memory import size_cache
 from specdec.engine.native import chains as native
 from specdec.engine.native.linears import pack_linears
 from specdec.engine.native.sampling import knows

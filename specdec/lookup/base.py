@@ -32,11 +32,6 @@ class LookupText(Protocol):
         """Committed tokens that are not ingested yet."""
         ...
 
-    @property
-    def num_cached_tokens(self) -> int:
-        """0: nothing is parked."""
-        ...
-
     def ingest(self, num_tokens: int) -> None:
         """Ingest the next ``num_tokens`` pending tokens."""
         ...

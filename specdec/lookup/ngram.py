@@ -30,7 +30,6 @@ class NgramIndex:
 
     def __init__(self, token_ids: Sequence[int], min_n: int, max_n: int) -> None:
         self.token_ids = list(token_ids)
-        self.num_cached_tokens = 0
         self._sizes = range(max_n, min_n - 1, -1)
         #: Tokens whose n-grams (those that end right before them) are indexed, after those that never are.
         self._num_indexed = self._num_skipped = max(0, len(self.token_ids) - MAX_INDEXED_TOKENS)

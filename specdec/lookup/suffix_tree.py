@@ -159,7 +159,6 @@ class SuffixText:
 
     def __init__(self, token_ids: Sequence[int], depth: int) -> None:
         self.token_ids = list(token_ids)
-        self.num_cached_tokens = 0
         self._depth = depth
         self._library = load()
         self._num_ingested = 0

@@ -41,7 +41,7 @@ class MaskedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Walk:
+class _Path:
     """A path of drafted tokens, and the rows of the masks that follow its beginning and each of its tokens."""
 
     grammar: Grammar
@@ -94,36 +94,36 @@ class MaskFiller:
     def _fill(self, masked: Sequence[MaskedRows], num_tokens: int) -> Tensor:
         if self._executor is None:
             self._executor = LLExecutor(1)
-        walks: list[_Walk] = []
+        paths: list[_Path] = []
         num_rows = 0
         for part in masked:
-            walks += _walks(part, num_rows)
+            paths += _paths(part, num_rows)
             num_rows += part.num_rows
         bits: NDArray[np.int32] = np.zeros((num_rows, masked[0].grammar.num_mask_words), np.int32)
-        for walk in walks:
-            bits[walk.rows] = _fill_walk(self._executor, walk)
+        for path in paths:
+            bits[path.rows] = _fill_path(self._executor, path)
         changes = _CHANGES[bits.view(np.uint8)].reshape(num_rows, -1)
         return torch.from_numpy(changes)[:, :num_tokens]
 
 
-def _walks(part: MaskedRows, first_row: int) -> list[_Walk]:
+def _paths(part: MaskedRows, first_row: int) -> list[_Path]:
     """The chain, or the paths of a tree to each leaf."""
     count = len(part.draft_token_ids)
     if not part.parents:
-        return [_Walk(part.grammar, part.draft_token_ids, range(first_row, first_row + count + 1))]
-    paths = [path_to(part.parents, leaf) for leaf in sorted(set(range(count)) - set(part.parents))]
+        return [_Path(part.grammar, part.draft_token_ids, range(first_row, first_row + count + 1))]
+    leaves = sorted(set(range(count)) - set(part.parents))
     return [
-        _Walk(part.grammar, [part.draft_token_ids[i] for i in path], [first_row, *(first_row + i + 1 for i in path)])
-        for path in paths
+        _Path(part.grammar, [part.draft_token_ids[i] for i in path], [first_row, *(first_row + i + 1 for i in path)])
+        for path in (path_to(part.parents, leaf) for leaf in leaves)
     ]
 
 
-def _fill_walk(executor: LLExecutor, walk: _Walk) -> NDArray[np.int32]:
-    """Walked by a copy (1 us): the session's own state and errors do not depend on drafts."""
-    matcher: LLMatcher = walk.grammar.matcher.deep_copy()
-    bits: NDArray[np.int32] = np.zeros((len(walk.rows), walk.grammar.num_mask_words), np.int32)
-    if walk.token_ids:
-        fill_next_token_bitmask_par_with_draft_tokens(executor, [(matcher, 0, list(walk.token_ids))], bits)
+def _fill_path(executor: LLExecutor, path: _Path) -> NDArray[np.int32]:
+    """Read by a copy (1 us): the session's own state and errors do not depend on drafts."""
+    matcher: LLMatcher = path.grammar.matcher.deep_copy()
+    bits: NDArray[np.int32] = np.zeros((len(path.rows), path.grammar.num_mask_words), np.int32)
+    if path.token_ids:
+        fill_next_token_bitmask_par_with_draft_tokens(executor, [(matcher, 0, list(path.token_ids))], bits)
     else:
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
     if matcher.is_error():  # the last row that was written allows the end of the text, wrongly

@@ -12,6 +12,7 @@ from benchmarks.agreement import Check, check_device, decide, distance
 from benchmarks.passes import Step, bytes_read, measure_bandwidth, prefill_flops, time_steps
 from benchmarks.random_pairs import SHAPES, write_pair
 from specdec.engine.engine import Engine
+from specdec.engine.loading.load import load_engine
 from specdec.errors import Unavailable
 from specdec.settings import ModelSettings
 from tandem.cli import bench
@@ -43,7 +44,7 @@ def test_shares_and_prices() -> None:
 
 
 def test_steps_that_do_not_fit_are_left_out(target: str) -> None:
-    engine = Engine.load(ModelSettings(model=target, device="cpu", num_threads=1, kv_cache_memory_bytes=400_000))
+    engine = load_engine(ModelSettings(model=target, device="cpu", num_threads=1, kv_cache_memory_bytes=400_000))
     loads = [(1, 40), (2, 40), (1, 4000), (1000, 40)]
     steps = list(time_steps(engine, SHAPES["tiny"], k=4, loads=loads, repeats=2))
     assert [(step.sessions, step.context) for step in steps] == [(1, 40), (2, 40)]

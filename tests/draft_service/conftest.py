@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 from draft_service.core import DraftCore
 from specdec.engine.engine import Engine, Kept, Segment
+from specdec.engine.loading.load import load_engine
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.sampling.state import SamplingState
@@ -177,14 +178,14 @@ class Target:
 @pytest.fixture(scope="session")
 def target_engine(checkpoint, one_thread):
     """A target with the draft's own weights."""
-    engine = Engine.load(make_model_settings(checkpoint))
+    engine = load_engine(make_model_settings(checkpoint))
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="session")
 def other_engine(other_checkpoint, one_thread):
-    engine = Engine.load(make_model_settings(other_checkpoint))
+    engine = load_engine(make_model_settings(other_checkpoint))
     yield engine
     engine.close()
 
@@ -196,7 +197,7 @@ def make_target():
 
 @pytest.fixture(scope="session")
 def kindred_engine(kindred_checkpoint, one_thread):
-    engine = Engine.load(make_model_settings(kindred_checkpoint))
+    engine = load_engine(make_model_settings(kindred_checkpoint))
     yield engine
     engine.close()
 

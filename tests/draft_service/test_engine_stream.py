@@ -6,6 +6,7 @@ import pytest
 
 from draft_service import engine_stream
 from draft_service.engine_stream import EngineStream
+from specdec.errors import Overloaded
 from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1 import types_pb2
 from tests.gateway.fakes import FakeDraft
@@ -125,6 +126,16 @@ async def test_sessions_that_idle_end(stream, draft, monkeypatch):
             await asyncio.sleep(0.02)
     _, lost = await step(stream, advances=[advance("a", base_len, [11]), advance("b")])
     assert lost == {"b": "no session of this name is open"}
+
+
+async def test_a_session_that_could_not_be_opened_is_forgotten_as_well(stream, draft, monkeypatch):
+    monkeypatch.setattr(engine_stream, "MAX_IDLE_S", 0.05)
+    monkeypatch.setattr(engine_stream, "MAX_SESSIONS", 1)
+    draft.faults.plan["open"] = {0: Overloaded("no memory")}
+    await step(stream, open=[opening("a")])
+    async with asyncio.timeout(5):
+        while (await step(stream, open=[opening("b")]))[1]:  # noqa: ASYNC110 (no event tells of an end)
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.usefixtures("virtual_time")

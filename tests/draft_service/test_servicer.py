@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from draft_service.main import DraftService, build_parser, settings_of
+from draft_service.main import build_parser, make_service, settings_of
 from draft_service.servicer import DraftServicer
 from specdec import codec
 from specdec.errors import InvalidRequest, Overloaded, StaleSession, Unavailable
@@ -48,7 +48,7 @@ def advance(base_len, token_ids, num_draft_tokens, epoch=1, num_ahead_proposals=
 
 @asynccontextmanager
 async def serving(checkpoint, model_settings, **scheduler):
-    service = DraftService(
+    service = make_service(
         DraftSettings(
             speculative=SpeculativeSettings(model=checkpoint),
             model=model_settings(checkpoint),

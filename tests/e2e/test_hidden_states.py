@@ -23,7 +23,8 @@ from gateway.decoding.target_client import TargetClient
 from gateway.pacing.pace import FixedPace
 from gateway.routing import Replica, Router
 from specdec import hidden_state_buffer as state_buffer
-from specdec.engine.engine import Engine, Segment
+from specdec.engine.engine import Segment
+from specdec.engine.loading.load import load_engine
 from specdec.params import SamplingParams
 from specdec.rpc.channel import open_channel
 from specdec.rpc.server import RpcServer
@@ -77,7 +78,7 @@ def model_settings(llama, tmp_path_factory):
 @pytest.fixture(scope="module")
 def exact(model_settings, llama):
     """``exact(tokens)``: states of the engine alone, in one piece, bytes by position; checked against transformers."""
-    engine = Engine.load(model_settings)
+    engine = load_engine(model_settings)
 
     @torch.no_grad()
     def rows(token_ids) -> dict[int, bytes]:

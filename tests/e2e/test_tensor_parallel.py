@@ -5,10 +5,14 @@ import subprocess
 import sys
 import time
 
+import grpc
 import httpx
 import psutil
 import pytest
 
+from specdec.v1.target_service_pb2_grpc import TargetServiceStub
+from specdec.v1.types_pb2 import GetModelInfoRequest
+from tandem.launcher.deployment import free_port
 from tests.e2e.servers import (
     ROOT,
     Stack,
@@ -68,6 +72,31 @@ def test_a_rank_that_hangs_ends_the_target():
     finally:
         rank.kill()
     assert any("a rank has not answered for 2 s; this target ends" in line for line in target.log)
+
+
+def test_ranks_run_the_same_path(tmp_path, monkeypatch):
+    """Rank 1 has no compiler, so rank 0 does without the kernels that it has."""
+    where = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    targets = [target_process("-tp", "2") for _ in range(2)]
+    try:
+        for rank, target in reversed(list(enumerate(targets))):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            with monkeypatch.context() as own:
+                if rank:
+                    own.setenv("CXX", "/bin/false")
+                    own.setenv("XDG_CACHE_HOME", str(tmp_path))
+                target.launch()
+        address = targets[0].wait_until_ready().address
+        with grpc.insecure_channel(address) as channel:
+            answer = TargetServiceStub(channel).GetModelInfo(GetModelInfoRequest(), timeout=10)
+        assert answer.model.execution == "torch attention, 2 ranks"
+    finally:
+        for target in targets:
+            target.kill()
+    assert any("ranks exchange data through gloo" in line for line in targets[1].log)
 
 
 def test_ranks_end_with_rank_0():

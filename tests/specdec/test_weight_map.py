@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.engine.engine import Engine
+from specdec.engine.loading.load import load_engine
 from specdec.errors import InvalidRequest
 from specdec.heads.files.tensors import TargetTensors
 from specdec.settings import ModelSettings
@@ -49,7 +49,7 @@ def lead_astray(folder: Path, to: str) -> str:
 
 
 def test_an_index_is_followed(sharded: Path) -> None:
-    assert Engine.load(ModelSettings(model=str(sharded), device="cpu"))
+    assert load_engine(ModelSettings(model=str(sharded), device="cpu"))
     assert TargetTensors(sharded).embeddings().shape[0] == 64
 
 
@@ -64,7 +64,7 @@ def test_a_weight_map_that_leads_out_of_its_folder_is_refused(sharded: Path, kin
     }
     lead_astray(sharded, to[kind])
     for load in (
-        lambda: Engine.load(ModelSettings(model=str(sharded), device="cpu")),
+        lambda: load_engine(ModelSettings(model=str(sharded), device="cpu")),
         TargetTensors(sharded).embeddings,
     ):
         with pytest.raises(InvalidRequest, match=r"names '.*secret.safetensors', which is outside its folder"):
@@ -75,7 +75,7 @@ def test_a_weight_map_that_leads_out_of_its_folder_is_refused(sharded: Path, kin
 def test_a_broken_index_is_named(sharded: Path, text: str) -> None:
     (sharded / INDEXES[0]).write_text(text)
     with pytest.raises(InvalidRequest, match=r"index\.json"):
-        Engine.load(ModelSettings(model=str(sharded), device="cpu"))
+        load_engine(ModelSettings(model=str(sharded), device="cpu"))
 
 
 class Opener:
@@ -94,7 +94,7 @@ def test_a_pickle_of_a_model_is_not_run(tmp_path: Path) -> None:
     model.config.save_pretrained(folder)
     torch.save({**model.state_dict(), "x": Opener(tmp_path / "ran")}, folder / "pytorch_model.bin")
     with pytest.raises(InvalidRequest, match="hold more than tensors"):
-        Engine.load(ModelSettings(model=str(folder), device="cpu"))
+        load_engine(ModelSettings(model=str(folder), device="cpu"))
     assert not (tmp_path / "ran").exists()
 
 

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.engine import Engine, Segment
+from specdec.engine.loading.load import load_engine
 from specdec.engine.parallel.ranks import Place
 from specdec.errors import ModelNotSupported
 from specdec.settings import ModelSettings, TargetSettings
@@ -82,12 +83,12 @@ async def texts_of(core: TargetCore, *, drafted: bool, texts: list[tuple[int, ..
 
 
 async def examine(folder: str, place: Place) -> dict[str, Any]:
-    single = Engine.load(settings_of(folder, 1))
+    single = load_engine(settings_of(folder, 1))
     wanted = logits_of(single)
     settings = settings_of(folder, place.size)
     device = DeviceThread()
     try:
-        engine, _ = await device.run(load, settings, place)
+        engine = await device.run(load, settings, place)
     except ModelNotSupported as error:
         return {"refused": str(error)}
     logits = await device.run(logits_of, engine)

@@ -169,6 +169,10 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             self._skip(state)
             state.known.add(hidden_states)
 
+    def num_cached_tokens(self, state: EagleState) -> int:
+        """Tokens that were found in a parked cache at opening."""
+        return state.num_cached_tokens
+
     def room(self, state: EagleState) -> int:
         """Drafting k tokens needs len + k - 2 entries at most, and the state of the last token but one."""
         return state.max_tokens + 1 - len(state.sampling) if state.may_draft else 0

@@ -36,7 +36,6 @@ class LastState:
     #: Of one position.
     newest: HiddenStates | None = None
     num_pending: int = 0
-    num_cached_tokens: int = 0
 
     @property
     def token_ids(self) -> Sequence[int]:

@@ -3,86 +3,109 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
 
 from specdec.engine.attention import AttentionKernels
-from specdec.engine.cuda.graphs import GraphRunner
+from specdec.engine.cuda.graphs import CudaCapture, GraphRunner
+from specdec.engine.engine import Engine
+from specdec.engine.execution_path import ExecutionPath, FusedForward
 from specdec.engine.layers import LayerShape
+from specdec.engine.loading.self_check import Reference
 from specdec.engine.native import attention, library, linears
 from specdec.engine.native.decoder import NativeDecoder
-from specdec.engine.plan import BatchPlan
+from specdec.engine.parallel.ranks import Ranks
+from specdec.errors import ModelNotSupported
+from specdec.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
 Caches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
-class FusedForward(Protocol):
-    """A whole model's forward pass outside transformers' modules."""
+def choose_path(
+    engine: Engine,
+    model: PreTrainedModel,
+    shapes: Sequence[LayerShape],
+    *,
+    reference: Reference,
+    settings: ModelSettings,
+    ranks: Ranks | None,
+) -> None:
+    """Have the engine run the fastest execution path that agrees with the stock model, on all ranks the same.
 
-    hidden_size: int
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        plan: BatchPlan,
-        logit_rows: torch.Tensor,
-        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Ids [1, T] to logits [N, vocab_size] of the rows ``logit_rows`` [N]; writes the cache it was built on.
-
-        ``states``: rows [R] and layers [F], int64, and where their hidden states go, bfloat16 [R, F, hidden_size].
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutionPath:
-    """How a model is run: a fused forward pass, or its own modules with attention kernels."""
-
-    name: str
-    decoder: FusedForward | None = None
-    #: None means torch.
-    kernels: AttentionKernels | None = None
-    graphs: GraphRunner | None = None
+    Raises:
+        ModelNotSupported: none does.
+    """
+    difference: str | None = None
+    for path in execution_paths(engine, model, shapes, settings, ranks):
+        engine.use(path)
+        try:
+            difference = reference.difference(engine.forward, engine.pool)
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            difference = f"{type(error).__name__}: {error}"
+        if ranks is None:
+            if difference is None:
+                return
+        elif ranks.agree(difference is None):
+            return
+        logger.warning("%s: %s is not used: %s", settings.model, path.name, difference or "it is wrong on another rank")
+    raise ModelNotSupported(
+        f"{type(model).__name__} would give wrong answers here and is refused: fed as a ragged batch in chunks,"
+        f" {difference or 'it is wrong on another rank'}"
+    )
 
 
 def execution_paths(
+    engine: Engine,
     model: PreTrainedModel,
-    caches: Caches,
     shapes: Sequence[LayerShape],
-    num_threads: int,
-    make_graphs: Callable[[], GraphRunner],
-    *,
-    enforce_eager: bool,
-    is_split: bool,
-    autotune: str,
+    settings: ModelSettings,
+    ranks: Ranks | None,
 ) -> Iterator[ExecutionPath]:
-    """Yield the execution paths of a model on these caches, the fastest first; each is made when it is asked for.
+    """Yield the execution paths of an engine, the fastest first, on all ranks the same; each is made when it is asked
+    for.
 
-    On a CPU the model's linear layers are packed for the paths after the first. ``enforce_eager``: only paths that run
-    the model's own modules, unchanged. ``is_split``: the model has parts on other ranks. The native decoder exchanges
-    nothing with them, and CUDA graphs of exchanges have not been tried.
+    On a CPU the model's linear layers are packed for the paths after the first. With ``enforce_eager`` only paths that
+    run the model's own modules, unchanged. The native decoder exchanges nothing with other ranks, and CUDA graphs of
+    exchanges have not been tried.
     """
-    if caches[0][0].device.type == "cpu":
+    enforce_eager, num_threads, autotune = settings.enforce_eager, engine.num_threads, settings.autotune
+    is_split = ranks is not None
+    if engine.device.type == "cpu":
         if not enforce_eager:
-            decoder = None if is_split else native_decoder(model, caches, shapes, num_threads, autotune)
+            decoder = None if is_split else native_decoder(model, engine.caches, shapes, num_threads, autotune)
             if decoder is not None:
                 yield ExecutionPath("native decoder", decoder)
             pack_linears(model, num_threads, autotune)
-        if (kernels := native_attention()) is not None:
+        if (kernels := _of_all(ranks, native_attention())) is not None:
             yield ExecutionPath("native attention", kernels=kernels)
-    elif (kernels := triton_attention()) is not None:
+    elif (kernels := _of_all(ranks, triton_attention())) is not None:
         if not enforce_eager and not is_split:
-            yield ExecutionPath("cuda graphs", kernels=kernels, graphs=make_graphs())
+            yield ExecutionPath("cuda graphs", kernels=kernels, graphs=_make_graphs(engine))
         yield ExecutionPath("triton attention", kernels=kernels)
     yield ExecutionPath("torch attention")
+
+
+def _make_graphs(engine: Engine) -> GraphRunner:
+    return GraphRunner(
+        engine.run_modules,
+        CudaCapture(engine.device),
+        vocab_size=engine.info.vocab_size,
+        max_model_len=engine.info.max_model_len,
+        block_size=engine.pool.block_size,
+        device=engine.device,
+        forward_with_states=engine.run_modules_with_states,
+        hidden_size=engine.hidden_size,
+    )
+
+
+def _of_all(ranks: Ranks | None, kernels: AttentionKernels | None) -> AttentionKernels | None:
+    """The kernels, where every rank has them."""
+    return kernels if ranks is None or ranks.agree(kernels is not None) else None
 
 
 def native_attention() -> AttentionKernels | None:

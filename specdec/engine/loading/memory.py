@@ -1,4 +1,4 @@
-"""How many KV blocks a machine can hold."""
+"""How many KV blocks a machine can hold beside the weights and the largest pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Final
 
 import psutil
 import torch
+from transformers import PreTrainedModel
 
+from specdec.engine.engine import Engine, Segment
 from specdec.engine.layers import LayerShape
 from specdec.engine.parallel.ranks import Ranks
 from specdec.errors import InvalidRequest
@@ -95,17 +97,27 @@ def _fit_max_model_len(settings: ModelSettings, max_model_len: int, num_blocks: 
     return capacity
 
 
-def allocate_caches(
-    shapes: Sequence[LayerShape], num_blocks: int, block_size: int, device: torch.device
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Key and value cache of every layer, [num_blocks + 1, num_kv_heads, block_size, dim].
-
-    On a CPU the memory is reserved here and backed by the system as it is first written.
-    """
-    caches = []
-    for shape in shapes:
-        size = (num_blocks + 1, shape.num_kv_heads, block_size)
-        k_cache = torch.empty(*size, shape.head_dim, dtype=shape.dtype, device=device)
-        v_cache = torch.empty(*size, shape.value_dim, dtype=shape.dtype, device=device)
-        caches.append((k_cache, v_cache))
-    return caches
+def measure_activation(
+    model: PreTrainedModel,
+    shapes: Sequence[LayerShape],
+    *,
+    block_size: int,
+    vocab_size: int,
+    num_rows: int,
+    device: torch.device,
+) -> int:
+    """Bytes a pass of ``num_rows`` rows needs on a GPU beyond weights and cache."""
+    engine = Engine(
+        model,
+        shapes,
+        vocab_size=vocab_size,
+        max_model_len=num_rows,
+        num_blocks=-(-num_rows // block_size),
+        block_size=block_size,
+        device=device,
+    )
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    engine.forward([Segment(engine.pool.open(num_rows), [0] * num_rows, num_rows)])
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

@@ -2,7 +2,7 @@
 //
 // Every operation has a number, the same on all ranks. A rank posts the number of an operation once its part lies in
 // its slot. There are two slots a rank, for even and odd numbers: whoever starts operation n has seen all ranks post
-// n - 1, so all have read what n - 2 left in the slot. A wait spins, yields, then sleeps in the kernel.
+// n - 1, so all have read what n - 2 left in the slot. A wait yields, then sleeps in the kernel.
 #include <atomic>
 #include <cerrno>
 #include <csignal>
@@ -19,7 +19,8 @@
 namespace {
 
 constexpr int kMaxRanks = 64;
-constexpr int kSpins = 200;
+// A wait yields so long before it sleeps. Where two ranks on two cores come within 50 us of each other, a sum of 10 KB
+// takes 8 us; 26 us without yielding. Spinning before that, or yielding for 0.5 ms, gains nothing more there.
 constexpr int64_t kYieldNs = 50'000;
 // The longest sleep. A process that is stopped for a while counts no more than this of the time.
 constexpr int64_t kSleepNs = 50'000'000;
@@ -68,12 +69,6 @@ bool reached(const Rank& rank, uint32_t number) {
 // 0; -1 where the time is over; 1 + the rank where its process is gone.
 int await(Header* header, int from, uint32_t number, int64_t timeout_ns) {
   Rank& rank = header->ranks[from];
-  for (int i = 0; i < kSpins; ++i) {
-    if (reached(rank, number)) return 0;
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-  }
   const int64_t yield_until = now_ns() + kYieldNs;
   do {
     if (reached(rank, number)) return 0;

@@ -1,4 +1,7 @@
-"""What rank 0 tells the other ranks: one flat buffer of int64 for each thing that touches the device."""
+"""What rank 0 tells the other ranks: one flat buffer of int64 for each thing that touches the device.
+
+The first word of a message is its length, the second its operation.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class Operation(IntEnum):
     """What a message asks for."""
 
     #: Nothing: rank 0 is there.
-    BEAT = 0
+    HEARTBEAT = 0
     #: A forward pass.
     PASS = 1
     #: :func:`specdec.engine.compaction.move_entries`.
@@ -29,20 +32,36 @@ class Operation(IntEnum):
     STOP = 4
 
 
-def encode(operation: Operation, numbers: Sequence[int] = ()) -> Words:
-    """A message of an operation and numbers; :func:`numbers_of` reads them."""
-    return np.array([2 + len(numbers), operation, *numbers], dtype=np.int64)
-
-
 def operation_of(words: Words) -> Operation:
     """What a message asks for."""
     return Operation(int(words[1]))
 
 
-def numbers_of(words: Words) -> list[int]:
-    """The numbers of a message that is no pass."""
-    numbers: list[int] = words[2:].tolist()
-    return numbers
+def encode(operation: Operation) -> Words:
+    """A heartbeat, or the end."""
+    return _with_groups(operation, ())
+
+
+def encode_moves(moves: Sequence[tuple[int, int, int, int]]) -> Words:
+    """Entries to be moved: of each its block and offset before and after."""
+    return _with_groups(Operation.MOVE_ENTRIES, moves)
+
+
+def decode_moves(words: Words) -> list[tuple[int, int, int, int]]:
+    """What :func:`encode_moves` was given."""
+    numbers = iter(words[2:].tolist())
+    return list(zip(numbers, numbers, numbers, numbers, strict=True))
+
+
+def encode_copies(copies: Sequence[tuple[int, int]]) -> Words:
+    """Blocks to be copied: of each the source and the target."""
+    return _with_groups(Operation.COPY_BLOCKS, copies)
+
+
+def decode_copies(words: Words) -> list[tuple[int, int]]:
+    """What :func:`encode_copies` was given."""
+    numbers = iter(words[2:].tolist())
+    return list(zip(numbers, numbers, strict=True))
 
 
 def encode_pass(batch: Batch, state_rows: Sequence[int], state_layers: Sequence[int]) -> Words:
@@ -90,3 +109,8 @@ def decode_pass(words: Words) -> tuple[Batch, list[int], tuple[int, ...]]:
         kv_lens.tolist(),
     )
     return batch, rows.tolist(), tuple(layers.tolist())
+
+
+def _with_groups(operation: Operation, groups: Sequence[Sequence[int]]) -> Words:
+    numbers = [number for group in groups for number in group]
+    return np.array([2 + len(numbers), operation, *numbers], dtype=np.int64)

@@ -37,10 +37,13 @@ PRESENT: Final = "present"
 _HOST: Final = "127.0.0.1"
 #: Weights are read at different speeds.
 _LOAD_TIMEOUT_S: Final = 3600.0
-#: Elements of the first part of a message; most messages have no second one.
+#: Elements of the first part of a message; a longer one has a second. A page: a step of eight sessions with five rows
+#: each and 1,000 tokens of context takes 448.
 _FIRST_WORDS: Final = 512
-#: Of the timeout; so often rank 0 speaks to ranks that would wait in vain otherwise.
-_BEAT_SHARE: Final = 0.25
+#: Of the timeout; so often rank 0 sends a heartbeat to ranks that would take it for lost otherwise.
+_HEARTBEAT_SHARE: Final = 0.25
+#: Seconds that the processes of other ranks get to end by themselves once rank 0 has told them to.
+_STOP_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +102,27 @@ class Ranks:
         store: Store | None = None,
         timeout_s: float,
         on_loss: Callable[[str], object] = logger.error,
+        end_others: Callable[[float], object] | None = None,
     ) -> None:
         """Meet the other ranks, at ``store``, at the place's port or where torchrun's variables say.
 
         ``timeout_s``: how long a rank waits for the others once the model is loaded. ``on_loss`` is called, once and on
-        any thread, with the reason when the group is lost; every later call raises it.
+        any thread, with the reason when the group is lost; every later call raises it. ``end_others`` belongs to a
+        rank 0 that has started the others: it gets the seconds that they have left, and returns when they have ended.
 
         Raises:
             InvalidRequest: GPUs are to be left alone, but are visible.
             Unavailable: they do not come.
         """
         self.place = place
-        #: Rank 0 speaks at least so often.
-        self.beat_s = timeout_s * _BEAT_SHARE
+        #: Seconds between two heartbeats.
+        self.heartbeat_s = timeout_s * _HEARTBEAT_SHARE
         self._on_loss = on_loss
+        self._end_others = end_others
         self._lost: str | None = None
         self._closed = False
         self._lock = threading.Lock()
+        self._shared: SharedExchange | None = None
         self._owns_world = not dist.is_initialized()
         if device.type == "cpu" and torch.cuda.is_available():  # transformers would split the model over GPUs
             raise InvalidRequest("ranks on the CPU of a machine with GPUs: set CUDA_VISIBLE_DEVICES=", param="device")
@@ -129,8 +136,11 @@ class Ranks:
                 dist.init_process_group(backend, timeout=timedelta(seconds=_LOAD_TIMEOUT_S), **where)
             self._group: Any = dist.new_group(timeout=timedelta(seconds=timeout_s), backend=backend)
             self._shared = self._share(timeout_s) if place.on_one_host else None
-        except (RuntimeError, ValueError) as error:
-            raise Unavailable(f"rank {place.rank} of {place.size} cannot meet the others: {error}") from error
+        except BaseException as error:
+            self.close()
+            if isinstance(error, RuntimeError | ValueError):
+                raise Unavailable(f"rank {place.rank} of {place.size} cannot meet the others: {error}") from error
+            raise
 
     @property
     def leads(self) -> bool:
@@ -169,6 +179,10 @@ class Ranks:
         except RuntimeError as error:
             raise Unavailable(f"a rank has ended: {error}") from error
         return int(least)
+
+    def agree(self, is_true: bool) -> bool:
+        """Whether something is true on all ranks; waits and raises as :meth:`smallest`."""
+        return self.smallest(is_true) == 1
 
     def wait_for_all(self) -> None:
         """Return once all ranks have come here; raises as :meth:`smallest`."""
@@ -214,20 +228,27 @@ class Ranks:
             logger.error("rank %d failed", self.place.rank, exc_info=error)
         self._on_loss(self._lost)
 
-    def close(self, farewell: Words | None = None) -> None:
-        """Leave the group; rank 0 sends a last message. Idempotent."""
+    def close(self, last_message: Words | None = None) -> None:
+        """Leave the group, and end the processes that this one has started. Idempotent.
+
+        Rank 0 sends the others ``last_message``; those that cannot get one are killed.
+        """
         with self._lock:  # from here on the end of a rank is no loss
             if self._closed:
                 return
             self._closed = True
-        if farewell is not None and self._lost is None:
+        is_told = False
+        if self.leads and last_message is not None and self._lost is None:
             try:
-                self._send(farewell)
+                self._send(last_message)
+                is_told = True
             except Unavailable as error:
                 logger.warning("the other ranks were not told to stop: %s", error)
         self._shared = None
         if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
+        if self._end_others is not None:
+            self._end_others(_STOP_S if is_told else 0.0)
 
     def _send(self, message: Words) -> None:
         words = torch.from_numpy(message)
@@ -250,7 +271,7 @@ class Ranks:
 
     def _share(self, timeout_s: float) -> SharedExchange | None:
         library = shared_memory.load()
-        if self.smallest(0 if library is None else 1) == 0 or library is None:
+        if not self.agree(library is not None) or library is None:
             return None
         named: list[Any] = [shared_memory.make_file(library, self.place.size) if self.leads else None]
         try:

@@ -9,6 +9,7 @@ import ctypes
 import logging
 import mmap
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -20,8 +21,9 @@ from specdec.errors import Unavailable
 
 logger = logging.getLogger(__name__)
 
-#: Bytes that one operation moves at a time.
-_SLOT_BYTES: Final = 2**20
+#: Bytes that one operation moves at a time, so that they stay in a core's cache. Two ranks on two cores sum 2 MiB in
+#: 0.40 ms; in 0.42 ms with 64 KiB, in 0.45 ms with 1 MiB. 64 ranks share 32 MiB, half of what Docker gives /dev/shm.
+_SLOT_BYTES: Final = 2**18
 _DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 _FOLDER: Final = "/dev/shm"
 
@@ -109,11 +111,27 @@ def load() -> ctypes.CDLL | None:
 
 
 def make_file(library: ctypes.CDLL, size: int) -> str:
-    """A new file of zeros for so many ranks, in memory where the system has a folder for that."""
-    folder = _FOLDER if os.access(_FOLDER, os.W_OK) else None
+    """A new file of zeros for so many ranks, in memory where the system has a folder for that.
+
+    Raises:
+        Unavailable: the folder has no room for it.
+    """
+    folder = _FOLDER if os.access(_FOLDER, os.W_OK) else tempfile.gettempdir()
+    num_bytes = _num_bytes(library, size)
     descriptor, path = tempfile.mkstemp(prefix="tandem-", dir=folder)
-    with os.fdopen(descriptor, "wb") as file:
-        file.truncate(_num_bytes(library, size))
+    try:
+        if sys.platform == "linux":
+            os.posix_fallocate(descriptor, 0, num_bytes)  # a page without room would end the process at its first write
+        else:
+            os.truncate(descriptor, num_bytes)
+    except OSError as error:
+        os.unlink(path)
+        raise Unavailable(
+            f"{size} ranks share {num_bytes} bytes, which {folder} cannot hold ({error.strerror}): free some of it, or"
+            " make it larger (Docker: --shm-size)"
+        ) from error
+    finally:
+        os.close(descriptor)
     return path
 
 

@@ -13,7 +13,7 @@ from draft_service.core import DraftCore
 from draft_service.drafters.base import DraftJob
 from draft_service.drafters.draft_model import ModelDrafter
 from specdec.engine.device_thread import DeviceThread
-from specdec.engine.engine import Engine
+from specdec.engine.loading.load import load_engine
 from specdec.rules import Rule
 from specdec.sampling.drafting import draft
 from specdec.sampling.noise import Stream
@@ -323,7 +323,7 @@ async def test_padded_vocabulary_is_never_proposed(checkpoint, spec):
         model=ModelSettings(model=checkpoint, num_threads=1, kv_cache_memory_bytes=1 << 20),
     )
     thread = DeviceThread()
-    engine = await thread.run(Engine.load, settings.model)
+    engine = await thread.run(load_engine, settings.model)
     engine.info = replace(engine.info, tokenizer_size=3)
     core = DraftCore(ModelDrafter(engine, thread, settings), settings.scheduler)
     for params in ({}, {"temperature": 1.0, "rule": Rule.BLOCK}, {"temperature": 1.0, "rule": Rule.COUPLED}):

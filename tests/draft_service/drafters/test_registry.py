@@ -5,7 +5,7 @@ import pytest
 from draft_service.drafters.base import Draft, Drafter
 from draft_service.drafters.none import CommittedTokens
 from draft_service.drafters.registry import DRAFTERS, drafter_class, load_drafter, register
-from draft_service.main import DraftService, build_parser, settings_of
+from draft_service.main import build_parser, make_service, settings_of
 from specdec import codec
 from specdec.heads.files.checkpoint import head_format
 from specdec.methods import HEAD_METHODS, METHODS, Method
@@ -56,7 +56,7 @@ async def test_a_drafter_combines_with_a_lookup(repeat):
 
 async def test_a_drafter_of_a_few_lines_is_served(repeat, spec):
     draft, _ = settings_of(build_parser().parse_args(["--method", "repeat"]))
-    service, server = DraftService(draft), RpcServer(ServerSettings())
+    service, server = make_service(draft), RpcServer(ServerSettings())
     service.register(server)
     await server.start()
     await service.start()

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specdec.engine.engine import Engine, Segment
 from specdec.engine.kv_pool import KVSequence
+from specdec.engine.loading import load
 from specdec.settings import ModelSettings
 
 VOCAB = 97
@@ -173,11 +174,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def load_engine(checkpoint: Checkpoint) -> Callable[..., Engine]:
     """Loads an engine on a tiny cache: blocks of 4 tokens, 64 of them unless told otherwise."""
 
-    def load(name: str, **options: Any) -> Engine:
+    def load_one(name: str, **options: Any) -> Engine:
         settings = {"model": checkpoint(name), "device": "cpu", "num_threads": 1, "block_size": 4, **options}
-        return Engine.load(ModelSettings(**settings))
+        return load.load_engine(ModelSettings(**settings))
 
-    return load
+    return load_one
 
 
 @pytest.fixture(scope="session")

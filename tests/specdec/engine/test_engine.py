@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 from specdec.engine.device_thread import DeviceThread
 from specdec.engine.engine import Engine, Segment
 from specdec.engine.loading import checkpoint as checkpoint_module
-from specdec.engine.loading import memory
+from specdec.engine.loading import load, memory
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.settings import ModelSettings
 
@@ -180,7 +180,7 @@ def test_precisions(
 def test_sharded_bfloat16_checkpoints_load_as_they_are(tmp_path: Path, tools: SimpleNamespace) -> None:
     tools.build("llama").to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    engine = Engine.load(ModelSettings(model=str(tmp_path), device="cpu", num_threads=1))
+    engine = load.load_engine(ModelSettings(model=str(tmp_path), device="cpu", num_threads=1))
     assert engine.info.dtype == "bfloat16"
     assert torch.get_num_threads() == 1
 
@@ -194,7 +194,7 @@ def test_info_tells_what_target_and_draft_must_agree_on(tmp_path: Path, tools: S
     vocabulary = {token: index for token, index in vocabulary.items() if token.isprintable()}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t3").save_pretrained(tmp_path)
-    info = Engine.load(ModelSettings(model=str(tmp_path), device="cpu", num_threads=1)).info
+    info = load.load_engine(ModelSettings(model=str(tmp_path), device="cpu", num_threads=1)).info
     assert (info.vocab_size, info.tokenizer_size, info.eos_token_ids) == (97, 90, (3, 5, 7, 9))
     assert info.tokenizer_fingerprint == checkpoint_module.fingerprint(vocabulary.items())
     assert info.num_parameters == model.num_parameters()

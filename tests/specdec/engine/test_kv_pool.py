@@ -233,6 +233,21 @@ def test_a_cut_before_dropped_entries_forgets_them() -> None:
         pool.release(resumed)
 
 
+@pytest.mark.parametrize(("length", "num_dropped"), [(6 * BLOCK, 3 * BLOCK), (4 * BLOCK, BLOCK * 3), (BLOCK, 0)])
+def test_a_branch_has_the_gaps_of_its_entries_and_passes_them_on(length: int, num_dropped: int) -> None:
+    pool = KVPool(20, BLOCK)
+    sequence = grow(pool.open(9 * BLOCK), 9 * BLOCK)
+    pool.drop_blocks(sequence, 3, 2)
+    pool.drop_blocks(sequence, 1, 1)
+    branch = pool.branch(sequence, length, length + 1)
+    assert branch is not None
+    assert branch.num_dropped == num_dropped
+    pool.rollback(sequence, 0)
+    assert sequence.num_dropped == 0
+    pool.adopt(sequence, branch)
+    assert (sequence.length, sequence.num_dropped) == (length, num_dropped)
+
+
 def test_dropping_beside_a_gap_makes_one_gap() -> None:
     pool = KVPool(8, BLOCK)
     sequence = grow(pool.open(8 * BLOCK), 8 * BLOCK)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import tandem.models
 from specdec.engine.engine import Engine, Segment
+from specdec.engine.loading import load
 from specdec.engine.loading import refusals as support
 from specdec.engine.native import library
 from specdec.errors import InvalidRequest, ModelNotSupported
@@ -64,7 +65,7 @@ def test_what_cannot_be_rounded_is_refused(
     rounded["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "config.json").write_text(json.dumps(rounded))
     with pytest.raises(InvalidRequest, match="is quantised already"):
-        Engine.load(ModelSettings(model=str(tmp_path), quantization="int8", device="cpu"))
+        load.load_engine(ModelSettings(model=str(tmp_path), quantization="int8", device="cpu"))
     monkeypatch.setattr(library, "load", lambda: None)
     with pytest.raises(InvalidRequest, match="needs the CPU kernels"):
         load_engine("llama", quantization="int8")
@@ -81,7 +82,7 @@ def test_the_bundled_target_predicts_as_well_with_rounded_weights() -> None:
     ids: list[int] = AutoTokenizer.from_pretrained(_TARGET)(text)["input_ids"][:1024]
     losses, choices = [], []
     for quantization in (None, "int8"):
-        engine = Engine.load(
+        engine = load.load_engine(
             ModelSettings(model=str(_TARGET), device="cpu", quantization=quantization, kv_cache_memory_bytes=50_000_000)
         )
         logits = engine.forward([Segment(engine.pool.open(len(ids)), ids, len(ids))])

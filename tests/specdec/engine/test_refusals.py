@@ -16,7 +16,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from specdec.engine import engine as engine_module
 from specdec.engine.engine import Engine
 from specdec.engine.layers import PagedLayer
-from specdec.engine.loading import acceleration, checkpoint
+from specdec.engine.loading import acceleration, checkpoint, load
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.settings import ModelSettings
 
@@ -50,7 +50,7 @@ def test_they_load_within_the_length_that_is_right(name: str, length: int, load_
 def test_encoder_decoders_are_refused_before_weights_are_read(tmp_path: Path) -> None:
     AutoConfig.for_model("t5", vocab_size=97).save_pretrained(tmp_path)
     with pytest.raises(ModelNotSupported, match="'t5' is an encoder-decoder model"):
-        Engine.load(ModelSettings(model=str(tmp_path)))
+        load.load_engine(ModelSettings(model=str(tmp_path)))
 
 
 def test_settings_the_model_cannot_meet(load_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,16 +74,16 @@ def test_settings_the_model_cannot_meet(load_engine: Callable[..., Engine], monk
 
 def test_folders_that_hold_no_model(tmp_path: Path, checkpoint: Callable[[str], str]) -> None:
     with pytest.raises(InvalidRequest, match=r"has no config\.json"):
-        Engine.load(ModelSettings(model=str(tmp_path)))
+        load.load_engine(ModelSettings(model=str(tmp_path)))
     with pytest.raises(InvalidRequest, match="no checkpoint can be read"):
-        Engine.load(ModelSettings(model=str(tmp_path / "absent")))
+        load.load_engine(ModelSettings(model=str(tmp_path / "absent")))
     config = json.loads(Path(checkpoint("llama"), "config.json").read_text())
     Path(tmp_path, "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidRequest, match=r"weights in .* cannot be read"):
-        Engine.load(ModelSettings(model=str(tmp_path)))
+        load.load_engine(ModelSettings(model=str(tmp_path)))
     Path(tmp_path, "config.json").write_text(json.dumps({**config, "model_type": "nonesuch"}))
     with pytest.raises(ModelNotSupported, match="nonesuch"):
-        Engine.load(ModelSettings(model=str(tmp_path)))
+        load.load_engine(ModelSettings(model=str(tmp_path)))
 
 
 def test_missing_weights_are_not_made_up(tmp_path: Path, tools: SimpleNamespace) -> None:
@@ -92,7 +92,7 @@ def test_missing_weights_are_not_made_up(tmp_path: Path, tools: SimpleNamespace)
     del weights["model.layers.1.mlp.up_proj.weight"]
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelNotSupported, match=r"lacks 1 of the model's weights \(model.layers.1.mlp.up_proj.weight"):
-        Engine.load(ModelSettings(model=str(tmp_path)))
+        load.load_engine(ModelSettings(model=str(tmp_path)))
 
 
 def test_weights_that_overflow_are_refused(tmp_path: Path, tools: SimpleNamespace) -> None:
@@ -100,7 +100,7 @@ def test_weights_that_overflow_are_refused(tmp_path: Path, tools: SimpleNamespac
     model.model.norm.weight.data.fill_(float("nan"))
     model.save_pretrained(tmp_path)
     with pytest.raises(ModelNotSupported, match="in float32 answers with NaN or infinity"):
-        Engine.load(ModelSettings(model=str(tmp_path)))
+        load.load_engine(ModelSettings(model=str(tmp_path)))
 
 
 # --- The self-check must see a model that loads and is wrong. ---

@@ -42,13 +42,13 @@ def load_captured(load_engine: Load) -> Load:
         engine = load_engine(name, device=DEVICE, enforce_eager=DEVICE == "cpu", kv_cache_memory_bytes=200_000)
         if DEVICE == "cpu":
             engine.graphs = GraphRunner(
-                engine._run_modules,
+                engine.run_modules,
                 capture,
                 vocab_size=engine.info.vocab_size,
                 max_model_len=engine.info.max_model_len,
                 block_size=engine.pool.block_size,
                 device=engine.device,
-                forward_with_states=engine._run_with_states,
+                forward_with_states=engine.run_modules_with_states,
                 hidden_size=engine.hidden_size,
             )
         assert engine.graphs is not None
@@ -252,7 +252,7 @@ def test_without_memory_for_a_graph_the_pass_runs_without(
 
     engine = load_engine("llama", enforce_eager=True)
     engine.graphs = GraphRunner(
-        engine._run_modules, full, vocab_size=97, max_model_len=128, block_size=4, device=engine.device
+        engine.run_modules, full, vocab_size=97, max_model_len=128, block_size=4, device=engine.device
     )
     ids = tools.random_ids(6, seed=6)
     sequence = engine.pool.open(6)
@@ -299,7 +299,7 @@ def test_batches_of_a_bucket_launch_the_same(
     monkeypatch.setattr(acceleration, "native_attention", lambda: attention)
     engine = load_engine("llama", enforce_eager=True)
     engine.graphs = GraphRunner(
-        engine._run_modules, rerun, vocab_size=97, max_model_len=128, block_size=4, device=engine.device
+        engine.run_modules, rerun, vocab_size=97, max_model_len=128, block_size=4, device=engine.device
     )
     sequences = [engine.pool.open(60) for _ in range(3)]
     lengths = (2, 3, 50)

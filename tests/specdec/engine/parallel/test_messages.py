@@ -1,4 +1,4 @@
-"""A pass as a flat buffer: what comes out is what went in."""
+"""Messages as flat buffers: what comes out is what went in."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from specdec.engine.batch import Segment, build_batch
 from specdec.engine.kv_pool import KVPool
 from specdec.engine.parallel.messages import (
     Operation,
+    decode_copies,
+    decode_moves,
     decode_pass,
     encode,
+    encode_copies,
+    encode_moves,
     encode_pass,
-    numbers_of,
     operation_of,
 )
 
@@ -43,7 +46,15 @@ def test_a_batch_survives(parents: tuple[int, ...]) -> None:
     assert torch.equal(made.logit_rows, batch.logit_rows)
 
 
-def test_numbers_survive() -> None:
-    message = encode(Operation.MOVE_ENTRIES, [1, 2, 3, 2**40])
-    assert operation_of(message) == Operation.MOVE_ENTRIES
-    assert numbers_of(message) == [1, 2, 3, 2**40]
+def test_moves_and_copies_survive() -> None:
+    moves, copies = [(1, 2, 3, 2**40), (5, 6, 7, 8)], [(1, 2), (3, 4), (5, 6)]
+    message = encode_moves(moves)
+    assert (operation_of(message), decode_moves(message)) == (Operation.MOVE_ENTRIES, moves)
+    message = encode_copies(copies)
+    assert (operation_of(message), decode_copies(message)) == (Operation.COPY_BLOCKS, copies)
+
+
+@pytest.mark.parametrize("operation", [Operation.HEARTBEAT, Operation.STOP])
+def test_messages_without_more(operation: Operation) -> None:
+    message = encode(operation)
+    assert (operation_of(message), message[0], len(message)) == (operation, 2, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -70,6 +71,23 @@ def test_operations_of_all_kinds_follow_one_another(run: Run) -> None:
             assert float(end.sum(torch.full((5,), float(rank + step)))[4]) == SIZE * step + 6
 
     run(work)
+
+
+def test_memory_that_is_full_is_an_error_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = shared_memory.load()
+    assert library is not None
+    made: list[int] = []
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        made.append(length)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(Unavailable, match=r"4 ranks share .* bytes, which /dev/shm cannot hold .*--shm-size") as caught:
+        shared_memory.make_file(library, SIZE)
+    assert str(made[0]) in str(caught.value)
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("tandem-")}
 
 
 def test_a_rank_that_does_not_come_ends_the_wait(path: str) -> None:
