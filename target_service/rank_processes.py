@@ -29,7 +29,7 @@ from specdec.settings import ModelSettings
 logger = logging.getLogger(__name__)
 
 OnLoss = Callable[[str], object]
-#: Seconds that ranks get to import what they need and come to the store: STARTTIME.
+#: Seconds that ranks get to import what they need and come to the store; 4 s of one core.
 _START_S: Final = 300.0
 #: gloo listens there alone; it knows no authentication.
 _LOOPBACK: Final = "lo0" if sys.platform == "darwin" else "lo"

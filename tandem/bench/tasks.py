@@ -195,8 +195,11 @@ def make_task_prompts(category: str, count: int) -> list[str]:
     for _ in range(_DRAWS_PER_PROMPT * count):
         prompts[TASKS[category](rng)] = None
         if len(prompts) == count:
-            return list(prompts)
-    raise InvalidRequest(
-        f"{count} prompts of {category} are wanted but only {len(prompts)} different ones were found; ask for fewer",
-        param="num_prompts",
-    )
+            break
+    if len(prompts) < count:
+        raise InvalidRequest(
+            f"{count} prompts of {category} are wanted but only {len(prompts)} different ones were found; ask for"
+            " fewer",
+            param="num_prompts",
+        )
+    return list(prompts)

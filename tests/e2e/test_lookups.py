@@ -23,6 +23,8 @@ CONFIGS = {
     "ngram+draft_model": {"method": ["ngram", "draft_model"], "model": DRAFT_MODEL},
     "ngram+suffix": {"method": ["ngram", "suffix"]},
 }
+#: A single token of a lookup comes too late: the target has decoded on meanwhile.
+SHORTEST = {name: 1 if "model" in config else 2 for name, config in CONFIGS.items()}
 #: Each tries a shortest and a longest proposal in every run.
 ENDS = [("suffix", 32), ("suffix+draft_model", 1), ("ngram+draft_model", 32)]
 #: Greedy and seeded; a seed is verified by the coupled rule.
@@ -69,15 +71,14 @@ def plain(texts):
     [
         pytest.param(name, k, marks=() if k == 5 or (name, k) in ENDS else pytest.mark.exhaustive)
         for name in CONFIGS
-        for k in (1, 5, 32)
+        for k in (SHORTEST[name], 5, 32)
     ],
 )
 def test_text_is_that_of_plain_decoding(texts, plain, name, k):
     with make_llm({**CONFIGS[name], "num_speculative_tokens": k}) as llm:
         outputs = generate(llm, texts, PARAMS)
     assert [output.outputs[0].token_ids for output in outputs] == plain
-    # A chain of one token mostly comes too late: the target decodes on meanwhile.
-    assert k == 1 or sum(output.metrics.num_accepted_tokens for output in outputs) > 40
+    assert sum(output.metrics.num_accepted_tokens for output in outputs) > 40
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from specdec.engine.engine import Engine
 from specdec.engine.parallel.ranks import STORE_PORT
 from specdec.errors import Unavailable
 from specdec.settings import ModelSettings, SchedulerSettings, TargetSettings
@@ -42,8 +43,8 @@ async def to_its_end(session) -> None:
             await session.receive()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def core(checkpoint):
+@pytest.fixture(scope="module")
+def settings(checkpoint):
     model = ModelSettings(
         model=checkpoint,
         device="cpu",
@@ -52,8 +53,25 @@ async def core(checkpoint):
         kv_cache_memory_bytes=2**20,
         tensor_parallel_size=2,
     )
-    scheduler = SchedulerSettings(max_num_batched_tokens=24)
-    core = await TargetCore.start(TargetSettings(model=model, scheduler=scheduler), on_loss=LOST.append)
+    return TargetSettings(model=model, scheduler=SchedulerSettings(max_num_batched_tokens=24))
+
+
+@pytest.mark.exhaustive
+async def test_a_start_that_is_cancelled_leaves_no_rank(settings, monkeypatch):
+    warming, loop = asyncio.Event(), asyncio.get_running_loop()
+    monkeypatch.setattr(Engine, "warm_up", lambda _: loop.call_soon_threadsafe(warming.set))
+    starting = asyncio.create_task(TargetCore.start(settings))
+    await warming.wait()
+    assert running_ranks()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not running_ranks()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def core(settings):
+    core = await TargetCore.start(settings, on_loss=LOST.append)
     try:
         yield core
     finally:

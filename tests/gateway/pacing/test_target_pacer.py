@@ -1,4 +1,7 @@
-"""Pacing against simulated targets whose true costs are known: never slower, and a gain where there is one."""
+"""Pacing against simulated targets whose true costs are known: never slower, and a gain where there is one.
+
+Beside a bound stand the values with seeds 0, 1 and 2; the tests use seed 0.
+"""
 
 from __future__ import annotations
 
@@ -60,14 +63,14 @@ def throughput(policy, of, num_steps=0):
 )  # fmt: skip
 def test_never_slower_than_plain_decoding(kind, rate, sessions):
     of = world(kind, rate, sessions)
-    # With seeds 0 and 1: 0.975 to 0.999. One trial more or less in so short a time: 0.02.
+    # 0.975 to 0.999. One trial more or less in so short a time: 0.02.
     assert throughput(adaptive, of) >= 0.95 * throughput(plain, of)
 
 
 def test_a_fixed_length_would_be_slower():
     """The twin that must fail: without pacing a bad draft costs what it costs."""
     of = world("small", 0.0, 8)
-    assert throughput(fixed(4), of) < 0.7 * throughput(plain, of)
+    assert throughput(fixed(4), of) < 0.7 * throughput(plain, of)  # 0.29, 0.30, 0.30
 
 
 @pytest.mark.parametrize(
@@ -78,8 +81,8 @@ def test_a_fixed_length_would_be_slower():
 def test_nearly_as_fast_as_the_best_fixed_length(kind, rate, sessions):
     of = world(kind, rate, sessions)
     best = max(throughput(fixed(k), of) for k in (2, 4))
-    assert best > 1.1 * throughput(plain, of)
-    assert throughput(adaptive, of) > 0.9 * best  # with seeds 0 and 1: 0.927 to 1.01
+    assert best > 1.1 * throughput(plain, of)  # 1.28 to 2.57
+    assert throughput(adaptive, of) > 0.9 * best  # 0.927 to 1.01
 
 
 def sequence(acceptance, sessions=1, k=16):
@@ -91,8 +94,8 @@ def sequence(acceptance, sessions=1, k=16):
 def test_copies_of_many_tokens_gain_at_every_load(sessions):
     of = sequence(lambda *_: 0.95, sessions)
     best = throughput(fixed(16), of)
-    assert best > 1.1 * throughput(plain, of)
-    assert throughput(adaptive, of) > 0.9 * best  # with seeds 0 and 1: 0.917 to 0.96
+    assert best > 1.1 * throughput(plain, of)  # one session 2.62 to 2.68, eight 1.19 to 1.21
+    assert throughput(adaptive, of) > 0.9 * best  # 0.917 to 0.96
 
 
 def test_one_odd_request_is_forgotten_at_once():
@@ -104,18 +107,19 @@ def test_one_odd_request_is_forgotten_at_once():
     for simulation in (odd, even):
         while not simulation.clients or not simulation.clients[0].number:
             simulation.run(0.05)
-    assert odd.run(1.0) > 0.95 * even.run(1.0)  # with seeds 0 and 1: 0.986, 1.046
+    assert odd.run(1.0) > 0.95 * even.run(1.0)  # 0.986, 1.046
 
 
 def test_easy_and_hard_texts_at_the_same_time_draft_apart():
     of = sequence(lambda _, number: 0.95 if number % 2 else 0.1)
-    # With seeds 0 and 1: 1.22, 1.33.
-    assert throughput(adaptive, of, 9000) > 1.2 * throughput(plain, of, 9000)
-    assert throughput(fixed(16), of) < 0.6 * throughput(plain, of)
+    assert throughput(adaptive, of, 9000) > 1.2 * throughput(plain, of, 9000)  # 1.22, 1.33
+    assert throughput(fixed(16), of) < 0.6 * throughput(plain, of)  # 0.46, 0.50, 0.49
 
 
 def test_easy_after_hard_and_hard_after_easy():
-    """Three seconds of each: what was learned in one does not spoil the other. When a trial falls is luck."""
+    """Three seconds of each: what was learned in one does not spoil the other. When a trial falls is luck: three
+    seeds at a time, 0 to 2, 3 to 5 and 6 to 8.
+    """
     of = sequence(lambda now_s, _: 0.95 if int(now_s / 3.0) % 2 else 0.1)
     hard, easy = [], []
     for seed in range(3):
@@ -123,16 +127,16 @@ def test_easy_after_hard_and_hard_after_easy():
         speeds = [simulation.run(3.0) / reference.run(3.0) for _ in range(8)]
         hard += speeds[2::2]
         easy += speeds[1::2]
-    assert min(hard) > 0.88
-    assert sum(hard) > 0.95 * len(hard)
-    assert sum(easy) > 1.2 * len(easy)
+    assert min(hard) > 0.88  # 0.90, 0.91, 0.87
+    assert sum(hard) > 0.95 * len(hard)  # 0.97, 0.97, 0.95
+    assert sum(easy) > 1.2 * len(easy)  # 1.27, 1.29, 1.31
 
 
 def test_pauses_between_requests_do_not_start_the_search_anew():
     of = world("large", 0.9, 4, load=lambda now_s: 0 if now_s % 2.0 > 1.0 else 4)
     simulation, reference = Simulation(of, adaptive), Simulation(of, plain)
     simulation.run(6.0), reference.run(6.0)
-    assert simulation.run(8.0) > 1.6 * reference.run(8.0)  # with seeds 0 and 1: 1.79, 1.91
+    assert simulation.run(8.0) > 1.6 * reference.run(8.0)  # 1.79, 1.91
 
 
 def test_another_process_that_slows_everything_down():
@@ -144,7 +148,7 @@ def test_another_process_that_slows_everything_down():
     for second in range(10):
         slow["now"] = 1.0 + second % 4 // 2
         speed, base = speed + simulation.run(1.0), base + reference.run(1.0)
-    assert speed > 1.45 * base  # with seeds 0 and 1: 1.59
+    assert speed > 1.45 * base  # 1.59
 
 
 def test_more_sessions_than_pay_off_turn_speculation_off_and_on_again():
@@ -157,11 +161,11 @@ def test_more_sessions_than_pay_off_turn_speculation_off_and_on_again():
         ks = [k for _, k in simulation.ks[begun:]]
         return sum(ks) / len(ks)
 
-    assert mean_k(5.0) > 2.0
+    assert mean_k(5.0) > 2.0  # 3.5, 3.6, 3.4
     simulation.run(7.0)
-    assert mean_k(7.0) < 0.7
+    assert mean_k(7.0) < 0.7  # 0.53, 0.41, 0.71
     simulation.run(2.0)
-    assert mean_k(2.0) > 2.0
+    assert mean_k(2.0) > 2.0  # 3.9
 
 
 def test_the_first_request_of_a_fresh_server_speculates():
@@ -178,7 +182,7 @@ def test_a_draft_that_gets_better_is_found():
     simulation.run(9.0)
     before = simulation.run(1.0)
     simulation.run(20.0)
-    assert simulation.run(5.0) > 2.0 * before
+    assert simulation.run(5.0) > 2.0 * before  # 3.9, 3.9, 3.6
 
 
 def test_trials_of_a_bad_draft_are_rare():
@@ -186,10 +190,10 @@ def test_trials_of_a_bad_draft_are_rare():
     simulation.run(10.0)
     begun = len(simulation.ks)
     tokens = simulation.run(40.0) * 40.0
-    assert 0 < sum(k for _, k in simulation.ks[begun:]) < 0.1 * tokens
+    assert 0 < sum(k for _, k in simulation.ks[begun:]) < 0.1 * tokens  # 0.033, 0.044, 0.033
     stats = simulation.pacer.stats
     assert stats.num_trials[Mode.SPECULATIVE] > 0
-    assert stats.trial_loss_s < 0.02 * stats.busy_s
+    assert stats.trial_loss_s < 0.02 * stats.busy_s  # 0.010, 0.011, 0.010
 
 
 def verdict(num_accepted=0, num_draft_tokens=0, token_id=1):
@@ -257,17 +261,17 @@ def test_a_fixed_pace_asks_for_all_that_is_allowed():
 @pytest.mark.parametrize(("kind", "rate", "sessions"), [("small", 0.0, 8), ("large", 0.5, 8), ("accelerator", 0.0, 1)])
 def test_trees_are_never_slower_either(kind, rate, sessions):
     of = world(kind, rate, sessions, k=12, depth=4)
-    assert throughput(adaptive, of) >= 0.95 * throughput(plain, of)
+    assert throughput(adaptive, of) >= 0.95 * throughput(plain, of)  # 0.962 to 0.997
 
 
 @pytest.mark.parametrize(("kind", "sessions"), [("large", 1), ("accelerator", 8)])
 def test_trees_are_drafted_whole_where_they_pay(kind, sessions):
     of = world(kind, 0.85, sessions, k=12, depth=4)
     whole = throughput(fixed(12), of)
-    assert whole > 1.2 * throughput(plain, of)
+    assert whole > 1.2 * throughput(plain, of)  # 1.9 to 2.4
     simulation = Simulation(of, adaptive)
     simulation.run(3.0)
     begun = len(simulation.ks)
-    assert simulation.run(6.0) > 0.9 * whole
+    assert simulation.run(6.0) > 0.9 * whole  # 0.92 to 1.04
     lengths = [k for _, k in simulation.ks[begun:] if k]
-    assert lengths.count(12) > 0.95 * len(lengths)
+    assert lengths.count(12) > 0.95 * len(lengths)  # 1

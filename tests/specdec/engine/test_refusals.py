@@ -123,14 +123,14 @@ def test_the_self_check_refuses_a_model_that_would_be_wrong(
     load_engine: Callable[..., Engine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    load_model = engine_module.checkpoint.load_model
+    load_model = checkpoint.load_model
 
     def load_broken(*args: Any) -> Any:
         model = load_model(*args)
         break_model(model)
         return model
 
-    monkeypatch.setattr(engine_module.checkpoint, "load_model", load_broken)
+    monkeypatch.setattr(checkpoint, "load_model", load_broken)
     with pytest.raises(ModelNotSupported, match="would give wrong answers here and is refused"):
         load_engine("llama", enforce_eager=True)
 
