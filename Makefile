@@ -37,7 +37,7 @@ test-tp: $(STAMP)
 
 # The page in a real browser (Debian: chromium), checked by axe-core; ARGS="--record" renews its recording and screenshot.
 test-page: $(STAMP)
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[page]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check playwright==1.65.2
 	$(BIN)/npm ci --prefix tests/page --no-audit --no-fund --ignore-scripts
 	$(BIN)/python -m pytest tests/page/browser.py $(ARGS)
 
