@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from gateway.decoding.metrics import METRICS
+from gateway.rest.response_schemas import ResponseBody
 from gateway.rest.schemas import ChatBody, CompletionBody
 from specdec.errors import (
     DeadlineExceeded,
@@ -187,8 +188,8 @@ def test_command_lines_are_found() -> None:
     assert sum(1 for page in PAGES for _ in command_lines(page)) > 30
 
 
-@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
-def test_the_api_page_lists_the_fields(body: type[CompletionBody] | type[ChatBody]) -> None:
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody, ResponseBody])
+def test_the_api_page_lists_the_fields(body: type[CompletionBody] | type[ChatBody] | type[ResponseBody]) -> None:
     page = read("docs/api.md")
     assert not {name for name in body.model_fields if f"`{name}" not in page}
 

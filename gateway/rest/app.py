@@ -20,6 +20,9 @@ from gateway.rest.completions import create_completion
 from gateway.rest.limits import BodyLimit
 from gateway.rest.openapi import describe
 from gateway.rest.playground import Playground
+from gateway.rest.response_schemas import ResponseBody
+from gateway.rest.response_store import ResponseStore
+from gateway.rest.responses import create_response, delete_response, get_response
 from gateway.rest.route import body_route
 from gateway.rest.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.rest.services import describe_services
@@ -39,6 +42,7 @@ def make_app(generation: Generation, keys: KeyRing) -> FastAPI:
     app.router.route_class = body_route(generation)
     errors.install(app)
     _add_generation(app, generation)
+    _add_responses(app, generation)
     _add_text(app, generation)
     _add_state(app, generation)
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
@@ -84,6 +88,22 @@ def _add_generation(app: FastAPI, generation: Generation) -> None:
         if not name:
             raise NotFound("the model's name is empty")
         return describe(generation.check_model(name))
+
+
+def _add_responses(app: FastAPI, generation: Generation) -> None:
+    store = ResponseStore(generation.settings.max_stored_response_bytes)
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponseBody, request: Request) -> Response:
+        return await create_response(generation, store, body, request)
+
+    @app.get("/v1/responses/{response_id}")
+    async def response(response_id: str, request: Request) -> Response:
+        return get_response(store, response_id, request)
+
+    @app.delete("/v1/responses/{response_id}")
+    async def forget_response(response_id: str) -> dict[str, Any]:
+        return delete_response(store, response_id)
 
 
 def _add_text(app: FastAPI, generation: Generation) -> None:

@@ -27,6 +27,14 @@ from specdec.errors import (
 
 logger = logging.getLogger(__name__)
 
+#: Parts of OpenAI's API that do not generate text, or that keep files and jobs.
+_OTHER_PATHS: Final = tuple(
+    f"/v1/{name}"
+    for name in (
+        *("assistants", "audio", "batches", "containers", "conversations", "embeddings", "evals", "files"),
+        *("fine_tuning", "images", "moderations", "realtime", "threads", "uploads", "vector_stores", "videos"),
+    )
+)
 #: Where the state of a scope keeps why its request was refused: the message, and the name of the error.
 REFUSAL: Final = "refusal"
 
@@ -104,6 +112,8 @@ def install(app: FastAPI) -> None:
         text = str(error.detail)
         if error.status_code == 404:
             text = f"there is no {quote(request.url.path)} here; /openapi.json lists the paths"
+            if request.url.path.startswith(_OTHER_PATHS):
+                text = f"{quote(request.url.path)} is not served: this server generates text only"
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
             text = f"{request.method} does not work on {quote(request.url.path)}; use {allowed}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
@@ -48,6 +48,11 @@ def encode_event(content: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
+def encode_named_event(content: dict[str, Any]) -> bytes:
+    """One server-sent event that has its type as its name."""
+    return f"event: {content['type']}\n".encode() + encode_event(content)
+
+
 class EventResponse(Response):
     """Server-sent events from a generator of JSON objects.
 
@@ -55,11 +60,21 @@ class EventResponse(Response):
     as an event, since the status is out.
     """
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None], headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        headers: Mapping[str, str],
+        *,
+        encode: Callable[[dict[str, Any]], bytes] = encode_event,
+        end: bytes = DONE,
+    ) -> None:
+        """``end`` is sent after the last event."""
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"} | dict(headers))
         # The body comes in pieces of unknown number.
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
         self._events = events
+        self._encode = encode
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client leaves."""
@@ -76,14 +91,13 @@ class EventResponse(Response):
                 await response_of(error)(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _send_piece(send, encode_event(first))
+            await _send_piece(send, self._encode(first))
             try:
                 async for event in events:
-                    await _send_piece(send, encode_event(event))
+                    await _send_piece(send, self._encode(event))
             except Exception as error:
                 await _send_piece(send, encode_event(body_of(error)[1]))
-            await _send_piece(send, DONE)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send({"type": "http.response.body", "body": self._end, "more_body": False})
 
 
 async def _send_piece(send: Send, piece: bytes) -> None:

@@ -13,6 +13,8 @@ from pydantic.json_schema import models_json_schema
 from gateway.rest.answer_schemas import ANSWERS, ErrorAnswer
 from gateway.rest.body import MEANINGFUL, Body, Refused, kinds_of
 from gateway.rest.request_id import REQUEST_ID_HEADER
+from gateway.rest.response_answers import RESPONSE_ANSWERS
+from gateway.rest.response_schemas import ReasoningOptions, ResponseBody, ResponseStreamOptions, TextOptions
 from gateway.rest.schemas import (
     ChatBody,
     CompletionBody,
@@ -27,7 +29,9 @@ from specdec.params import parameters
 
 _BODIES: Final[tuple[type[Body], ...]] = (
     *(ChatBody, CompletionBody, DetokenizeBody, Message, MessagePart, Speculation, StreamOptions, TokenizeBody),
+    *(ReasoningOptions, ResponseBody, ResponseStreamOptions, TextOptions),
 )
+_ANSWERS: Final = ANSWERS | RESPONSE_ANSWERS
 #: Values that mean the default of a field.
 _EMPTY: Final[list[Any]] = ["", [], {}]
 _ERRORS: Final[Mapping[str, str]] = {
@@ -49,7 +53,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
     """The description of an application; made once."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        models = {model for pair in ANSWERS.values() for model in pair if model is not None} | {ErrorAnswer}
+        models = {model for pair in _ANSWERS.values() for model in pair if model is not None} | {ErrorAnswer}
         _, made = models_json_schema(
             [(model, "serialization") for model in models], ref_template="#/components/schemas/{model}"
         )
@@ -67,7 +71,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
 
 
 def _responses(method: str, path: str) -> dict[str, Any]:
-    answer, event = ANSWERS.get((method, path), (None, None))
+    answer, event = _ANSWERS.get((method, path), (None, None))
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if answer is not None:
         content = {"application/json": {"schema": _reference(answer)}}

@@ -15,6 +15,7 @@ from gateway.bounded_json import parse_json
 from gateway.limits import check_count, check_length, check_name, check_params, check_text
 from gateway.prompt import encode_prompt
 from gateway.rest.body import Body, invalid_request_of
+from gateway.rest.response_schemas import ResponseBody
 from gateway.rest.schemas import (
     ChatBody,
     CompletionBody,
@@ -76,6 +77,17 @@ def read_chat(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool)
     prompts = Prompts([prompt], [None], frozenset([*body.ignored(), *unread]))
     _keep(body, prompts, text, model, special=special, is_large=is_large)
     return body
+
+
+def read_response(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool) -> ResponseBody:
+    """The body of ``POST /v1/responses``, its input translated."""
+    body = _parse(ResponseBody, raw, text, model)
+    given = body.input if isinstance(body.input, list) else []
+    check_count("input", len(given), "items", text.settings, "max_messages")
+    contents = [item.get("content") for item in given if isinstance(item, dict)]
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    check_count("input", num_parts, "content parts", text.settings, "max_content_parts")
+    return body.prepare()
 
 
 def read_tokenize(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool) -> TokenizeBody:

@@ -15,13 +15,15 @@ from gateway.access.caller import current_caller
 from gateway.access.session_hint import use_session_hint
 from gateway.generation import SMALL_REQUEST, Generation
 from gateway.rest.events import while_connected
-from gateway.rest.reading import read_chat, read_completion, read_detokenize, read_tokenize
+from gateway.rest.reading import read_chat, read_completion, read_detokenize, read_response, read_tokenize
+from gateway.rest.response_schemas import ResponseBody
 from gateway.rest.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from specdec.errors import Cancelled, InvalidRequest, quote
 
 _READERS: Final[Mapping[Any, Callable[..., Any]]] = {
     CompletionBody: read_completion,
     ChatBody: read_chat,
+    ResponseBody: read_response,
     TokenizeBody: read_tokenize,
     DetokenizeBody: read_detokenize,
 }

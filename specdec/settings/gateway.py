@@ -69,6 +69,7 @@ class GatewaySettings(RequestLimits):
     max_concurrent_sequences: int = option(512, "sequences in progress, n samples are n; more wait", ge=1)
     max_queued_requests: int = option(512, "requests that wait for that, fair by client; one more gets 429", ge=0)
     max_queue_wait_s: float = option(30.0, "seconds a request waits before it gets 429", gt=0)
+    max_stored_response_bytes: int = option(64 * 2**20, "bytes of all responses kept for previous_response_id", ge=0)
     disable_playground: bool = option(False, "no page at /, only the API")
     log_level: str = option("info", "least severe messages in the log", choices=LEVELS)
     log_format: str = option("text", "lines of the log on stderr", choices=FORMATS)

@@ -58,7 +58,7 @@ SERVER_OPTIONS: Final = (
     *("host", "port", "grpc_port", "served_model_name", "request_timeout_s", "drain_s"),
     *("max_concurrent_sequences", "max_queued_requests", "max_queue_wait_s"),
     *("draft_timeout_s", "max_target_retries", "target_wait_s", "log_level", "log_format", "log_requests"),
-    "disable_playground",
+    *("disable_playground", "max_stored_response_bytes"),
     *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "insecure"),
     *options_of(RequestLimits),
 )

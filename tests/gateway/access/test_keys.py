@@ -38,11 +38,14 @@ async def test_every_path_but_health_asks_for_a_key(stand):
     paths = [
         *[("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")],
         *[("GET", path) for path in ("/v1/models", "/v1/models/x", "/version", "/metrics", "/", "/docs", "/nothing")],
-        ("GET", "/services"),
+        *[("GET", "/services"), ("POST", "/v1/responses"), ("GET", "/v1/responses/x"), ("DELETE", "/v1/responses/x")],
         ("GET", "/openapi.json"),
     ]
     described = (await stand.http.get("/openapi.json", headers=bearer("one"))).json()["paths"].keys()
-    assert described - {"/health"} <= {path for _, path in paths} | {"/v1/models/{name}"}
+    assert described - {"/health"} <= {path for _, path in paths} | {
+        "/v1/models/{name}",
+        "/v1/responses/{response_id}",
+    }
     for method, path in paths:
         for headers in (
             {},

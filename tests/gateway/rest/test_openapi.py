@@ -4,6 +4,8 @@ import pytest
 
 from gateway.decoding.metrics import METRICS
 from gateway.rest.answer_schemas import ANSWERS, ErrorAnswer, SpeculativeDecoding
+from gateway.rest.response_answers import RESPONSE_ANSWERS
+from gateway.rest.response_schemas import ResponseBody
 from gateway.rest.schemas import ChatBody, CompletionBody
 from tests.gateway.rest.test_rest import body_of, chat_of, events, post
 
@@ -46,7 +48,7 @@ async def test_other_answers_are_as_described(stand):
 
 async def test_the_description_names_content_types_and_errors(stand):
     schema = (await stand.http.get("/openapi.json")).json()
-    paths = {path for _, path in ANSWERS} | {"/metrics"}
+    paths = {path for _, path in ANSWERS | RESPONSE_ANSWERS} | {"/metrics"}
     assert set(schema["paths"]) == paths
     responses = schema["paths"]["/v1/completions"]["post"]["responses"]
     assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
@@ -54,7 +56,7 @@ async def test_the_description_names_content_types_and_errors(stand):
     assert set(schema["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
     components = schema["components"]["schemas"]
     assert components["ErrorAnswer"]
-    for body in (CompletionBody, ChatBody):
+    for body in (CompletionBody, ChatBody, ResponseBody):
         assert set(components[body.__name__]["properties"]) == set(body.model_fields)
     temperature = components["ChatBody"]["properties"]["temperature"]["anyOf"]
     assert temperature[0] == {"type": "number", "minimum": 0.0}
