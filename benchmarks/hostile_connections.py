@@ -251,12 +251,16 @@ def attack(server: Server, connection: Connection) -> None:
     """Make each attack that is ordered, until the next order; answer when it has begun, and then with its outcomes."""
 
     async def hold(name: str) -> Outcomes:
-        outcomes = Outcomes()
+        outcomes, is_ordered = Outcomes(), asyncio.Event()
         task = asyncio.create_task(ATTACKS[name].run(server, outcomes))
         connection.send("begun")
-        await asyncio.to_thread(connection.recv)
+        asyncio.get_running_loop().add_reader(connection.fileno(), is_ordered.set)
+        order = asyncio.create_task(is_ordered.wait())
+        await asyncio.wait((task, order), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
-            task.result()
+            task.result()  # an attack that fails is over at once
+        await order
+        connection.recv()
         outcomes = Outcomes(outcomes)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

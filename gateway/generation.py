@@ -25,7 +25,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.pacing.pace import Pacer
 from gateway.pacing.stats import PacingStatsCollector
 from gateway.pacing.target_pacer import TargetPacer
-from gateway.prefixes import Prefixes
+from gateway.prefixes import Prefixes, PrefixHashes
 from gateway.preparation import Preparation
 from gateway.prompt import encode_prompt
 from gateway.request_log import RequestLog
@@ -217,9 +217,10 @@ class Generation:
         if isinstance(prompt, str):
             prompt = await self.encode(prompt, add_special_tokens=request.add_special_tokens)
         samples = self._preparation.prepare(request, prompt, self.router.model(), deadline=deadline)
-        is_named = samples[0].session_id is not None
-        if self._prefixes is not None and not is_named:
-            samples[0] = replace(samples[0], session_id=self._choose_session(self._prefixes, samples[0]))
+        hashes: PrefixHashes | None = None
+        if self._prefixes is not None and samples[0].session_id is None:
+            hashes = await PrefixHashes.of(samples[0].caller.client, samples[0].prompt)
+            samples[0] = replace(samples[0], session_id=self._choose_session(self._prefixes, samples[0], hashes))
         request_id = request.request_id or current_request_id()
         stops = StopStrings(request.params.stop)
         num_tokens = len(prompt) + sum(sample.params.max_tokens or 0 for sample in samples)
@@ -227,7 +228,7 @@ class Generation:
             self.request_log.request(request_id) as record,
             self.clients.tokens(current_caller(), num_tokens) as tokens,
             self._pinned(samples),
-            self._parking(samples[0], is_named=is_named) as committed,
+            self._parking(samples[0], hashes),
         ):
             tokens.num_used = len(prompt)
             streams = [
@@ -237,8 +238,8 @@ class Generation:
             async with aclosing(merge(streams)) as chunks:
                 async for chunk in chunks:
                     tokens.num_used += len(chunk.token_ids)
-                    if chunk.index == 0:
-                        committed.extend(chunk.token_ids)
+                    if chunk.index == 0 and hashes is not None:
+                        hashes.extend(chunk.token_ids)
                     if record is not None:
                         record.add(chunk)
                     yield chunk
@@ -330,9 +331,9 @@ class Generation:
                 key=key,
             )
 
-    def _choose_session(self, prefixes: Prefixes, sample: DecodingRequest) -> str:
+    def _choose_session(self, prefixes: Prefixes, sample: DecodingRequest, hashes: PrefixHashes) -> str:
         """The parked session that a request without a name continues, or a new one."""
-        found = prefixes.find(sample.caller.client, sample.prompt, lambda name: name not in self._session_ids)
+        found = prefixes.find(hashes, lambda name: name not in self._session_ids)
         if found is None:
             outcome = "none"
         elif self.router.is_overused(found):
@@ -343,14 +344,14 @@ class Generation:
         return found if found is not None and outcome == "found" else self.router.new_session_id(sample.caller.key)
 
     @contextmanager
-    def _parking(self, sample: DecodingRequest, *, is_named: bool) -> Iterator[list[int]]:
-        """Remember what a session without a name has parked in the end; gives the list for its tokens."""
-        committed: list[int] = []
+    def _parking(self, sample: DecodingRequest, hashes: PrefixHashes | None) -> Iterator[None]:
+        """Remember what a session without a name has parked in the end: ``hashes`` are of its text by then."""
         try:
-            yield committed
+            yield
         finally:
-            if committed and self._prefixes is not None and not is_named and sample.session_id is not None:
-                self._prefixes.note(sample.caller.client, sample.session_id, (*sample.prompt, *committed))
+            prefixes, name, prompt_len = self._prefixes, sample.session_id, len(sample.prompt)
+            if prefixes is not None and name is not None and hashes is not None and hashes.num_tokens > prompt_len:
+                prefixes.note(name, hashes)
 
     @contextmanager
     def _pinned(self, samples: list[DecodingRequest]) -> Iterator[None]:

@@ -26,8 +26,9 @@ TAIL: Final = 32
 #: Steps after which a sequence that is in no batch has ended: an engine leaves a running one out for a few steps at
 #: most, and until then the session of one that ended holds its cache.
 MAX_ABSENT_STEPS: Final = 32
-#: Steps before a session that the draft service refused or lost is opened again. Opening sends the whole text, so it
-#: must be rare while the service is full; 64 steps are a second or two.
+#: Steps before a session that the draft service refused is opened again. Opening sends the whole text, so it must be
+#: rare while the service is full; 64 steps are a second or two. One that had drafted before it was lost is opened again
+#: at once: the service ends sessions that idle.
 RETRY_STEPS: Final = 64
 
 Tokens = npt.NDArray[np.int32]
@@ -106,6 +107,8 @@ class _RemoteSession:
     last_step: int
     #: Step from which a session that was lost may be opened again; None: it is open.
     retry_at: int | None = None
+    #: Whether it has brought a proposal.
+    has_drafted: bool = False
 
 
 class RemoteSessions:
@@ -137,7 +140,7 @@ class RemoteSessions:
         if not (self._client.connect() if has_new else self._client.is_connected):
             return [RowDraft() for _ in rows]
         request = pb.DraftStepRequest()
-        names = [self._advance(row, request) if row.num_new else None for row in rows]
+        asked = [self._advance(row, request) if row.num_new else None for row in rows]
         request.close.extend(self._forget_absent())
         try:
             response = self._client.step(request) if request.ByteSize() else None
@@ -148,18 +151,21 @@ class RemoteSessions:
             return [RowDraft() for _ in rows]
         self._note_lost({lost.session_id: lost.cause for lost in response.lost})
         end = self._num_tokens
-        drafts: dict[str | None, RowDraft] = {
+        drafts = {
             each.session_id: RowDraft(each.proposal.token_ids[:end], each.proposal.parents[:end])
             for each in response.proposals
         }
-        return [drafts.get(name, RowDraft()) for name in names]
+        for session in asked:
+            if session is not None and session.name in drafts:
+                session.has_drafted = True
+        return [RowDraft() if session is None else drafts.get(session.name, RowDraft()) for session in asked]
 
     def close(self) -> None:
         """End all sessions."""
         self._client.close()
 
-    def _advance(self, row: EngineRow, request: pb.DraftStepRequest) -> str | None:
-        """Add a row's commit to the request; the name of its session, if it has one now."""
+    def _advance(self, row: EngineRow, request: pb.DraftStepRequest) -> _RemoteSession | None:
+        """Add a row's commit to the request; its session, if it has one now."""
         num_tokens = min(self._num_tokens, self._max_model_len - row.length - 1)
         if num_tokens <= 0:
             return None
@@ -187,7 +193,7 @@ class RemoteSessions:
         )
         request.advances.add(session_id=session.name, advance=advance)
         self._put(after, session, row)
-        return session.name
+        return session
 
     def _open(self, row: EngineRow, request: pb.DraftStepRequest) -> _RemoteSession:
         """A session whose drafts are the likeliest tokens: the engine takes a draft for certain, not for a sample."""
@@ -238,9 +244,12 @@ class RemoteSessions:
             return
         for sessions in self._sessions.values():
             for session in sessions:
-                if session.name in causes:
-                    session.retry_at = self._step + RETRY_STEPS
-                    logger.warning("a sequence has no draft for %d steps: %s", RETRY_STEPS, causes[session.name])
+                if session.name not in causes:
+                    continue
+                num_steps = 1 if session.has_drafted else RETRY_STEPS
+                session.retry_at = self._step + num_steps
+                if num_steps > 1:
+                    logger.warning("a sequence has no draft for %d steps: %s", num_steps, causes[session.name])
 
 
 def _key(token_ids: Tokens) -> tuple[int, bytes]:

@@ -246,8 +246,8 @@ class Decoding:
     def _start_looked_up(self) -> bool:
         """Start a round of what followed the last tokens before, where that is worth it.
 
-        A model drafts better than a short match does. This choice, like the match, depends on committed tokens alone,
-        and is made before anything is drawn.
+        A model drafts better than a short match does. The match depends on committed tokens alone; whether it is tried,
+        and how much of it, depends on measured times and on the draft's pace, too, but never on tokens that were drawn.
         """
         if not self._lookup.is_on or not self._target.may_start or self._context.crowded:
             return False

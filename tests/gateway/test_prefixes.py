@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.prefixes import BLOCK_SIZE, Prefixes
+from gateway.prefixes import BLOCK_SIZE, MAX_CANDIDATES, MAX_TOKENS_AT_ONCE, Prefixes, PrefixHashes
 from gateway.routing import MAX_EXCESS_USE, Replica, Router
 from gateway.types import GenerationRequest
 from specdec.params import SamplingParams
@@ -20,38 +20,82 @@ def text(num_blocks, first=0):
     return list(range(first, first + num_blocks * BLOCK_SIZE))
 
 
+def hashed(tokens, client="a"):
+    hashes = PrefixHashes(client)
+    hashes.extend(tokens)
+    return hashes
+
+
 def test_the_longest_prefix_is_found():
     prefixes = Prefixes()
-    prefixes.note("a", "short", text(4))
-    prefixes.note("a", "long", [*text(4), *text(3, first=10_000), 1])
-    assert prefixes.find("a", [*text(4), 7, 8], anything) == "long"  # the one that was used last
-    assert prefixes.find("a", [*text(4), *text(3, first=10_000), 1, 5, 5], anything) == "long"
-    assert prefixes.find("a", [*text(4), 7, 8], lambda name: name != "long") is None
-    assert prefixes.find("b", text(4), anything) is None  # another client's
+    prefixes.note("short", hashed(text(4)))
+    prefixes.note("long", hashed([*text(4), *text(3, first=10_000), 1]))
+    assert prefixes.find(hashed([*text(4), 7, 8]), anything) == "long"  # the one that was used last
+    assert prefixes.find(hashed([*text(4), *text(3, first=10_000), 1, 5, 5]), anything) == "long"
+    assert prefixes.find(hashed([*text(4), 7, 8]), lambda name: name != "long") == "short"
+    assert prefixes.find(hashed(text(4), "b"), anything) is None  # another client's
 
 
 def test_a_session_that_would_lose_most_of_what_it_holds_is_left_alone():
     prefixes = Prefixes()
-    prefixes.note("a", "session", text(9))
-    assert prefixes.find("a", [*text(5), *text(5, first=10_000)], anything) == "session"
-    assert prefixes.find("a", [*text(4), *text(5, first=10_000)], anything) is None
+    prefixes.note("session", hashed(text(9)))
+    assert prefixes.find(hashed([*text(5), *text(5, first=10_000)]), anything) == "session"
+    assert prefixes.find(hashed([*text(4), *text(5, first=10_000)]), anything) is None
+
+
+def test_sessions_that_do_not_fit_hide_none_that_does():
+    prefixes = Prefixes()
+    prefixes.note("short", hashed(text(4)))
+    prefixes.note("long", hashed([*text(4), *text(7, first=10_000)]))
+    assert prefixes.find(hashed([*text(4), 7, 8]), anything) == "short"
+    prefixes.note("short", hashed(text(1, first=500)))
+    assert prefixes.find(hashed([*text(4), 7, 8]), anything) is None
+
+
+def test_not_every_session_of_a_crowd_is_looked_at():
+    prefixes = Prefixes()
+    for index in range(2 * MAX_CANDIDATES):
+        prefixes.note(str(index), hashed(text(4)))
+    asked = []
+    assert prefixes.find(hashed(text(4)), asked.append) is None
+    assert asked == [str(index) for index in reversed(range(MAX_CANDIDATES, 2 * MAX_CANDIDATES))]
+
+
+async def test_a_long_prompt_is_hashed_in_slices():
+    tokens, slices = list(range(4 * MAX_TOKENS_AT_ONCE + 40)), 0
+
+    async def count():
+        nonlocal slices
+        while True:
+            slices += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(count())
+    hashes = await PrefixHashes.of("a", tokens)
+    beside.cancel()
+    assert slices >= 4
+    grown = PrefixHashes("a")
+    for start in range(0, len(tokens), 50):
+        grown.extend(tokens[start : start + 50])
+    assert hashes.hashes == grown.hashes == hashed(tokens).hashes
+    assert (len(hashes.hashes), hashes.num_tokens) == (len(tokens) // BLOCK_SIZE, len(tokens))
 
 
 def test_a_session_has_the_prefixes_it_was_parked_with_last():
     prefixes = Prefixes()
-    prefixes.note("a", "session", text(4))
-    prefixes.note("a", "session", text(2, first=500))
+    prefixes.note("session", hashed(text(4)))
+    prefixes.note("session", hashed(text(2, first=500)))
     assert len(prefixes) == 2
-    assert prefixes.find("a", text(4), anything) is None
-    assert prefixes.find("a", text(2, first=500), anything) == "session"
+    assert prefixes.find(hashed(text(4)), anything) is None
+    assert prefixes.find(hashed(text(2, first=500)), anything) == "session"
 
 
 def test_what_is_kept_is_bounded():
     prefixes = Prefixes(max_prefixes=10)
     for index in range(20):
-        prefixes.note("a", str(index), text(3, first=1000 * index))
+        prefixes.note(str(index), hashed(text(3, first=1000 * index)))
     assert len(prefixes) == 9
-    found = [prefixes.find("a", text(3, first=1000 * index), anything) for index in range(20)]
+    found = [prefixes.find(hashed(text(3, first=1000 * index)), anything) for index in range(20)]
     assert found == [None] * 17 + ["17", "18", "19"]
 
 

@@ -8,6 +8,7 @@ import types
 import numpy as np
 import pytest
 
+from draft_service import engine_stream
 from draft_service.servicer import DraftServicer
 from specdec.errors import InvalidRequest
 from specdec.rpc.server import RpcServer
@@ -251,6 +252,31 @@ async def test_sessions_that_are_refused_are_tried_again_later(monkeypatch, capl
         assert engine.num_accepted
         drafting.close()
     assert "the fake is dead" in caplog.text
+
+
+async def test_sessions_that_idled_are_opened_again_at_once(monkeypatch):
+    monkeypatch.setattr(sessions, "RETRY_STEPS", 1_000_000)
+    draft = FakeDraft()
+    async with Service(draft) as service:
+        drafting = remote(service)
+        engine = Engine(chains(drafting), PROMPTS, 400)
+
+        async def accept():
+            before = engine.num_accepted
+            while engine.num_accepted < before + 10:
+                assert engine.unfinished
+                await asyncio.to_thread(engine.step)
+
+        async with asyncio.timeout(10):
+            await accept()
+            monkeypatch.setattr(engine_stream, "MAX_IDLE_S", 0.05)
+            await asyncio.to_thread(engine.step)
+            while draft.open_sessions:  # noqa: ASYNC110 (the server's own pace)
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(engine_stream, "MAX_IDLE_S", 60.0)
+            await accept()
+        assert draft.num_opened == 2 * len(PROMPTS)
+        drafting.close()
 
 
 async def test_as_vllm_calls_it():

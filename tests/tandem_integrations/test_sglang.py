@@ -137,9 +137,8 @@ def start_worker(monkeypatch, service, group=None, **changes):
     if group is not None:
         monkeypatch.setattr(sys.modules["sglang.srt.distributed"], "get_tp_group", lambda: group)
     if not SpeculativeAlgorithm.registered:
-        (plugin,) = entry_points(group="sglang.srt.plugins", name="tandem") or [None]
-        assert plugin is None or plugin.value == "tandem_integrations.sglang:register"
-        integration.register()
+        (plugin,) = entry_points(group="sglang.srt.plugins", name="tandem")
+        plugin.load()()
     algorithm = SpeculativeAlgorithm.registered["TANDEM"]
     server_args = arguments(**changes)
     algorithm.handle_server_args(server_args)
@@ -228,7 +227,9 @@ async def test_requests_are_sessions(standin, monkeypatch, overlap):
             assert request.output_ids.tolist() == text[: len(request.output_ids)]
         assert scheduler.num_accepted > 0.6 * 60 * len(PROMPTS)
         assert service.draft.num_opened == len(PROMPTS)
-        assert all(session.token_ids[:2] != [0, 0] for session in service.draft.sessions)
+        texts = [[*prompt, *text] for prompt, text in zip(PROMPTS, scheduler.texts, strict=True)]
+        for session in service.draft.sessions:
+            assert any(text[: len(session.token_ids)] == session.token_ids for text in texts)
 
 
 async def test_other_ranks_get_what_the_first_one_got(standin, monkeypatch):
