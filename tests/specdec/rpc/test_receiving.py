@@ -6,15 +6,9 @@ from contextlib import suppress
 
 import pytest
 
-from specdec.rpc import receiving
-from specdec.rpc.receiving import ReceivingSlots
+from specdec.rpc.receiving import CHECK_INTERVAL_S, MAX_CHECKS, ReceivingSlots
 
-CHECK_S = 0.01
-
-
-@pytest.fixture(autouse=True)
-def often(monkeypatch):
-    monkeypatch.setattr(receiving, "CHECK_INTERVAL_S", CHECK_S)
+pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 class Calls:
@@ -51,45 +45,43 @@ class Calls:
 
 
 @pytest.fixture
-async def calls():
+async def calls(virtual_time):
     calls = Calls(3)
     await calls.open("a", "b", "c")
     yield calls
     await calls.close()
 
 
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 (no event tells it)
-            await asyncio.sleep(CHECK_S / 2)
+async def checks(number):
+    """Let the time of so many checks pass; a half: no check is due when it returns."""
+    await asyncio.sleep(number * CHECK_INTERVAL_S)
 
 
 async def test_as_many_end_as_wait_the_oldest_first(calls):
     await calls.open("d")
-    await until(lambda: "d" in calls.begun)
-    await asyncio.sleep(5 * CHECK_S)
-    assert calls.ended == ["a"]
+    await checks(8.5)
+    assert (calls.begun, calls.ended) == (["a", "b", "c", "d"], ["a"])
     await calls.open("e", "f")
-    await until(lambda: len(calls.begun) == 6)
-    assert calls.ended == ["a", "b", "c"]
+    await checks(8.5)
+    assert (len(calls.begun), calls.ended) == (6, ["a", "b", "c"])
 
 
 async def test_nobody_ends_for_calls_that_left(calls):
     """Each waits for two checks: together they are more than make a message late."""
     for number in range(4):
         await calls.open(number)
-        await asyncio.sleep(2.5 * CHECK_S)
+        await checks(2.5)
         await calls.cancel(number)
-    await asyncio.sleep(5 * CHECK_S)
+    await checks(5)
     assert not calls.ended
 
 
 async def test_a_call_that_is_being_cancelled_does_not_count(calls):
     """It is cancelled in the iteration of the event loop in which the messages become late."""
+    loop = asyncio.get_running_loop()
+    late_s = loop.time() + MAX_CHECKS * CHECK_INTERVAL_S
     await calls.open("d")
-    await asyncio.sleep(2.5 * CHECK_S)
-    asyncio.get_running_loop().call_soon(calls.tasks["d"].cancel)
-    time.sleep(CHECK_S)  # noqa: ASYNC251 (the check is due as well)
-    await until(calls.tasks["d"].done)
-    await asyncio.sleep(5 * CHECK_S)
+    loop.call_at(late_s - time.get_clock_info("monotonic").resolution / 2, calls.tasks["d"].cancel)
+    await checks(8)
     assert not calls.ended
+    assert calls.tasks["d"].cancelled()
