@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -77,11 +77,11 @@ def secured() -> Iterator[dict[str, str]]:
             yield where | {"ca": files["ca"]}
 
 
-def main(command: list[str]) -> int:
-    """Run a command between start and stop; returns its exit status."""
-    with ExitStack() as stack:
-        where, secure = stack.enter_context(serve()), stack.enter_context(secured())
-        environment = {
+@contextmanager
+def served() -> Iterator[dict[str, str]]:
+    """Both servers; gives the variables that tell clients where they are."""
+    with serve() as where, secured() as secure:
+        yield {
             "TANDEM_URL": where["url"],
             "TANDEM_GRPC": where["grpc"],
             "TANDEM_MODEL": MODEL,
@@ -90,7 +90,12 @@ def main(command: list[str]) -> int:
             "TANDEM_CA": secure["ca"],
             "TANDEM_API_KEY": KEY,
         }
-        return subprocess.run(command, env=os.environ | environment, check=False).returncode
+
+
+def main(command: list[str]) -> int:
+    """Run a command between start and stop; returns its exit status."""
+    with served() as where:
+        return subprocess.run(command, env=os.environ | where, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -1,0 +1,154 @@
+"""Run the clients that users have against ``tandem serve``, each in an environment of its own.
+
+``python -m tests.clients.run`` runs all, ``python -m tests.clients.run openai ai`` some. Python clients have their pins in
+``requirements/NAME.txt`` and their checks in ``python/check_NAME.py``, npm clients both in ``node/NAME``. The environments
+are kept in ``.venv/clients``. With ``--write`` the table in ``docs/clients.md`` says what passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.clients.serve import ROOT, served
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = ROOT / ".venv" / "clients"
+RESULTS = ENVIRONMENTS / "results.json"
+PAGE = ROOT / "docs" / "clients.md"
+TABLE = re.compile(r"(?<=\| --- \| --- \| --- \| --- \|\n)(\|.*\n)*")
+CHECK_TIMEOUT_S = 900
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one client."""
+
+    packages: str
+    checks: str
+    passed: int
+    failed: int
+
+    @property
+    def row(self) -> str:
+        """Its line of the table."""
+        outcome = f"{self.passed} passed" + (f", {self.failed} failed" if self.failed else "")
+        return f"{self.packages} | {self.checks} | {outcome} |"
+
+
+def clients() -> dict[str, type[PythonClient] | type[NodeClient]]:
+    """The clients by name."""
+    python = {path.stem: PythonClient for path in sorted((HERE / "requirements").glob("*.txt"))}
+    return python | {path.parent.name: NodeClient for path in sorted((HERE / "node").glob("*/package.json"))}
+
+
+class PythonClient:
+    """A package of PyPI, with its checks under pytest."""
+
+    def __init__(self, name: str) -> None:
+        self._requirements = HERE / "requirements" / f"{name}.txt"
+        self._file = HERE / "python" / f"check_{name}.py"
+        self._folder = ENVIRONMENTS / name
+        self._python = self._folder / "bin" / "python"
+
+    def install(self) -> None:
+        """Install what is pinned, unless it is there."""
+        stamp, wanted = self._folder / "requirements.txt", self._requirements.read_text()
+        if stamp.exists() and stamp.read_text() == wanted:
+            return
+        shutil.rmtree(self._folder, ignore_errors=True)
+        venv.create(self._folder, with_pip=True)
+        pip = [str(self._python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        constraints = self._folder / "constraints.txt"
+        # Some clients need torch; the build that is here, and not one of gigabytes.
+        constraints.write_text("".join(re.findall(r"^torch==.*\n", (ROOT / "constraints.txt").read_text(), re.M)))
+        subprocess.run([*pip, "--constraint", str(constraints), "--requirement", str(self._requirements)], check=True)
+        stamp.write_text(wanted)
+
+    def run(self, environment: dict[str, str]) -> Result:
+        """The result of its checks."""
+        path = f"{self._folder / 'bin'}{os.pathsep}{environment['PATH']}"
+        done = subprocess.run(
+            [str(self._python), "-m", "pytest", "-c", str(HERE / "python" / "pytest.ini"), "-rA", str(self._file)],
+            env=environment | {"PATH": path, "PYTHONPATH": ""},
+            capture_output=True, text=True, timeout=CHECK_TIMEOUT_S, check=False,
+        )  # fmt: skip
+        print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
+        counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|errors?)", done.stdout[-500:])}
+        pins = [line.split("==") for line in self._requirements.read_text().splitlines() if "==" in line]
+        packages = ", ".join(f"`{name}` {version}" for name, version in pins if name != "pytest")
+        passed = counts.pop("passed", 0)
+        checks = ast.get_docstring(ast.parse(self._file.read_text())) or ""
+        return Result(f"{packages} | Python", checks, passed, sum(counts.values()) or int(done.returncode != 0))
+
+
+class NodeClient:
+    """Packages of npm, with their checks under Node's test runner."""
+
+    def __init__(self, name: str) -> None:
+        self._folder = HERE / "node" / name
+        self._package = json.loads((self._folder / "package.json").read_text())
+
+    def install(self) -> None:
+        """Install what is locked, unless it is there."""
+        done, lock = self._folder / "node_modules" / ".package-lock.json", self._folder / "package-lock.json"
+        if done.exists() and done.stat().st_mtime >= lock.stat().st_mtime:
+            return
+        command = ["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
+        subprocess.run(command, cwd=self._folder, check=True, capture_output=True)
+
+    def run(self, environment: dict[str, str]) -> Result:
+        """The result of its checks."""
+        done = subprocess.run(
+            ["node", "--test", "--test-reporter=tap", "check.mjs"],
+            cwd=self._folder, env=environment, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S, check=False,
+        )  # fmt: skip
+        print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
+        counts = {kind: int(count) for kind, count in re.findall(r"^# (pass|fail|cancelled) (\d+)$", done.stdout, re.M)}
+        packages = ", ".join(f"`{name}` {version}" for name, version in self._package["dependencies"].items())
+        failed = counts.get("fail", 0) + counts.get("cancelled", 0)
+        failed = failed or int(done.returncode != 0)
+        return Result(f"{packages} | Node.js", self._package["description"], counts.get("pass", 0), failed)
+
+
+def main() -> int:
+    """Run the clients; 1 where a check failed."""
+    known = clients()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(known)}; all by default")
+    parser.add_argument("--write", action="store_true", help="write the table in docs/clients.md")
+    args = parser.parse_args()
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"no such client: {', '.join(unknown)}; there are {', '.join(known)}")
+    names = args.names or list(known)
+    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    has_failed = False
+    with served() as where:
+        for name in names:
+            begun = time.monotonic()
+            client = known[name](name)
+            client.install()
+            result = client.run(os.environ | where)
+            has_failed |= bool(result.failed)
+            results[name] = asdict(result)
+            print(f"{name}: {result.row} {time.monotonic() - begun:.0f} s", flush=True)
+    RESULTS.write_text(json.dumps(results, indent=1))
+    if args.write:
+        rows = "".join(f"| {Result(**results[name]).row}\n" for name in known if name in results)
+        PAGE.write_text(TABLE.sub(lambda _: rows, PAGE.read_text(), count=1))
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
