@@ -291,6 +291,19 @@ class VersionAnswer(Answer):
     version: str
 
 
+class TokenizerAnswer(Answer):
+    """The answer of ``/tokenizer_info``; null where the model has no such token."""
+
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    sep_token: str | None
+    cls_token: str | None
+    mask_token: str | None
+    chat_template: str | None
+
+
 class ServiceAnswer(Answer):
     """A target or a draft."""
 
@@ -345,6 +358,7 @@ ANSWERS: dict[tuple[str, str], tuple[type[Answer], type[Answer] | None]] = {
     ("get", "/v1/models/{name}"): (ModelCard, None),
     ("post", "/tokenize"): (TokenizeAnswer, None),
     ("post", "/detokenize"): (DetokenizeAnswer, None),
+    ("get", "/tokenizer_info"): (TokenizerAnswer, None),
     ("get", "/health"): (HealthAnswer, None),
     ("get", "/services"): (ServicesAnswer, None),
     ("get", "/version"): (VersionAnswer, None),

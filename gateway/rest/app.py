@@ -117,6 +117,10 @@ def _add_text(app: FastAPI, generation: Generation) -> None:
         generation.check_model(body.model or "")
         return Response(body.answer, media_type="application/json")
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        return generation.text.describe_tokenizer()
+
 
 def _add_state(app: FastAPI, generation: Generation) -> None:
     @app.head("/health", include_in_schema=False)

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from gateway.text.chat_template import ChatTemplate, read_template
 from gateway.text.replies import Replies
-from gateway.text.tokenizer import TextTokenizer
-from specdec.errors import InvalidRequest, quote
+from gateway.text.tokenizer import ROLES, TextTokenizer
+from specdec.errors import InvalidRequest, NotFound, quote
 from specdec.settings import GatewaySettings
 
 
@@ -69,6 +69,17 @@ class TextProcessor:
                 f"tokens holds {quote(wrong)}, outside the tokenizer's [0, {tokenizer.size})", param="tokens"
             )
         return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def describe_tokenizer(self) -> dict[str, str | None]:
+        """What clients need to render chats and to end texts by themselves: special tokens by role, the chat template.
+
+        Raises:
+            NotFound: there is no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise NotFound("this server has no tokenizer")
+        special = {role: self.tokenizer.special_tokens.get(role) for role in ROLES}
+        return special | {"chat_template": None if self._template is None else self._template.source}
 
     @property
     def chat_variables(self) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """``tandem serve`` for the time a command runs.
 
-``python -m tests.clients.serve COMMAND…`` tells the command in its environment where it is: TANDEM_URL, TANDEM_GRPC and
-TANDEM_MODEL; and of a second one with TLS and a key: TANDEM_SECURE_GRPC, TANDEM_SECURE_URL, TANDEM_CA, TANDEM_API_KEY.
+``python -m tests.clients.serve COMMAND…`` tells the command in its environment where it is: TANDEM_URL, TANDEM_GRPC,
+TANDEM_MODEL and TANDEM_MODEL_FOLDER; and of a second one with TLS and a key: TANDEM_SECURE_GRPC, TANDEM_SECURE_URL, TANDEM_CA, TANDEM_API_KEY.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def served() -> Iterator[dict[str, str]]:
             "TANDEM_URL": where["url"],
             "TANDEM_GRPC": where["grpc"],
             "TANDEM_MODEL": MODEL,
+            "TANDEM_MODEL_FOLDER": str(ROOT / "tandem" / "models" / MODEL),
             "TANDEM_SECURE_URL": secure["url"],
             "TANDEM_SECURE_GRPC": secure["grpc"],
             "TANDEM_CA": secure["ca"],

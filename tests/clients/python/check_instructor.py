@@ -1,4 +1,4 @@
-"""`create` in the modes JSON and JSON_SCHEMA, lists, partial streams"""
+"""`create`, `create_partial` and `create_with_completion` in the mode `JSON_SCHEMA`"""
 
 from typing import Literal
 
@@ -9,32 +9,33 @@ import pytest
 
 
 class Person(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
     kind: Literal["poet", "painter"]
     age: int = pydantic.Field(ge=0, le=120)
     alive: bool
 
 
-@pytest.fixture(scope="module", params=[instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA], ids=lambda mode: mode.name)
-def client(request, base_url):
-    return instructor.from_openai(openai.OpenAI(base_url=base_url, api_key="none", max_retries=0), mode=request.param)
-
-
 GIVEN = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 300, "temperature": 0.3, "seed": 4}
 
 
-def test_a_model(client, model, request):
-    if client.mode is instructor.Mode.JSON:
-        # It asks for any JSON object and tells the schema in words, which the small model does not follow.
-        with pytest.raises(instructor.core.InstructorRetryException):
-            client.create(model=model, response_model=Person, max_retries=1, **GIVEN)
-        return
-    person = client.create(model=model, response_model=Person, max_retries=1, **GIVEN)
-    assert isinstance(person, Person)
-
-
-def test_partial_objects(base_url, model):
-    client = instructor.from_openai(
+@pytest.fixture(scope="module")
+def client(base_url):
+    return instructor.from_openai(
         openai.OpenAI(base_url=base_url, api_key="none", max_retries=0), mode=instructor.Mode.JSON_SCHEMA
     )
+
+
+def test_a_model(client, model):
+    assert isinstance(client.create(model=model, response_model=Person, max_retries=1, **GIVEN), Person)
+
+
+def test_partial_objects(client, model):
     parts = list(client.create_partial(model=model, response_model=Person, max_retries=1, **GIVEN))
     assert parts[-1].age is not None
+
+
+def test_the_raw_answer(client, model):
+    person, answer = client.create_with_completion(model=model, response_model=Person, max_retries=1, **GIVEN)
+    assert answer.usage.completion_tokens > 0
+    assert person.kind in ("poet", "painter")

@@ -7,6 +7,8 @@ from gateway.rest.answer_schemas import ANSWERS, ErrorAnswer, SpeculativeDecodin
 from gateway.rest.response_answers import RESPONSE_ANSWERS
 from gateway.rest.response_schemas import ResponseBody
 from gateway.rest.schemas import ChatBody, CompletionBody
+from gateway.text.chat_template import ChatTemplate
+from tests.gateway.conftest import serve
 from tests.gateway.rest.test_rest import body_of, chat_of, events, post
 
 EVERYTHING = {
@@ -64,3 +66,15 @@ async def test_the_description_names_content_types_and_errors(stand):
 
 def test_the_described_metrics_are_the_reported_ones():
     assert list(SpeculativeDecoding.model_fields) == list(METRICS)
+
+
+async def test_tokenizer_info(backends, info, script, stand):
+    """Clients with a remote tokenizer, such as lm-eval, render chats by themselves."""
+    about = (await stand.http.get("/tokenizer_info")).json()
+    special = stand.generation.tokenizer.special_tokens
+    assert {role: about[role] for role in special} == special
+    messages = [{"role": "user", "content": "a"}]
+    rendered = ChatTemplate(about["chat_template"], special).render(messages)
+    assert rendered == stand.generation.text.render_chat(messages)
+    async with serve(backends, info, script) as bare:
+        assert (await bare.http.get("/tokenizer_info")).status_code == 404

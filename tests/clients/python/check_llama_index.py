@@ -1,0 +1,42 @@
+"""`OpenAILike`: complete, chat, streams, async; structured output by `response_format`"""
+
+import asyncio
+import json
+
+import pytest
+from llama_index.core.llms import ChatMessage
+from llama_index.llms.openai_like import OpenAILike
+
+MESSAGES = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="Name a language.")]
+
+
+@pytest.fixture(scope="module")
+def make(base_url, model):
+    def make(**given):
+        return OpenAILike(
+            model=model, api_base=base_url, api_key="none", max_tokens=12, temperature=0, context_window=2048,
+            max_retries=0, **given,
+        )  # fmt: skip
+
+    return make
+
+
+def test_complete(make):
+    llm = make(is_chat_model=False)
+    *_, last = llm.stream_complete("def add(a, b):\n")
+    assert last.text == llm.complete("def add(a, b):\n").text
+
+
+def test_chat(make):
+    llm = make(is_chat_model=True)
+    *_, last = llm.stream_chat(MESSAGES)
+    assert last.message.content == llm.chat(MESSAGES).message.content
+    assert asyncio.run(llm.achat(MESSAGES)).message.content == last.message.content
+
+
+def test_response_format(make):
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    given = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
+    answer = make(is_chat_model=True, additional_kwargs=given).chat(MESSAGES, max_tokens=100)
+    assert isinstance(json.loads(answer.message.content)["n"], int)
