@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive test-tp test-page chaos soak fuzz rolling kernels test-typescript lint protos released-protos docs lock chart compose test-observability bench dist install clean
+.PHONY: demo test test-exhaustive test-tp test-page chaos soak fuzz rolling kernels test-typescript test-clients lint protos released-protos docs lock chart compose test-observability bench dist install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -76,6 +76,10 @@ test-typescript: $(STAMP)
 	set -e; export PATH="$(abspath $(BIN)):$$PATH" PROTOC="python -m grpc_tools.protoc" npm_config_fund=false npm_config_audit=false; \
 	  (cd clients/typescript; npm ci --ignore-scripts; npm run check-package); \
 	  python -m tests.clients.serve npm --prefix clients/typescript test
+
+# The clients that users have (docs/clients.md), each in an environment of its own; CLIENTS="openai langchain" runs some.
+test-clients: $(STAMP)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m tests.clients.run $(CLIENTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

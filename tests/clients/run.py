@@ -1,8 +1,9 @@
 """Run the clients that users have against ``tandem serve``, each in an environment of its own.
 
-``python -m tests.clients.run`` runs all, ``python -m tests.clients.run openai ai`` some. Python clients have their pins in
-``requirements/NAME.txt`` and their checks in ``python/check_NAME.py``, npm clients both in ``node/NAME``. The environments
-are kept in ``.venv/clients``. With ``--write`` the table in ``docs/clients.md`` says what passed.
+``python -m tests.clients.run`` runs all, ``python -m tests.clients.run openai ai`` some. Python clients have their pins
+in ``requirements/NAME.txt`` and their checks in ``python/check_NAME.py``, npm clients both in ``node/NAME``;
+``cpp`` and ``go`` are the programs of the page. The environments are kept in ``.venv/clients``. With ``--write`` the
+table in ``docs/clients.md`` says what passed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.clients.serve import ROOT, served
+from tests.clients.snippets import missing, run_snippet
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = ROOT / ".venv" / "clients"
@@ -38,18 +40,14 @@ class Result:
     checks: str
     passed: int
     failed: int
+    #: Why it did not run.
+    reason: str = ""
 
     @property
     def row(self) -> str:
         """Its line of the table."""
-        outcome = f"{self.passed} passed" + (f", {self.failed} failed" if self.failed else "")
+        outcome = self.reason or f"{self.passed} passed" + (f", {self.failed} failed" if self.failed else "")
         return f"{self.packages} | {self.checks} | {outcome} |"
-
-
-def clients() -> dict[str, type[PythonClient] | type[NodeClient]]:
-    """The clients by name."""
-    python = {path.stem: PythonClient for path in sorted((HERE / "requirements").glob("*.txt"))}
-    return python | {path.parent.name: NodeClient for path in sorted((HERE / "node").glob("*/package.json"))}
 
 
 class PythonClient:
@@ -121,6 +119,36 @@ class NodeClient:
         return Result(f"{packages} | Node.js", self._package["description"], counts.get("pass", 0), failed)
 
 
+class Snippet:
+    """A program of the page."""
+
+    def __init__(self, language: str) -> None:
+        self._language = language
+
+    def install(self) -> None:
+        """Nothing: its tools are packages of the system."""
+
+    def run(self, environment: dict[str, str]) -> Result:
+        """The result of compiling and running it."""
+        client, checks = f"[the program below](#{self._language.lower().replace('+', '')})", "compiles; prints the text"
+        if tools := missing(self._language):
+            absent = ", ".join(f"`{tool}`" for tool in tools)
+            return Result(f"{client} | {self._language}", checks, 0, 0, f"not compiled: {absent} missing")
+        try:
+            printed = run_snippet(self._language, environment["TANDEM_GRPC"])
+        except subprocess.CalledProcessError as error:
+            print(error.stdout, error.stderr, sep="\n", file=sys.stderr)
+            printed = ""
+        return Result(f"{client} | {self._language}", checks, int(bool(printed)), int(not printed))
+
+
+def clients() -> dict[str, PythonClient | NodeClient | Snippet]:
+    """The clients by name."""
+    python = {path.stem: PythonClient(path.stem) for path in sorted((HERE / "requirements").glob("*.txt"))}
+    npm = [path.parent.name for path in sorted((HERE / "node").glob("*/package.json"))]
+    return python | {name: NodeClient(name) for name in npm} | {"cpp": Snippet("C++"), "go": Snippet("Go")}
+
+
 def main() -> int:
     """Run the clients; 1 where a check failed."""
     known = clients()
@@ -137,7 +165,7 @@ def main() -> int:
     with served() as where:
         for name in names:
             begun = time.monotonic()
-            client = known[name](name)
+            client = known[name]
             client.install()
             result = client.run(os.environ | where)
             has_failed |= bool(result.failed)

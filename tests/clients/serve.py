@@ -1,7 +1,8 @@
 """``tandem serve`` for the time a command runs.
 
 ``python -m tests.clients.serve COMMAND…`` tells the command in its environment where it is: TANDEM_URL, TANDEM_GRPC,
-TANDEM_MODEL and TANDEM_MODEL_FOLDER; and of a second one with TLS and a key: TANDEM_SECURE_GRPC, TANDEM_SECURE_URL, TANDEM_CA, TANDEM_API_KEY.
+TANDEM_MODEL and TANDEM_MODEL_FOLDER; and of a second one with TLS and a key: TANDEM_SECURE_GRPC, TANDEM_SECURE_URL,
+TANDEM_CA and TANDEM_API_KEY.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""the providers `openai` and `hosted_vllm`: several turns, streams, JSON schemas, log-probabilities, text completions, errors"""
+"""providers `openai` and `hosted_vllm`: turns, streams, JSON schemas, log-probabilities, text completions, errors"""
 
 import json
 from typing import Literal
@@ -59,7 +59,11 @@ def test_logprobs(given):
 
 def test_text_completions(base_url, model):
     answer = litellm.text_completion(
-        model=f"text-completion-openai/{model}", api_base=base_url, api_key="none", prompt="def add(a, b):\n", max_tokens=8
+        model=f"text-completion-openai/{model}",
+        api_base=base_url,
+        api_key="none",
+        prompt="def add(a, b):\n",
+        max_tokens=8,
     )
     assert answer.usage.completion_tokens == 8
 

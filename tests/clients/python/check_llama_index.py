@@ -13,10 +13,8 @@ MESSAGES = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="u
 @pytest.fixture(scope="module")
 def make(base_url, model):
     def make(**given):
-        return OpenAILike(
-            model=model, api_base=base_url, api_key="none", max_tokens=12, temperature=0, context_window=2048,
-            max_retries=0, **given,
-        )  # fmt: skip
+        given = {"max_tokens": 12, "temperature": 0, "context_window": 2048, "max_retries": 0} | given
+        return OpenAILike(model=model, api_base=base_url, api_key="none", **given)
 
     return make
 
@@ -35,8 +33,8 @@ def test_chat(make):
 
 
 def test_response_format(make):
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["n"]}
     schema["additionalProperties"] = False
     given = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
-    answer = make(is_chat_model=True, additional_kwargs=given).chat(MESSAGES, max_tokens=100)
+    answer = make(is_chat_model=True, max_tokens=100, additional_kwargs=given).chat(MESSAGES)
     assert isinstance(json.loads(answer.message.content)["n"], int)

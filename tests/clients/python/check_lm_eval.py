@@ -1,4 +1,4 @@
-"""`local-completions` (log-likelihoods and generation) and `local-chat-completions`, with the remote tokenizer of `/tokenizer_info`"""
+"""`local-completions` (log-likelihoods, text; remote tokenizer by `/tokenizer_info`), `local-chat-completions`"""
 
 import json
 import subprocess

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-USERS = '''
+USERS = """
 import json
 from locust import HttpUser, task
 
@@ -21,7 +21,7 @@ class Client(HttpUser):
             lines = [line for line in answer.iter_lines() if line]
             if lines[-1] != b"data: [DONE]":
                 answer.failure(f"ends with {lines[-1]}")
-'''
+"""
 
 
 def test_load(url, tmp_path):
