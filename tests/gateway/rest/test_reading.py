@@ -184,7 +184,7 @@ def test_values_and_levels_are_counted(value, ascii_only, max_values, max_depth)
 
 def test_a_string_without_an_end_is_counted_once():
     raw = b"[" + b"," * 1000 + b'"' + rb"\"" * 20_000  # each quote but the first is escaped
-    started = time.monotonic()
+    started = time.thread_time()
     with pytest.raises(InvalidRequest, match="more than 1000 values"):
         parse_json(raw, RequestLimits(max_json_values=1000), max_model_len=0)
-    assert time.monotonic() - started < 0.5
+    assert time.thread_time() - started < 0.5

@@ -153,9 +153,9 @@ def test_the_work_of_a_character_does_not_grow_with_the_number_of_stop_strings()
 
     def seconds(stops):
         stops = StopStrings(stops)
-        started = time.perf_counter()
+        started = time.thread_time()
         assert StopFinder(stops).feed(text) + StopFinder(stops).feed(text) == 2 * text
-        return time.perf_counter() - started
+        return time.thread_time() - started
 
     few = min(seconds([f"<stop_{i}>" for i in range(10)]) for _ in range(5))
     many = min(seconds([f"<stop_{i}>" for i in range(100_000)]) for _ in range(5))

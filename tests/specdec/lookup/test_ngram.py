@@ -115,12 +115,12 @@ def test_cost_does_not_grow_with_the_text():
         index.ingest(index.num_pending)
         best = float("inf")
         for _ in range(20):
-            start = time.perf_counter()
+            start = time.thread_time()
             for _ in range(50):
                 index.replace(len(index.token_ids), [rng.randrange(1000)])
                 index.ingest(1)
                 index.continuation(4)
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     assert seconds(30_000) < 20 * seconds(500)

@@ -206,11 +206,11 @@ def test_cost_does_not_grow_with_text_and_past():
         text.ingest(length)
         best = float("inf")
         for _ in range(20):
-            start = time.perf_counter()
+            start = time.thread_time()
             for _ in range(50):
                 text.replace(len(text.token_ids), [rng.randrange(300)])
                 look_up(text, cache, 8)
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     assert seconds(200_000) < 20 * seconds(500)

@@ -135,9 +135,10 @@ def test_a_whole_life(launch: type[Launcher], capsys: pytest.CaptureFixture[str]
 
     assert cli.main(["generate", "def f(", "--url", launcher.server.url, "--max-tokens", "16"]) == 0
     assert capsys.readouterr().out == text + "\n"
-    # So many that the draft is there before the last one, on a busy machine, too.
-    assert cli.main(["generate", "def f(", "--url", launcher.server.url, "--max-tokens", "256"]) == 0
-    said = capsys.readouterr().err
+    for _ in range(20):  # a text may end before the draft is there
+        assert cli.main(["generate", "def f(", "--url", launcher.server.url, "--max-tokens", "256"]) == 0
+        if "acceptance length" in (said := capsys.readouterr().err):
+            break
     assert re.fullmatch(r"\d+ tokens in [\d.]+ s, [\d.]+ tokens/s, acceptance length .*\n", said)
     assert cli.main(["chat", "--url", launcher.server.url, "--message", "hello", "--max-tokens", "4"]) == 0
 
@@ -175,8 +176,7 @@ def test_a_killed_launcher_leaves_no_orphans(launch: type[Launcher]) -> None:
     log = [json.loads(line) for line in launcher.lines if not line.startswith("ready:")]
     assert {line["service"] for line in log} == {"target", "gateway", "tandem"}
     news = [line["message"] for line in log if line["service"] == "tandem"]
-    assert len(news) >= 2
-    assert " is ready after " in news[-1]
+    assert all(f"{name} is ready after " in "; ".join(news) for name in ("target", "gateway"))
     children = list(launcher.children().values())
     assert len(children) == 2  # n-grams are looked up in the gateway
     launcher.end(signal.SIGKILL)
