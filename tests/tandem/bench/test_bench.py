@@ -12,7 +12,7 @@ from tandem.bench.huggingface import MODES, HuggingFace
 from tandem.checkpoints import MODELS
 from tandem.cli import main as cli
 
-DRAFTERS = ("draft_model", "suffix+draft_model")
+DRAFTERS = ("draft_model", "suffix")
 TINY = ["--num-prompts", "2", "--max-tokens", "16", "--prompt-tokens", "16", "--fixed-draft-length"]
 
 

@@ -225,6 +225,7 @@ def test_generate_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.err.startswith("8 tokens in ")
 
 
+@pytest.mark.exhaustive  # CI runs `make demo`
 def test_demo() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tandem", "demo"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
