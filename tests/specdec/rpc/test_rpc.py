@@ -401,6 +401,19 @@ async def test_an_idle_watch_outlives_its_pings(monkeypatch, limit_ms):
     await server.stop()
 
 
+async def test_a_slow_handshake_is_waited_for():
+    """The pause after a failed attempt to connect is short; an attempt itself may take longer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # it never answers
+        async with open_channel(f"127.0.0.1:{listener.getsockname()[1]}") as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
+                await health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=0.5)
+        listener.setblocking(False)
+        listener.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
 def test_keepalive_is_slower_than_servers_tolerate():
     options = dict(CHANNEL_OPTIONS)
     assert options["grpc.keepalive_time_ms"] == KEEPALIVE_TIME_MS >= 30_000 > MIN_PING_INTERVAL_MS

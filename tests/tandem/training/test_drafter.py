@@ -166,7 +166,8 @@ def test_a_loss_that_is_no_number_ends_the_training(
 
 
 def test_the_time_limit_ends_a_training_early(settings: Callable[..., TrainSettings]) -> None:
-    history = train_drafter(settings("mlp", num_steps=10**6, max_minutes=0.01, eval_steps=10**6, num_rows=16, num_held_out_rows=4))
+    short = {"max_minutes": 0.01, "num_rows": 16, "num_held_out_rows": 4}
+    history = train_drafter(settings("mlp", num_steps=10**6, eval_steps=10**6, **short))
     assert 1 <= history[-1].step < 10**6
 
 
