@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
@@ -124,36 +124,33 @@ def _read_item(given: Any) -> InputItem:
         raise InvalidRequest(f"an item of input: {invalid_request_of(error)}", param="input") from None
 
 
-def messages_of(items: list[Any]) -> Iterator[dict[str, Any]]:
-    """The messages of a chat. Thoughts belong to the message or the calls after them; calls in a row are one message.
+def messages_of(items: list[Any]) -> list[dict[str, Any]]:
+    """The messages of a chat. Thoughts belong to what the model says after them, calls to what it says before them.
 
     Raises:
         InvalidRequest: an item is none, or of a type that is not supported.
     """
+    messages: list[dict[str, Any]] = []
     thoughts: dict[str, str] = {}
-    calls: dict[str, Any] | None = None
     for item in map(_read_item, items):
-        if isinstance(item, InputCall):
-            if calls is None:
-                calls = {"role": "assistant", "content": "", "tool_calls": [], **thoughts}
-                thoughts = {}
-            function = {"name": item.name, "arguments": item.arguments}
-            calls["tool_calls"].append({"id": item.call_id, "type": "function", "function": function})
-            continue
-        if calls is not None:
-            yield calls
-            calls = None
         if isinstance(item, InputThoughts):
             thoughts = {"reasoning_content": item.text} if item.text else {}
+            continue
+        if isinstance(item, InputCall):
+            if not messages or messages[-1]["role"] != "assistant" or thoughts:
+                messages.append({"role": "assistant", "content": "", **thoughts})
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
         elif isinstance(item, InputCallOutput):
-            yield {"role": "tool", "tool_call_id": item.call_id, "content": _text_of(item.output)}
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text_of(item.output)})
         elif isinstance(item, InputMessage):
             # The newer name of system messages, which few chat templates know.
             role = "system" if item.role == "developer" else item.role
-            yield {"role": role, "content": _text_of(item.content)} | (thoughts if role == "assistant" else {})
-            thoughts = {}
-    if calls is not None:
-        yield calls
+            own = thoughts if role == "assistant" else {}
+            messages.append({"role": role, "content": _text_of(item.content), **own})
+        thoughts = {}
+    return messages
 
 
 class ReasoningOptions(Body):

@@ -1,0 +1,68 @@
+"""Tools and thoughts over ``/v1/responses``, as the official openai client sees them."""
+
+import openai
+import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from tests.gateway.rest.test_tools import BOTH, QUESTION, TOOLS, client, folder, stand
+
+__all__ = ["client", "folder", "stand"]  # fixtures
+
+BODY = {"model": "toy-model", "input": QUESTION, "temperature": 0}
+GIVEN = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+def called(response):
+    return [(item.name, item.arguments) for item in response.output if item.type == "function_call"]
+
+
+async def test_calls_and_thoughts_are_items(client):
+    response = await client.responses.create(**BODY, tools=GIVEN)
+    assert response.status == "completed"
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert response.output[0].content[0].text == "hm"
+    assert response.output_text == "Sure."
+    assert called(response) == BOTH
+    assert [tool.name for tool in response.tools] == ["add", "now"]
+
+
+async def test_the_stream_adds_up_to_it(client):
+    stream = await client.responses.create(**BODY, tools=GIVEN, stream=True)
+    events = [event async for event in stream]
+    for event in events:
+        TypeAdapter(ResponseStreamEvent).validate_python(event.model_dump(exclude_unset=True))
+    final = events[-1].response
+    for kind, expected in (("output_text", "Sure."), ("reasoning_text", "hm")):
+        assert "".join(event.delta for event in events if event.type == f"response.{kind}.delta") == expected
+    for index in (2, 3):
+        pieces = [e.delta for e in events if "arguments.delta" in e.type and e.output_index == index]
+        assert "".join(pieces) == final.output[index].arguments
+    assert called(final) == BOTH
+    async with client.responses.stream(**BODY, tools=GIVEN) as stream:
+        async for _ in stream:
+            pass
+        assert called(await stream.get_final_response()) == BOTH
+
+
+async def test_results_continue_the_conversation(stand, client):
+    """The chat is the same whether the client sends the earlier items or names the earlier response."""
+    first = await client.responses.create(**BODY, tools=GIVEN)
+    calls = [item for item in first.output if item.type == "function_call"]
+    results = [{"type": "function_call_output", "call_id": call.call_id, "output": "2"} for call in calls]
+    await client.responses.create(**BODY | {"input": results}, tools=GIVEN, previous_response_id=first.id)
+    items = [*QUESTION, *(item.model_dump() for item in first.output), *results]
+    await client.responses.create(**BODY | {"input": items}, tools=GIVEN)
+    named, sent = (spec.token_ids for spec in stand.targets[0].specs[-2:])
+    assert named == sent
+    prompt = stand.generation.tokenizer.decode(named, skip_special_tokens=False)
+    assert prompt.count("<|im_start|>tool\n2<|im_end|>") == 2
+
+
+async def test_a_chosen_tool_is_a_grammar(stand, client):
+    await client.responses.create(**BODY, tools=GIVEN, tool_choice={"type": "function", "name": "now"})
+    grammar = stand.targets[0].specs[-1].params.structured_outputs.grammar
+    assert '"now\\"' in grammar
+    with pytest.raises(openai.BadRequestError, match="'x'") as caught:
+        await client.responses.create(**BODY, tools=GIVEN, tool_choice={"type": "function", "name": "x"})
+    assert caught.value.param == "tool_choice"
