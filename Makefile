@@ -104,7 +104,7 @@ docs: $(STAMP)
 # requirements.lock, what the image installs: every package with the hashes of its files.
 lock: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip compile pyproject.toml --constraints constraints.txt --python-version 3.11 --universal \
+	$(BIN)/uv pip compile pyproject.toml --extra otel --constraints constraints.txt --python-version 3.11 --universal \
 	  --generate-hashes --no-annotate --custom-compile-command "make lock" --upgrade --output-file requirements.lock
 
 # tests/deploy/rendered, what Helm makes of deploy/helm/tandem; `make test` looks at these files.

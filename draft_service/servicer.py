@@ -16,6 +16,7 @@ from specdec import codec
 from specdec.errors import Cancelled, InvalidRequest
 from specdec.hidden_state_buffer import StateBuffer
 from specdec.lifecycle import finish
+from specdec.rpc.call_span import current_span
 from specdec.rpc.core_service import CoreServicer
 from specdec.types import Proposal
 from specdec.v1 import draft_service_pb2 as pb
@@ -39,7 +40,12 @@ class DraftServicer(CoreServicer[DraftCore], pb_grpc.DraftServiceServicer):
             return
         if first.WhichOneof("kind") != "open":
             raise InvalidRequest("the first message of a stream must be open", param="open")
+        if (span := current_span()) is not None:
+            span.phase("prefill", start_ns=span.start_ns)
         session = await core.open(codec.decode_open_draft(first.open))
+        if span is not None:
+            span.phase("draft")
+            span.set({"tandem.k": session.opened.num_speculative_tokens, "tandem.epoch": session.opened.epoch})
         reading = asyncio.create_task(_read(core, session, context), name="draft-stream")
         reading.add_done_callback(lambda _: session.end())
         try:

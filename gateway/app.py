@@ -39,6 +39,7 @@ from specdec.rpc.certificates import Certificates
 from specdec.rpc.server import RpcServer
 from specdec.settings import GatewaySettings, ServerSettings
 from specdec.settings.listening import TlsFiles
+from specdec.tracing import start_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,10 @@ class Gateway:
                 max_waiting=settings.max_queued_requests,
                 max_wait_s=settings.max_queue_wait_s,
             )
-        self.generation = Generation(router, settings, tokenizer, make_pacer=make_pacer, workers=self._workers)
+        self._tracing = start_tracing(settings.otlp_traces_endpoint, "gateway")
+        self.generation = Generation(
+            router, settings, tokenizer, make_pacer=make_pacer, workers=self._workers, tracing=self._tracing
+        )
         keys = KeyRing(settings)
         connections = Connections(settings, max_connections=cap_connections(settings.max_connections, num_servers=2))
         self._rest = _Uvicorn(
@@ -189,6 +193,8 @@ class Gateway:
             await asyncio.wait(closings)
         if self._fleet is not None:
             await self._fleet.stop()
+        if self._tracing is not None:
+            await self._tracing.close()
 
     async def _follow_health(self) -> None:
         """The gRPC health of the gateway: SERVING while a target can be used."""

@@ -9,12 +9,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from gateway.access.buffers import RequestBuffer, RequestBuffers
 from gateway.access.caller import current_caller
 from gateway.access.request_id import current_request_id
 from gateway.access.usage import Clients
+from gateway.call_trace import trace_call
 from gateway.decoding.context import DecodingContext
 from gateway.decoding.loop import Decoding
 from gateway.decoding.request import DecodingRequest
@@ -41,6 +42,9 @@ from specdec.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailab
 from specdec.scheduling.admission import Admission
 from specdec.settings import GatewaySettings
 from specdec.types import ModelInfo
+
+if TYPE_CHECKING:  # it loads OpenTelemetry
+    from specdec.spans import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +73,10 @@ class Generation:
         *,
         make_pacer: Callable[[], Pacer] = TargetPacer,
         workers: WorkerPool | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """``workers`` hold a :class:`TextProcessor` of the same settings; None: large requests hold up the loop."""
+        self._tracing = tracing
         self.router = router
         self.settings = settings or GatewaySettings()
         self.tokenizer = tokenizer
@@ -172,6 +178,20 @@ class Generation:
             DeadlineExceeded: the time of a request passed while it waited.
             Unavailable: the gateway is shutting down.
         """
+        if self._tracing is None:
+            async with self._admit(requests) as admitted:
+                yield admitted
+            return
+        request_id = requests[0].request_id or current_request_id()
+        all_params = [request.params for request in requests]
+        with trace_call(self._tracing, request_id, self._model_name(), all_params) as call:
+            async with self._admit(requests) as admitted:
+                if call is not None:
+                    call.admitted()
+                yield [replace(each, trace=call) for each in admitted]
+
+    @asynccontextmanager
+    async def _admit(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Sequence[GenerationRequest]]:
         if self.draining:
             raise Unavailable(GOING_DOWN)
         num_sequences, limit = sum(request.params.n for request in requests), self.settings.max_concurrent_sequences
@@ -282,6 +302,10 @@ class Generation:
         stops: StopStrings,
         started: float,
     ) -> AsyncGenerator[GenerationChunk, None]:
+        trace = None
+        if request.trace is not None:
+            trace = request.trace.sample(index)
+            sample = replace(sample, trace_headers=trace.headers)
         decoding = Decoding(self.context, sample)
         assembler = SampleAssembler(
             request_id,
@@ -309,6 +333,8 @@ class Generation:
                             self.metrics.queue.observe(opened.queue_ns / 1e9)
                             self.metrics.prefill.observe(opened.prefill_ns / 1e9)
                     last = now
+                    if trace is not None:
+                        trace.record(verdict, decoding.answered, decoding.opened, time.perf_counter_ns())
                     chunk = assembler.feed(verdict)
                     if chunk.final is not None:
                         outcome = str(chunk.final.reason)
@@ -322,6 +348,9 @@ class Generation:
             raise
         finally:
             self.metrics.running.dec()
+            if trace is not None:
+                usage = assembler.usage
+                trace.end(outcome, usage.prompt_tokens, usage.completion_tokens, decoding.metrics)
             opened = decoding.opened
             self.metrics.finish(
                 outcome,

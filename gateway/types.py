@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
+from gateway.call_trace import CallTrace
 from gateway.decoding.metrics import SpeculationMetrics
 from gateway.decoding.round import Origin
 from specdec.params import SamplingParams
@@ -40,6 +41,8 @@ class GenerationRequest:
     request_id: str = ""
     #: Report where each token came from.
     return_token_metrics: bool = False
+    #: The spans of its call; None: it is not traced.
+    trace: CallTrace | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ def _plain(value: Any) -> Any:
 def _from_environment(option: Option) -> Any:
     if tuple[str, ...] in option.kinds:
         return from_environment(option.env)
-    return os.environ.get(option.env) or None
+    return next((value for name in option.env.split() if (value := os.environ.get(name))), None)
 
 
 def from_environment(name: str) -> tuple[str, ...]:

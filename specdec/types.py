@@ -13,6 +13,7 @@ from typing import Final
 from specdec import trees
 from specdec.params import SamplingParams
 from specdec.rules import DEFAULT_RULE, DraftSampling, Rule, SparseRow
+from specdec.trace_headers import TraceHeaders
 
 
 class FinishReason(StrEnum):
@@ -213,6 +214,8 @@ class SessionSpec:
     owner: str = ""
     #: Whose slots and memory are counted: the key, or an address.
     client: str = ""
+    #: The trace that the session belongs to; not part of the message, but sent beside it.
+    trace_headers: TraceHeaders = ()
     #: Target only: share of the KV cache that the client's open sessions may hold; None: all of it.
     max_kv_share: float | None = None
     #: Target only: tokens to decode in multi-step right after the first one.

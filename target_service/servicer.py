@@ -16,6 +16,7 @@ from specdec import codec
 from specdec.cores import usable_cores
 from specdec.errors import InvalidRequest, TandemError
 from specdec.hidden_state_buffer import pieces
+from specdec.rpc.call_span import current_span
 from specdec.rpc.core_service import CoreServicer
 from specdec.rpc.stream_writer import StreamWriter
 from specdec.types import HiddenStates, Proposal, Verdict
@@ -23,6 +24,7 @@ from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:  # they load torch
+    from specdec.spans import Span
     from target_service.core import TargetCore
     from target_service.session import Session
 
@@ -66,6 +68,8 @@ class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
         except BaseException:
             await writer.close()
             raise
+        if (span := current_span()) is not None:
+            _trace(span, session)
         writer.post(pb.VerifyResponse(opened=codec.encode_target_opened(session.opened)))
         verdict = session.first
         reading = asyncio.create_task(_read(core, session, context), name="target-stream")
@@ -90,6 +94,22 @@ class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
 def gather_time_ns(num_sessions: int, num_cores: int) -> int:
     """Nanoseconds between two messages of each of ``num_sessions`` in multi-step decode, at most."""
     return round(1e9 * min(MAX_GATHER_S, max(MIN_GATHER_S, GATHER_CORE_S / num_cores * (num_sessions - 1))))
+
+
+def _trace(span: Span, session: Session) -> None:
+    """Record the phases up to the first token; then it decodes."""
+    now_ns, opened = time.perf_counter_ns(), session.opened
+    span.phase("queue", start_ns=span.start_ns)
+    span.phase("prefill", start_ns=max(span.start_ns, now_ns - opened.prefill_ns))
+    span.phase("decode", start_ns=now_ns)
+    span.set(
+        {
+            "tandem.prompt_tokens": session.spec.prompt_len,
+            "tandem.cached_tokens": opened.num_cached_tokens,
+            "tandem.k": session.spec.num_speculative_tokens,
+            "tandem.epoch": session.spec.epoch,
+        }
+    )
 
 
 async def _read(core: TargetCore, session: Session, context: Context) -> None:

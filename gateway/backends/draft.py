@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import grpc.aio
 
@@ -26,7 +27,9 @@ class GrpcDraft(ServerInfo):
 
     async def open(self, spec: SessionSpec) -> GrpcDraftSession:
         """Admit and prefill. Cancelling leaves nothing behind."""
-        stream: SessionStream[pb.DraftRequest, pb.DraftResponse] = SessionStream(self._stub.Draft)
+        stream: SessionStream[pb.DraftRequest, pb.DraftResponse] = SessionStream(
+            partial(self._stub.Draft, metadata=spec.trace_headers or None)
+        )
         try:
             answer = await stream.exchange(codec.encode_open_draft(spec))
             if answer.WhichOneof("kind") != "opened":

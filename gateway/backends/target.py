@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import grpc.aio
 
@@ -25,7 +26,9 @@ class GrpcTarget(ServerInfo):
 
     async def open(self, spec: SessionSpec) -> GrpcTargetSession:
         """Admit and prefill; returns once the first token is there. Cancelling leaves nothing behind."""
-        stream: SessionStream[pb.VerifyRequest, pb.VerifyResponse] = SessionStream(self._stub.Verify)
+        stream: SessionStream[pb.VerifyRequest, pb.VerifyResponse] = SessionStream(
+            partial(self._stub.Verify, metadata=spec.trace_headers or None)
+        )
         try:
             answer = await stream.exchange(codec.encode_open_target(spec))
             states = StateBuffer()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from gateway.access.caller import Caller
 from specdec.params import SamplingParams
 from specdec.rules import Rule
+from specdec.trace_headers import TraceHeaders
 from specdec.types import SessionSpec
 
 
@@ -29,6 +30,8 @@ class DecodingRequest:
     caller: Caller = field(default_factory=Caller)
     #: Whether a target continues the text as the lost one would have, given the tokens so far.
     is_resumable: bool = True
+    #: The trace that its sessions belong to.
+    trace_headers: TraceHeaders = ()
     #: Moment of the event loop's clock at which the request fails; None means never.
     deadline: float | None = None
 
@@ -89,4 +92,5 @@ class RequestState:
             owner=request.caller.key,
             client=request.caller.client,
             max_kv_share=request.caller.limits.max_client_kv_share,
+            trace_headers=request.trace_headers,
         )

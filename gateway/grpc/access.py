@@ -12,6 +12,7 @@ from gateway.access.caller import calling
 from gateway.access.keys import KeyRing
 from gateway.access.request_id import use_request_id
 from gateway.access.session_hint import use_session_hint
+from gateway.access.trace_context import use_trace_context
 from gateway.request_log import RequestLog
 from specdec.rpc.peer import address_of
 
@@ -26,6 +27,7 @@ def enter_call(keys: KeyRing, log: RequestLog, context: grpc.aio.ServicerContext
     sent = {name: _text(value) for name, value in context.invocation_metadata() or ()}
     request_id, key = sent.get("x-request-id"), sent.get("authorization")
     use_session_hint(sent)
+    use_trace_context(sent)
     with log.refusals(use_request_id(request_id)), calling(keys.caller(key, address_of(context.peer()))):
         yield
 

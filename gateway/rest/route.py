@@ -13,6 +13,7 @@ from starlette.responses import Response
 from gateway.access.buffers import RequestBuffer
 from gateway.access.caller import current_caller
 from gateway.access.session_hint import use_session_hint
+from gateway.access.trace_context import CHAT, TEXT_COMPLETION, use_trace_context
 from gateway.generation import SMALL_REQUEST, Generation
 from gateway.rest.events import while_connected
 from gateway.rest.reading import read_chat, read_completion, read_detokenize, read_response, read_tokenize
@@ -41,7 +42,8 @@ def body_route(generation: Generation) -> type[APIRoute]:
             """The handler of one request."""
             if self.body_field is None:
                 return super().get_route_handler()
-            read, endpoint = _READERS[self.body_field.field_info.annotation], self.endpoint
+            body_type, endpoint = self.body_field.field_info.annotation, self.endpoint
+            read, operation = _READERS[body_type], CHAT if body_type is ChatBody else TEXT_COMPLETION
 
             async def body_of(request: Request) -> Any:
                 with generation.buffers.request(current_caller().client) as buffer:
@@ -52,6 +54,7 @@ def body_route(generation: Generation) -> type[APIRoute]:
 
             async def handle(request: Request) -> Response:
                 use_session_hint(request.headers)
+                use_trace_context(request.headers, operation)
                 response: Response = await endpoint(await body_of(request), request)
                 return response
 

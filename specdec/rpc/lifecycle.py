@@ -6,12 +6,16 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from specdec.errors import TandemError
 from specdec.lifecycle import print_ready, run_main, run_until_stopped
+from specdec.rpc.call_span import trace_call
+from specdec.rpc.interceptor import enter_anyone
 from specdec.rpc.server import RpcServer
 from specdec.settings import ServerSettings
+from specdec.tracing import start_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +52,9 @@ class ServiceProcess:
 
     def __init__(self, service: Service, settings: ServerSettings) -> None:
         self._service = service
-        self._server = RpcServer(settings)
+        self._tracing = tracing = start_tracing(settings.otlp_traces_endpoint, service.name)
+        enter = enter_anyone if tracing is None else partial(trace_call, tracing, f"{service.name} session")
+        self._server = RpcServer(settings, enter=enter)
         service.register(self._server)
 
     async def start(self) -> None:
@@ -72,6 +78,8 @@ class ServiceProcess:
         """End what is left and release the service."""
         await self._server.stop()
         await self._service.stop()
+        if self._tracing is not None:
+            await self._tracing.close()
 
 
 async def serve(

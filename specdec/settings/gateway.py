@@ -20,6 +20,7 @@ from specdec.settings.listening import (
 )
 from specdec.settings.lookup import LookupSettings
 from specdec.settings.option import option, require
+from specdec.settings.traces import ENDPOINT, VARIABLES, check_endpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +75,13 @@ class GatewaySettings(RequestLimits):
     log_level: str = option("info", "least severe messages in the log", choices=LEVELS)
     log_format: str = option("text", "lines of the log on stderr", choices=FORMATS)
     log_requests: bool = option(False, "log each request as it ends or is refused; prompts and texts are left out")
+    otlp_traces_endpoint: str | None = option(None, ENDPOINT, env=VARIABLES)
     seed: int | None = option(None, "makes the seeds of requests that give none reproducible")
     drain_s: float = option(20.0, "seconds open requests get to finish after SIGTERM", ge=0)
 
     def __post_init__(self) -> None:
         RequestLimits.__post_init__(self)
+        check_endpoint(self.otlp_traces_endpoint)
         require_authentication(
             self.published_host or self.host,
             is_authenticated=self.asks_for_key or self.tls.ca_certs is not None or self.insecure,

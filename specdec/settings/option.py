@@ -41,7 +41,8 @@ class Option:
     only: tuple[str, ...] = ()
     #: Whether command lines have a flag for it. Fields that several classes share get theirs by hand.
     flag: bool = True
-    #: The environment variable that command lines read where the flag is not given, values separated by commas.
+    #: The environment variables that command lines read where the flag is not given, separated by spaces: the first
+    #: that is set counts. Several values in one are separated by commas.
     env: str = ""
     # The rest is known once the class is made.
     name: str = ""
@@ -81,7 +82,7 @@ class Option:
     def text(self) -> str:
         """The help text, led by the methods that have the option."""
         text = f"{', '.join(self.only)}: {self.help}" if self.only else self.help
-        return f"{text} (or {self.env})" if self.env else text
+        return f"{text} (or {' or '.join(self.env.split())})" if self.env else text
 
     def _in_range(self, value: Any) -> bool:
         """False for NaN, too."""

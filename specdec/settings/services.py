@@ -18,6 +18,7 @@ from specdec.settings.listening import (
 from specdec.settings.model import ModelSettings, SchedulerSettings
 from specdec.settings.option import check_options, option, require
 from specdec.settings.speculative import SpeculativeSettings
+from specdec.settings.traces import ENDPOINT, VARIABLES, check_endpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,7 @@ class ServerSettings:
     drain_s: float = option(20.0, "seconds open streams get to finish after SIGTERM", ge=0)
     log_level: str = option("info", "least severe messages in the log", choices=LEVELS)
     log_format: str = option("text", "lines of the log on stderr", choices=FORMATS)
+    otlp_traces_endpoint: str | None = option(None, ENDPOINT, env=VARIABLES)
     max_connections: int = option(4096, "connections at once; one more is refused", ge=1)
     max_message_bytes: int = option(64 * 2**20, "bytes of a message", ge=1, flag=False)
     max_receiving: int | None = option(None, "calls whose first message is received at once", ge=1, flag=False)
@@ -85,6 +87,7 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_options(self)
+        check_endpoint(self.otlp_traces_endpoint)
         require(
             self.socket is None or self.socket.startswith(("unix:/", "unix-abstract:")),
             "socket",

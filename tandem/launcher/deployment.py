@@ -58,7 +58,7 @@ SERVER_OPTIONS: Final = (
     *("host", "port", "grpc_port", "served_model_name", "request_timeout_s", "drain_s"),
     *("max_concurrent_sequences", "max_queued_requests", "max_queue_wait_s"),
     *("draft_timeout_s", "max_target_retries", "target_wait_s", "log_level", "log_format", "log_requests"),
-    *("disable_playground", "max_stored_response_bytes"),
+    *("otlp_traces_endpoint", "disable_playground", "max_stored_response_bytes"),
     *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "insecure"),
     *options_of(RequestLimits),
 )
@@ -189,7 +189,9 @@ def services_of(deployment: Deployment, sockets: Path, *, target: str | None = N
     ``target`` is the address of one that runs already: then there is no target among them.
     """
     gateway = deployment.gateway
-    shared = ("--drain-s", f"{gateway.drain_s:g}", "--log-level", gateway.log_level, "--log-format", gateway.log_format)
+    shared = ["--drain-s", f"{gateway.drain_s:g}", "--log-level", gateway.log_level, "--log-format", gateway.log_format]
+    if gateway.otlp_traces_endpoint is not None:
+        shared += ["--otlp-traces-endpoint", gateway.otlp_traces_endpoint]
     # Progress bars of the loaders would fill the log.
     environment = {**tuned_environment(os.environ), "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     target_socket, draft_socket = (f"unix:{sockets}/{name}.sock" for name in ("target", "draft"))

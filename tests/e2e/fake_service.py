@@ -110,6 +110,7 @@ def main():
     parser.add_argument("--max-wait-s", type=float, default=10.0)
     for name in ("certfile", "keyfile", "ca-certs"):
         parser.add_argument(f"--ssl-{name}")
+    parser.add_argument("--otlp-traces-endpoint")
     args = parser.parse_args()
     make = make_target if args.role == "target" else make_draft
     return run(
@@ -119,6 +120,7 @@ def main():
             ssl_certfile=args.ssl_certfile,
             ssl_keyfile=args.ssl_keyfile,
             ssl_ca_certs=args.ssl_ca_certs,
+            otlp_traces_endpoint=args.otlp_traces_endpoint,
         ),
     )
 

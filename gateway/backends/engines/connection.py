@@ -68,13 +68,13 @@ class EngineConnection:
         """Status and content of an answer."""
         return await self._exchange("POST", path, body, timeout_s)
 
-    async def open(self, path: str, body: Mapping[str, Any], *, request_id: str) -> httpx2.Response:
+    async def open(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx2.Response:
         """The answer to a request, not read yet. :meth:`finish` it in any case.
 
         Raises:
             InvalidRequest, Overloaded, Unavailable: the engine refused it.
         """
-        request = self._http.build_request("POST", self._url + path, json=body, headers={"X-Request-Id": request_id})
+        request = self._http.build_request("POST", self._url + path, json=body, headers=headers)
         response = await self._send(request)
         if response.status_code == httpx2.codes.OK:
             return response

@@ -123,7 +123,11 @@ class EngineTarget:
         connection = self._connection
         try:
             async with self._liveness.waiting():
-                response = await connection.open("/v1/completions", body_of(spec, self._model), request_id=request_id)
+                response = await connection.open(
+                    "/v1/completions",
+                    body_of(spec, self._model),
+                    {"X-Request-Id": request_id, **dict(spec.trace_headers)},
+                )
         except BaseException:
             self._leave()
             raise
