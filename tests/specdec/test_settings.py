@@ -51,6 +51,7 @@ def other_value(option: Option) -> Any:
         "dtype": "bfloat16",
         "log_format": "json",
         "log_level": "debug",
+        "otlp_traces_endpoint": "http://collector:4317",
         "quantization": "int8",
         "verification": Rule.COUPLED,
     }

@@ -512,7 +512,7 @@ async def test_new_certificates_reach_an_engine_and_its_open_session(
 async def test_a_retired_connection_closes_with_its_last_answer(engine):
     connection = connections.EngineConnection(engine.address.removeprefix("openai+"), key=None, tls=TlsFiles())
     body = {"prompt": [5], "max_tokens": 9, "temperature": 1.0, "stream": True}
-    answers = [await connection.open("/v1/completions", body, request_id=name) for name in "ab"]
+    answers = [await connection.open("/v1/completions", body, {"X-Request-Id": name}) for name in "ab"]
     await connection.retire()
     for answer in answers:
         assert b"[DONE]" in await connection.read(answer)
