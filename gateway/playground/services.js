@@ -35,10 +35,10 @@ export class Services {
     const sequences = `${services.num_running} running, ${services.num_waiting} waiting`;
     const badges = [{ name: "gateway", status: "up", text: `gateway: ${sequences}` }];
     for (const target of services.targets) {
-      badges.push(badgeOf("target", target, `${target.num_sessions} sessions, KV ${percent(target.kv_use)}`));
+      badges.push(badgeOf("target", target, `sessions ${target.num_sessions}, KV ${percent(target.kv_use)}`));
     }
     for (const draft of services.drafts) {
-      badges.push(badgeOf("draft", draft, `${draft.method}, ${draft.num_sessions} sessions, busy ${percent(draft.busy_share)}`));
+      badges.push(badgeOf("draft", draft, `${draft.method}, sessions ${draft.num_sessions}, busy ${percent(draft.busy_share)}`));
     }
     if (services.lookups.length) badges.push({ name: "lookup", status: "up", text: `lookups: ${services.lookups.join(", ")}` });
     this.#badges(badges);
