@@ -32,7 +32,7 @@ from tests.e2e.servers import (
 pytestmark = pytest.mark.e2e
 
 #: Tokens that the bundled pair does not write within the moment that a client takes to kill a service.
-LONG = 800
+LONG = 600
 
 
 @pytest.fixture(scope="module")

@@ -160,7 +160,7 @@ def head_stack(stack, heads):
 @pytest.mark.e2e
 def test_killing_the_draft_changes_no_token(head_stack, prompts):
     """And processes start with a head. The states of the running request are lost: the rest of it is not drafted."""
-    request = request_of(prompts[0][:30], max_tokens=600, temperature=1.0, seed=77)
+    request = request_of(prompts[0][:30], max_tokens=400, temperature=1.0, seed=77)
     undisturbed = collect(head_stack, request)
     killed = collect(head_stack, request, acts={40: head_stack.drafts[0].kill})
     assert ids_of_pieces(killed) == ids_of_pieces(undisturbed)

@@ -115,7 +115,7 @@ def test_processes_and_a_draft_that_is_killed(stack, texts):
     length = ("--num-speculative-tokens", "32")
     running = Stack.start(stack.targets, [draft_process(*methods, *length)], *length)
     try:
-        request = request_of(texts[1], max_tokens=800, temperature=1.0, seed=77)
+        request = request_of(texts[1], max_tokens=600, temperature=1.0, seed=77)
         undisturbed = collect(running, request)
         assert undisturbed[-1].speculation.num_accepted_draft_tokens > 0
         killed = collect(running, request, acts={60: running.drafts[0].kill})

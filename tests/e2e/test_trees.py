@@ -78,7 +78,7 @@ def test_eight_at_once(trees, prompts):
 
 
 def test_killing_the_draft_changes_no_token(trees, prompts):
-    request = request_of(prompts[0], max_tokens=800, temperature=1.0, seed=77)
+    request = request_of(prompts[0], max_tokens=400, temperature=1.0, seed=77)
     undisturbed = collect(trees, plain(request))
     killed = collect(trees, request, acts={60: trees.drafts[0].kill})
     assert ids_of(killed) == ids_of(undisturbed)

@@ -20,7 +20,8 @@ from specdec.rules import Rule
 from specdec.settings import GatewaySettings
 from tests.gateway.conftest import serve as stand_of
 from tests.gateway.fakes import FakeDraft, FakeTarget
-from tests.gateway.grpc.test_grpc import Service, all_closed, until
+from tests.gateway.grpc.test_grpc import Service, all_closed
+from tests.until import until
 
 ROOT = Path(__file__).parents[2]
 

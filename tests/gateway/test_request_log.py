@@ -1,6 +1,5 @@
 """Ids of requests, and what is logged and counted of them, over REST and gRPC."""
 
-import asyncio
 import logging
 import re
 
@@ -13,6 +12,7 @@ from specdec.v1 import generation_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2
 from tests.gateway.conftest import serve
 from tests.gateway.rest.test_rest import body_of, chat_of, post
+from tests.until import until
 
 LOGGER = "gateway.request_log"
 HEADER = "X-Request-Id"
@@ -93,9 +93,7 @@ async def test_a_client_that_leaves_is_a_line(logged, lines):
     async with logged.http.stream("POST", "/v1/completions", json=body_of(max_tokens=400, stream=True)) as response:
         async for _ in response.aiter_lines():
             break
-    async with asyncio.timeout(10):
-        while not lines():  # noqa: ASYNC110 (no event tells it)
-            await asyncio.sleep(0.01)
+    await until(lines)
     assert "cancelled, 2 prompt tokens" in lines()[0].getMessage()
 
 

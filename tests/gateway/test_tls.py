@@ -24,7 +24,8 @@ from specdec.v1 import generation_service_pb2_grpc as pb_grpc
 from tandem.certificates import write_certificates
 from tests.draft_first import draft_first
 from tests.gateway.fakes import FakeDraft, FakeTarget
-from tests.gateway.grpc.test_grpc import Service, until
+from tests.gateway.grpc.test_grpc import Service
+from tests.until import until
 
 BODY = {"prompt": [5], "max_tokens": 20, "temperature": 0}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 
@@ -20,6 +19,7 @@ from specdec.v1 import target_service_pb2_grpc as pb_grpc
 from target_service.core import TargetCore
 from target_service.servicer import TargetServicer
 from tests.llamas import build_llama, greedy_text
+from tests.until import until
 
 VOCAB = 64
 CONTEXT = 256
@@ -108,13 +108,6 @@ def serve():
             await server.stop()
 
     return start
-
-
-async def until(condition, timeout_s: float = 10.0) -> None:
-    """Wait until ``condition()``, or what it returns to await, is true."""
-    async with asyncio.timeout(timeout_s):
-        while not (await found if inspect.isawaitable(found := condition()) else found):  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
 
 
 async def until_clean(core: TargetCore) -> None:

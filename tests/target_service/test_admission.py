@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from specdec.errors import InvalidRequest, Overloaded
-from tests.target_service.conftest import make_prompt, make_spec, num_waiting, until, until_clean
+from tests.target_service.conftest import make_prompt, make_spec, num_waiting, until_clean
+from tests.until import until
 
 
 async def test_sessions_wait_for_their_place(start_core):

@@ -16,9 +16,9 @@ from tests.target_service.conftest import (
     make_spec,
     multi_step_decode,
     nothing_comes,
-    until,
     verify,
 )
+from tests.until import until
 
 
 def drafter(plain, prompt, *, wrong_at=()):

@@ -8,9 +8,10 @@ import pytest
 from specdec.rules import Rule
 from specdec.sampling.sparse import pack
 from specdec.types import FinishReason, Proposal
-from tests.target_service.conftest import VOCAB, make_prompt, make_spec, nothing_comes, until
+from tests.target_service.conftest import VOCAB, make_prompt, make_spec, nothing_comes
 from tests.target_service.scheduler.watch import Watch
 from tests.target_service.test_offers import counts
+from tests.until import until
 
 NUM_TOKENS = 16
 GREEDY, COUPLED = {}, {"temperature": 1.0, "rule": Rule.COUPLED}

@@ -14,7 +14,8 @@ from specdec.errors import InvalidRequest
 from specdec.rpc.channel import open_channel
 from specdec.types import HiddenStates, Proposal, Verdict
 from target_service import core as core_module
-from tests.target_service.conftest import VOCAB, make_prompt, make_spec, multi_step_decode, until, verify
+from tests.target_service.conftest import VOCAB, make_prompt, make_spec, multi_step_decode, verify
+from tests.until import until
 
 H = 32
 LAYERS = (2, 0, 1, -1)

@@ -9,9 +9,10 @@ from specdec.errors import InvalidRequest, Unavailable
 from specdec.pending_proposals import MAX_PENDING_PROPOSALS, PendingProposals
 from specdec.rules import Rule
 from specdec.types import FinishReason, Proposal
-from tests.target_service.conftest import VOCAB, make_prompt, make_spec, multi_step_decode, nothing_comes, until, verify
+from tests.target_service.conftest import VOCAB, make_prompt, make_spec, multi_step_decode, nothing_comes, verify
 from tests.target_service.scheduler.test_batcher import Watch
 from tests.target_service.test_servicer import Client
+from tests.until import until
 
 
 async def counts(core):

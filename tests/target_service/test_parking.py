@@ -1,6 +1,7 @@
 """Caches kept between the sessions of one id."""
 
-from tests.target_service.conftest import VOCAB, decode, make_prompt, make_spec, until
+from tests.target_service.conftest import VOCAB, decode, make_prompt, make_spec
+from tests.until import until
 
 
 async def test_a_parked_session_is_reused_by_its_common_prefix(start_core, plain):

@@ -13,8 +13,9 @@ from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 from target_service.servicer import MAX_GATHER_S, MIN_GATHER_S, gather_time_ns
 from tests.streams import streaming
-from tests.target_service.conftest import VOCAB, make_prompt, make_spec, num_waiting, until, until_clean
+from tests.target_service.conftest import VOCAB, make_prompt, make_spec, num_waiting, until_clean
 from tests.target_service.scheduler.watch import Watch
+from tests.until import until
 
 
 class Client:

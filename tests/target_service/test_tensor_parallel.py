@@ -15,17 +15,10 @@ from specdec.engine.parallel.ranks import STORE_PORT
 from specdec.errors import Unavailable
 from specdec.settings import ModelSettings, SchedulerSettings, TargetSettings
 from target_service.core import TargetCore
-from tests.target_service.conftest import (
-    decode,
-    make_prompt,
-    make_spec,
-    multi_step_decode,
-    until,
-    until_clean,
-    verify,
-)
+from tests.target_service.conftest import decode, make_prompt, make_spec, multi_step_decode, until_clean, verify
 from tests.target_service.test_hidden_states import LAYERS, Reader, stock
 from tests.target_service.test_trees import decode_with_trees
+from tests.until import until
 
 __all__ = ["stock"]  # a fixture
 

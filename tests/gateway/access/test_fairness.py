@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.fake_service import AdmittingTarget
 from tests.gateway.conftest import serve
 from tests.gateway.fakes import FakeDraft
-from tests.gateway.grpc.test_grpc import until
+from tests.until import until
 
 
 async def post(stand, key, **body):

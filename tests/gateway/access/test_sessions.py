@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.gateway.conftest import serve
-from tests.gateway.grpc.test_grpc import until
+from tests.until import until
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import generation_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2
 from tests.gateway.conftest import serve
-from tests.gateway.grpc.test_grpc import until
+from tests.until import until
 
 
 def bearer(key):

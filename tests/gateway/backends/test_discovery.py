@@ -18,12 +18,7 @@ from specdec.settings import ServerSettings
 from specdec.v1 import target_service_pb2_grpc as target_grpc
 from target_service.servicer import TargetServicer
 from tests.gateway.fakes import FakeTarget, params, reference
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 (no event tells it)
-            await asyncio.sleep(0.01)
+from tests.until import until
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ from tandem.certificates import write_certificates
 from tests.gateway.backends.engine_server import FakeEngine
 from tests.gateway.conftest import Script, serve
 from tests.gateway.test_tls import replace_files, ssl_flags
+from tests.until import until
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +55,6 @@ class EngineScript(Script):
 @pytest.fixture
 def engine_script(tokenizer):
     return EngineScript(tokenizer)
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 (no event tells it)
-            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager

@@ -29,14 +29,9 @@ from specdec.v1 import types_pb2
 from target_service.servicer import TargetServicer
 from tests.draft_first import draft_first
 from tests.gateway.fakes import FakeDraft, FakeTarget, draft_info, params, reference
+from tests.until import until
 
 GREEDY = types_pb2.SamplingParams(temperature=0)
-
-
-async def until(condition, timeout_s=10):
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 (no event tells it)
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

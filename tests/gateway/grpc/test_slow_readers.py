@@ -8,7 +8,8 @@ from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2
 from specdec.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.gateway.conftest import serve
-from tests.gateway.grpc.test_grpc import all_closed, until
+from tests.gateway.grpc.test_grpc import all_closed
+from tests.until import until
 
 
 @pytest.fixture

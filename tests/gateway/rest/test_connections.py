@@ -15,7 +15,8 @@ from uvicorn.protocols.websockets import auto
 from tests.e2e.servers import ROOT
 from tests.gateway.conftest import serve
 from tests.gateway.fakes import FakeTarget
-from tests.gateway.grpc.test_grpc import Service, all_closed, until
+from tests.gateway.grpc.test_grpc import Service, all_closed
+from tests.until import until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 

@@ -5,6 +5,8 @@ import asyncio
 import openai
 import pytest
 
+from tests.until import until
+
 
 @pytest.fixture
 async def client(stand):
@@ -84,9 +86,7 @@ async def test_leaving_a_stream(stand, client):
     async for _ in stream:
         break
     await stream.close()
-    async with asyncio.timeout(10):
-        while stand.generation.num_requests:  # noqa: ASYNC110 (no event tells it)
-            await asyncio.sleep(0.01)
+    await until(lambda: not stand.generation.num_requests)
     stand.assert_all_closed()
 
 

@@ -9,6 +9,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from specdec import __version__
 from specdec.errors import Overloaded, Unavailable
 from tests.gateway.conftest import serve
+from tests.until import until
 
 PROMPT = [5, 6]
 
@@ -35,12 +36,6 @@ async def events(stand, path="/v1/completions", **body):
     assert frames[-2:] == ["data: [DONE]", ""]
     assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames[:-1])
     return [json.loads(frame[6:]) for frame in frames[:-2]]
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 (no event tells it)
-            await asyncio.sleep(0.01)
 
 
 async def test_completion(stand, tokenizer):

@@ -16,6 +16,7 @@ from specdec.v1 import generation_service_pb2_grpc as gen_grpc
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import target_service_pb2_grpc as target_grpc
 from specdec.v1 import types_pb2 as pb
+from tests.until import until
 
 VERIFY = "/specdec.v1.TargetService/Verify"
 INFO = "/specdec.v1.TargetService/GetModelInfo"
@@ -91,12 +92,6 @@ async def read_all(call):
 def half_open(channel, method):
     """A call that never sends its message. A client streams where the method takes one message: same bytes."""
     return channel.stream_stream(method)()
-
-
-async def until(condition, seconds=10):
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 (no event tells it)
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("method", [VERIFY, INFO, GENERATE])

@@ -33,6 +33,7 @@ from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import target_service_pb2_grpc as target_grpc
 from specdec.v1 import types_pb2 as pb
 from tests.streams import streaming
+from tests.until import until
 
 NAME = "specdec.v1.TargetService"
 
@@ -106,12 +107,6 @@ def open_message(session_id=""):
 
 def round_message(committed_len):
     return target_pb.VerifyRequest(round=target_pb.Round(committed_len=committed_len))
-
-
-async def until(condition, timeout_s=10.0):
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_messages_on_one_stream():

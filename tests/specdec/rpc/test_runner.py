@@ -16,6 +16,7 @@ from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import target_service_pb2_grpc as target_grpc
 from specdec.v1 import types_pb2 as pb
 from tests.streams import streaming
+from tests.until import until
 
 
 class Fake(target_grpc.TargetServiceServicer):
@@ -57,12 +58,6 @@ class Fake(target_grpc.TargetServiceServicer):
                 yield target_pb.VerifyResponse()
         finally:
             self.events.append("stream ended")
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_start_serve_stop():

@@ -1,6 +1,5 @@
 """The supervisor against small real processes."""
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import pytest
 
 from specdec.errors import Unavailable
 from tandem.launcher.supervisor import ServiceSpec, Supervisor
+from tests.until import until
 
 STUB = """
 import signal, sys, time, pathlib
@@ -63,13 +63,6 @@ class Stubs:
 @pytest.fixture
 def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path)
-
-
-async def until(condition, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        await asyncio.sleep(0.02)
 
 
 async def test_starts_forwards_logs_and_stops_in_reverse_order(stubs: Stubs) -> None:

@@ -9,8 +9,9 @@ from specdec.errors import InternalError, TandemError, Unavailable
 from specdec.types import FinishReason, Proposal
 from target_service.scheduler.composition import MIN_CHUNK, prefill_room, share_prefill, take_rounds
 from target_service.stop_criteria import StopCriteria, Truncation
-from tests.target_service.conftest import decode, make_prompt, make_spec, multi_step_decode, until, until_clean, verify
+from tests.target_service.conftest import decode, make_prompt, make_spec, multi_step_decode, until_clean, verify
 from tests.target_service.scheduler.watch import Watch
+from tests.until import until
 
 
 @pytest.mark.parametrize("budget", [512, 48])

@@ -7,8 +7,9 @@ import pytest
 
 from specdec.errors import InternalError
 from target_service.session import Session
-from tests.target_service.conftest import make_prompt, make_spec, multi_step_decode, until, until_clean
+from tests.target_service.conftest import make_prompt, make_spec, multi_step_decode, until_clean
 from tests.target_service.scheduler.watch import Watch
+from tests.until import until
 
 
 async def test_multi_step_decode_does_not_wait_for_the_event_loop(start_core, plain):
