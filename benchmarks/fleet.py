@@ -26,6 +26,7 @@ from benchmarks.fleet_simulation import (
     MeasuredStep,
     Simulation,
 )
+from tandem.bench.limits import quantile
 
 PARAMETERS: Final = Path(__file__).with_suffix(".json")
 #: Share of the best throughput that counts as the best.
@@ -39,12 +40,7 @@ def read_costs(path: Path) -> Costs:
     return Costs(**{name: nested[name](**value) if name in nested else value for name, value in given.items()})
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Of unsorted values; 0 without any."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
-
-
-def simulate(costs: Costs, fleet: FleetSize, *, num_events: int = 1_000_000) -> FleetOutcome:
+def simulate(costs: Costs, fleet: FleetSize, *, num_events: int = 200_000) -> FleetOutcome:
     """A time in which every session has a few requests answered, or ``num_events`` verdicts at most."""
     per_session = costs.output_tokens * (costs.target_step_ms.base + costs.target_step_ms.per_row) / 1e3
     tokens_per_s = fleet.num_targets * 1e3 / costs.target_step_ms.per_row
@@ -76,8 +72,8 @@ def table_of(costs: Costs, args: argparse.Namespace) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "sessions": num_sessions, "mode": str(mode), "tokens_per_s": outcome.tokens_per_s,
-                    "ttft_p50_ms": percentile(outcome.ttft_ms, 0.5), "ttft_p99_ms": percentile(outcome.ttft_ms, 0.99),
-                    "itl_p50_ms": percentile(outcome.itl_ms, 0.5), "itl_p99_ms": percentile(outcome.itl_ms, 0.99),
+                    "ttft_p50_ms": quantile(outcome.ttft_ms, 0.5), "ttft_p99_ms": quantile(outcome.ttft_ms, 0.99),
+                    "itl_p50_ms": quantile(outcome.itl_ms, 0.5), "itl_p99_ms": quantile(outcome.itl_ms, 0.99),
                     **{f"{name}_busy": share for name, share in outcome.busy.items()},
                 }
             )  # fmt: skip
@@ -120,20 +116,21 @@ def main() -> int:
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--sessions", type=numbers, default=(10, 100, 1000, 10_000))
     parser.add_argument("--measure", action="store_true", help="measure the costs of the bundled pair, and write them")
-    parser.add_argument("--check", type=float, metavar="SECONDS", help="compare with a real 2 x 2 run")
+    parser.add_argument("--check", action="store_true", help="compare with a real 2 x 2 run")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each load that is measured")
     parser.add_argument("--plot", metavar="FILE", help="write a plot")
     args = parser.parse_args()
     console = Console()
     if args.measure:
         from benchmarks.fleet_measurement import measure  # noqa: PLC0415
 
-        costs = measure(read_costs(args.parameters))
+        costs = measure(read_costs(args.parameters), args.seconds)
         args.parameters.write_text(json.dumps(asdict(costs), indent=2) + "\n")
     costs = read_costs(args.parameters)
     if args.check:
         from benchmarks.fleet_measurement import check  # noqa: PLC0415
 
-        for line in check(costs, args.check):
+        for line in check(costs, args.seconds):
             console.print(line)
         return 0
     rows = table_of(costs, args)

@@ -4,44 +4,54 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Final
+from itertools import cycle
+from typing import Any, Final
 
 import grpc.aio
 import psutil
 
+from benchmarks.counts import Counts
 from benchmarks.fleet_simulation import Costs, DraftPlace, FleetSize, GatewayCost, MeasuredStep, Simulation
 from benchmarks.service_process import StartedService, service
+from gateway.text.tokenizer import TextTokenizer
 from specdec.cores import usable_cores
+from specdec.errors import Unavailable
 from specdec.rpc.channel import open_channel
 from specdec.v1 import draft_service_pb2_grpc, target_service_pb2_grpc, types_pb2
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1.generation_service_pb2_grpc import GenerationServiceStub
-from tandem.checkpoints import find_checkpoint
+from tandem.bench.limits import tokens_per_round
+from tandem.bench.prompts import pick_prompts
+from tandem.checkpoints import DRAFT, TARGET, find_checkpoint
 
-PROMPT: Final = (Path(__file__).parents[1] / "specdec" / "types.py").read_text()
+NUM_PROMPTS: Final = 64
 
 
-@dataclass(slots=True)
-class FleetWindow:
-    """What a real fleet did for a while."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetCounts(Counts):
+    """What a real fleet has done since its start."""
 
-    seconds: float = 0.0
-    num_tokens: int = 0
-    num_pieces: int = 0
-    num_requests: int = 0
-    num_rounds: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    #: Seconds of work of the targets' and drafts' devices, their steps, and CPU seconds of gateways and clients.
+    wall_s: float = 0.0
+    num_tokens: float = 0.0
+    num_pieces: float = 0.0
+    num_requests: float = 0.0
+    num_rounds: float = 0.0
+    num_accepted: float = 0.0
+    #: CPU seconds of the processes.
     target_s: float = 0.0
     draft_s: float = 0.0
-    target_steps: int = 0
-    draft_steps: int = 0
     gateway_s: float = 0.0
+    client_s: float = 0.0
+    target_steps: float = 0.0
+    draft_steps: float = 0.0
+
+    def ms(self, name: str, request_ms: float, count: float) -> float:
+        """CPU milliseconds of ``count`` things, without those of requests."""
+        return (1e3 * float(getattr(self, name)) - request_ms * self.num_requests) / max(count, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,68 +61,75 @@ class RealFleet:
     targets: Sequence[StartedService]
     drafts: Sequence[StartedService]
     gateways: Sequence[StartedService]
+    prompts: Sequence[tuple[int, ...]]
 
-    async def hold(self, costs: Costs, *, num_sessions: int, seconds: float, k: int) -> FleetWindow:
+    async def hold(self, num_sessions: int, k: int, num_tokens: int, seconds: float) -> FleetCounts:
         """Keep so many clients busy."""
-        window = FleetWindow()
+        counted: Counter[str] = Counter()
         async with asyncio.TaskGroup() as group:
-            clients = [group.create_task(self._client(costs, window, index, k)) for index in range(num_sessions)]
-            await asyncio.sleep(2.0)  # all are decoding
-            before, started_s = await self._busy(), time.perf_counter()
-            for name in ("num_tokens", "num_pieces", "num_requests", "num_rounds", "num_drafted", "num_accepted"):
-                setattr(window, name, 0)
+            clients = [
+                group.create_task(self._client(counted, index, k, num_tokens, num_sessions))
+                for index in range(num_sessions)
+            ]
+            await asyncio.sleep(1.5)  # all are decoding
+            before = await self._count(counted)
             await asyncio.sleep(seconds)
-            after, window.seconds = await self._busy(), time.perf_counter() - started_s
+            found = (await self._count(counted)).since(before)
             for client in clients:
                 client.cancel()
-        spent = [late - early for early, late in zip(before, after, strict=True)]
-        window.target_s, window.draft_s, window.gateway_s = spent[0], spent[2], spent[4]
-        window.target_steps, window.draft_steps = round(spent[1]), round(spent[3])
-        return window
+        return found
 
-    async def _client(self, costs: Costs, window: FleetWindow, index: int, k: int) -> None:
+    async def _client(self, counted: Counter[str], index: int, k: int, num_tokens: int, num_sessions: int) -> None:
         gateway = self.gateways[index % len(self.gateways)]
+        prompts = cycle(self.prompts[index % len(self.prompts) :])
+        length = max(1, num_tokens * (index + 1) // num_sessions)  # the first ends at another time for each
         async with open_channel(gateway.grpc_address) as channel:
-            number = 0
             while True:
-                number += 1
-                start = 97 * (31 * index + number) % (len(PROMPT) // 2)
                 request = pb.GenerateRequest(
-                    text=PROMPT[start : start + 3 * costs.prompt_tokens],
-                    max_tokens=costs.output_tokens,
+                    token_ids=types_pb2.TokenIds(ids=next(prompts)),
+                    max_tokens=length,
                     ignore_eos=True,
                     sampling=types_pb2.SamplingParams(temperature=0.0),
                     speculation=pb.SpeculationOptions(num_speculative_tokens=k),
                 )
                 async for piece in GenerationServiceStub(channel).Generate(request):
-                    window.num_tokens += len(piece.token_ids)
-                    window.num_pieces += 1
+                    counted["num_tokens"] += len(piece.token_ids)
+                    counted["num_pieces"] += 1
                     if piece.finish_reason:
-                        window.num_requests += 1
-                        window.num_rounds += piece.speculation.num_spec_steps
-                        window.num_drafted += piece.speculation.num_draft_tokens
-                        window.num_accepted += piece.speculation.num_accepted_draft_tokens
+                        counted["num_requests"] += 1
+                        counted["num_rounds"] += piece.speculation.num_spec_steps
+                        counted["num_accepted"] += piece.speculation.num_accepted_draft_tokens
+                length = num_tokens
 
-    async def _busy(self) -> list[float]:
-        figures = [0.0] * 5
-        for offset, services, stub in (
-            (0, self.targets, target_service_pb2_grpc.TargetServiceStub),
-            (2, self.drafts, draft_service_pb2_grpc.DraftServiceStub),
-        ):
-            for each in services:
-                async with grpc.aio.insecure_channel(each.address) as channel:
-                    load = (await stub(channel).GetModelInfo(types_pb2.GetModelInfoRequest())).load
-                figures[offset] += load.busy_ns / 1e9
-                figures[offset + 1] += load.num_batches
-        pids = [None, *(each.pid for each in self.gateways)]
-        figures[4] = sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
-        return figures
+    async def _count(self, counted: Counter[str]) -> FleetCounts:
+        return FleetCounts(
+            wall_s=time.perf_counter(),
+            target_s=_cpu_s(self.targets),
+            draft_s=_cpu_s(self.drafts),
+            gateway_s=_cpu_s(self.gateways),
+            client_s=sum(psutil.Process().cpu_times()[:2]),
+            target_steps=await _num_steps(self.targets, target_service_pb2_grpc.TargetServiceStub),
+            draft_steps=await _num_steps(self.drafts, draft_service_pb2_grpc.DraftServiceStub),
+            **counted,
+        )
+
+
+def _cpu_s(services: Sequence[StartedService]) -> float:
+    return float(sum(sum(psutil.Process(each.pid).cpu_times()[:2]) for each in services))
+
+
+async def _num_steps(services: Sequence[StartedService], stub: Callable[[grpc.aio.Channel], Any]) -> float:
+    count = 0.0
+    for each in services:
+        async with grpc.aio.insecure_channel(each.address) as channel:
+            count += (await stub(channel).GetModelInfo(types_pb2.GetModelInfoRequest())).load.num_batches
+    return count
 
 
 @contextmanager
-def real_fleet(num_each: int) -> Iterator[RealFleet]:
+def real_fleet(num_each: int, prompt_tokens: int) -> Iterator[RealFleet]:
     """So many of each service."""
-    target, draft = find_checkpoint("python-12m"), find_checkpoint("python-1m")
+    target, draft = find_checkpoint(TARGET), find_checkpoint(DRAFT)
     with ExitStack() as stack:
         targets = [
             stack.enter_context(service("target_service", "--model", target, "--num-threads", "1"))
@@ -134,69 +151,90 @@ def real_fleet(num_each: int) -> Iterator[RealFleet]:
             )
             for _ in range(num_each)
         ]  # fmt: skip
-        yield RealFleet(targets, drafts, gateways)
+        prompts = pick_prompts(TextTokenizer.load(target).encode, NUM_PROMPTS, prompt_tokens)
+        yield RealFleet(targets, drafts, gateways, prompts)
 
 
-def measure(costs: Costs) -> Costs:
-    """The costs of one gateway, one target and one draft here; what is not measured stays."""
-    k = costs.num_speculative_tokens
-    with real_fleet(1) as fleet:
-
-        def hold(num_sessions: int, k: int) -> FleetWindow:
-            return asyncio.run(fleet.hold(costs, num_sessions=num_sessions, seconds=4.0, k=k))
-
-        alone, few, many = hold(1, 0), hold(1, k), hold(8, k)
-    target = _line(few, many, k + 1)
-    draft = _line(few, many, 1, is_draft=True)
-    return replace(
+def measure(costs: Costs, seconds: float) -> Costs:
+    """The costs of one gateway, one target and one draft here, in CPU time of their processes; what is not measured
+    stays.
+    """
+    k, num_tokens = costs.num_speculative_tokens, costs.output_tokens
+    with real_fleet(1, costs.prompt_tokens) as fleet:
+        requests = asyncio.run(fleet.hold(1, k, 1, seconds))
+        plain = asyncio.run(fleet.hold(8, 0, num_tokens, seconds))
+        few = asyncio.run(fleet.hold(1, k, num_tokens, seconds))
+        many = asyncio.run(fleet.hold(8, k, num_tokens, seconds))
+    request = {name: requests.ms(name, 0.0, requests.num_requests) for name in ("target_s", "gateway_s", "client_s")}
+    target = _line([(each.num_pieces / each.target_steps, each.ms("target_s", request["target_s"], each.target_steps))
+                    for each in (few, many)])  # fmt: skip
+    draft = _line([(each.num_pieces / each.draft_steps, each.ms("draft_s", 0.0, each.draft_steps))
+                   for each in (few, many)])  # fmt: skip
+    step = MeasuredStep(target[0], target[1] / (k + 1))
+    found = replace(
         costs,
-        target_step_ms=MeasuredStep(*target, per_prompt_row=target[1]),
-        draft_step_ms=MeasuredStep(draft[0] / k, draft[1] / k),
+        target_step_ms=replace(step, per_prompt_row=max(0.0, request["target_s"] - step.base) / costs.prompt_tokens),
+        draft_step_ms=MeasuredStep(draft[0] / k, draft[1] / k, costs.draft_step_ms.per_prompt_row),
         gateway_ms=GatewayCost(
-            request=costs.gateway_ms.request,
-            round=1e3 * many.gateway_s / max(many.num_pieces, 1),
-            verdict=1e3 * alone.gateway_s / max(alone.num_pieces, 1),
+            request=request["gateway_s"] + request["client_s"],
+            round=few.ms("gateway_s", request["gateway_s"], few.num_pieces),
+            message=plain.ms("gateway_s", request["gateway_s"], plain.num_pieces),
         ),
+        client_ms=many.ms("client_s", request["client_s"], many.num_pieces),
         acceptance_rate=_acceptance_rate(many, k),
     )
+    return _with_shared(found, many.num_tokens / many.wall_s)
+
+
+def _with_shared(costs: Costs, tokens_per_s: float) -> Costs:
+    """What several rounds at a gateway share, so that one of each service is as fast as measured at 8 sessions."""
+    low, high = 0.0, costs.gateway_ms.round / 3
+    fitting = costs
+    for _ in range(10):
+        shared = (low + high) / 2
+        fitting = replace(costs, gateway_ms=replace(costs.gateway_ms, shared=shared))
+        here = replace(fitting, cores=usable_cores())
+        if Simulation(here, FleetSize(1, 1, 1, 8, DraftPlace.SHARED)).run(10.0).tokens_per_s < tokens_per_s:
+            low = shared
+        else:
+            high = shared
+    return fitting
 
 
 def check(costs: Costs, seconds: float) -> Iterator[str]:
     """Throughput of two of each here, and of the simulation with as many cores."""
-    shared = replace(costs, cores=usable_cores())
-    with real_fleet(2) as fleet:
-        for num_sessions in (2, 4, 16):
-            k = costs.num_speculative_tokens
-            window = asyncio.run(fleet.hold(costs, num_sessions=num_sessions, seconds=seconds, k=k))
-            real = window.num_tokens / window.seconds
-            found = Simulation(shared, FleetSize(2, 2, 2, num_sessions, DraftPlace.SHARED)).run(30.0).tokens_per_s
-            yield f"{num_sessions} sessions: {real:.0f} tokens/s here, {found:.0f} simulated ({found / real - 1:+.0%})"
+    here = replace(costs, cores=usable_cores())
+    with real_fleet(2, costs.prompt_tokens) as fleet:
+        for mode, k in ((DraftPlace.SHARED, costs.num_speculative_tokens), (DraftPlace.PLAIN, 0)):
+            for num_sessions in (2, 4, 16):
+                window = asyncio.run(fleet.hold(num_sessions, k, costs.output_tokens, seconds))
+                real = window.num_tokens / window.wall_s
+                found = Simulation(here, FleetSize(2, 2, 2, num_sessions, mode)).run(30.0).tokens_per_s
+                yield (
+                    f"{mode}, {num_sessions} sessions: {real:.0f} tokens/s here, {found:.0f} simulated"
+                    f" ({found / real - 1:+.0%})"
+                )
 
 
-def _line(few: FleetWindow, many: FleetWindow, rows: int, *, is_draft: bool = False) -> tuple[float, float]:
-    """Milliseconds of a step, and of each of its rows, from two loads with different numbers of rows a step."""
-    points = []
-    for window in (few, many):
-        seconds, steps = (window.draft_s, window.draft_steps) if is_draft else (window.target_s, window.target_steps)
-        rounds = max(window.num_pieces, 1)
-        points.append((rows * rounds / max(steps, 1), 1e3 * seconds / max(steps, 1)))
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Milliseconds of a step, and of each of its sessions, from steps of few and of many sessions."""
     (x0, y0), (x1, y1) = points
     slope = (y1 - y0) / (x1 - x0) if x1 > x0 else -1.0
     if slope < 0 or (base := y0 - slope * x0) < 0:
-        raise RuntimeError(
-            f"steps of {x0:.1f} and {x1:.1f} rows took {y0:.2f} and {y1:.2f} ms, which no step's cost explains:"
+        raise Unavailable(
+            f"steps of {x0:.1f} and {x1:.1f} sessions took {y0:.2f} and {y1:.2f} ms, which no step's cost explains:"
             " repeat it with more seconds, on an idle machine"
         )
     return base, slope
 
 
-def _acceptance_rate(window: FleetWindow, k: int) -> float:
+def _acceptance_rate(window: FleetCounts, k: int) -> float:
     """The rate at which rounds of k tokens accept as many as these did."""
-    wanted = window.num_accepted / max(window.num_rounds, 1)
+    wanted = window.num_accepted / max(window.num_rounds, 1.0)
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        if sum(middle**i for i in range(1, k + 1)) < wanted:
+        if tokens_per_round(middle, k) - 1 < wanted:
             low = middle
         else:
             high = middle

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from target_service.servicer import gather_time_ns
+
 
 class DraftPlace(StrEnum):
     """Where drafts are made."""
@@ -34,11 +36,15 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class GatewayCost:
-    """Milliseconds of gateway and client on a core for a request, a round with a draft, and a verdict without one."""
+    """Milliseconds of a gateway's core."""
 
     request: float
+    #: Of a round with a draft: a third of it for the verdict, for the proposal and for the text each.
     round: float
-    verdict: float
+    #: Of a message of plain decoding.
+    message: float
+    #: What of each is paid once where several are handled at the same time.
+    shared: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,8 @@ class Costs:
     target_step_ms: MeasuredStep
     draft_step_ms: MeasuredStep
     gateway_ms: GatewayCost
+    #: Of a client for a message, on a core of its own unless all share ``cores``.
+    client_ms: float
     #: One way between two services.
     network_ms: float
     num_speculative_tokens: int
@@ -185,6 +193,8 @@ class SimulatedServer:
             self._is_running = False
 
 
+#: Microseconds of work that a gateway does before it looks for more.
+MAX_HANDLED_US: Final = 5000
 #: Share of the simulated time before figures are taken.
 WARM_UP: Final = 0.25
 
@@ -196,15 +206,15 @@ class Simulation:
         self._costs, self._fleet = costs, fleet
         self._rng = random.Random(seed)
         self._clock = SimulatedClock()
-        cores = Cores(self._clock, costs.cores)
+        self._cores = cores = Cores(self._clock, costs.cores)
 
         def servers(count: int, cost: Callable[[list[Job]], float], max_rows: int) -> list[SimulatedServer]:
             return [SimulatedServer(self._clock, cores, cost, max_rows=max_rows) for _ in range(count)]
 
         self._targets = servers(fleet.num_targets, self._target_ms, costs.max_rows)
         self._drafts = servers(fleet.num_drafts, self._draft_ms, costs.max_rows)
-        # A gateway's core does one thing after the other; a job's rows are its microseconds.
-        self._gateways = servers(fleet.num_gateways, lambda batch: sum(job.rows for job in batch) / 1e3, 0)
+        # A job's rows are its microseconds. What has arrived meanwhile is handled together.
+        self._gateways = servers(fleet.num_gateways, self._gateway_ms, MAX_HANDLED_US)
         self._outcome = FleetOutcome()
         self._counts_from = 0.0
 
@@ -221,6 +231,10 @@ class Simulation:
         for name, group in (("gateway", self._gateways), ("target", self._targets), ("draft", self._drafts)):
             outcome.busy[name] = sum(server.busy_ms for server in group) / end / max(len(group), 1)
         return outcome
+
+    def _gateway_ms(self, batch: list[Job]) -> float:
+        shared = self._costs.gateway_ms.shared
+        return shared + sum(max(0.0, job.rows / 1e3 - shared) for job in batch)
 
     def _target_ms(self, batch: list[Job]) -> float:
         cost, costs = self._costs.target_step_ms, self._costs
@@ -252,12 +266,18 @@ class SimulatedSession:
         fleet = simulation._fleet
         self._costs, self._mode, self._clock = simulation._costs, fleet.mode, simulation._clock
         self._rng, self._outcome, self._counts_from = simulation._rng, simulation._outcome, simulation._counts_from
+        self._cores = simulation._cores
         self._gateway = simulation._gateways[number % fleet.num_gateways]
-        self._target = simulation._targets[number % fleet.num_targets]
+        # Sessions of a gateway are spread over all targets.
+        self._target = simulation._targets[number // fleet.num_gateways % fleet.num_targets]
         self._draft = simulation._drafts[number % fleet.num_drafts] if self._mode is DraftPlace.SHARED else None
-        #: Tokens that the client waits for, and those that the target has yet to decode by itself.
-        self._num_left = self._num_to_decode = 0
-        self._asked = self._last = 0.0
+        num_at_target = -(-fleet.num_sessions // fleet.num_targets)
+        self._gather_ms = gather_time_ns(num_at_target, self._costs.cores or 1) / 1e6
+        #: Tokens that the client waits for, those that the target has yet to decode by itself, and those of them that
+        #: have not left.
+        self._num_left = self._num_to_decode = self._num_held = 0
+        self._asked = self._last = self._last_sent = 0.0
+        self._is_over = False
 
     def begin(self, num_tokens: int) -> None:
         """Ask for a text."""
@@ -271,33 +291,40 @@ class SimulatedSession:
         )
 
     def _first(self) -> None:
+        self._last_sent = self._clock.now
         self._travel(lambda: self._verdict(1, is_first=True))
 
     def _round(self) -> None:
-        k = self._costs.num_speculative_tokens
+        k, draft = self._costs.num_speculative_tokens, self._draft
+        verify = Job(k + 1, self._end_round)
         if self._mode is DraftPlace.PLAIN:
             self._num_to_decode = self._num_left
-            self._target.add(Job(1, lambda: self._step(1)))
-        elif self._draft is None:
-            self._target.add(Job(k + 1, lambda: self._step(self._num_accepted() + 1)))
+            self._target.add(Job(1, self._end_step))
+        elif draft is None:
+            self._target.add(verify)
         else:
-            draft = self._draft
-            verify = Job(k + 1, lambda: self._step(self._num_accepted() + 1))
-            self._travel(
-                lambda: draft.add(Job(1, lambda: self._travel(lambda: self._travel(lambda: self._target.add(verify)))))
-            )
+            pass_on = self._costs.gateway_ms.round / 3
+            proposed = lambda: self._at_gateway(pass_on, lambda: self._travel(lambda: self._target.add(verify)))  # noqa: E731
+            self._travel(lambda: draft.add(Job(1, lambda: self._travel(proposed))))
 
-    def _step(self, num_tokens: int) -> None:
-        """The target has decided; in plain decoding it goes on by itself."""
-        self._travel(lambda: self._verdict(num_tokens))
+    def _end_step(self) -> None:
+        """A step of plain decoding is done; the target goes on by itself, and tokens leave together."""
         self._num_to_decode -= 1
-        if self._mode is DraftPlace.PLAIN and self._num_to_decode > 0:
-            self._target.add(Job(1, lambda: self._step(1)))
+        self._num_held += 1
+        if self._num_to_decode <= 0 or self._clock.now >= self._last_sent + self._gather_ms:
+            count, self._num_held, self._last_sent = self._num_held, 0, self._clock.now
+            self._travel(lambda: self._verdict(count))
+        if self._num_to_decode > 0:
+            self._target.add(Job(1, self._end_step))
+
+    def _end_round(self) -> None:
+        count = self._num_accepted() + 1
+        self._travel(lambda: self._verdict(count))
 
     def _verdict(self, num_tokens: int, *, is_first: bool = False) -> None:
         ms = self._costs.gateway_ms
-        is_plain = self._mode is DraftPlace.PLAIN
-        self._at_gateway(ms.verdict if is_plain else ms.round, lambda: self._commit(num_tokens, is_first=is_first))
+        first_ms = ms.message if self._mode is DraftPlace.PLAIN else ms.round / 3
+        self._at_gateway(first_ms, lambda: self._commit(num_tokens, is_first=is_first))
 
     def _commit(self, num_tokens: int, *, is_first: bool) -> None:
         now, outcome = self._clock.now, self._outcome
@@ -312,10 +339,22 @@ class SimulatedSession:
             else:
                 outcome.itl_ms.append((now - self._last) / num_tokens)
         self._last = now
-        if not self._num_left:
-            self.begin(self._costs.output_tokens)
-        elif is_first or self._mode is not DraftPlace.PLAIN:
+        if self._num_left and (is_first or self._mode is not DraftPlace.PLAIN):
             self._round()
+        # The next round is on its way before the client gets the text.
+        self._is_over = not self._num_left
+        if self._mode is DraftPlace.PLAIN:
+            self._to_client()
+        else:
+            self._at_gateway(self._costs.gateway_ms.round / 3, self._to_client)
+
+    def _to_client(self) -> None:
+        self._cores.run(self._costs.client_ms, self._client_done)
+
+    def _client_done(self) -> None:
+        if self._is_over:
+            self._is_over = False
+            self.begin(self._costs.output_tokens)
 
     def _num_accepted(self) -> int:
         count = 0

@@ -6,10 +6,12 @@ import asyncio
 import time
 import urllib.request
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.counts import Counts
 
 if TYPE_CHECKING:
     from tandem.bench.systems import System
@@ -18,7 +20,7 @@ _TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowReport:
+class WindowReport(Counts):
     """What happened in some windows with speculation on."""
 
     #: Length of the windows in seconds.
@@ -44,18 +46,6 @@ class WindowReport:
     def mean_k(self) -> float:
         """Drafted tokens asked for in such a round."""
         return self.draft_tokens / max(self.rounds, 1.0)
-
-    def since(self, before: Self) -> Self:
-        """What happened from ``before`` to now, both counted since the start."""
-        return self._with(before, -1.0)
-
-    def plus(self, other: Self) -> Self:
-        """Two windows together."""
-        return self._with(other, 1.0)
-
-    def _with(self, other: Self, sign: float) -> Self:
-        names = [each.name for each in fields(self)]
-        return type(self)(**{name: getattr(self, name) + sign * getattr(other, name) for name in names})
 
     def show(self) -> str:
         """One line."""
