@@ -224,7 +224,7 @@ class Simulation:
         self._counts_from = WARM_UP * end
         for number in range(self._fleet.num_sessions):
             first = max(1, self._costs.output_tokens * (number + 1) // self._fleet.num_sessions)
-            SimulatedSession(self, number).begin(first)
+            SimulatedSession(self, number).continue_text(first)
         self._clock.run(end)
         outcome = self._outcome
         outcome.seconds = (end - self._counts_from) / 1e3
@@ -269,7 +269,7 @@ class SimulatedSession:
         self._cores = simulation._cores
         self._gateway = simulation._gateways[number % fleet.num_gateways]
         # Sessions of a gateway are spread over all targets.
-        self._target = simulation._targets[number // fleet.num_gateways % fleet.num_targets]
+        self._target = simulation._targets[(number + number // fleet.num_gateways) % fleet.num_targets]
         self._draft = simulation._drafts[number % fleet.num_drafts] if self._mode is DraftPlace.SHARED else None
         num_at_target = -(-fleet.num_sessions // fleet.num_targets)
         self._gather_ms = gather_time_ns(num_at_target, self._costs.cores or 1) / 1e6
@@ -278,6 +278,11 @@ class SimulatedSession:
         self._num_left = self._num_to_decode = self._num_held = 0
         self._asked = self._last = self._last_sent = 0.0
         self._is_over = False
+
+    def continue_text(self, num_tokens: int) -> None:
+        """Be in the middle of a text, within a step of the others."""
+        self._num_left = num_tokens
+        self._clock.after(self._rng.random() * self._costs.target_step_ms.base, self._round)
 
     def begin(self, num_tokens: int) -> None:
         """Ask for a text."""

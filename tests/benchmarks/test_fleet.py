@@ -1,0 +1,56 @@
+"""The simulated fleet, where the answer is known."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.fleet import PARAMETERS, best_num_drafts, read_costs
+from benchmarks.fleet_simulation import DraftPlace, FleetSize, GatewayCost, MeasuredStep, Simulation
+
+#: Only steps take time.
+COSTS = replace(
+    read_costs(PARAMETERS),
+    target_step_ms=MeasuredStep(base=8.0, per_row=0.0),
+    draft_step_ms=MeasuredStep(base=1.0, per_row=0.0),
+    gateway_ms=GatewayCost(request=0.0, round=0.0, message=0.0),
+    client_ms=0.0,
+    network_ms=0.0,
+    num_speculative_tokens=3,
+    acceptance_rate=1.0,
+    prompt_tokens=1,
+    output_tokens=256,
+)
+
+
+def tokens_per_s(mode: DraftPlace, *, num_sessions: int = 1, num_drafts: int = 1, **changes: float) -> float:
+    costs = replace(COSTS, **changes)
+    return Simulation(costs, FleetSize(1, 1, num_drafts, num_sessions, mode)).run(40.0).tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("mode", "cycle_ms", "num_tokens"),
+    [(DraftPlace.PLAIN, 8.0, 1), (DraftPlace.SHARED, 8.0 + 3.0, 4), (DraftPlace.COLOCATED, 8.0 + 3.0, 4)],
+)
+def test_one_session_is_as_fast_as_its_steps(mode: DraftPlace, cycle_ms: float, num_tokens: int) -> None:
+    assert tokens_per_s(mode) == pytest.approx(1e3 * num_tokens / cycle_ms, rel=0.02)
+
+
+def test_the_network_is_paid_four_times_a_round() -> None:
+    assert tokens_per_s(DraftPlace.SHARED, network_ms=2.0) == pytest.approx(4e3 / (11.0 + 4 * 2.0), rel=0.02)
+
+
+def test_sessions_share_steps_and_draft_while_others_are_verified() -> None:
+    """The target always verifies; a draft beside it would hold it up."""
+    shared = tokens_per_s(DraftPlace.SHARED, num_sessions=8)
+    assert shared > 1.2 * tokens_per_s(DraftPlace.COLOCATED, num_sessions=8)
+
+
+def test_work_on_one_core_takes_turns() -> None:
+    assert tokens_per_s(DraftPlace.SHARED, num_sessions=8, cores=1) < tokens_per_s(DraftPlace.SHARED, num_sessions=8)
+
+
+def test_fewest_drafts_are_found() -> None:
+    fleet = FleetSize(1, 2, 1, 16)
+    assert best_num_drafts(COSTS, fleet) == 1
+    slow = replace(COSTS, draft_step_ms=MeasuredStep(base=0.0, per_row=1.0))
+    assert best_num_drafts(slow, fleet) > 2
