@@ -1,7 +1,7 @@
 """How many gateways, targets and drafts: throughput, latencies and the best ratio, simulated on measured step costs.
 
-``--measure`` measures the costs of the bundled pair here and writes them. ``--check`` runs two gateways, two targets
-and two drafts for real and compares their throughput with the simulation's on as many cores.
+``--measure`` runs two gateways, two targets and two drafts of the bundled pair here and writes their costs. ``--check``
+compares their throughput with the simulation's on as many cores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ AS_GOOD: Final = 0.95
 def read_costs(path: Path) -> Costs:
     """The file of parameters."""
     given: dict[str, Any] = json.loads(path.read_text())
-    nested = {"target_step_ms": MeasuredStep, "draft_step_ms": MeasuredStep, "gateway_ms": GatewayCost}
+    nested = {
+        "target_step_ms": MeasuredStep,
+        "plain_step_ms": MeasuredStep,
+        "draft_step_ms": MeasuredStep,
+        "gateway_ms": GatewayCost,
+    }
     return Costs(**{name: nested[name](**value) if name in nested else value for name, value in given.items()})
 
 
@@ -129,23 +134,22 @@ def main() -> int:
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--sessions", type=numbers, default=(10, 100, 1000, 10_000))
     parser.add_argument("--network-ms", type=milliseconds, default=(0.05, 0.5, 2.0, 5.0), help="one way, to compare")
-    parser.add_argument("--measure", action="store_true", help="measure the costs of the bundled pair, and write them")
+    parser.add_argument("--measure", action="store_true", help="measure two of each service here, and write it")
     parser.add_argument("--check", action="store_true", help="compare with a real 2 x 2 run")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each load that is measured")
     parser.add_argument("--plot", metavar="FILE", help="write a plot")
     args = parser.parse_args()
     console = Console()
-    if args.measure:
-        from benchmarks.fleet_measurement import measure  # noqa: PLC0415
-
-        costs = measure(read_costs(args.parameters), args.seconds)
-        args.parameters.write_text(json.dumps(asdict(costs), indent=2) + "\n")
     costs = read_costs(args.parameters)
-    if args.check:
-        from benchmarks.fleet_measurement import check  # noqa: PLC0415
+    if args.measure or args.check:
+        from benchmarks.fleet_measurement import check, measure, real_fleet  # noqa: PLC0415
 
-        for line in check(costs, args.seconds):
-            console.print(line)
+        with real_fleet(2, costs.prompt_tokens) as real:
+            if args.measure:
+                costs = measure(real, costs, args.seconds)
+                args.parameters.write_text(json.dumps(asdict(costs), indent=2) + "\n")
+            for line in check(real, costs, args.seconds) if args.check else ():
+                console.print(line)
         return 0
     rows = table_of(costs, args)
     print_table(rows, console)

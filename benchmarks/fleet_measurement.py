@@ -19,7 +19,6 @@ from benchmarks.fleet_simulation import Costs, DraftPlace, FleetSize, GatewayCos
 from benchmarks.service_process import StartedService, service
 from gateway.text.tokenizer import TextTokenizer
 from specdec.cores import usable_cores
-from specdec.errors import Unavailable
 from specdec.rpc.channel import open_channel
 from specdec.v1 import draft_service_pb2_grpc, target_service_pb2_grpc, types_pb2
 from specdec.v1 import generation_service_pb2 as pb
@@ -155,77 +154,82 @@ def real_fleet(num_each: int, prompt_tokens: int) -> Iterator[RealFleet]:
         yield RealFleet(targets, drafts, gateways, prompts)
 
 
-def measure(costs: Costs, seconds: float) -> Costs:
-    """The costs of one gateway, one target and one draft here, in CPU time of their processes; what is not measured
-    stays.
-    """
+#: Sessions of the loads that are measured and checked.
+MEASURED_SESSIONS: Final = (2, 16)
+CHECKED_SESSIONS: Final = (2, 4, 8, 16)
+
+
+def measure(fleet: RealFleet, costs: Costs, seconds: float) -> Costs:
+    """Costs in CPU time of the processes, all busy at once as they are in use; what is not measured stays."""
     k, num_tokens = costs.num_speculative_tokens, costs.output_tokens
-    with real_fleet(1, costs.prompt_tokens) as fleet:
-        requests = asyncio.run(fleet.hold(1, k, 1, seconds))
-        plain = asyncio.run(fleet.hold(8, 0, num_tokens, seconds))
-        few = asyncio.run(fleet.hold(1, k, num_tokens, seconds))
-        many = asyncio.run(fleet.hold(8, k, num_tokens, seconds))
+    requests = asyncio.run(fleet.hold(2, k, 1, seconds))
+    plain = [asyncio.run(fleet.hold(count, 0, num_tokens, seconds)) for count in MEASURED_SESSIONS]
+    rounds = [asyncio.run(fleet.hold(count, k, num_tokens, seconds)) for count in MEASURED_SESSIONS]
     request = {name: requests.ms(name, 0.0, requests.num_requests) for name in ("target_s", "gateway_s", "client_s")}
+    few, many = rounds
+    prompt_ms = max(0.0, request["target_s"] - few.ms("target_s", request["target_s"], few.target_steps))
     target = _line([(each.num_pieces / each.target_steps, each.ms("target_s", request["target_s"], each.target_steps))
-                    for each in (few, many)])  # fmt: skip
-    draft = _line([(each.num_pieces / each.draft_steps, each.ms("draft_s", 0.0, each.draft_steps))
-                   for each in (few, many)])  # fmt: skip
-    step = MeasuredStep(target[0], target[1] / (k + 1))
+                    for each in rounds])  # fmt: skip
+    alone = _line([(each.num_tokens / each.target_steps, each.ms("target_s", request["target_s"], each.target_steps))
+                   for each in plain])  # fmt: skip
+    draft = _line([(each.num_pieces / each.draft_steps, each.ms("draft_s", 0.0, each.draft_steps)) for each in rounds])
+    per_prompt_row = prompt_ms / costs.prompt_tokens
     found = replace(
         costs,
-        target_step_ms=replace(step, per_prompt_row=max(0.0, request["target_s"] - step.base) / costs.prompt_tokens),
+        target_step_ms=MeasuredStep(target[0], target[1] / (k + 1), per_prompt_row),
+        plain_step_ms=MeasuredStep(alone[0], alone[1], per_prompt_row),
         draft_step_ms=MeasuredStep(draft[0] / k, draft[1] / k, costs.draft_step_ms.per_prompt_row),
         gateway_ms=GatewayCost(
             request=request["gateway_s"] + request["client_s"],
             round=few.ms("gateway_s", request["gateway_s"], few.num_pieces),
-            message=plain.ms("gateway_s", request["gateway_s"], plain.num_pieces),
+            message=plain[-1].ms("gateway_s", request["gateway_s"], plain[-1].num_pieces),
         ),
         client_ms=many.ms("client_s", request["client_s"], many.num_pieces),
         acceptance_rate=_acceptance_rate(many, k),
     )
-    return _with_shared(found, many.num_tokens / many.wall_s)
+    return _with_shared(found, many.ms("gateway_s", request["gateway_s"], many.num_pieces))
 
 
-def _with_shared(costs: Costs, tokens_per_s: float) -> Costs:
-    """What several rounds at a gateway share, so that one of each service is as fast as measured at 8 sessions."""
+def _with_shared(costs: Costs, round_ms: float) -> Costs:
+    """What several rounds at a gateway share, so that each costs ``round_ms`` at the larger measured load."""
     low, high = 0.0, costs.gateway_ms.round / 3
     fitting = costs
-    for _ in range(10):
+    for _ in range(8):
         shared = (low + high) / 2
         fitting = replace(costs, gateway_ms=replace(costs.gateway_ms, shared=shared))
         here = replace(fitting, cores=usable_cores())
-        if Simulation(here, FleetSize(1, 1, 1, 8, DraftPlace.SHARED)).run(10.0).tokens_per_s < tokens_per_s:
+        outcome = Simulation(here, FleetSize(2, 2, 2, MEASURED_SESSIONS[-1], DraftPlace.SHARED)).run(8.0)
+        rounds_per_s = outcome.tokens_per_s / tokens_per_round(costs.acceptance_rate, costs.num_speculative_tokens)
+        busy_ms = 2e3 * outcome.busy["gateway"] - outcome.tokens_per_s / costs.output_tokens * costs.gateway_ms.request
+        if busy_ms / rounds_per_s > round_ms:
             low = shared
         else:
             high = shared
     return fitting
 
 
-def check(costs: Costs, seconds: float) -> Iterator[str]:
+def check(fleet: RealFleet, costs: Costs, seconds: float) -> Iterator[str]:
     """Throughput of two of each here, and of the simulation with as many cores."""
     here = replace(costs, cores=usable_cores())
-    with real_fleet(2, costs.prompt_tokens) as fleet:
-        for mode, k in ((DraftPlace.SHARED, costs.num_speculative_tokens), (DraftPlace.PLAIN, 0)):
-            for num_sessions in (2, 4, 16):
-                window = asyncio.run(fleet.hold(num_sessions, k, costs.output_tokens, seconds))
-                real = window.num_tokens / window.wall_s
-                found = Simulation(here, FleetSize(2, 2, 2, num_sessions, mode)).run(30.0).tokens_per_s
-                yield (
-                    f"{mode}, {num_sessions} sessions: {real:.0f} tokens/s here, {found:.0f} simulated"
-                    f" ({found / real - 1:+.0%})"
-                )
+    for mode, k in ((DraftPlace.SHARED, costs.num_speculative_tokens), (DraftPlace.PLAIN, 0)):
+        for num_sessions in CHECKED_SESSIONS:
+            window = asyncio.run(fleet.hold(num_sessions, k, costs.output_tokens, seconds))
+            real = window.num_tokens / window.wall_s
+            found = Simulation(here, FleetSize(2, 2, 2, num_sessions, mode)).run(20.0).tokens_per_s
+            yield (
+                f"{mode}, {num_sessions} sessions: {real:.0f} tokens/s here, {found:.0f} simulated"
+                f" ({found / real - 1:+.0%})"
+            )
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Milliseconds of a step, and of each of its sessions, from steps of few and of many sessions."""
+    """Milliseconds of a step, and of each of its sessions, from steps of few and of many sessions.
+
+    Where many cost less than few the difference is noise, and sessions cost nothing.
+    """
     (x0, y0), (x1, y1) = points
-    slope = (y1 - y0) / (x1 - x0) if x1 > x0 else -1.0
-    if slope < 0 or (base := y0 - slope * x0) < 0:
-        raise Unavailable(
-            f"steps of {x0:.1f} and {x1:.1f} sessions took {y0:.2f} and {y1:.2f} ms, which no step's cost explains:"
-            " repeat it with more seconds, on an idle machine"
-        )
-    return base, slope
+    slope = max(0.0, (y1 - y0) / max(x1 - x0, 1e-9))
+    return max(0.0, (y0 + y1 - slope * (x0 + x1)) / 2), slope
 
 
 def _acceptance_rate(window: FleetCounts, k: int) -> float:

@@ -51,7 +51,9 @@ class GatewayCost:
 class Costs:
     """One machine of each kind, and the requests."""
 
+    #: Of a step that verifies rounds, and of one of plain decoding.
     target_step_ms: MeasuredStep
+    plain_step_ms: MeasuredStep
     draft_step_ms: MeasuredStep
     gateway_ms: GatewayCost
     #: Of a client for a message, on a core of its own unless all share ``cores``.
@@ -237,7 +239,8 @@ class Simulation:
         return shared + sum(max(0.0, job.rows / 1e3 - shared) for job in batch)
 
     def _target_ms(self, batch: list[Job]) -> float:
-        cost, costs = self._costs.target_step_ms, self._costs
+        costs = self._costs
+        cost = costs.plain_step_ms if self._fleet.mode is DraftPlace.PLAIN else costs.target_step_ms
         prompt_rows = sum(job.rows for job in batch if job.is_prompt)
         rows = sum(job.rows for job in batch) - prompt_rows
         ms = cost.base + cost.per_row * rows + cost.per_prompt_row * prompt_rows

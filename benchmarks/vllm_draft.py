@@ -9,17 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.command import run
+from benchmarks.service_process import StartedService, service
 from specdec.cores import usable_cores
 from specdec.errors import Unavailable
 from tandem import checkpoints
@@ -39,22 +39,6 @@ PROMPTS: Final = (
 )
 #: One after the other, then all at once.
 BATCHES: Final = [*([index] for index in range(len(PROMPTS))), [*range(len(PROMPTS))]]
-
-
-@contextmanager
-def draft_service() -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The bundled draft model as a service: its address, and its process."""
-    command = [sys.executable, "-m", "draft_service", "--model", DRAFT, "--num-threads", "1", "--port", "0"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-        if not line:
-            raise Unavailable("the draft service did not start; run it by hand: " + " ".join(command[1:]))
-        yield f"127.0.0.1:{json.loads(line)['port']}", process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def speculation(mode: str, k: int, address: str) -> dict[str, Any]:
@@ -153,14 +137,14 @@ def main() -> int:
     plain: list[dict[str, Any]] = []
     is_same = True
     for mode in ("plain", "tandem draft service", "the same, killed", "vllm draft_model", "vllm ngram"):
-        with draft_service() as (address, process):
+        with service("draft_service", "--model", DRAFT, "--num-threads", "1", "--port", "0") as draft:
             countdown = iter([*[False] * (len(BATCHES) // 2), True])
 
-            def kill(mode: str = mode, draft: Any = process, countdown: Iterator[bool] = countdown) -> None:
+            def kill(mode: str = mode, draft: StartedService = draft, countdown: Iterator[bool] = countdown) -> None:
                 if mode.endswith("killed") and next(countdown, False):
-                    draft.kill()
+                    os.kill(draft.pid, signal.SIGKILL)
 
-            engine = speculation(mode, args.num_speculative_tokens, address)
+            engine = speculation(mode, args.num_speculative_tokens, draft.address)
             results = generate(args.vllm_python, engine, args.num_tokens, args.threads, kill)
         plain = plain or results
         is_same &= report(mode, results, plain)

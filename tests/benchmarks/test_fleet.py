@@ -11,6 +11,7 @@ from benchmarks.fleet_simulation import DraftPlace, FleetSize, GatewayCost, Meas
 COSTS = replace(
     read_costs(PARAMETERS),
     target_step_ms=MeasuredStep(base=8.0, per_row=0.0),
+    plain_step_ms=MeasuredStep(base=8.0, per_row=0.0),
     draft_step_ms=MeasuredStep(base=1.0, per_row=0.0),
     gateway_ms=GatewayCost(request=0.0, round=0.0, message=0.0),
     client_ms=0.0,
