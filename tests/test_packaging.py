@@ -100,6 +100,8 @@ def test_ci_runs_the_targets_of_make_on_every_supported_python() -> None:
     assert jobs["test"]["strategy"]["matrix"]["python"] == supported
     assert METADATA["requires-python"] == f">={supported[0]}"
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
-    assert {command.split()[1] for command in commands} == {"lint", "test", "test-typescript", "dist", "compose"}
+    assert {command.split()[1] for command in commands} == {
+        *("lint", "demo", "test", "test-typescript", "dist", "compose")
+    }
     for fallback in jobs["fallbacks"]["strategy"]["matrix"]["include"]:
         assert all((ROOT / path).exists() for path in fallback["tests"].split())

@@ -27,7 +27,7 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def drafts_open_first():
     """In this process, as in the gateways of :class:`Stack`."""
     with pytest.MonkeyPatch.context() as patch:

@@ -129,7 +129,7 @@ def test_an_unset_field_means_the_default() -> None:
 def test_the_gateways_message_has_every_parameter_but_these() -> None:
     request = generation_service_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
     missing = set(ROWS) - set(ON_THE_WIRE) - set(request)
-    assert missing == {"n", "bad_words", "prompt_logprobs", "detokenize"}
+    assert missing == {"detokenize"}
 
 
 def test_the_documentation_of_the_api_names_every_parameter() -> None:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import re
+import ssl
 
 import grpc.aio
 import httpx
@@ -479,16 +480,16 @@ async def test_new_certificates_reach_an_engine_and_its_open_session(
         engine.hangs_after = 3
         waiting = asyncio.create_task(ids_of(http, max_tokens=20))
         await until(lambda: engine.num_open)
-        make_context, num_made = connections._context, 0
+        make_context, num_made = ssl.create_default_context, 0
 
-        def fail_first(tls):
+        def fail_first(**files):
             nonlocal num_made
             num_made += 1
             if num_made == 1:
-                raise InvalidRequest("too many open files")
-            return make_context(tls)
+                raise OSError("too many open files")
+            return make_context(**files)
 
-        monkeypatch.setattr(connections, "_context", fail_first)
+        monkeypatch.setattr(ssl, "create_default_context", fail_first)
         replace_files(old, new)
         await until(lambda: num_made > 1)
         assert await ids_of(http, max_tokens=3) == expected(3)
