@@ -16,7 +16,7 @@ TARGET: Final = "python-12m"
 DRAFT: Final = "python-1m"
 #: What a hub download fetches; weights in other formats are left where they are.
 _HUB_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
-_OLDER_WEIGHTS: Final = ("*.bin", "*.pt")
+OLDER_WEIGHTS: Final = ("*.bin", "*.pt")
 
 
 def find_checkpoint(name: str) -> str:
@@ -31,8 +31,8 @@ def find_checkpoint(name: str) -> str:
         return str(folder)
     if (MODELS / name / "config.json").is_file():
         return str(MODELS / name)
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return _fetch(name)
+    if is_hub_name(name):
+        return fetch_checkpoint(name)
     raise InvalidRequest(
         f"model {name!r} does not exist: give the folder of a Hugging Face checkpoint, a hub name (owner/name), or"
         f" a bundled model ({', '.join(bundled_models()) or 'none here'})",
@@ -57,18 +57,30 @@ def bundled_drafter(target: str | None, methods: Sequence[str]) -> str | None:
     return next((known[method] for method in methods if known.get(method) in bundled), None)
 
 
-def _fetch(name: str) -> str:
-    """Download a checkpoint from the hub, or find it in the local cache."""
+def is_hub_name(name: str) -> bool:
+    """Whether it has the form of a name on the Hugging Face hub."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
+
+
+def fetch_checkpoint(name: str) -> str:
+    """The folder of a checkpoint of the hub, downloaded unless it is in the local cache.
+
+    Raises :class:`InvalidRequest` where the hub has no such checkpoint, or does not answer.
+    """
     from huggingface_hub import snapshot_download  # noqa: PLC0415 (slow to import, rarely needed)
 
     try:
         folder = snapshot_download(name, allow_patterns=list(_HUB_FILES))
         if not any(Path(folder).glob("*.safetensors")):  # as with many heads
-            folder = snapshot_download(name, allow_patterns=[*_HUB_FILES, *_OLDER_WEIGHTS])
+            folder = snapshot_download(name, allow_patterns=[*_HUB_FILES, *OLDER_WEIGHTS])
         return str(folder)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InvalidRequest(f"model {name!r} is no folder here and the hub did not give it: {reason}") from None
+        raise InvalidRequest(
+            f"model {name!r} is no folder here and the hub did not give it: {reason}; without a network, copy the"
+            " checkpoint here and give its folder",
+            param="model",
+        ) from None
 
 
 def check_pair(target: str, draft: str, *, tokenizer: str | None = None) -> None:

@@ -19,6 +19,8 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "generate": ("tandem.cli.generate", "continue a prompt and stream the text"),
     "chat": ("tandem.cli.chat", "talk to a model in the terminal"),
     "bench": ("tandem.cli.bench", "measure plain against speculative decoding"),
+    "models": ("tandem.cli.models", "list the checkpoints on this machine"),
+    "pull": ("tandem.cli.pull", "download a checkpoint from the Hugging Face hub"),
     "health": ("tandem.cli.health", "ask a running server whether it is ready"),
     "key": ("tandem.cli.key", "make an API key and its line of a key file"),
     "train": ("tandem.cli.train", "train a drafter for a target: a draft head or a small model"),

@@ -1,4 +1,4 @@
-"""`create`, `create_partial` and `create_with_completion` in the mode `JSON_SCHEMA`"""
+"""`create`, `create_partial` and `create_with_completion` in the modes `JSON_SCHEMA` and `TOOLS`"""
 
 from typing import Literal
 
@@ -17,25 +17,31 @@ class Person(pydantic.BaseModel):
 
 
 GIVEN = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 300, "temperature": 0.3, "seed": 4}
+#: The model knows no tools, and would call one over and over.
+ONE = {instructor.Mode.TOOLS: {"parallel_tool_calls": False}}
 
 
-@pytest.fixture(scope="module")
-def client(base_url):
-    return instructor.from_openai(
-        openai.OpenAI(base_url=base_url, api_key="none", max_retries=0), mode=instructor.Mode.JSON_SCHEMA
-    )
+@pytest.fixture(scope="module", params=[instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS], ids=lambda mode: mode.name)
+def client(request, base_url):
+    return instructor.from_openai(openai.OpenAI(base_url=base_url, api_key="none", max_retries=0), mode=request.param)
 
 
 def test_a_model(client, model):
-    assert isinstance(client.create(model=model, response_model=Person, max_retries=1, **GIVEN), Person)
+    assert isinstance(
+        client.create(model=model, response_model=Person, max_retries=1, **GIVEN, **ONE.get(client.mode, {})), Person
+    )
 
 
 def test_partial_objects(client, model):
-    parts = list(client.create_partial(model=model, response_model=Person, max_retries=1, **GIVEN))
+    parts = list(
+        client.create_partial(model=model, response_model=Person, max_retries=1, **GIVEN, **ONE.get(client.mode, {}))
+    )
     assert parts[-1].age is not None
 
 
 def test_the_raw_answer(client, model):
-    person, answer = client.create_with_completion(model=model, response_model=Person, max_retries=1, **GIVEN)
+    person, answer = client.create_with_completion(
+        model=model, response_model=Person, max_retries=1, **GIVEN, **ONE.get(client.mode, {})
+    )
     assert answer.usage.completion_tokens > 0
     assert person.kind in ("poet", "painter")

@@ -1,4 +1,4 @@
-"""providers `openai` and `hosted_vllm`: turns, streams, JSON schemas, log-probabilities, text completions, errors"""
+"""`openai` and `hosted_vllm`: turns, streams, JSON schemas, tools, log-probabilities, text completions, errors"""
 
 import json
 from typing import Literal
@@ -71,3 +71,15 @@ def test_text_completions(base_url, model):
 def test_errors(given):
     with pytest.raises(litellm.BadRequestError):
         litellm.completion(messages=[{"role": "user", "content": "a"}], **given | {"max_tokens": 100000})
+
+
+def test_tools(given):
+    parameters = Answer.model_json_schema()
+    tools = [{"type": "function", "function": {"name": "vote", "description": "Votes.", "parameters": parameters}}]
+    messages = [{"role": "user", "content": "Vote."}]
+    given |= {"max_tokens": 100, "tools": tools}
+    answer = litellm.completion(messages=messages, tool_choice="required", parallel_tool_calls=False, **given)
+    (call,) = answer.choices[0].message.tool_calls
+    assert Answer.model_validate_json(call.function.arguments)
+    messages += [answer.choices[0].message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "done"}]
+    assert litellm.completion(messages=messages, tool_choice="none", **given).choices[0].message.content

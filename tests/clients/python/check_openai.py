@@ -1,4 +1,4 @@
-"""completions, chat, streams, log-probabilities, `n`, `.parse()`, JSON schemas, errors, async, models"""
+"""completions, chat, streams, log-probabilities, `n`, `.parse()`, JSON schemas, tools, `responses`, errors, async"""
 
 import json
 from enum import Enum
@@ -129,3 +129,55 @@ def test_async(base_url, model):
     import asyncio
 
     assert len(asyncio.run(_ask(base_url, model))) > 1
+
+
+TOOL = {
+    "name": "vote",
+    "description": "Votes.",
+    "parameters": {
+        "type": "object",
+        "properties": {"word": {"enum": ["yes", "no"]}, "weight": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["word", "weight"],
+        "additionalProperties": False,
+    },
+}
+
+
+def test_tools(client, model):
+    """The small model knows nothing of tools; the grammar makes it call them, and the call is answered."""
+    given = {"model": model, "tools": [{"type": "function", "function": TOOL}], "temperature": 0, "max_tokens": 200}
+    given["parallel_tool_calls"] = False
+    answer = client.chat.completions.create(messages=MESSAGES, tool_choice="required", **given)
+    with client.chat.completions.stream(messages=MESSAGES, tool_choice="required", **given) as stream:
+        streamed = stream.get_final_completion()
+    (call,), (same,) = answer.choices[0].message.tool_calls, streamed.choices[0].message.tool_calls
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert call.function.arguments == same.function.arguments
+    assert json.loads(call.function.arguments)["word"] in ("yes", "no")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    messages = [*MESSAGES, answer.choices[0].message.model_dump(exclude_none=True), result]
+    assert client.chat.completions.create(messages=messages, tool_choice="none", **given).choices[0].message.content
+
+
+def test_responses(client, model):
+    first = client.responses.create(model=model, input="Name a language.", max_output_tokens=16, temperature=0)
+    assert first.output_text
+    given = {"previous_response_id": first.id, "max_output_tokens": 200, "temperature": 0}
+    # An answer that ends with its limit is none to this helper; one in a schema ends by itself.
+    with client.responses.stream(model=model, input="Vote.", text_format=Verdict, **given) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert Verdict.model_validate_json(text) == final.output_parsed
+    assert final.usage.input_tokens > first.usage.input_tokens
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+
+
+def test_responses_with_a_schema_and_tools(client, model):
+    answer = client.responses.parse(model=model, input="a", text_format=Verdict, max_output_tokens=200, temperature=0)
+    assert isinstance(answer.output_parsed, Verdict)
+    given = {"model": model, "tools": [{"type": "function", **TOOL}], "temperature": 0, "max_output_tokens": 200}
+    answer = client.responses.create(input="a", tool_choice="required", parallel_tool_calls=False, **given)
+    (call,) = [item for item in answer.output if item.type == "function_call"]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+    last = client.responses.create(input=[result], previous_response_id=answer.id, tool_choice="none", **given)
+    assert last.output_text

@@ -2,13 +2,14 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateObject, generateText, streamObject, streamText } from "ai";
+import { generateObject, generateText, stepCountIs, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
 
 const { TANDEM_URL, TANDEM_MODEL: name } = process.env;
 const baseURL = `${TANDEM_URL}/v1`;
 const models = {
   openai: createOpenAI({ baseURL, apiKey: "none" }).chat(name),
+  "openai responses": createOpenAI({ baseURL, apiKey: "none" }).responses(name),
   "openai-compatible": createOpenAICompatible({
     name: "tandem",
     baseURL,
@@ -39,6 +40,22 @@ for (const [provider, model] of Object.entries(models)) {
     const stream = streamObject(wanted);
     for await (const _ of stream.partialObjectStream);
     assert.deepEqual(await stream.object, object);
+  });
+
+  test(`${provider}: tools`, async () => {
+    const called = [];
+    const execute = (input) => called.push(input) && "done";
+    const vote = tool({ description: "Votes.", inputSchema: schema, execute });
+    // The model knows no tools, and would call one over and over.
+    const providerOptions = { openai: { parallelToolCalls: false }, tandem: { parallel_tool_calls: false } };
+    const steps = { ...given, providerOptions, tools: { vote }, toolChoice: "required", maxOutputTokens: 200, stopWhen: stepCountIs(2) };
+    const answer = await generateText(steps);
+    assert.equal(answer.steps.length, 2);
+    assert(called.every((input) => schema.parse(input)));
+    const stream = streamText({ ...steps, stopWhen: stepCountIs(1) });
+    const kinds = [];
+    for await (const part of stream.fullStream) kinds.push(part.type);
+    assert(kinds.includes("tool-call") && kinds.includes("tool-result"), kinds.join());
   });
 
   test(`${provider}: messages`, async () => {

@@ -54,3 +54,39 @@ test("cancelling", async () => {
   }
   assert(pieces < 50);
 });
+
+const parameters = {
+  type: "object",
+  properties: { word: { enum: ["yes", "no"] } },
+  required: ["word"],
+  additionalProperties: false,
+};
+
+test("tools", async () => {
+  const answer = await client.chat.completions.create({
+    model,
+    messages,
+    max_tokens: 100,
+    tools: [{ type: "function", function: { name: "vote", description: "Votes.", parameters } }],
+    tool_choice: "required",
+    parallel_tool_calls: false,
+  });
+  const [call] = answer.choices[0].message.tool_calls;
+  assert.match(JSON.parse(call.function.arguments).word, /yes|no/);
+});
+
+test("responses", async () => {
+  const first = await client.responses.create({ model, input: "Name a language.", max_output_tokens: 16 });
+  const stream = client.responses.stream({
+    model,
+    input: "Vote.",
+    previous_response_id: first.id,
+    max_output_tokens: 100,
+    tools: [{ type: "function", name: "vote", description: "Votes.", parameters, strict: true }],
+    tool_choice: "required",
+    parallel_tool_calls: false,
+  });
+  const last = await stream.finalResponse();
+  const call = last.output.find((item) => item.type === "function_call");
+  assert.match(JSON.parse(call.arguments).word, /yes|no/);
+});

@@ -1,0 +1,82 @@
+"""``tandem models`` and ``tandem pull``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.cli.main import main
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache with one model, one data set and one repository without config.json."""
+    folder = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
+    for name in ("models--owner--big", "models--owner--adapter", "datasets--owner--texts"):
+        snapshot = folder / name / "snapshots" / "abc"
+        snapshot.mkdir(parents=True)
+        (folder / name / "refs").mkdir()
+        (folder / name / "refs" / "main").write_text("abc")
+        if "adapter" not in name:
+            (snapshot / "config.json").write_text(json.dumps({"architectures": ["BigForCausalLM"]}))
+        (snapshot / "model.safetensors").write_bytes(b"x" * 2_500_000)
+    return folder
+
+
+def test_models(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "mine"
+    for name, config in (("good", "{}"), ("broken", "{"), ("other", None)):
+        (mine / name).mkdir(parents=True)
+        if config is not None:
+            (mine / name / "config.json").write_text(config)
+    assert main(["models", str(mine), str(mine / "good"), str(tmp_path / "nowhere")]) == 0
+    head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert head == ["MODEL", "PLACE", "ARCHITECTURE", "WEIGHTS"]
+    by_name = {row[0]: row[1:] for row in rows}
+    assert by_name["python-12m"][:2] == ["bundled", "LlamaForCausalLM"]
+    assert by_name["owner/big"] == ["hub", "cache", "BigForCausalLM", "2.5", "MB"]
+    assert by_name[str(mine / "good")] == by_name[str(mine / "broken")] == ["folder", "0.0", "MB"]
+    assert not by_name.keys() & {"owner/adapter", "owner/texts", str(mine / "other")}
+
+
+def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
+    assert main(["models", str(tmp_path)]) == 0
+    assert "python-1m" in capsys.readouterr().out
+
+
+def test_pull(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.safetensors").touch()
+    asked = []
+
+    def download(name: str, **given: object) -> str:
+        asked.append(name)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert main(["pull", "owner/name"]) == 0
+    assert (asked, capsys.readouterr().out) == (["owner/name"], f"{tmp_path}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "offline", "message"),
+    [
+        ("python-12m", False, "give owner/name"),
+        ("owner/name", True, "HF_HUB_OFFLINE is set"),
+        ("owner/name", False, "the hub did not give it: no route; without a network, copy the checkpoint here"),
+    ],
+)
+def test_pull_says_why_not(
+    name: str, offline: bool, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    assert main(["pull", name]) == 2
+    assert message in capsys.readouterr().err
