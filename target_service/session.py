@@ -172,7 +172,7 @@ class Session:
         if not self._is_multi_step:
             self._early_from = committed_len
         self._multi_step_until = max(self._multi_step_until, self._limited(committed_len + num_tokens))
-        if self.num_round_tokens and not self.in_flight:
+        if self.has_round and not self.in_flight:
             self._asked_ns = time.perf_counter_ns()
             self._owner.ready(self)
 
@@ -226,13 +226,27 @@ class Session:
         return len(self.spec.token_ids) - self.step_session.sequence.length
 
     @property
-    def num_round_tokens(self) -> int:
-        """Tokens of the round that is ready; 0 without one."""
+    def has_round(self) -> bool:
+        """Whether a round, or a token of multi-step decode, is to be fed."""
         if self._opened is None or self._closing or self._failure is not None or self.finish_reason is not None:
+            return False
+        return self._asked is not None or self._multi_step_until > self.committed_len
+
+    @property
+    def num_round_tokens(self) -> int:
+        """Tokens of the round that is ready, at most; 0 without one."""
+        if not self.has_round:
             return 0
-        if self._asked is not None:
-            return len(self._asked.token_ids) + 1
-        return 1 if self._multi_step_until > self.committed_len else 0
+        num_asked = 0 if self._asked is None else len(self._asked.token_ids)
+        return max(num_asked, len(self.forced())) + 1
+
+    def forced(self) -> tuple[int, ...]:
+        """What the grammar forces next, as far as it may be committed. Called by whom the step session belongs to."""
+        grammar, committed_len = self.step_session.grammar, len(self.step_session.state)
+        if grammar is None:
+            return ()
+        limit = self.step_session.stop_criteria.max_len if self._asked is not None else self._multi_step_until
+        return grammar.forced[: max(0, limit - committed_len - 1)]
 
     def next_chunk(self, num_rows: int) -> ScheduledSequence:
         """The prompt's next ``num_rows`` tokens or fewer, now in flight."""
@@ -246,29 +260,24 @@ class Session:
     def next_round(self) -> ScheduledSequence:
         """The round that is ready, now in flight."""
         self.in_flight = True
+        forced = self.forced()
         asked, self._asked = self._asked, None
         last = self.step_session.state.token_ids[-1]
         if asked is None:
-            return ScheduledSequence(self.step_session, (last,), decides=True)
+            return ScheduledSequence(self.step_session, (last, *forced), decides=True, draft_token_ids=forced)
         self._multi_step_until = self._multi_step_after
-        asked = self._within_grammar(asked)
+        grammar = self.step_session.grammar
+        drafts = asked if grammar is None else grammar.drafts(asked, len(forced))
         return ScheduledSequence(
             self.step_session,
-            (last, *asked.token_ids),
+            (last, *drafts.token_ids),
             decides=True,
-            draft_token_ids=asked.token_ids,
-            q_rows=asked.q_rows,
-            parents=() if is_chain(asked.parents) else asked.parents,
+            draft_token_ids=drafts.token_ids,
+            q_rows=drafts.q_rows,
+            proposed_token_ids=() if asked.parents and not drafts.parents else asked.token_ids[: len(drafts.token_ids)],
+            parents=() if is_chain(drafts.parents) else drafts.parents,
             is_round=True,
         )
-
-    def _within_grammar(self, proposal: Proposal) -> Proposal:
-        """A chain without what the grammar rules out; trees are left as they are."""
-        grammar = self.step_session.grammar
-        if grammar is None or proposal.parents:
-            return proposal
-        kept = grammar.num_kept(proposal.token_ids, is_drawn=bool(proposal.q_rows))
-        return proposal if kept == len(proposal.token_ids) else proposal.cut(kept)
 
     def continues(self, result: PartResult) -> bool:
         """Whether multi-step decode continues after this result of a step. Called on the device thread, which owns the
@@ -298,7 +307,7 @@ class Session:
             return
         if self._failure is None and part.decides:
             self._commit(part, result, step)
-        if self.num_prefill or self.num_round_tokens:
+        if self.num_prefill or self.has_round:
             self._owner.ready(self)
 
     def crash(self, error: TandemError) -> None:
@@ -338,7 +347,7 @@ class Session:
                 base_len=base_len,
                 token_ids=token_ids,
                 num_accepted=result.num_accepted,
-                num_draft_tokens=len(part.draft_token_ids),
+                num_draft_tokens=len(part.proposed_token_ids),
                 finish_reason=result.cut.finish_reason,
                 stop_token_id=result.cut.stop_token_id,
                 logprobs=result.logprobs,
@@ -354,7 +363,7 @@ class Session:
             self._asked = self._fitted(self._asked.after(token_ids)) if self._is_multi_step else None
             dropped += self._asked is None
         if (fitting := self._pending.take()) is not None:
-            if self.num_round_tokens:  # multi-step decode continues
+            if self.has_round:  # multi-step decode continues
                 dropped += 1
             else:
                 self._start(fitting)
@@ -377,7 +386,7 @@ class Session:
     @property
     def _busy(self) -> bool:
         """Whether a verdict is to come without anything more being asked for."""
-        return self.in_flight or self.num_round_tokens > 0 or self._opened is None
+        return self.in_flight or self.has_round or self._opened is None
 
     def _start(self, proposal: Proposal, multi_step_after: int = 0) -> None:
         """Ask for the proposal's round, without what it cannot bring: near its limit a sequence has no room for all

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -71,8 +72,11 @@ class ScheduledSequence:
     token_ids: Sequence[int]
     #: Whether the verifier decides what follows; False for a chunk of a prompt that is not the last one.
     decides: bool
+    #: Fed and verified: of the proposal, or what the grammar forces.
     draft_token_ids: tuple[int, ...] = ()
     q_rows: tuple[SparseRow, ...] = ()
+    #: The proposal's tokens in the places of those; empty in place of a tree that is not fed.
+    proposed_token_ids: tuple[int, ...] = ()
     is_prefill: bool = False
     #: Whether it was asked for as a round, with or without drafts.
     is_round: bool = False
@@ -84,9 +88,16 @@ class ScheduledSequence:
         """Whether it is a token of multi-step decode."""
         return self.decides and not self.is_prefill and not self.is_round
 
-    def following(self, token_ids: Sequence[int]) -> ScheduledSequence:
-        """The next token of multi-step decode, after this part, which committed ``token_ids``."""
-        return ScheduledSequence(self.session, token_ids[-1:], decides=True)
+    def following(self, token_ids: tuple[int, ...], forced: tuple[int, ...]) -> ScheduledSequence:
+        """The next token of multi-step decode, and forced ones, after this part, which committed ``token_ids``."""
+        return ScheduledSequence(self.session, (token_ids[-1], *forced), decides=True, draft_token_ids=forced)
+
+    def num_accepted(self, num_drafts: int) -> int:
+        """The tokens of the proposal among the accepted drafts."""
+        if self.parents:
+            return num_drafts
+        pairs = zip(self.draft_token_ids[:num_drafts], self.proposed_token_ids, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     @property
     def num_logits(self) -> int:
@@ -201,10 +212,12 @@ def run_step(model: Model, verifier: Verifier, parts: Sequence[ScheduledSequence
 
 
 def _keep_paths(model: Model, parts: Sequence[ScheduledSequence], outcomes: Sequence[Outcome]) -> None:
-    """Of every tree that was fed only the accepted path stays in the cache."""
+    """Only the accepted path stays in the cache of a tree, and of forced tokens, which the next step may follow at
+    once.
+    """
     kept = []
     for part, outcome in zip((part for part in parts if part.decides), outcomes, strict=True):
-        if part.parents:
+        if part.parents or (part.is_multi_step and part.draft_token_ids):
             sequence = part.session.sequence
             rows = (0, *(i + 1 for i in outcome.path))  # row 0 is the last committed token's
             kept.append(Kept(sequence, sequence.length - len(part.token_ids), rows))
@@ -227,7 +240,8 @@ def _commit(
             return PartResult(error=error)
     state.commit(cut.token_ids)
     states = _states_of_chunk(part, own) if part.is_prefill else _states_of_round(part, outcome, base_len, cut, own)
-    return PartResult(cut, outcome.num_accepted, outcome.logprobs[: len(cut.token_ids)], scored, states)
+    num_accepted = part.num_accepted(outcome.num_accepted)
+    return PartResult(cut, num_accepted, outcome.logprobs[: len(cut.token_ids)], scored, states)
 
 
 def _states_of_chunk(part: ScheduledSequence, own: OwnStates | None) -> HiddenStates | None:

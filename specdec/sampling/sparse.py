@@ -46,6 +46,11 @@ def max_tokens(num_tokens: int) -> int:
     return next(fitting)
 
 
+def one_hot(token_id: int) -> SparseRow:
+    """The row of a token that was not drawn: all weight is its own."""
+    return pack(np.array([token_id]), np.array([NUM_LEVELS - 1]))
+
+
 def pack(token_ids: Ids, levels: Ids) -> SparseRow:
     """A row from distinct token ids and their levels, 0 to 63, in any order: int64 [n] each, n >= 1."""
     count = len(token_ids)

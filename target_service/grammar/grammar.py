@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
 
 from llguidance import LLMatcher
 
 from specdec.errors import InvalidRequest
-from specdec.types import FinishReason
+from specdec.sampling.sparse import one_hot
+from specdec.types import FinishReason, Proposal
 from target_service.stop_criteria import Truncation
+
+#: Forced tokens drafted at once; rows that are rejected cost time, and more rows gain little per token.
+MAX_FORCED: Final = 16
 
 
 class Grammar:
@@ -18,6 +24,9 @@ class Grammar:
         """``matcher`` has read the output so far and is this object's own; a mask has ``num_mask_words`` int32."""
         self.matcher = matcher
         self.num_mask_words = num_mask_words
+        #: The tokens that continue the committed ones, :data:`MAX_FORCED` at most, where the grammar allows one
+        #: continuation. Other tokens may spell the same text, so they are drafts like any others.
+        self.forced: tuple[int, ...] = ()
 
     def num_kept(self, token_ids: Sequence[int], *, is_drawn: bool) -> int:
         """How many tokens of a chain are worth verifying: those that may follow, one after the other.
@@ -28,8 +37,27 @@ class Grammar:
         num_valid = self.matcher.validate_tokens(list(token_ids))
         return min(num_valid + is_drawn, len(token_ids))
 
+    def drafts(self, proposal: Proposal, num_forced: int) -> Proposal:
+        """What is worth verifying of a proposal, after the tokens that the grammar forces, ``num_forced`` at most.
+
+        Forced tokens are drafted whatever the proposal has in their place: a choice that looked at the proposal's own
+        token would bias a rule that takes it for drawn from q. Their q is one-hot. The proposal's tokens behind them
+        stay where the proposal has drawn the forced ones as well. Of a tree nothing stays.
+        """
+        forced = self.forced[:num_forced]
+        count = len(forced)
+        if forced and (proposal.parents or proposal.token_ids[:count] != forced):
+            return replace(proposal, token_ids=forced, q_rows=(), parents=())
+        if proposal.parents:
+            return proposal
+        kept = proposal.cut(self.num_kept(proposal.token_ids, is_drawn=bool(proposal.q_rows)))
+        if forced and kept.q_rows:
+            return replace(kept, q_rows=(*map(one_hot, forced), *kept.q_rows[count:]))
+        return kept
+
     def commit(self, cut: Truncation) -> Truncation:
-        """Read tokens that a round commits; the sequence ends where the text is complete.
+        """Read tokens that a round commits, and find those that are forced next; the sequence ends where the text is
+        complete.
 
         Raises:
             InvalidRequest: the grammar became too large to be followed.
@@ -45,4 +73,6 @@ class Grammar:
             if self.matcher.is_stopped():
                 is_cut = index + 1 < len(cut.token_ids) or cut.finish_reason is not FinishReason.STOP
                 return Truncation(cut.token_ids[: index + 1], FinishReason.STOP) if is_cut else cut
+        if cut.finish_reason is None:
+            self.forced = tuple(self.matcher.compute_ff_tokens()[:MAX_FORCED])
         return cut

@@ -122,7 +122,7 @@ class StepBatcher:
         scheduled = [(session, session.next_round()) for session in rounds[:count]]
         if prompts:
             num_round_tokens = sum(len(part.token_ids) for _, part in scheduled)
-            is_drafting = any(part.draft_token_ids for _, part in scheduled)
+            is_drafting = any(part.proposed_token_ids for _, part in scheduled)
             is_drafting = is_drafting or self._coalescer.expects(time.perf_counter_ns())
             room = prefill_room(num_round_tokens, self._max_tokens, is_drafting=is_drafting)
             for session, num_tokens in zip(prompts, share_prefill(needs, room), strict=True):
@@ -159,8 +159,8 @@ class StepBatcher:
         for (session, part), part_result in zip(scheduled, result.parts, strict=True):
             if not part.is_multi_step or not session.continues(part_result):
                 return None
-            parts.append(part.following(part_result.cut.token_ids))
-        return parts
+            parts.append(part.following(part_result.cut.token_ids, session.forced()))
+        return parts if sum(len(part.token_ids) for part in parts) <= self._max_tokens else None
 
     def _pass_on(self, scheduled: Sequence[tuple[Session, ScheduledSequence]], result: StepResult) -> None:
         """Pass on the result of a step that another one follows. The device thread still has its sessions."""
@@ -191,7 +191,7 @@ class StepBatcher:
         self._step_cost.observe(timings.batch_rows, timings.batch_sessions, timings.batch_context, spent_ns)
         for (session, part), outcome in zip(scheduled, result.parts, strict=True):
             is_over = outcome.error is not None or outcome.cut.finish_reason is not None
-            if part.draft_token_ids and not is_over and session not in self._ready:
+            if part.proposed_token_ids and not is_over and session not in self._ready:
                 self._coalescer.left(session, len(part.token_ids), result.started_ns + spent_ns)
 
 
