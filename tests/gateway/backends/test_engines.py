@@ -25,6 +25,7 @@ from specdec.settings.listening import TlsFiles
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import generation_service_pb2_grpc as pb_grpc
 from tandem.certificates import write_certificates
+from tests.e2e.collector import Collector
 from tests.gateway.backends.engine_server import FakeEngine
 from tests.gateway.conftest import Script, serve
 from tests.gateway.test_tls import replace_files, ssl_flags
@@ -214,6 +215,22 @@ async def test_grpc_reads_from_engines_too(engine, tokenizer_folder, expected):
         with pytest.raises(grpc.aio.AioRpcError, match="bad_token_ids is"):
             [piece async for piece in stub.Generate(request)]
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_an_engine_continues_the_trace_of_its_request(engine, tokenizer_folder):
+    collector, trace_id = Collector(), "5" * 32
+    with collector.listening() as endpoint:
+        settings = {"tokenizer_folder": tokenizer_folder, "otlp_traces_endpoint": endpoint}
+        async with gateway_to(engine.address, **settings) as (_, http):
+            http.headers["traceparent"] = f"00-{trace_id}-{'6' * 16}-01"
+            body = {"max_tokens": 3, "messages": [{"role": "user", "content": "Hello"}]}
+            assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+            assert (await ask(http)).status_code == 200
+    spans = collector.of_trace(trace_id)
+    sent = [headers["traceparent"].split("-")[1:3] for headers in engine.headers if "traceparent" in headers]
+    assert sent == [[trace_id, sample.id] for sample in spans["gateway", "sample"]]
+    operations = {span.attributes.get("gen_ai.operation.name") for each in spans.values() for span in each}
+    assert operations == {"chat", "text_completion", None}
 
 
 async def test_what_an_engine_cannot_honour_is_refused_by_name(http, engine):
