@@ -28,7 +28,7 @@ from gateway.pacing.stats import PacingStatsCollector
 from gateway.pacing.target_pacer import TargetPacer
 from gateway.prefixes import Prefixes, PrefixHashes
 from gateway.preparation import Preparation
-from gateway.prompt import encode_prompt
+from gateway.prompt import encode_prediction, encode_prompt
 from gateway.request_log import RequestLog
 from gateway.routing import Router
 from gateway.samples import SampleAssembler
@@ -236,7 +236,8 @@ class Generation:
         prompt = request.prompt
         if isinstance(prompt, str):
             prompt = await self.encode(prompt, add_special_tokens=request.add_special_tokens)
-        samples = self._preparation.prepare(request, prompt, self.router.model(), deadline=deadline)
+        prediction = await self._encode_prediction(request.prediction)
+        samples = self._preparation.prepare(request, prompt, prediction, self.router.model(), deadline=deadline)
         hashes: PrefixHashes | None = None
         if self._prefixes is not None and samples[0].session_id is None:
             hashes = await PrefixHashes.of(samples[0].caller.client, samples[0].prompt)
@@ -278,6 +279,12 @@ class Generation:
         """The token ids of a prompt; raises what :func:`encode_prompt` does."""
         encode = partial(encode_prompt, self.text, text, self.router.model(), add_special_tokens=add_special_tokens)
         return encode() if len(text) <= SHORT_TEXT else await asyncio.to_thread(encode)
+
+    async def _encode_prediction(self, given: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(given, str):
+            return given
+        encode = partial(encode_prediction, self.text, given, self.router.model())
+        return encode() if len(given) <= SHORT_TEXT else await asyncio.to_thread(encode)
 
     async def read(
         self, function: Callable[[TextProcessor, bytes, ModelInfo, bool], T], raw: bytes, buffer: RequestBuffer

@@ -42,13 +42,13 @@ def check_request(request: GenerationRequest, limits: RequestLimits, model: Mode
     check_params(request.params, limits, model)
 
 
-def check_text(text: str, limits: RequestLimits, model: ModelInfo) -> None:
+def check_text(text: str, limits: RequestLimits, model: ModelInfo, *, param: str = "prompt") -> None:
     """Refuse a text whose tokens cannot fit in the model's context."""
     if len(text) > limits.max_characters_per_token * model.max_model_len:
         raise ContextLengthExceeded(
             f"this model's maximum context length is {model.max_model_len} tokens, and the text has {len(text)}"
             f" characters, above {limits.max_characters_per_token} per token (--max-characters-per-token); shorten it",
-            param="prompt",
+            param=param,
         )
 
 

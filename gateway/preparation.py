@@ -43,9 +43,15 @@ class Preparation:
         self._seeds = random.SystemRandom() if settings.seed is None else random.Random(settings.seed)
 
     def prepare(
-        self, request: GenerationRequest, prompt: Sequence[int], model: ModelInfo, *, deadline: float | None
+        self,
+        request: GenerationRequest,
+        prompt: Sequence[int],
+        prediction: Sequence[int],
+        model: ModelInfo,
+        *,
+        deadline: float | None,
     ) -> list[DecodingRequest]:
-        """One decoding request per sample.
+        """One decoding request per sample. ``prediction``: that of the request as token ids.
 
         Raises:
             InvalidRequest: a value is impossible for this model.
@@ -57,6 +63,8 @@ class Preparation:
         fixed = self._fix(params, len(prompt), model)
         rule = self._rule(request)
         k = _num_speculative_tokens(request, self._settings, max_tokens=fixed.max_tokens)
+        if not self._may_predict(request, rule, k):
+            prediction = ()
         # Below the name of the caller's key, which has no slash.
         name = request.session_id or current_session_hint() or request.prompt_cache_key
         session_id = f"{caller.key}/{name}" if name else None
@@ -66,6 +74,8 @@ class Preparation:
                 params=fixed if index == 0 else _sample_params(fixed, index),
                 rule=rule,
                 num_speculative_tokens=k,
+                prediction=prediction,
+                num_predicted_tokens=MAX_SPECULATIVE_TOKENS if prediction else 0,
                 # The first sample continues the caches of a conversation.
                 session_id=session_id if index == 0 else None,
                 caller=caller,
@@ -74,6 +84,14 @@ class Preparation:
             )
             for index in range(params.n)
         ]
+
+    def _may_predict(self, request: GenerationRequest, rule: Rule | None, k: int) -> bool:
+        """Whether a prediction is drafted. Under a ratio rule no draft may depend on the noise that decides on it, and
+        what a client predicts may be what it got with the same seed.
+        """
+        params = request.params
+        is_independent = params.greedy or params.seed is None or (rule is not None and rule.is_draft_invariant)
+        return k > 0 and is_independent and not self._settings.has_engines
 
     def _rule(self, request: GenerationRequest) -> Rule | None:
         """The rule of a request; None leaves it to the target. A ratio rule believes the q that a draft sends."""

@@ -30,3 +30,16 @@ def encode_prompt(
     token_ids = processor.encode(text, add_special_tokens=add_special_tokens)
     check_length(len(token_ids), model)
     return token_ids
+
+
+def encode_prediction(processor: TextProcessor, text: str, model: ModelInfo) -> list[int]:
+    """The token ids of what a text is expected to be, as many as the context may hold.
+
+    Raises:
+        ContextLengthExceeded: it cannot be that of this model.
+        InvalidRequest: there is no tokenizer.
+    """
+    if not text:
+        return []
+    check_text(text, processor.settings, model, param="prediction")
+    return processor.encode(text, add_special_tokens=False)[: model.max_model_len]

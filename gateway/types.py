@@ -27,6 +27,8 @@ class GenerationRequest:
     rule: Rule | None = None
     #: Drafted tokens a round at most; 0 decodes plainly; None means the gateway's setting.
     num_speculative_tokens: int | None = None
+    #: What the text is expected to be, as text or token ids: it is drafted. Empty means nothing is expected.
+    prediction: str | Sequence[int] = ""
     #: Name that pins the caches of a conversation; empty means none.
     session_id: str = ""
     #: OpenAI's name for requests with a common prefix: the session id of a request that has none.

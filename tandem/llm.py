@@ -92,16 +92,20 @@ class LLM:
         *,
         use_tqdm: bool = True,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        predictions: Sequence[str] = (),
     ) -> list[RequestOutput]:
         """Continue each prompt; the results stand in the order of the prompts.
 
         A prompt is a text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. ``sampling_params`` is
-        one for all or one per prompt. The first error ends the call and is raised.
+        one for all or one per prompt. ``predictions`` say what each text is expected to be, such as the file that is
+        to be edited: they are drafted. The first error ends the call and is raised.
         """
         listed = _list_prompts(prompt_token_ids if prompts is None else prompts)
         params = _list_params(sampling_params, len(listed))
+        expected = _list_predictions(predictions, len(listed))
         requests = [
-            GenerationRequest(prompt=prompt, params=param) for prompt, param in zip(listed, params, strict=True)
+            GenerationRequest(prompt=prompt, params=param, prediction=prediction)
+            for prompt, param, prediction in zip(listed, params, expected, strict=True)
         ]
         return self._run(requests, use_tqdm=use_tqdm)
 
@@ -113,19 +117,24 @@ class LLM:
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        predictions: Sequence[str] = (),
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several; each is a list of ``{"role": …, "content": …}``."""
+        """Answer one conversation, or several; each is a list of ``{"role": …, "content": …}``. ``predictions`` are
+        those of :meth:`generate`.
+        """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         params = _list_params(sampling_params, len(conversations))
+        expected = _list_predictions(predictions, len(conversations))
         requests = []
-        for conversation, param in zip(conversations, params, strict=True):
+        for conversation, param, prediction in zip(conversations, params, expected, strict=True):
             text = self._embedded.generation.text.render_chat(
                 conversation,  # type: ignore[arg-type]
                 add_generation_prompt=add_generation_prompt,
                 variables=chat_template_kwargs,
             )
             # The template wrote the special tokens already.
-            requests.append(GenerationRequest(prompt=text, params=param, add_special_tokens=False))
+            request = GenerationRequest(prompt=text, params=param, prediction=prediction, add_special_tokens=False)
+            requests.append(request)
         return self._run(requests, use_tqdm=use_tqdm)
 
     def close(self) -> None:
@@ -220,6 +229,12 @@ async def _next(chunks: AsyncGenerator[GenerationChunk, None]) -> GenerationChun
 def _close(loop: BackgroundLoop, embedded: Embedded) -> None:
     loop.run(embedded.close())
     loop.close()
+
+
+def _list_predictions(given: Sequence[str], count: int) -> Sequence[str]:
+    if isinstance(given, str) or len(given) not in (0, count):
+        raise InvalidRequest(f"predictions must be a list with a text for each of {count} prompts", param="predictions")
+    return given or [""] * count
 
 
 def _deployment(

@@ -57,10 +57,10 @@ class DecodingContext:
             self._pacers[replica] = self._make_pacer()
         return self._pacers[replica].session(limit)
 
-    def lookup_pace(self, replica: Replica[TargetBackend]) -> LookupPace:
-        """What decides how many tokens that were looked up one session drafts on a target."""
+    def lookup_pace(self, replica: Replica[TargetBackend], *, is_predicted: bool = False) -> LookupPace:
+        """What decides how many tokens that were looked up, or ``is_predicted``, one session drafts on a target."""
         pacer = self._lookup_pacers.setdefault(replica, LookupPacer())
-        return LookupPace(pacer, is_fixed=self.settings.fixed_draft_length)
+        return LookupPace(pacer, is_fixed=self.settings.fixed_draft_length, is_predicted=is_predicted)
 
     @property
     def pacing_stats(self) -> dict[str, PacingStats]:

@@ -8,6 +8,7 @@ from typing import Final
 
 from gateway.decoding.request import RequestState
 from specdec.lookup.base import AnyLookup, LookupText, Match
+from specdec.lookup.prediction import PredictionLookup
 
 #: Tokens ingested at once: less than a millisecond. Other tasks run before the next ones.
 MAX_TOKENS_AT_ONCE: Final = 256
@@ -17,9 +18,14 @@ class LookupClient:
     """Continuations of one request's committed tokens. Finding one takes microseconds, no message and no wait."""
 
     def __init__(self, lookups: Sequence[AnyLookup], state: RequestState) -> None:
-        """``lookups``, best first; with none nothing is ever found."""
+        """``lookups``, best first, after the request's own prediction; with none nothing is ever found."""
         self._state = state
-        self._lookups = lookups if state.request.num_speculative_tokens else ()
+        request = state.request
+        #: With the tokens of a draft at most.
+        self._lookups: Sequence[tuple[AnyLookup, int]] = ()
+        if request.num_speculative_tokens:
+            own = [(PredictionLookup(request.prediction), request.num_predicted_tokens)] if request.prediction else []
+            self._lookups = [*own, *((lookup, request.num_speculative_tokens) for lookup in lookups)]
         self._texts: list[LookupText] = []
         self._task: asyncio.Task[None] | None = None
         #: Whether anything was ever found.
@@ -34,7 +40,7 @@ class LookupClient:
         """Ingest the prompt, a long one in the background."""
         if self._lookups:
             spec = self._state.spec(1)
-            self._texts = [lookup.open(spec) for lookup in self._lookups]
+            self._texts = [lookup.open(spec) for lookup, _ in self._lookups]
             self._catch_up()
             if self._num_pending:
                 self._task = asyncio.create_task(self._ingest_rest())
@@ -46,15 +52,16 @@ class LookupClient:
             self._catch_up()
 
     def find(self, num_tokens: int, *, only_long: bool) -> Match | None:
-        """What may follow the committed tokens, ``num_tokens`` at most; None where nothing is found.
+        """What may follow the committed tokens, as many as a draft may have and ``num_tokens`` at most; None where
+        nothing is found.
 
         The first lookup with a long match counts, else the last one; with ``only_long`` none.
         """
         if num_tokens <= 0 or self._num_pending:
             return None
         match = Match()
-        for lookup, text in zip(self._lookups, self._texts, strict=True):
-            match = lookup.look_up(text, num_tokens)
+        for (lookup, limit), text in zip(self._lookups, self._texts, strict=True):
+            match = lookup.look_up(text, min(num_tokens, limit))
             if match.token_ids and match.length >= lookup.long_match:
                 break
         else:
@@ -72,7 +79,7 @@ class LookupClient:
         if self._task is not None:
             self._task.cancel()
         self._extend()
-        for lookup, text in zip(self._lookups, self._texts, strict=False):
+        for (lookup, _), text in zip(self._lookups, self._texts, strict=False):
             lookup.close(text)
         self._texts = []
 

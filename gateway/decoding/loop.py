@@ -91,7 +91,10 @@ class Decoding:
         draft, request = self._draft, self.request
         is_short = request.params.max_tokens == 1 or self._state.num_output_tokens <= SHORT_ANSWER
         reasons = (
-            (not len(self._context.router.drafts) and not self._context.lookups, PlainReason.NO_DRAFT),
+            (
+                not (len(self._context.router.drafts) or self._context.lookups or request.prediction),
+                PlainReason.NO_DRAFT,
+            ),
             (request.num_speculative_tokens == 0 and request.params.max_tokens != 1, PlainReason.OFF),
             (self.metrics.num_draft_failures > 0, PlainReason.FAILED),
             (draft.off and request.num_speculative_tokens > 0 and not self._lookup.is_on, PlainReason.DECLINED),
@@ -173,7 +176,7 @@ class Decoding:
         target, draft = self._target, self._draft
         self._pace.leave()
         self._pace = self._context.pace(replica, 0 if draft.off else self.request.num_speculative_tokens)
-        self._lookup_pace = self._context.lookup_pace(replica)
+        self._lookup_pace = self._context.lookup_pace(replica, is_predicted=bool(self.request.prediction))
         num_remaining = self._state.num_remaining
         if self._num_draft_tokens(num_remaining):
             draft.prepare()
@@ -251,18 +254,16 @@ class Decoding:
         """
         if not self._lookup.is_on or not self._target.may_start or self._context.crowded:
             return False
-        limit = min(self.request.num_speculative_tokens, self._state.num_remaining - 1)
-        match = self._lookup.find(limit, only_long=self._draft.k > 0)
+        match = self._lookup.find(self._state.num_remaining - 1, only_long=self._draft.k > 0)
         if match is None:
             return False
         num_tokens, waits = self._lookup_pace.num_draft_tokens(match)
         if not num_tokens:
             return False
         proposal = Proposal(0, len(self._state), match.token_ids[:num_tokens])
+        round_ = RoundRequest(proposal, num_tokens, is_looked_up=True, is_predicted=match.is_predicted)
         try:
-            self._target.start(
-                RoundRequest(proposal, num_tokens, is_looked_up=True), 0 if waits else self._state.num_remaining
-            )
+            self._target.start(round_, 0 if waits else self._state.num_remaining)
         except InvalidRequest as error:
             logger.warning("session %s decodes without lookups: %s", self._state.session_id, error)
             self._lookup.stop()
@@ -304,6 +305,9 @@ class Decoding:
         depth = answered.tree_depth(verdict)
         self.metrics.draft_ns += answered.proposal.draft_ns
         self.metrics.record(verdict, now_ns - answered.asked_ns, depth)
+        if answered.is_predicted:
+            self.metrics.num_accepted_predicted_tokens += verdict.num_accepted
+            self.metrics.num_rejected_predicted_tokens += verdict.num_draft_tokens - verdict.num_accepted
         if answered.is_looked_up:
             self._pace.skip(now_ns)
         else:

@@ -87,6 +87,10 @@ class SpeculationMetrics:
     #: Drafted tokens the draft sent, verified or not; not reported.
     num_received_draft_tokens: int = 0
 
+    #: Tokens of the client's prediction that were accepted, and those that were rejected; reported as usage.
+    num_accepted_predicted_tokens: int = 0
+    num_rejected_predicted_tokens: int = 0
+
     @_derived("spec_decode_num_wasted_tokens")
     def num_wasted_draft_tokens(self) -> int:
         """Drafted tokens that were never verified."""

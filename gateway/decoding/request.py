@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gateway.access.caller import Caller
@@ -24,6 +25,10 @@ class DecodingRequest:
     rule: Rule | None = None
     #: Drafted tokens a round at most; 0 decodes plainly.
     num_speculative_tokens: int = 0
+    #: What the client expects the text to be; empty: nothing.
+    prediction: Sequence[int] = ()
+    #: Tokens of the prediction that are drafted in a round at most.
+    num_predicted_tokens: int = 0
     #: Name that pins the caches; None means a fresh one and nothing is kept.
     session_id: str | None = None
     #: Who asks; the sessions belong to its key.
@@ -87,7 +92,7 @@ class RequestState:
             prompt_len=len(request.prompt),
             params=params,
             rule=request.rule,
-            num_speculative_tokens=request.num_speculative_tokens,
+            num_speculative_tokens=max(request.num_speculative_tokens, request.num_predicted_tokens),
             park=pinned,
             owner=request.caller.key,
             client=request.caller.client,

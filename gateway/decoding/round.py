@@ -32,6 +32,8 @@ class RoundRequest:
     num_asked: int
     #: Whether the gateway looked the tokens up; else a draft service drafted them.
     is_looked_up: bool = False
+    #: Whether they are of the client's prediction.
+    is_predicted: bool = False
     #: When the round was asked for, or the verdict came that started a proposal which the target held already.
     asked_ns: int = field(default_factory=time.perf_counter_ns)
     #: How long there was a verdict but no proposal.

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from gateway.bounded_json import parse_json
 from gateway.limits import check_count, check_length, check_request, check_text
-from gateway.prompt import encode_prompt
+from gateway.prompt import encode_prediction, encode_prompt
 from gateway.text.processor import TextProcessor
 from gateway.types import GenerationRequest
 from specdec import codec
@@ -66,7 +66,8 @@ def read_generate(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: b
         token_ids = request.prompt
         if isinstance(token_ids, str):
             token_ids = encode_prompt(text, token_ids, model, add_special_tokens=request.add_special_tokens)
-        request = replace(request, prompt=array("I", token_ids))
+        prediction = encode_prediction(text, message.prediction, model)
+        request = replace(request, prompt=array("I", token_ids), prediction=array("I", prediction))
     return GenerateCall(request, message.echo, prompt_text, prompt_only)
 
 
@@ -125,6 +126,7 @@ def _read_request(text: TextProcessor, message: pb.GenerateRequest, model: Model
         rule=codec.decode_rule(speculation.verification),
         num_speculative_tokens=k,
         session_id=message.session_id,
+        prediction=message.prediction,
         return_token_metrics=message.return_token_metrics,
         add_special_tokens=_adds_special_tokens(message, is_chat=kind == "chat"),
     )

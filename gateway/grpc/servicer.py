@@ -135,6 +135,8 @@ def _write_final(final: FinalChunk, response: pb.GenerateResponse) -> None:
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
+            accepted_prediction_tokens=final.speculation.num_accepted_predicted_tokens,
+            rejected_prediction_tokens=final.speculation.num_rejected_predicted_tokens,
         )
     )
     response.speculation.CopyFrom(pb.SpeculationMetrics(**final.speculation.report()))

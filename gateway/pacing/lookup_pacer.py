@@ -57,11 +57,13 @@ class LookupPacer:
 class LookupPace:
     """The pace of one session's lookups."""
 
-    def __init__(self, pacer: LookupPacer, *, is_fixed: bool = False) -> None:
-        """``is_fixed``: all that is found is drafted."""
+    def __init__(self, pacer: LookupPacer, *, is_fixed: bool = False, is_predicted: bool = False) -> None:
+        """``is_fixed``: all that is found is drafted. ``is_predicted``: it is a client's prediction, of which other
+        texts tell nothing.
+        """
         self._pacer = pacer
         self._is_fixed = is_fixed
-        self._acceptance = MatchAcceptance(pacer.acceptance)
+        self._acceptance = MatchAcceptance(None if is_predicted else pacer.acceptance)
         self._match: Match | None = None
 
     def record(self, verdict: Verdict) -> None:

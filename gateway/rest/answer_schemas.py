@@ -45,6 +45,13 @@ class PromptTokensDetails(Answer):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Answer):
+    """What became of the prediction's tokens that were drafted."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Answer):
     """Token counts."""
 
@@ -52,6 +59,7 @@ class Usage(Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 SpeculativeDecoding = create_model(

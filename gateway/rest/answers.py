@@ -132,6 +132,10 @@ class Totals:
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in self._prompts.values())},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self._speculation.num_accepted_predicted_tokens,
+                "rejected_prediction_tokens": self._speculation.num_rejected_predicted_tokens,
+            },
         }
 
     def stream_usage(self, body: SamplingBody) -> dict[str, Any]:

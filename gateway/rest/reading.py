@@ -7,13 +7,14 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from gateway.bounded_json import parse_json
 from gateway.limits import check_count, check_length, check_name, check_params, check_text
-from gateway.prompt import encode_prompt
+from gateway.prompt import encode_prediction, encode_prompt
 from gateway.rest.body import Body, invalid_request_of
 from gateway.rest.response_schemas import ResponseBody
 from gateway.rest.schemas import (
@@ -164,15 +165,17 @@ def _keep(
     body: SamplingBody, prompts: Prompts, text: TextProcessor, model: ModelInfo, *, special: bool, is_large: bool
 ) -> None:
     """Keep the prompts with their body; of a large one, keep their tokens, and nothing that is not needed any more."""
+    prediction: str | Sequence[int] = "" if body.prediction is None else body.prediction.text
     if is_large:
         check_name("request_id", body.request_id or "")
         check_name("session_id", body.session_id or "")
         check_name("prompt_cache_key", body.prompt_cache_key or "")
         check_params(body.sampling(max_tokens=None, logprobs=None), text.settings, model)
         tokens = [_token_ids(prompt, text, model, special=special) for prompt in prompts.given]
-        prompts = Prompts([_packed(ids) for ids in tokens], prompts.texts, prompts.ignored)
+        prompts = replace(prompts, given=[_packed(ids) for ids in tokens])
+        prediction = _packed(encode_prediction(text, str(prediction), model))
         body.drop_what_was_read()
-    body.keep(prompts)
+    body.keep(replace(prompts, prediction=prediction))
 
 
 def _token_ids(prompt: str | Sequence[int], text: TextProcessor, model: ModelInfo, *, special: bool) -> Sequence[int]:

@@ -44,6 +44,8 @@ class Prompts:
     texts: Sequence[str | None]
     #: The names of the given fields that have no effect.
     ignored: frozenset[str]
+    #: What the text is expected to be.
+    prediction: str | Sequence[int] = ""
 
 
 class StreamOptions(Body):
@@ -98,6 +100,29 @@ else:
     )
 
 
+class PredictionPart(Body):
+    """A part of a prediction."""
+
+    path: ClassVar[str] = "prediction.content"
+
+    type: Literal["text"]
+    text: Annotated[str, MEANINGFUL]
+
+
+class Prediction(Body):
+    """OpenAI's ``prediction``: what the text is expected to be."""
+
+    path: ClassVar[str] = "prediction"
+
+    type: Literal["content"]
+    content: str | Annotated[list[PredictionPart], FAIL_FAST]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class SamplingBody(SamplingFields):
     """The fields of both endpoints: the sampling parameters and more. ``None`` always means the default."""
 
@@ -119,6 +144,8 @@ class SamplingBody(SamplingFields):
     # OpenAI's; the session id where none is given.
     prompt_cache_key: str | None = None
     speculation: Speculation | None = None
+    # OpenAI's.
+    prediction: Prediction | None = None
     # What the text must look like: OpenAI's field, vLLM's, and vLLM's older ones.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -156,7 +183,7 @@ class SamplingBody(SamplingFields):
 
     def drop_what_was_read(self) -> None:
         """Forget the values that only :attr:`read` was made from, and those that have no effect."""
-        for name in {*self._read_fields, *super().ignored()}:
+        for name in {*self._read_fields, "prediction", *super().ignored()}:
             setattr(self, name, None)
 
     def ignored(self) -> Iterator[str]:
@@ -206,6 +233,7 @@ class SamplingBody(SamplingFields):
             num_speculative_tokens=speculation.num_speculative_tokens,
             session_id=self.session_id or "",
             prompt_cache_key=self.prompt_cache_key or "",
+            prediction=self.read.prediction,
             return_token_metrics=bool(self.return_token_metrics),
             **given,
         )
@@ -373,7 +401,6 @@ class ChatBody(SamplingBody):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     mm_processor_kwargs: IgnoredField = None
-    prediction: IgnoredField = None
     # What would change the answer.
     audio: RefusedField = None
     chat_template: Annotated[Any, Refused(hint="start the gateway with --chat-template")] = None

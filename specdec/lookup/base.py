@@ -17,6 +17,8 @@ class Match:
     token_ids: tuple[int, ...] = ()
     #: How many of the last tokens stood in one place before, at most, and were continued there.
     length: int = 0
+    #: Whether the client predicted it.
+    is_predicted: bool = False
 
 
 class LookupText(Protocol):

@@ -142,6 +142,7 @@ class GenerateRequest(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a served model; empty means the only one."""
     text: _builtins.str
@@ -170,6 +171,8 @@ class GenerateRequest(_message.Message):
     """The same as `logprobs` for the prompt's tokens, see `GenerateResponse.prompt`. Unset means none."""
     add_special_tokens: _builtins.bool
     """Add the model's special tokens to a prompt that is text. Unset means true, for a conversation false."""
+    prediction: _builtins.str
+    """What the text is expected to be, such as the file that is to be edited: it is drafted. Empty means nothing."""
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
         """As token ids, taken as they are."""
@@ -222,10 +225,11 @@ class GenerateRequest(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         bad_words: _abc.Iterable[_builtins.str] | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        prediction: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "add_special_tokens", b"add_special_tokens", "bad_words", b"bad_words", "chat", b"chat", "echo", b"echo", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "return_token_metrics", b"return_token_metrics", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "add_special_tokens", b"add_special_tokens", "bad_words", b"bad_words", "chat", b"chat", "echo", b"echo", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "return_token_metrics", b"return_token_metrics", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -425,22 +429,30 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
     """Tokens generated."""
     cached_tokens: _builtins.int
     """Prompt tokens found in a parked cache."""
+    accepted_prediction_tokens: _builtins.int
+    """Tokens of the prediction that were drafted and accepted."""
+    rejected_prediction_tokens: _builtins.int
+    """Tokens of the prediction that were drafted and rejected."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        accepted_prediction_tokens: _builtins.int = ...,
+        rejected_prediction_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,7 +60,7 @@ async def test_any_order_of_events(seed, lookup, temperature):
     target = target_of(latency_s=iter(lambda: schedule.randrange(6), -1))
     draft = FakeDraft(next_token=repetitive, quality=0.7, latency_s=iter(lambda: schedule.randrange(12), -1))
     context = context_of([target], [draft] if seed % 2 else [], lookup=lookup)
-    context.lookup_pace = lambda replica: Whim(schedule)
+    context.lookup_pace = lambda replica, is_predicted: Whim(schedule)
     request = request_of(6, temperature=temperature, max_tokens=150)
     outs = await asyncio.gather(*(run(context, request) for _ in range(3)))
     for out, decoding in outs:
@@ -168,7 +168,7 @@ async def test_why_nothing_was_speculated(step, reason):
 
     context = context_of([FakeTarget(next_token=lambda context, *_: 8 + step * len(context))], lookup=("ngram",))
     context.pace = lambda _, limit: FixedPace(0)
-    context.lookup_pace = lambda replica: Never(LookupPacer())
+    context.lookup_pace = lambda replica, is_predicted: Never(LookupPacer())
     request = DecodingRequest(prompt=PROMPT, params=params(max_tokens=12), num_speculative_tokens=4)
     decoding = Decoding(context, request)
     async with contextlib.aclosing(decoding.verdicts()) as verdicts:

@@ -26,7 +26,7 @@ async def test_fields_without_effect_are_accepted_and_named(stand, stream):
     plain = (await post(stand, CHAT, **chat_of())).json()["choices"]
     many = {
         "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "priority": 3, "user": "me", "cache_salt": "x",
-        "reasoning_effort": "low", "prediction": {"type": "content", "content": "x"}, "mm_processor_kwargs": {"a": 1},
+        "reasoning_effort": "low", "mm_processor_kwargs": {"a": 1},
     }  # fmt: skip
     response = await post(stand, CHAT, **chat_of(**many, stream=stream))
     assert response.status_code == 200, response.text
