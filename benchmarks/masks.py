@@ -1,0 +1,95 @@
+"""What the masks of structured outputs cost a round, with a synthetic vocabulary.
+
+``python -m benchmarks.masks``: medians of the time to fill the masks of k + 1 rows, on a thread beside the forward
+pass, and to apply them after it. A round takes longer by ``apply``, and by what ``fill`` takes beyond the forward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+from benchmarks.command import numbers, run
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+SCHEMA = (
+    '{"type": "object", "properties": {"name": {"type": "string"}, "sizes": {"type": "array", "items": {"type":'
+    ' "integer"}}, "kind": {"enum": ["file", "folder"]}}, "required": ["name", "sizes", "kind"]}'
+)
+TEXT = '{"name": "a longer name of several words", "sizes": [1, 20, 300, 4000], "kind": "folder"}'
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser("benchmarks.masks", description=__doc__)
+    parser.add_argument("--vocabulary", type=numbers, default=(4_096, 128_000), help="tokens")
+    parser.add_argument("--k", type=int, default=4, help="drafted tokens of a round")
+    parser.add_argument("--repeats", type=int, default=20, help="of every round of the text")
+    args = parser.parse_args()
+    print("tokens  k  fill us  apply us")
+    for size in args.vocabulary:
+        fill_us, apply_us = measure(make_tokenizer(size), size, args.k, args.repeats)
+        print(f"{size:6} {args.k:2} {fill_us:8.0f} {apply_us:9.0f}", flush=True)
+    return 0
+
+
+def make_tokenizer(size: int) -> LLTokenizer:
+    """A tokenizer of ``size`` tokens: all bytes, then words, the end of the text last."""
+    from llguidance.hf import from_tokenizer  # noqa: PLC0415
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    draw = random.Random(1)
+    vocabulary = {byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    while len(vocabulary) < size - 1:
+        word = "Ġ" * draw.randrange(2) + "".join(draw.choices(_LETTERS, k=draw.randrange(2, 9)))
+        vocabulary.setdefault(word, len(vocabulary))
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")  # type: ignore[no-untyped-call]
+    return from_tokenizer(fast)
+
+
+def measure(tokenizer: LLTokenizer, size: int, k: int, repeats: int) -> tuple[float, float]:
+    """Microseconds to fill and to apply the masks of a round, over all rounds of a text."""
+    import asyncio  # noqa: PLC0415
+
+    import torch  # noqa: PLC0415
+
+    from specdec.structured_outputs import StructuredOutputsParams  # noqa: PLC0415
+    from target_service.grammar.compiler import GrammarCompiler  # noqa: PLC0415
+    from target_service.grammar.masks import MaskedRows, MaskFiller, StepMasks  # noqa: PLC0415
+
+    params, filler = StructuredOutputsParams(json=SCHEMA), MaskFiller()
+    compiler = GrammarCompiler(lambda: tokenizer)
+    token_ids = tokenizer.tokenize_str(TEXT)
+    logits = torch.zeros(k + 1, size)
+    fills, applies = [], []
+    for start in range(0, len(token_ids) - k, k):
+        grammar = asyncio.run(compiler.compile(params, token_ids[:start]))
+        rows = MaskedRows(grammar, 0, token_ids[start : start + k])
+        for _ in range(repeats):
+            started = time.perf_counter()
+            filler.submit([rows], size).result()
+            filled_once = time.perf_counter()
+            masks = StepMasks([rows], size, filler)
+            time.sleep(2 * (filled_once - started))  # a forward pass
+            filled = time.perf_counter()
+            masks.apply(logits)
+            applies.append(time.perf_counter() - filled)
+            fills.append(filled_once - started)
+            logits.zero_()
+    filler.close()
+    compiler.close()
+    return 1e6 * statistics.median(fills), 1e6 * statistics.median(applies)
+
+
+if __name__ == "__main__":
+    run("benchmarks.masks", main)
