@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-exhaustive test-tp test-page chaos soak fuzz rolling kernels test-typescript test-clients lint protos released-protos docs lock chart compose test-observability bench dist install clean
+.PHONY: demo test test-exhaustive test-stalls test-tp test-page chaos soak fuzz rolling kernels test-typescript test-clients lint protos released-protos docs lock chart compose test-observability bench dist install clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -29,6 +29,11 @@ test: $(STAMP)
 # The same, and all combinations and seeds that `make test` leaves out.
 test-exhaustive: $(STAMP)
 	$(TEST) -m "exhaustive or not exhaustive" --timeout 900
+
+# The same as `make test` while every process stands still for 100 ms twice a second, and drafts open late: what fails depends
+# on the machine's speed.
+test-stalls: $(STAMP)
+	PYTHONPATH=$(CURDIR)/tests/stalls $(TEST) $(TESTS)
 
 # Targets split over 2 and 4 ranks: every kind of model, ranks that die, torchrun.
 test-tp: $(STAMP)
