@@ -25,7 +25,7 @@ export class Services {
     try {
       this.show(await get("services"));
     } catch (error) {
-      const text = error.status === 401 ? "the gateway asks for an API key" : "the gateway does not answer";
+      const text = error.status === 401 ? "the gateway asks for an API key" : `the gateway does not answer: ${error.message}`;
       this.#badges([{ name: "gateway", status: "down", text }]);
       this.failed(error);
     }

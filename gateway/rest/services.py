@@ -12,7 +12,7 @@ def describe_services(generation: Generation) -> dict[str, Any]:
     """The answer; loads are those of the latest second."""
     router, settings = generation.router, generation.settings
     return {
-        "model": generation.check_model(""),
+        "model": next(iter(generation.model_names), ""),
         "num_speculative_tokens": settings.num_speculative_tokens,
         "num_running": generation.num_running,
         "num_waiting": generation.num_waiting,

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from gateway.generation import Generation
 from gateway.rest.playground import HEADERS
+from gateway.rest.services import describe_services
+from gateway.routing import Router
 from gateway.types import TOKEN_METRICS
 from tests.gateway.rest.test_rest import post
 
@@ -102,3 +105,8 @@ async def test_services_tell_what_is_there(stand):
     (told,) = (await stand.http.get("/services")).json()["drafts"]
     assert told["status"] == "down"
     assert (await post(stand, prompt=[5], max_tokens=2)).status_code == 200
+
+
+def test_services_are_told_before_a_target_has_answered():
+    answer = describe_services(Generation(Router()))
+    assert (answer["model"], answer["targets"], answer["drafts"]) == ("", [], [])

@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from gateway.rest import schemas
+from gateway.rest.response_schemas import ResponseBody
 
 _NUMBERS = st.one_of(
     st.integers(-3, 12),
@@ -18,26 +19,31 @@ _NUMBERS = st.one_of(
     ),
 )
 _TEXTS = st.one_of(
-    st.text(max_size=12), st.sampled_from(["", "a", "\ud800", "\x00", "<|endoftext|>", "🙂" * 50, "coupled", "user"])
+    st.text(max_size=12),
+    st.sampled_from(["", "a", "\ud800", "\x00", "<|endoftext|>", "🙂" * 50, "coupled", "user", "function_call"]),
 )
 _LEAVES = st.one_of(st.none(), st.booleans(), _NUMBERS, _TEXTS)
 JSON = st.recursive(
     _LEAVES,
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
-        st.dictionaries(st.sampled_from(["role", "content", "type", "text", "0", "7", "x"]), inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "format", "call_id", "0", "7", "x"]), inner, max_size=3
+        ),
     ),
     max_leaves=5,
 )
 _VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hello", "max_tokens": 4},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4},
+    "/v1/responses": {"input": [{"role": "user", "content": "Hello"}], "max_output_tokens": 4},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [5, 6]},
 }
 _FIELDS = {
     "/v1/completions": sorted(schemas.CompletionBody.model_fields),
     "/v1/chat/completions": sorted(schemas.ChatBody.model_fields),
+    "/v1/responses": sorted(ResponseBody.model_fields),
     "/tokenize": sorted(schemas.TokenizeBody.model_fields),
     "/detokenize": sorted(schemas.DetokenizeBody.model_fields),
 }

@@ -97,7 +97,9 @@ async def check_rest(services: Services, ask: Ask) -> None:
         assert answer.json()["error"]["message"]
     elif "text/event-stream" in answer.headers.get("content-type", ""):
         events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
-        assert events[-1] == "[DONE]" or json.loads(events[-1])["error"]["message"]
+        last = {} if events[-1] == "[DONE]" else json.loads(events[-1])
+        assert last.get("type") in (None, "response.completed", "response.incomplete")
+        assert last == {} or "response" in last or last["error"]["message"]
         assert '"code":500' not in answer.text.replace(" ", "")
 
 
