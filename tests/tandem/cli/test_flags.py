@@ -275,3 +275,11 @@ def test_help_and_version_load_nothing_heavy() -> None:
 def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "commands" in capsys.readouterr().err
+
+
+def test_all_services_send_their_traces_to_one_collector():
+    services = services_of(deploy("--otlp-traces-endpoint", "http://collector:4317"), SOCKETS)
+    assert [service.name for service in services] == ["target", "draft", "gateway"]
+    for service in services:
+        at = service.arguments.index("--otlp-traces-endpoint")
+        assert service.arguments[at + 1] == "http://collector:4317"
