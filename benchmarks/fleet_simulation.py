@@ -217,6 +217,7 @@ class Simulation:
         self._drafts = servers(fleet.num_drafts, self._draft_ms, costs.max_rows)
         # A job's rows are its microseconds. What has arrived meanwhile is handled together.
         self._gateways = servers(fleet.num_gateways, self._gateway_ms, MAX_HANDLED_US)
+        self._num_at = [[0] * fleet.num_targets for _ in range(fleet.num_gateways)]
         self._outcome = FleetOutcome()
         self._counts_from = 0.0
 
@@ -271,9 +272,11 @@ class SimulatedSession:
         self._rng, self._outcome, self._counts_from = simulation._rng, simulation._outcome, simulation._counts_from
         self._cores = simulation._cores
         self._gateway = simulation._gateways[number % fleet.num_gateways]
-        # Sessions of a gateway are spread over all targets.
-        self._target = simulation._targets[(number + number // fleet.num_gateways) % fleet.num_targets]
-        self._draft = simulation._drafts[number % fleet.num_drafts] if self._mode is DraftPlace.SHARED else None
+        self._targets, self._drafts = simulation._targets, simulation._drafts
+        #: Sessions of the same gateway at each target.
+        self._num_at = simulation._num_at[number % fleet.num_gateways]
+        self._place = -1
+        self._choose()
         num_at_target = -(-fleet.num_sessions // fleet.num_targets)
         self._gather_ms = gather_time_ns(num_at_target, self._costs.cores or 1) / 1e6
         #: Tokens that the client waits for, those that the target has yet to decode by itself, and those of them that
@@ -282,6 +285,17 @@ class SimulatedSession:
         self._asked = self._last = self._last_sent = 0.0
         self._is_over = False
 
+    def _choose(self) -> None:
+        """A target for the next text, the less used of two as far as the gateway knows, and any draft."""
+        if self._place >= 0:
+            self._num_at[self._place] -= 1
+        count = len(self._targets)
+        first = self._rng.sample(range(count), min(2, count))
+        self._place = min(first, key=lambda place: self._num_at[place])
+        self._num_at[self._place] += 1
+        self._target = self._targets[self._place]
+        self._draft = self._rng.choice(self._drafts) if self._mode is DraftPlace.SHARED else None
+
     def continue_text(self, num_tokens: int) -> None:
         """Be in the middle of a text, within a step of the others."""
         self._num_left = num_tokens
@@ -289,6 +303,7 @@ class SimulatedSession:
 
     def begin(self, num_tokens: int) -> None:
         """Ask for a text."""
+        self._choose()
         self._num_left, self._asked = num_tokens, self._clock.now
         prompt = self._costs.prompt_tokens
         if self._draft is not None:
