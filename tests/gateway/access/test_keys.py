@@ -38,7 +38,13 @@ async def test_every_path_but_health_asks_for_a_key(stand):
     paths = [
         *[("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")],
         *[("GET", path) for path in ("/v1/models", "/v1/models/x", "/version", "/metrics", "/", "/docs", "/nothing")],
-        *[("GET", "/services"), ("POST", "/v1/responses"), ("GET", "/v1/responses/x"), ("DELETE", "/v1/responses/x")],
+        *[
+            ("GET", "/services"),
+            ("GET", "/tokenizer_info"),
+            ("POST", "/v1/responses"),
+            ("GET", "/v1/responses/x"),
+            ("DELETE", "/v1/responses/x"),
+        ],
         ("GET", "/openapi.json"),
     ]
     described = (await stand.http.get("/openapi.json", headers=bearer("one"))).json()["paths"].keys()
