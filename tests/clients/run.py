@@ -170,8 +170,8 @@ def main() -> int:
             result = client.run(os.environ | where)
             has_failed |= bool(result.failed)
             results[name] = asdict(result)
+            RESULTS.write_text(json.dumps(results, indent=1))
             print(f"{name}: {result.row} {time.monotonic() - begun:.0f} s", flush=True)
-    RESULTS.write_text(json.dumps(results, indent=1))
     if args.write:
         rows = "".join(f"| {Result(**results[name]).row}\n" for name in known if name in results)
         PAGE.write_text(TABLE.sub(lambda _: rows, PAGE.read_text(), count=1))

@@ -80,6 +80,8 @@ def test_tools(given):
     given |= {"max_tokens": 100, "tools": tools}
     answer = litellm.completion(messages=messages, tool_choice="required", parallel_tool_calls=False, **given)
     (call,) = answer.choices[0].message.tool_calls
-    assert Answer.model_validate_json(call.function.arguments)
+    assert call.function.name == "vote"
+    if given["model"].startswith("openai/"):  # for vLLM, LiteLLM takes additionalProperties out of schemas
+        assert Answer.model_validate_json(call.function.arguments)
     messages += [answer.choices[0].message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "done"}]
     assert litellm.completion(messages=messages, tool_choice="none", **given).choices[0].message.content
