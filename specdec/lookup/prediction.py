@@ -19,6 +19,8 @@ RUN: Final = 3
 NEAR: Final = 32
 #: Longer runs of right tokens count as so long.
 LONGEST_RUN: Final = 64
+#: Tokens that are drafted where the place is a guess. Each right token before it allows two more.
+FEW: Final = 4
 
 
 class PredictedText:
@@ -97,4 +99,5 @@ class PredictionLookup(Lookup[PredictedText]):
 
     def look_up(self, text: PredictedText, num_tokens: int, assumed: Sequence[int] = ()) -> Match:
         """The tokens that are expected next; none before the first token, and nothing is ever assumed."""
-        return Match(tuple(self._prediction[text.at : text.at + num_tokens]), text.run, is_predicted=True)
+        count = min(num_tokens, FEW + 2 * text.run)
+        return Match(tuple(self._prediction[text.at : text.at + count]), text.run, is_predicted=True)
