@@ -166,8 +166,8 @@ async def test_wrong_types_and_values_are_named_where_they_stand(stand, change, 
 
 
 async def test_unknown_paths_and_methods_say_what_there_is(stand):
-    response = await stand.http.post("/v1/responses", json={})
-    assert "there is no '/v1/responses' here; /openapi.json lists the paths" in response.text
+    response = await stand.http.post("/v1/answers", json={})
+    assert "there is no '/v1/answers' here; /openapi.json lists the paths" in response.text
     response = await stand.http.get("/v1/completions")
     assert "GET does not work on '/v1/completions'; use POST" in response.text
 
