@@ -67,8 +67,8 @@ class GatewayCosts:
         return self.num_requests / self.cpu_s
 
 
-class Clients:
-    """Streams of one gateway, each with a request at a time."""
+class OpenStreams:
+    """So many streams of one gateway, each with a request at a time."""
 
     def __init__(self, ask: Ask, num_streams: int, max_tokens: int) -> None:
         self._ask, self._max_tokens = ask, max_tokens
@@ -171,7 +171,7 @@ async def measure(
             async with aclosing(ask(0, 1)) as pieces:
                 async for _count in pieces:
                     pass
-        return await Clients(ask, num_streams, max_tokens).hold(process, process.memory_info().rss, seconds)
+        return await OpenStreams(ask, num_streams, max_tokens).hold(process, process.memory_info().rss, seconds)
 
 
 def measure_started(over: str, k: int, num_streams: int, max_tokens: int, seconds: float) -> GatewayCosts:
