@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import takewhile
 from typing import Final, Protocol
 
 from specdec.engine.kv_pool import KVSequence
@@ -242,11 +243,13 @@ class Session:
 
     def forced(self) -> tuple[int, ...]:
         """What the grammar forces next, as far as it may be committed. Called by whom the step session belongs to."""
-        grammar, committed_len = self.step_session.grammar, len(self.step_session.state)
+        grammar, state = self.step_session.grammar, self.step_session.state
         if grammar is None:
             return ()
         limit = self.step_session.stop_criteria.max_len if self._asked is not None else self._multi_step_until
-        return grammar.forced[: max(0, limit - committed_len - 1)]
+        forced = grammar.forced[: max(0, limit - len(state) - 1)]
+        # A tokenizer may have tokens that the model lacks.
+        return tuple(takewhile(lambda token_id: token_id < state.num_tokens, forced))
 
     def next_chunk(self, num_rows: int) -> ScheduledSequence:
         """The prompt's next ``num_rows`` tokens or fewer, now in flight."""
@@ -266,6 +269,8 @@ class Session:
         if asked is None:
             return ScheduledSequence(self.step_session, (last, *forced), decides=True, draft_token_ids=forced)
         self._multi_step_until = self._multi_step_after
+        if asked.parents and is_chain(asked.parents):  # what is left of a tree
+            asked = replace(asked, parents=())
         grammar = self.step_session.grammar
         drafts = asked if grammar is None else grammar.drafts(asked, len(forced))
         return ScheduledSequence(

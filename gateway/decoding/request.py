@@ -92,7 +92,7 @@ class RequestState:
             prompt_len=len(request.prompt),
             params=params,
             rule=request.rule,
-            num_speculative_tokens=max(request.num_speculative_tokens, request.num_predicted_tokens),
+            num_speculative_tokens=request.num_speculative_tokens,
             park=pinned,
             owner=request.caller.key,
             client=request.caller.client,

@@ -6,6 +6,7 @@ tokens: a few near where it was, or :data:`RUN` anywhere, the nearest place firs
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
@@ -28,7 +29,6 @@ class PredictedText:
 
     def __init__(self, prediction: Sequence[int], spec: SessionSpec) -> None:
         self.token_ids = list(spec.token_ids)
-        self.num_cached_tokens = 0
         self._prediction = prediction
         #: By :data:`RUN` tokens: the places after them, in order.
         self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -75,7 +75,8 @@ class PredictedText:
             self._left_at = self.at
         last = tuple(self.token_ids[max(self._first, self._num_read - RUN) : self._num_read])
         if found := self._places.get(last):
-            return min(found, key=lambda place: abs(place - self._left_at)), RUN
+            i = bisect_left(found, self._left_at)
+            return min(found[max(0, i - 1) : i + 1], key=lambda place: abs(place - self._left_at)), RUN
         for place in range(self._left_at, min(self._left_at + NEAR, len(self._prediction))):
             if self._prediction[place] == token_id:
                 return place + 1, 1

@@ -13,6 +13,7 @@ from specdec.structured_outputs import StructuredOutputsParams
 from specdec.types import Proposal
 from target_service.core import TargetCore
 from target_service.grammar import grammar as grammar_module
+from target_service.stop_criteria import Truncation
 from tests.target_service.conftest import make_spec, verify
 from tests.target_service.grammar.conftest import MODEL
 
@@ -109,3 +110,49 @@ async def test_rounds_count_the_proposals_own_tokens(begin, temperature, with_q)
     assert tokens == text
     assert any(num_tokens > 4 for num_tokens, _ in counts), "forced tokens came in place of the wrong ones"
     assert any(num_accepted == 2 for _, num_accepted in counts)
+
+
+class CountingMatcher:
+    """A matcher that counts how often what is forced was computed."""
+
+    def __init__(self, matcher):
+        self.matcher, self.num_computed = matcher, 0
+
+    def __getattr__(self, name):
+        return getattr(self.matcher, name)
+
+    def compute_ff_tokens(self):
+        self.num_computed += 1
+        return self.matcher.compute_ff_tokens()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def grammar(compiler):
+    """One long string, all of it forced."""
+    grammar = await compiler.compile(StructuredOutputsParams(json={"const": "ab" * 500}), ())
+    grammar.matcher = CountingMatcher(grammar.matcher)
+    return grammar
+
+
+def commit(grammar, token_ids):
+    grammar.commit(Truncation(tuple(token_ids), None))
+
+
+async def test_what_is_forced_is_computed_once_as_long_as_the_text_follows_it(grammar, tokenizer):
+    commit(grammar, tokenizer.encode('"').ids)
+    num_committed = 0
+    while grammar.forced and num_committed < 200:
+        assert len(grammar.forced) <= grammar_module.MAX_FORCED
+        num_committed += len(grammar.forced)
+        commit(grammar, grammar.forced)
+    assert num_committed >= 200
+    assert grammar.matcher.num_computed == 1
+
+
+async def test_a_text_that_is_spelled_otherwise_has_forced_tokens_ever_less_often(grammar, tokenizer):
+    letters = [tokenizer.token_to_id(letter) for letter in "ab"]
+    commit(grammar, tokenizer.encode('"').ids)
+    assert grammar.forced[0] != letters[0]  # several letters in one token
+    for position in range(300):
+        commit(grammar, [letters[position % 2]])
+    assert 3 <= grammar.matcher.num_computed <= 12
