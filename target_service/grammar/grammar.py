@@ -13,7 +13,8 @@ from specdec.sampling.sparse import one_hot
 from specdec.types import FinishReason, Proposal
 from target_service.stop_criteria import Truncation
 
-#: Forced tokens drafted at once; rows that are rejected cost time, and more rows gain little per token.
+#: Forced tokens drafted at once. A schema with long names takes 0.45 ms a token instead of 1.75 (the bundled target,
+#: plain decoding), free text in a string as long as before. Rows that are rejected cost time, and more gain little.
 MAX_FORCED: Final = 16
 #: Tokens without forced ones after several texts in a row that were spelled otherwise, at most. To find what is forced
 #: takes up to 0.2 us for each byte of it, on the device's thread, and rejected rows cost time.
