@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +31,16 @@ def known_checkpoints(folders: Iterable[Path]) -> list[KnownCheckpoint]:
     found = [_checkpoint(name, "bundled", MODELS / name) for name in bundled_models()]
     found += (_checkpoint(name, "hub cache", folder) for name, folder in _cached())
     for folder in folders:
-        inner = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-        found += (_checkpoint(str(path), "folder", path) for path in (folder, *inner) if _is_checkpoint(path))
+        found += (_checkpoint(str(path), "folder", path) for path in (folder, *_inner(folder)) if _is_checkpoint(path))
     return found
+
+
+def _inner(folder: Path) -> list[Path]:
+    """The folders in it; none where it cannot be listed."""
+    try:
+        return sorted(path for path in folder.iterdir() if os.path.isdir(path))
+    except OSError:
+        return []
 
 
 def _cached() -> Iterator[tuple[str, Path]]:
@@ -52,7 +60,8 @@ def _cached() -> Iterator[tuple[str, Path]]:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    return (folder / "config.json").is_file()
+    # Path.is_file raises where the folder cannot be read.
+    return os.path.isfile(folder / "config.json")
 
 
 def _checkpoint(name: str, place: str, folder: Path) -> KnownCheckpoint:

@@ -16,7 +16,28 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("specdec", "draft_service", "target_service", "gateway", "tandem", "tandem_integrations")
 #: What a checkout may hold that is not part of the project.
 NOT_OURS = shutil.ignore_patterns(
-    *(".git", ".venv", "*.egg-info", "build", "dist", "node_modules", "__pycache__", ".*_cache", ".hypothesis", "*.pyc")
+    *(
+        ".git",
+        ".venv",
+        "*.egg-info",
+        "build",
+        "dist",
+        "generated",
+        "node_modules",
+        "__pycache__",
+        ".*_cache",
+        ".hypothesis",
+        "*.pyc",
+    )
+)
+#: Files that a developer's npm leaves in the checkout.
+LEFT_BY_NPM = (
+    "clients/typescript/node_modules/left/index.js",
+    "clients/typescript/build/left.js",
+    "clients/typescript/dist/left.js",
+    "clients/typescript/src/generated/left.ts",
+    "tests/clients/node/ai/node_modules/@left/pad/index.js",
+    "tests/page/node_modules/left.js",
 )
 METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -31,13 +52,16 @@ def test_sdist_and_wheel_are_complete(tmp_path: Path) -> None:
     """The wheel, made from the sdist, holds every file of every package; the sdist also what tests them."""
     checkout = tmp_path / "checkout"  # where no earlier build has left anything
     shutil.copytree(ROOT, checkout, ignore=NOT_OURS)
+    parts = (*PACKAGES, "benchmarks", "clients", "deploy", "docs", "protos", "tests")
+    ours = files_of(checkout, *parts)
+    for name in LEFT_BY_NPM:
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).touch()
     build = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=checkout, check=True, capture_output=True)
     shutil.unpack_archive(tmp_path / f"tandem_specdec-{specdec.__version__}.tar.gz", tmp_path)
     unpacked = tmp_path / f"tandem_specdec-{specdec.__version__}"
-    parts = (*PACKAGES, "benchmarks", "deploy", "docs", "protos", "tests")
-    shutil.rmtree(checkout / "tandem_specdec.egg-info")
-    assert files_of(unpacked, *parts) == files_of(checkout, *parts)
+    assert files_of(unpacked, *parts) == ours
 
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--wheel-dir", str(tmp_path), str(unpacked)], check=True)

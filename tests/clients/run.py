@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -40,7 +41,7 @@ class Result:
     checks: str
     passed: int
     failed: int
-    #: Why it did not run.
+    #: Why it did not run, or not to its end.
     reason: str = ""
 
     @property
@@ -48,6 +49,26 @@ class Result:
         """Its line of the table."""
         outcome = self.reason or f"{self.passed} passed" + (f", {self.failed} failed" if self.failed else "")
         return f"{self.packages} | {self.checks} | {outcome} |"
+
+
+def run_checks(command: list[str], environment: dict[str, str], folder: Path = ROOT) -> tuple[str, int, str]:
+    """Run a command in ``folder``: what it printed, its exit status, and why it did not end, if so.
+
+    One that takes longer than :data:`CHECK_TIMEOUT_S` is killed with all that it started.
+    """
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        reason = ""
+        try:
+            printed, _ = process.communicate(timeout=CHECK_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            printed, reason = (error.stdout or b"").decode(errors="replace"), f"did not end within {CHECK_TIMEOUT_S} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    print(printed, file=sys.stderr)
+    return printed, process.returncode, reason
 
 
 class PythonClient:
@@ -76,18 +97,15 @@ class PythonClient:
     def run(self, environment: dict[str, str]) -> Result:
         """The result of its checks."""
         path = f"{self._folder / 'bin'}{os.pathsep}{environment['PATH']}"
-        done = subprocess.run(
-            [str(self._python), "-m", "pytest", "-c", str(HERE / "python" / "pytest.ini"), "-rA", str(self._file)],
-            env=environment | {"PATH": path, "PYTHONPATH": ""},
-            capture_output=True, text=True, timeout=CHECK_TIMEOUT_S, check=False,
-        )  # fmt: skip
-        print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
-        counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|errors?)", done.stdout[-500:])}
+        command = [str(self._python), "-m", "pytest", "-c", str(HERE / "python" / "pytest.ini"), "-rA", str(self._file)]
+        printed, status, reason = run_checks(command, environment | {"PATH": path, "PYTHONPATH": ""})
+        counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|errors?)", printed[-500:])}
         pins = [line.split("==") for line in self._requirements.read_text().splitlines() if "==" in line]
         packages = ", ".join(f"`{name}` {version}" for name, version in pins if name != "pytest")
         passed = counts.pop("passed", 0)
         checks = ast.get_docstring(ast.parse(self._file.read_text())) or ""
-        return Result(f"{packages} | Python", checks, passed, sum(counts.values()) or int(done.returncode != 0))
+        failed = sum(counts.values()) or int(status != 0)
+        return Result(f"{packages} | Python", checks, passed, failed, reason)
 
 
 class NodeClient:
@@ -107,16 +125,13 @@ class NodeClient:
 
     def run(self, environment: dict[str, str]) -> Result:
         """The result of its checks."""
-        done = subprocess.run(
-            ["node", "--test", "--test-reporter=tap", "check.mjs"],
-            cwd=self._folder, env=environment, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S, check=False,
-        )  # fmt: skip
-        print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
-        counts = {kind: int(count) for kind, count in re.findall(r"^# (pass|fail|cancelled) (\d+)$", done.stdout, re.M)}
+        command = ["node", "--test", "--test-reporter=tap", "check.mjs"]
+        printed, status, reason = run_checks(command, environment, self._folder)
+        counts = {kind: int(count) for kind, count in re.findall(r"^# (pass|fail|cancelled) (\d+)$", printed, re.M)}
         packages = ", ".join(f"`{name}` {version}" for name, version in self._package["dependencies"].items())
         failed = counts.get("fail", 0) + counts.get("cancelled", 0)
-        failed = failed or int(done.returncode != 0)
-        return Result(f"{packages} | Node.js", self._package["description"], counts.get("pass", 0), failed)
+        failed = failed or int(status != 0)
+        return Result(f"{packages} | Node.js", self._package["description"], counts.get("pass", 0), failed, reason)
 
 
 class Snippet:

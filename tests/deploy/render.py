@@ -20,6 +20,10 @@ CASES: Final[dict[str, dict[str, Any]]] = {
         "model": {"draft": "", "numSpeculativeTokens": 0},
         "networkPolicies": {"enabled": False},
     },
+    "traces": {
+        "gateway": {"insecure": True},
+        "tracing": {"endpoint": "https://collector.observability:4317"},
+    },
     # Every option has a value of its own; each copy of the target has eight devices in two pods.
     "everything": {
         "image": {"repository": "registry.example/tandem", "tag": "1.2.3", "pullPolicy": "Always"},
@@ -30,6 +34,10 @@ CASES: Final[dict[str, dict[str, Any]]] = {
             "numSpeculativeTokens": 7,
             "volume": {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}},
             "fromHub": True,
+        },
+        "tracing": {
+            "endpoint": "http://collector:14317",
+            "egress": [{"to": [PEER], "ports": [{"port": 4317}]}],
         },
         "gateway": {
             "autoscaling": {"enabled": True, "minReplicas": 3, "maxReplicas": 9, "cpuUtilization": 50},

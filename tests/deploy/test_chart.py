@@ -17,7 +17,7 @@ import draft_service.main
 import gateway.main
 import target_service.main
 from specdec.flags import Parser
-from tests.deploy.render import CASES, CHART, RENDERED, header
+from tests.deploy.render import CASES, CHART, PEER, RENDERED, header
 
 #: The oldest version that Chart.yaml allows. Later ones take what it takes: nothing here is alpha or beta.
 KUBERNETES: Final = "1.30"
@@ -194,6 +194,29 @@ def test_every_service_has_replicas_a_budget_and_a_policy() -> None:
                 assert first["app.kubernetes.io/component"] == "gateway"
 
 
+@pytest.mark.parametrize(
+    ("case", "endpoint", "rule"),
+    [
+        ("traces", "https://collector.observability:4317", {"ports": [{"port": 4317, "protocol": "TCP"}]}),
+        ("everything", "http://collector:14317", {"to": [PEER], "ports": [{"port": 4317}]}),
+    ],
+)
+def test_every_pod_can_send_traces_to_the_collector(case: str, endpoint: str, rule: dict[str, Any]) -> None:
+    for _, _, container in pods(case):
+        variables = {each["name"]: each.get("value") for each in container["env"]}
+        assert variables["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"] == endpoint
+    policies = of_kind(case, "NetworkPolicy")
+    assert len(policies) == 3
+    for policy in policies.values():
+        rules = policy["spec"]["egress"]
+        assert rule in rules
+        assert any(port["port"] == 53 for each in rules for port in each.get("ports", ()))
+
+
+def test_without_a_hub_and_traces_drafts_reach_nothing() -> None:
+    assert of_kind("keys", "NetworkPolicy")["tandem-draft"]["spec"]["egress"] == []
+
+
 def test_a_model_over_several_pods_is_one_replica() -> None:
     sets = of_kind("everything", "StatefulSet")
     assert list(sets) == ["tandem-target-0", "tandem-target-1"]
@@ -229,6 +252,7 @@ def test_every_value_is_in_the_schema_and_wrong_ones_are_refused() -> None:
         {"target": {"replica": 2}},
         {"model": {"numSpeculativeTokens": 65}},
         {"gateway": {"drainSeconds": 0}},
+        {"tracing": {"endpoint": "http://collector"}},
         {"inferencePool": {"enabled": True, "endpointPicker": ""}},
         {"draft": {"autoscaling": {"busyShare": 1.5}}},
     ):

@@ -1,4 +1,4 @@
-"""`openai` and `hosted_vllm`: turns, streams, JSON schemas, tools, log-probabilities, text completions, errors"""
+"""`openai` and `hosted_vllm`: conversations, streams, JSON schemas, tools, log-probabilities, completions, errors"""
 
 import json
 from typing import Literal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,33 @@ def test_models(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert by_name["owner/big"] == ["hub", "cache", "BigForCausalLM", "2.5", "MB"]
     assert by_name[str(mine / "good")] == by_name[str(mine / "broken")] == ["folder", "0.0", "MB"]
     assert not by_name.keys() & {"owner/adapter", "owner/texts", str(mine / "other")}
+
+
+def test_folders_that_cannot_be_read_are_left_out(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first cannot be listed or entered, the second has such a folder in it. Root can read all, hence no chmod."""
+    closed, mine = tmp_path / "closed", tmp_path / "mine"
+    for folder in (closed, mine / "closed", mine / "good"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+
+    def unless_closed(call):
+        def checked(path, *args, **kwargs):
+            name = os.fspath(path) if not isinstance(path, int) else ""
+            if f"{os.sep}closed{os.sep}" in name or (call is listdir and name.endswith("closed")):
+                raise PermissionError(13, "Permission denied", name)
+            return call(path, *args, **kwargs)
+
+        return checked
+
+    stat, listdir = os.stat, os.listdir
+    monkeypatch.setattr(os, "stat", unless_closed(stat))
+    monkeypatch.setattr(os, "listdir", unless_closed(listdir))
+    assert main(["models", str(closed), str(mine)]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert str(mine / "good") in names
+    assert not {str(closed), str(mine / "closed")} & set(names)
 
 
 def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

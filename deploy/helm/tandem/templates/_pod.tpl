@@ -59,6 +59,17 @@ securityContext:
     drop: [ALL]
 {{- end -}}
 
+{{- define "tandem.env" -}}
+{{- $root := index . 0 -}}
+{{- $variables := (index $root.Values (index . 1)).env -}}
+{{- with $root.Values.tracing.endpoint -}}
+{{- $variables = prepend $variables (dict "name" "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT" "value" .) -}}
+{{- end -}}
+{{- with $variables -}}
+{{- toYaml . -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "tandem.resources" -}}
 {{- $values := index (index . 0).Values (index . 1) -}}
 {{- $resources := deepCopy $values.resources -}}
@@ -156,10 +167,17 @@ livenessProbe:
       protocol: TCP
 {{- end -}}
 
-{{- define "tandem.egressToHub" -}}
+{{/* The Hugging Face hub and the collector of traces. */}}
+{{- define "tandem.egressToOutside" -}}
+{{- $rules := list -}}
 {{- if .Values.model.fromHub -}}
-- ports:
-    - port: 443
-      protocol: TCP
-{{- end }}
+{{- $rules = append $rules (dict "ports" (list (dict "port" 443 "protocol" "TCP"))) -}}
+{{- end -}}
+{{- with .Values.tracing.endpoint -}}
+{{- $port := regexFind "[0-9]+$" . | int -}}
+{{- $rules = concat $rules ($.Values.tracing.egress | default (list (dict "ports" (list (dict "port" $port "protocol" "TCP"))))) -}}
+{{- end -}}
+{{- with $rules -}}
+{{- toYaml . -}}
+{{- end -}}
 {{- end -}}
