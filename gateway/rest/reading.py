@@ -69,6 +69,7 @@ def read_chat(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: bool)
         parallel=body.parallel_tool_calls is not False,
         wanted=body.wanted_outputs(),
         end_token_ids=model.eos_token_ids,
+        add_generation_prompt=body.add_generation_prompt is not False,
     )
     if (grammar := plan.structured_outputs) is not None:
         check_count("tools", grammar.num_bytes, "bytes of schemas", text.settings, "max_grammar_bytes")

@@ -41,11 +41,12 @@ class MessageParser:
         self._is_after_marker = False
         self._delta = MessageDelta()
         self._parser: Any = None
-        self._first_characters = None if template is None else template.first_characters
+        with_calls = tools is not None
+        self._first_characters = None if template is None else template.first_characters(with_calls=with_calls)
         #: The region that the next text belongs to unless a marker begins in it; None: that is not certain.
         self._open: str | None = None
-        if template is not None:
-            self._parser = template.parser(begun, with_calls=tools is not None)
+        if template is not None and template.has_markers(with_calls=with_calls):
+            self._parser = template.parser(begun, with_calls=with_calls)
             for event in self._parser.initial_events:
                 self._handle(event)
             self._is_after_marker = bool(begun)
@@ -67,8 +68,8 @@ class MessageParser:
             events = self._parser.feed(piece)
             for event in events:
                 self._handle(event)
-            is_read = bool(events) and events[-1]["type"] == "region_chunk" and events[-1]["text"].endswith(piece)
-            self._open = events[-1]["field"] if is_read and self._reader is None else None
+            is_text = bool(events) and events[-1]["type"] == "region_chunk" and self._reader is None
+            self._open = events[-1]["field"] if is_text and not self._parser.has_pending else None
         return self._take()
 
     def finish(self) -> MessageDelta:

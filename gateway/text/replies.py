@@ -112,14 +112,16 @@ class Replies:
         parallel: bool,
         wanted: StructuredOutputsParams | None,
         end_token_ids: Sequence[int],
+        add_generation_prompt: bool = True,
     ) -> ReplyPlan:
         """How to read the answer to ``prompt``. ``variables`` are the chat template's; ``wanted`` is what the request
-        says of the text.
+        says of the text. Without ``add_generation_prompt`` the prompt ends with a message of the conversation, not
+        with the beginning of the answer.
 
         Raises:
             InvalidRequest: a call is required in a form that no grammar describes.
         """
-        begun = self.template.begun_in(prompt) if self.template is not None else ""
+        begun = self.template.begun_in(prompt) if self.template is not None and add_generation_prompt else ""
         if not tools or choice.mode == "none":
             return ReplyPlan(begun)
         is_strict = any(tool.strict for tool in tools)

@@ -1,7 +1,7 @@
 """Response templates of model families whose tokenizers have none, told by what their chat templates write.
 
 The marks were taken from the families' published chat templates. A template that transformers or a file gives comes
-before these.
+before these. What an expression matches has a limit, for it is searched at each character.
 """
 
 from __future__ import annotations
@@ -31,11 +31,16 @@ _QWEN_XML: Final = {
     "fields": {
         "reasoning_content": _THOUGHTS,
         "tool_calls": {
-            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "open_pattern": r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,128})>",
             "close": "</tool_call>",
             "repeats": True,
             "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            "content_args": {
+                "tag_pattern": (
+                    r"<parameter=(?P<key>[^>\n]{1,128})>\n?"
+                    r"(?P<value>(?:(?!\n?</parameter>|<parameter=).)*+)\n?</parameter>"
+                )
+            },
             "transform": _NAMED_CALL,
         },
         "content": {},
@@ -47,7 +52,7 @@ _LLAMA_3: Final = {
     "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "fields": {
         "tool_calls": {
-            "open_pattern": r'\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"name"\s*:)',
+            "open_pattern": r'\A\s{0,8}(?:<\|python_tag\|>\s{0,8})?(?=\{\s{0,8}"name"\s{0,8}:)',
             "repeats": True,
             "content": "json",
             "transform": _JSON_CALL,
@@ -61,11 +66,14 @@ _MISTRAL: Final = {
     "start_anchor": ["[/INST]", "[/TOOL_RESULTS]"],
     "fields": {
         "tool_calls": {
-            "open_pattern": r"\[TOOL_CALLS\]\s*(?=[\[{])", "repeats": True, "content": "json", "transform": _JSON_CALL,
+            "open_pattern": r"\[TOOL_CALLS\]\s{0,8}(?=[\[{])",
+            "repeats": True,
+            "content": "json",
+            "transform": _JSON_CALL,
         },
         "content": {},
     },
-}  # fmt: skip
+}
 
 #: DeepSeek V3, R1 and their distillations: the name before the arguments, which are fenced.
 _DEEPSEEK: Final = {
@@ -74,7 +82,8 @@ _DEEPSEEK: Final = {
         "reasoning_content": _THOUGHTS,
         "tool_calls": {
             "open_pattern": (
-                r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n"
+                r"(?:<｜tool▁calls▁begin｜>\s{0,8})?"
+                r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]{1,128})\n```json\n"
             ),
             "close": "```<｜tool▁call▁end｜>",
             "repeats": True,
@@ -91,7 +100,9 @@ _DEEPSEEK_V3_1: Final = {
     "fields": {
         "reasoning_content": _THOUGHTS,
         "tool_calls": {
-            "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?P<name>[^<\n]+)<｜tool▁sep｜>",
+            "open_pattern": (
+                r"(?:<｜tool▁calls▁begin｜>\s{0,8})?<｜tool▁call▁begin｜>(?P<name>[^<\n]{1,128})<｜tool▁sep｜>"
+            ),
             "close": "<｜tool▁call▁end｜>",
             "repeats": True,
             "content": "json",
@@ -112,8 +123,9 @@ _GPT_OSS: Final = {
         },
         "tool_calls": {
             "open_pattern": (
-                r"(?:<\|channel\|>(?:commentary|analysis))?\s*to=functions\.(?P<name>[\w.:/-]+)\s*"
-                r"(?:<\|channel\|>(?:commentary|analysis))?\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
+                r"(?:<\|channel\|>(?:commentary|analysis)\s{0,8})?to=functions\.(?P<name>[\w.:/-]{1,128})\s{0,8}"
+                r"(?:<\|channel\|>(?:commentary|analysis)\s{0,8})?(?:<\|constrain\|>\s{0,8})?(?:json\s{0,8})?"
+                r"<\|message\|>"
             ),
             "close": "<|call|>",
             "repeats": True,

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -18,6 +18,8 @@ CONTENT: Final = "content"
 TOOL_CALLS: Final = "tool_calls"
 #: Names of the field that holds the model's thoughts.
 REASONING: Final = frozenset({"reasoning_content", "reasoning", "thinking"})
+#: Characters of an answer that a chat template writes itself.
+_MAX_BEGUN: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,9 @@ class ResponseTemplate:
         Raises:
             InvalidRequest: transformers does not accept it.
         """
-        from transformers.utils.chat_parsing import ResponseParser  # noqa: PLC0415 (a second, for some models)
         from transformers.utils.chat_parsing.response_templates import load_response_template  # noqa: PLC0415
 
         self._source = dict(source)
-        self._parser = ResponseParser
         try:
             loaded = load_response_template(self._source)
             self.regions: dict[str, Region] = {name: _region(name, field) for name, field in loaded.fields.items()}
@@ -82,18 +82,22 @@ class ResponseTemplate:
             raise InvalidRequest(f"response_template {path!r} holds no JSON object", param="response_template")
         return cls(found, f"response_template {path!r}")
 
-    @cached_property
-    def first_characters(self) -> frozenset[str] | None:
+    def first_characters(self, *, with_calls: bool) -> frozenset[str] | None:
         """Those that may begin a marker; None: a marker is an expression, which may begin with any.
 
         How much an expression matches may also depend on how much text has come.
         """
-        fields = self._source["fields"].values()
+        fields = [field for name, field in self._source["fields"].items() if with_calls or name != TOOL_CALLS]
         if any(key in field for field in fields for key in ("open_pattern", "close_pattern")):
             return None
         return frozenset(
             text[0] for field in fields for key in ("open", "close") for text in _literals(field.get(key, ()))
         )
+
+    def has_markers(self, *, with_calls: bool) -> bool:
+        """Whether an answer has parts; else all of it is content."""
+        names = self.regions.keys() - (set() if with_calls else {TOOL_CALLS})
+        return names != {CONTENT} or self.first_characters(with_calls=with_calls) != frozenset()
 
     @property
     def reads_calls(self) -> bool:
@@ -109,15 +113,19 @@ class ResponseTemplate:
         """transformers' parser of one message. The prompt ends with ``begun``, the beginning of the message. The text
         of each region comes as it is, the marker that opens it included.
         """
-        parser = self._parser(self._all if with_calls else self._text, prefix="")
+        parser = _parser_class()(self._all if with_calls else self._text, prefix="")
         if begun:
             parser.initial_events = parser.feed(begun)
         return parser
 
     def begun_in(self, prompt: str) -> str:
-        """The beginning of the answer that stands at the end of a prompt, such as ``<think>``."""
+        """The beginning of the answer that the chat template wrote at the end of a prompt, such as ``<think>``.
+
+        Empty where it is longer than any template's: the anchor stands in a text of the conversation.
+        """
         ends = [found.end() for found in self._all.start_anchor_re.finditer(prompt)]
-        return prompt[ends[-1] :] if ends else ""
+        begun = prompt[ends[-1] :] if ends else ""
+        return begun if len(begun) <= _MAX_BEGUN else ""
 
     @cached_property
     def _markers(self) -> str:
@@ -126,6 +134,19 @@ class ResponseTemplate:
     def names(self, texts: Mapping[int, str]) -> frozenset[int]:
         """The tokens whose texts its markers hold: those that are special must be read, though text leaves them out."""
         return frozenset(token_id for token_id, text in texts.items() if text and text in self._markers)
+
+
+@cache
+def _parser_class() -> Any:
+    from transformers.utils.chat_parsing import ResponseParser  # noqa: PLC0415 (a second, for some models)
+
+    class Parser(ResponseParser):  # type: ignore[misc, no-any-unimported, unused-ignore]
+        @property
+        def has_pending(self) -> bool:
+            """Whether it holds characters back that may begin a marker."""
+            return self._pos < len(self._buffer)
+
+    return Parser
 
 
 def _region(name: str, field: Any) -> Region:

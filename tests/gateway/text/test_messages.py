@@ -2,16 +2,18 @@
 
 import json
 import random
+import time
 from dataclasses import asdict
 
 import pytest
 
+from gateway.text.call_reader import CallReader
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.message import AssistantMessage
 from gateway.text.message_parser import MessageParser
 from gateway.text.replies import Replies, ReplyPlan
 from gateway.text.response_template import ResponseTemplate
-from gateway.text.tools import read_tools
+from gateway.text.tools import ToolChoice, read_tools
 from specdec.errors import InvalidRequest
 from tests.gateway.text.formats import ARGUMENTS, FORMATS, TOOLS
 
@@ -89,6 +91,73 @@ def test_every_character_is_accounted_for(text, content, reasoning, calls):
     assert parse(HERMES, text) == wanted
     for cuts in all_cuts(text) if len(text) > 1 else ():
         assert parse(HERMES, text, cuts) == wanted
+
+
+@pytest.mark.parametrize("with_tools", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_text_of_halves_of_markers_does_not_depend_on_how_it_was_cut(name, with_tools):
+    template, schemas = replies_of(name).template, SCHEMAS if with_tools else None
+    pieces = [
+        "<",
+        "<<",
+        "<|",
+        "<｜",
+        "[",
+        " ",
+        "\n",
+        "a",
+        "{",
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "<|channel|>final",
+    ]
+    rng = random.Random(name)
+    for text in ("a<<b<<<c", *("".join(rng.choices(pieces, k=8)) for _ in range(10))):
+        whole = parse(template, text, schemas=schemas)
+        if len(text) <= 8:
+            every = ([at + 1 for at in range(len(text) - 1) if bits >> at & 1] for bits in range(1 << (len(text) - 1)))
+        else:
+            every = all_cuts(text, 10)
+        for cuts in every:
+            assert parse(template, text, cuts, schemas=schemas) == whole, (text, cuts)
+
+
+def cpu_seconds(parser, pieces):
+    start = time.process_time()
+    for piece in pieces:
+        parser.feed(piece)
+    parser.finish()
+    return time.process_time() - start
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_white_space_costs_what_letters_cost(name):
+    template = replies_of(name).template
+    text = "x" * 1500
+    assert cpu_seconds(MessageParser(template, "", SCHEMAS), text) * 10 > cpu_seconds(
+        MessageParser(template, "", SCHEMAS), " " * 1500 + "x"
+    )
+
+
+@pytest.mark.parametrize("wrong", ["<parameter=a>", "<parameter="])
+def test_parameters_that_do_not_end_cost_what_whole_ones_cost(wrong):
+    region = replies_of("qwen_xml").template.regions["tool_calls"]
+    head, right = "<tool_call><function=add>", "<parameter=a>\n1\n</parameter>\n"
+    seconds = [
+        cpu_seconds(CallReader(region, SCHEMAS), [head, text * (40_000 // len(text))]) for text in (right, wrong)
+    ]
+    assert seconds[1] < 10 * max(seconds[0], 0.01)
+
+
+def test_the_conversation_is_not_the_beginning_of_the_answer():
+    replies = replies_of("hermes")
+    given = {"parallel": True, "wanted": None, "end_token_ids": ()}
+    none = ToolChoice("none")
+    prompt = "<|im_start|>user\n<|im_start|>assistant\n<think>"
+    assert replies.plan(prompt, [], none, {}, **given).begun == "<think>"
+    assert replies.plan(prompt, [], none, {}, **given, add_generation_prompt=False).begun == ""
+    assert replies.plan(prompt + "x" * 250, [], none, {}, **given).begun == ""
 
 
 def test_arguments_come_while_they_are_written():
