@@ -75,7 +75,7 @@ async function generate() {
   const play = (run, number) => run.play(source(run, number), () => chart.draw()).catch(() => undefined);
   for (const run of runs) run.clear();
   chart.show(runs);
-  if (form.elements.in_turn.checked) {
+  if (form.elements.one_by_one.checked) {
     for (const [number, run] of runs.entries()) if (!signal.aborted) await play(run, number);
   } else {
     await Promise.all(runs.map(play));

@@ -20,6 +20,7 @@ export class TokenView {
   clear() {
     this.tokens = new WeakMap();
     this.text = "";
+    this.told = 0; // letters of `text` that tokens or pieces have shown
     this.round = 0;
     this.current = null;
     this.output.replaceChildren();
@@ -29,13 +30,16 @@ export class TokenView {
   // One piece of a choice: its text, and what is told of its tokens.
   add(text, tokens) {
     const atEnd = this.output.scrollHeight - this.output.scrollTop - this.output.clientHeight < 40;
-    let told = 0;
+    this.text += text;
     for (const token of tokens) {
-      told += token.text.length;
+      this.told += token.text.length;
       this.#append(token);
     }
-    if (told < text.length) this.output.append(text.slice(told));
-    this.text += text;
+    // Text may come later than its tokens, as white space before a call does, so the run counts and not the piece.
+    if (this.told < this.text.length) {
+      this.output.append(this.text.slice(this.told));
+      this.told = this.text.length;
+    }
     if (atEnd) this.output.scrollTop = this.output.scrollHeight;
   }
 

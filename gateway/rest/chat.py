@@ -110,11 +110,12 @@ class Chat:
                     )
                 unfinished -= chunk.final is not None
                 delta = self._parse(chunk)
-                if not (delta or chunk.logprobs or chunk.final or token_fields(chunk, self._body)):
+                of_tokens = token_fields(chunk, self._body)
+                if not (delta or chunk.logprobs or chunk.final or of_tokens):
                     continue
                 metrics = {} if unfinished else {"metrics": self._totals.metrics()}
                 usage = self._totals.stream_usage(self._body)
-                yield self._head.with_choices([self._piece(chunk, delta)], **usage, **metrics)
+                yield self._head.with_choices([self._piece(chunk, delta) | of_tokens], **usage, **metrics)
         if self._body.include_usage:
             yield self._head.with_choices([], usage=self._totals.usage(), metrics=self._totals.metrics())
 
@@ -166,7 +167,6 @@ class Chat:
             },
             "logprobs": chat_logprobs(chunk.logprobs, self._body) if asked else None,
             **self._finish_fields(chunk.final, chunk.index),
-            **token_fields(chunk, self._body),
         }
 
     def _prompt_fields(self, prompt: PromptReport) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class Completion:
                 prompt=prompts[number],
                 final=sample.final,
             )
-            choices.append(self._choice(choice, number, whole))
+            choices.append(self._choice(choice, number, whole) | token_fields(whole, self._body))
         return self._head.with_choices(choices, usage=self._totals.usage(), metrics=self._totals.metrics())
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -105,9 +105,10 @@ class Completion:
         unfinished = len(self._requests) * self._n
         async for number, chunk in self._in_order():
             unfinished -= chunk.final is not None
-            if not (chunk.text or chunk.logprobs or chunk.final or token_fields(chunk, self._body)):
+            of_tokens = token_fields(chunk, self._body)
+            if not (chunk.text or chunk.logprobs or chunk.final or of_tokens):
                 continue
-            choice = self._choice(number * self._n + chunk.index, number, chunk)
+            choice = self._choice(number * self._n + chunk.index, number, chunk) | of_tokens
             metrics = {} if unfinished else {"metrics": self._totals.metrics()}
             yield self._head.with_choices([choice], **self._totals.stream_usage(self._body), **metrics)
         if self._body.include_usage:
@@ -138,7 +139,10 @@ class Completion:
                     yield number, replace(ready, prompt=prompts[number] if is_first else None)
 
     def _choice(self, choice: int, number: int, chunk: GenerationChunk) -> dict[str, Any]:
-        """A choice, or a piece of it; with ``chunk.prompt`` it is the first one, and begins with the echo."""
+        """A choice, or a piece of it, without :func:`token_fields`.
+
+        With ``chunk.prompt`` it is the first one, and begins with the echo.
+        """
         body, prompt = self._body, chunk.prompt
         echo = self._echo(number, prompt) if body.echo and prompt is not None else ""
         if prompt is not None:
@@ -150,7 +154,6 @@ class Completion:
                 before = self._echo_logprobs(prompt)
                 logprobs = {name: before[name] + values for name, values in logprobs.items()}
         result = {"index": choice, "text": echo + chunk.text, "logprobs": logprobs, **finish_fields(chunk.final)}
-        result |= token_fields(chunk, body)
         if body.return_token_ids and prompt is not None:
             result["prompt_token_ids"] = list(prompt.token_ids)
         if body.prompt_logprobs is not None and prompt is not None:

@@ -86,9 +86,9 @@ def read_response(text: TextProcessor, raw: bytes, model: ModelInfo, is_large: b
     body = _parse(ResponseBody, raw, text, model)
     given = body.input if isinstance(body.input, list) else []
     check_count("input", len(given), "items", text.settings, "max_messages")
-    contents = [item.get("content") for item in given if isinstance(item, dict)]
-    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    num_parts = _num_parts(given, "content", "output")
     check_count("input", num_parts, "content parts", text.settings, "max_content_parts")
+    check_name("prompt_cache_key", body.prompt_cache_key or "")  # the chat calls it session_id
     return body.prepare()
 
 
@@ -135,9 +135,14 @@ def _check_messages(messages: Any, settings: GatewaySettings) -> None:
     if not isinstance(messages, list):
         return
     check_count("messages", len(messages), "messages", settings, "max_messages")
-    contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    num_parts = sum(len(content) for content in contents if isinstance(content, list))
-    check_count("messages", num_parts, "content parts", settings, "max_content_parts")
+    num_parts = _num_parts(messages, "content", "tool_calls")
+    check_count("messages", num_parts, "content parts and calls", settings, "max_content_parts")
+
+
+def _num_parts(given: Sequence[Any], *names: str) -> int:
+    """How many parts the lists of these names hold in messages or items."""
+    lists = (each.get(name) for each in given if isinstance(each, dict) for name in names)
+    return sum(len(parts) for parts in lists if isinstance(parts, list))
 
 
 def _read_tools(text: TextProcessor, given: Sequence[dict[str, Any]]) -> Sequence[Tool]:

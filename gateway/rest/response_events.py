@@ -121,7 +121,7 @@ class ResponseWriter:
             yield self._of_item("response.function_call_arguments.delta", delta=arguments)
 
     def _close(self, status: str) -> Iterator[Event]:
-        """End the item in progress."""
+        """End the item in progress. It changes no more, so the events carry it and no copy."""
         item = self._item
         if item is None:
             return
@@ -129,12 +129,12 @@ class ResponseWriter:
         if item["type"] == "function_call":
             yield self._of_item("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         else:
-            part = deepcopy(item["content"][0])
+            part = item["content"][0]
             if item["type"] == "message":
                 more = {"logprobs": part["logprobs"]}
                 yield self._of_item("response.output_text.done", content_index=0, text=part["text"], **more)
             else:
                 yield self._of_item("response.reasoning_text.done", content_index=0, text=part["text"])
             yield self._of_item("response.content_part.done", content_index=0, part=part)
-        yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=deepcopy(item))
+        yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
         self._item = None

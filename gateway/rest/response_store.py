@@ -10,6 +10,8 @@ from specdec.errors import NotFound, quote
 
 #: What an entry costs beside its bytes.
 ENTRY_BYTES: Final = 1024
+#: What a message costs beside its bytes.
+MESSAGE_BYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +29,15 @@ class StoredResponse:
     @property
     def num_bytes(self) -> int:
         """What is kept for it, as if it shared no messages with others."""
-        return ENTRY_BYTES + len(self.content) + sum(map(len, self.messages))
+        return ENTRY_BYTES + len(self.content) + sum(MESSAGE_BYTES + len(message) for message in self.messages)
 
 
 class ResponseStore:
     """The latest answers of each key. Where they exceed the bound, the key that holds most loses its oldest one."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        """``max_bytes``: 0 keeps nothing."""
+        self.max_bytes = max_bytes
         self._kept: dict[str, OrderedDict[str, StoredResponse]] = {}
         self._bytes_of: Counter[str] = Counter()
 
@@ -43,15 +46,16 @@ class ResponseStore:
         """Bytes of all that is kept."""
         return self._bytes_of.total()
 
-    def add(self, owner: str, stored: StoredResponse) -> None:
-        """Keep an answer; one that is larger than the bound is not kept."""
-        if stored.num_bytes > self._max_bytes:
-            return
+    def add(self, owner: str, stored: StoredResponse) -> bool:
+        """Keep an answer, and tell whether it stays: one that is larger than the bound does not."""
+        if stored.num_bytes > self.max_bytes:
+            return False
         self._kept.setdefault(owner, OrderedDict())[stored.id] = stored
         self._bytes_of[owner] += stored.num_bytes
-        while self.num_bytes > self._max_bytes:
+        while self.num_bytes > self.max_bytes:
             largest = self._bytes_of.most_common(1)[0][0]
             self.delete(largest, next(iter(self._kept[largest])))
+        return stored.id in self._kept.get(owner, ())
 
     def get(self, owner: str, response_id: str) -> StoredResponse:
         """An answer; it counts as used now.

@@ -9,7 +9,6 @@ from contextlib import aclosing, contextmanager
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from gateway.access.caller import current_caller
@@ -36,7 +35,8 @@ async def create_response(
     headers = name_ignored(body.ignored())
     if body.stream:
         return EventResponse(call.events(), headers, encode=encode_named_event, end=b"")
-    return JSONResponse(await while_connected(request.receive, call.answer()), headers=headers)
+    content = await while_connected(request.receive, call.answer())
+    return Response(content, media_type="application/json", headers=headers)
 
 
 def get_response(store: ResponseStore, response_id: str, request: Request) -> Response:
@@ -64,7 +64,9 @@ class ResponseCall:
         self._owner = current_caller().key
         self._id = f"resp_{secrets.token_hex(24)}"
         self._earlier: tuple[bytes, ...] = ()
-        self._is_kept = body.store is not False
+        #: The whole response, as JSON, where it is kept.
+        self._content = b""
+        self._is_kept = body.store is not False and store.max_bytes > 0
         # Responses that continue each other share the caches of one session.
         self._session_id = (body.prompt_cache_key or self._id) if self._is_kept else ""
         if body.previous_response_id is not None:
@@ -89,13 +91,13 @@ class ResponseCall:
         self._chat = Chat(self._generation, body, request)
         self._writer = ResponseWriter(self._response(body))
 
-    async def answer(self) -> dict[str, Any]:
-        """The whole response."""
+    async def answer(self) -> bytes:
+        """The whole response, as JSON."""
         with _named_here():
             async with aclosing(self._events()) as events:
                 async for _ in events:
                     pass
-        return self._writer.response
+        return self._content or encode(self._writer.response)
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a stream. An error after the first one ends the response as failed."""
@@ -133,10 +135,14 @@ class ResponseCall:
             yield event
 
     def _keep(self) -> None:
-        if self._is_kept:
-            messages = (*self._earlier, *self._body.messages, encode(self._writer.message()))
-            stored = StoredResponse(self._id, encode(self._writer.response), messages, self._session_id)
-            self._store.add(self._owner, stored)
+        if not self._is_kept:
+            return
+        content = encode(self._writer.response)
+        messages = (*self._earlier, *self._body.messages, encode(self._writer.message()))
+        if self._store.add(self._owner, StoredResponse(self._id, content, messages, self._session_id)):
+            self._content = content
+        else:
+            self._writer.response["store"] = False
 
     def _response(self, chat: ChatBody) -> dict[str, Any]:
         """The response before it has any output: what was asked for."""

@@ -43,7 +43,7 @@ def body_route(generation: Generation) -> type[APIRoute]:
             if self.body_field is None:
                 return super().get_route_handler()
             body_type, endpoint = self.body_field.field_info.annotation, self.endpoint
-            read, operation = _READERS[body_type], CHAT if body_type is ChatBody else TEXT_COMPLETION
+            read, operation = _READERS[body_type], CHAT if body_type in (ChatBody, ResponseBody) else TEXT_COMPLETION
 
             async def body_of(request: Request) -> Any:
                 with generation.buffers.request(current_caller().client) as buffer:

@@ -21,7 +21,7 @@ class RequestLimits(ConnectionSettings):
     max_json_depth: int = option(64, "levels of lists and objects in a body", ge=1, le=200)
     max_characters_per_token: int = option(128, "characters of a prompt per token of the model's context", ge=1)
     max_messages: int = option(4096, "messages of a chat", ge=1)
-    max_content_parts: int = option(4096, "parts in all messages of a chat", ge=1)
+    max_content_parts: int = option(4096, "content parts and calls in all messages of a chat", ge=1)
     max_tools: int = option(128, "tools of a chat", ge=0)
     max_stop_strings: int = option(1024, "stop strings of a request", ge=0)
     max_stop_characters: int = option(1024, "characters of a stop string", ge=1)

@@ -126,7 +126,7 @@ def test_runs_stand_side_by_side(stack, open_page):
     assert "no speculation\noff" in second.locator(".facts").inner_text()
     assert second.locator(".output .token.draft").count() == 0
     assert third.locator(".output .token.draft").count() > 0
-    page.uncheck("[name=in_turn]")
+    page.uncheck("[name=one_by_one]")
     generate(page)
     assert "the same as Run A" in third.locator(".facts").inner_text()
     second.locator(".remove").click()
@@ -305,6 +305,26 @@ def test_hostile_text_stays_text(stack, open_page):
         token.hover(force=True)
     assert page.locator("img, iframe, body script").count() == 0
     assert dialogs == []
+
+
+def test_text_that_comes_after_its_token_is_shown_once(stack, open_page):
+    """A chat holds white space back: its token tells it before the text does."""
+    pieces = [("", "\n"), ("\nbar", "bar"), (" baz", "")]
+    events = [
+        [ms, {"choices": [{"delta": {"content": text}, "token_metrics": [{"text": token, "origin": "target"}]}]}]
+        for ms, (text, token) in enumerate(pieces)
+    ]
+    shipped = json.loads((Path(__file__).parents[2] / "gateway/playground/recording.json").read_text())
+    recording = json.dumps(shipped | {"runs": [{"k": "", "rule": "", "events": events}]})
+    page = open_page("about:blank")
+    page.route("**/recording.json", lambda route: route.fulfill(body=recording))
+    page.goto(f"{stack.base_url}/?replay")
+    expect(page.locator(".output")).to_contain_text("baz")
+    for _ in range(2):
+        wait_for_end(page)
+        assert page.locator(".output").evaluate("e => e.textContent") == "\nbar baz"
+        assert page.locator(".output .token").all_text_contents() == ["\n", "bar"]
+        generate(page)  # again, from nothing
 
 
 class PrefixProxy(BaseHTTPRequestHandler):

@@ -63,6 +63,8 @@ async def test_a_worker_reads_as_the_event_loop_does(stand):
 
 LIMITED = {"max_json_values": 60_000, "max_json_depth": 5, "max_messages": 3, "max_content_parts": 4}
 PART = {"type": "text", "text": "a"}
+WITH_CALLS = {"role": "assistant", "content": "", "tool_calls": [{}] * 5}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "a"}] * 5}
 HOSTILE = [
     ("/v1/completions", {"prompt": [-1] * 50_000}, "prompt.0 is -1; it must be at least 0"),
     ("/v1/completions", {"prompt": [-1] * 70_000}, "more than 60000 values (--max-json-values)"),
@@ -74,7 +76,14 @@ HOSTILE = [
     ("/v1/completions", {"prompt": [[[[[[1]]]]]]}, "more than 5 levels of lists and objects (--max-json-depth)"),
     ("/v1/completions", {"prompt": "a", "request_id": "x" * 10**4}, "request_id has 10000 characters"),
     ("/v1/chat/completions", chat_of(messages=[{"role": "user"}] * 4), "4 messages; 3 are allowed (--max-messages)"),
-    ("/v1/chat/completions", chat_of(messages=[{"role": "user", "content": [PART] * 5}]), "5 content parts; 4 are"),
+    (
+        "/v1/chat/completions",
+        chat_of(messages=[{"role": "user", "content": [PART] * 5}]),
+        "5 content parts and calls; 4",
+    ),
+    ("/v1/chat/completions", chat_of(messages=[WITH_CALLS]), "5 content parts and calls; 4 are allowed"),
+    ("/v1/responses", {"input": [OUTPUT]}, "5 content parts; 4 are allowed (--max-content-parts)"),
+    ("/v1/responses", {"input": "a", "prompt_cache_key": "x" * 10**4}, "prompt_cache_key has 10000 characters"),
     ("/detokenize", {"tokens": [5] * 5000}, ""),
 ]
 

@@ -295,7 +295,8 @@ def test_thoughts_and_calls_have_their_events():
             TypeAdapter(ResponseStreamEvent).validate_python(event)
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert [item["type"] for item in done] == ["reasoning", "message", "function_call", "function_call"]
-    assert writer.response["output"] == done
+    # What is done changes no more: no copies.
+    assert all(kept is told for kept, told in zip(writer.response["output"], done, strict=True))
     assert {item["status"] for item in done} == {"completed"}
     arguments = [e["arguments"] for e in events if e["type"] == "response.function_call_arguments.done"]
     assert arguments == ['{"a":1}', '{"a"']
@@ -306,6 +307,36 @@ def test_thoughts_and_calls_have_their_events():
 
 def stored(name, size=1000):
     return StoredResponse(name, b"x" * size, (), "s")
+
+
+@pytest.mark.parametrize("stand", [{"max_stored_response_bytes": most} for most in (0, 1500)], indirect=True)
+async def test_an_answer_that_is_not_kept_says_so(stand):
+    """With 0 none is; else it shows only when its size is known."""
+    response = (await post(stand, PATH, **body_of(metadata={"a": "x" * 400}))).json()
+    events = await events_of(stand, metadata={"a": "x" * 400})
+    for each in (response, events[-1]["response"]):
+        assert each["store"] is False
+        assert (await stand.http.get(f"{PATH}/{each['id']}")).status_code == 404
+
+
+async def test_its_trace_is_one_of_a_chat(stand, monkeypatch):
+    operations = []
+    monkeypatch.setattr("gateway.rest.route.use_trace_context", lambda _, operation: operations.append(operation))
+    await post(stand, PATH, **body_of())
+    await post(stand, "/v1/completions", model="toy-model", prompt="hi", max_tokens=1)
+    assert operations == ["chat", "text_completion"]
+
+
+def test_small_messages_count_with_what_they_cost():
+    small = StoredResponse("r", b"", (b"{}",) * 10_000, "s")
+    assert small.num_bytes > 60 * len(small.messages)
+
+
+def test_a_response_that_the_bound_drops_at_once_is_not_kept():
+    store = ResponseStore(10 * stored("x").num_bytes)
+    for number in range(6):
+        assert store.add("many", stored(str(number)))
+    assert not store.add("one", stored("large", 8 * stored("x").num_bytes))
 
 
 def test_the_store_is_bounded_and_shared_fairly():
