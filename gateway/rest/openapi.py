@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -14,23 +14,8 @@ from gateway.rest.answer_schemas import ANSWERS, ErrorAnswer
 from gateway.rest.body import MEANINGFUL, Body, Refused, kinds_of
 from gateway.rest.request_id import REQUEST_ID_HEADER
 from gateway.rest.response_answers import RESPONSE_ANSWERS
-from gateway.rest.response_schemas import ReasoningOptions, ResponseBody, ResponseStreamOptions, TextOptions
-from gateway.rest.schemas import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    Message,
-    MessagePart,
-    Speculation,
-    StreamOptions,
-    TokenizeBody,
-)
 from specdec.params import parameters
 
-_BODIES: Final[tuple[type[Body], ...]] = (
-    *(ChatBody, CompletionBody, DetokenizeBody, Message, MessagePart, Speculation, StreamOptions, TokenizeBody),
-    *(ReasoningOptions, ResponseBody, ResponseStreamOptions, TextOptions),
-)
 _ANSWERS: Final = ANSWERS | RESPONSE_ANSWERS
 #: Values that mean the default of a field.
 _EMPTY: Final[list[Any]] = ["", [], {}]
@@ -60,8 +45,9 @@ def describe(app: FastAPI) -> dict[str, Any]:
         components = schema["components"]["schemas"]
         for unused in ("HTTPValidationError", "ValidationError"):
             components.pop(unused, None)
-        for body in _BODIES:
-            _describe_body(body, components[body.__name__])
+        for body in _kinds_of_body(Body):
+            if body.__name__ in components:
+                _describe_body(body, components[body.__name__])
         components.update(made["$defs"])
         for path, operations in schema["paths"].items():
             for method, operation in operations.items():
@@ -89,6 +75,12 @@ def _responses(method: str, path: str) -> dict[str, Any]:
             for status, text in sorted(errors.items())
         },
     }
+
+
+def _kinds_of_body(base: type[Body]) -> Iterator[type[Body]]:
+    for body in base.__subclasses__():
+        yield body
+        yield from _kinds_of_body(body)
 
 
 def _describe_body(body: type[Body], schema: dict[str, Any]) -> None:

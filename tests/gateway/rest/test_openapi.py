@@ -64,6 +64,14 @@ async def test_the_description_names_content_types_and_errors(stand):
     assert temperature[0] == {"type": "number", "minimum": 0.0}
 
 
+async def test_every_object_of_a_body_names_the_values_that_mean_the_default(stand):
+    components = (await stand.http.get("/openapi.json")).json()["components"]["schemas"]
+    bodies = ("ChatBody", "Message", "EarlierCall", "CalledFunction", "Prediction", "Speculation", "ResponseBody")
+    for body in bodies:
+        assert components[body]["additionalProperties"] == {"enum": [None, "", [], {}]}, body
+    assert components["EarlierCall"]["properties"]["type"]["anyOf"][-1] == {"enum": ["", [], {}]}
+
+
 def test_the_described_metrics_are_the_reported_ones():
     assert list(SpeculativeDecoding.model_fields) == list(METRICS)
 
