@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from gateway.text.call_format import CallFormat
@@ -15,7 +16,7 @@ from gateway.text.tools import Tool
 _WHITESPACE: Final = r"[ \n\r\t]{1,32}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CallGrammar:
     """Writes grammars for one format."""
 
@@ -86,12 +87,16 @@ class CallGrammar:
             lines.append(f"call_{i}: {self._literal(tool.name + self.format.between)} {_json(schema)}")
         return lines
 
+    @cached_property
+    def _added_pattern(self) -> re.Pattern[str] | None:
+        names = sorted(self.added, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
+
     def _literal(self, text: str) -> str:
         """Text as a part of a rule, special tokens by their ids."""
         if not text:
             return ""
-        names = sorted(self.added, key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+        parts = self._added_pattern.split(text) if self._added_pattern is not None else [text]
         return " ".join(
             f"<[{self.added[part]}]>" if part in self.added else json.dumps(part, ensure_ascii=False)
             for part in parts

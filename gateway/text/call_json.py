@@ -74,6 +74,8 @@ class ObjectReader:
         self._text: list[str] = []
         self._name: str | None = None
         self._arguments: str | None = None
+        #: Whether the value being read is an object; None: it has not begun.
+        self._is_object: bool | None = None
         self._is_given = False
 
     def feed(self, text: str) -> list[CallText]:
@@ -91,7 +93,7 @@ class ObjectReader:
     def _streams(self) -> bool:
         """Whether the value being read is the arguments of a call whose name is known, an object."""
         is_arguments = self._value is not None and self._key in _ARGUMENTS and self._name is not None
-        return is_arguments and (self._is_given or "".join(self._text).lstrip().startswith("{"))
+        return is_arguments and (self._is_given or self._is_object is True)
 
     def _add(self, character: str, found: list[CallText]) -> None:
         if not self._in_object:
@@ -102,7 +104,7 @@ class ObjectReader:
             if character == "}" and self._key is None:
                 self._end(found)
             elif character == ":" and self._key is not None:
-                self._value, self._text = ValueReader(), []
+                self._value, self._text, self._is_object = ValueReader(), [], None
             elif character == '"' and self._key is None:
                 self._value, self._text = ValueReader(), ['"']
                 self._value.add(character)
@@ -112,6 +114,8 @@ class ObjectReader:
         belongs = self._value.add(character)
         if belongs:
             self._text.append(character)
+            if self._is_object is None and character not in _SPACES:
+                self._is_object = character == "{"
         if not belongs or self._value.is_whole:
             self._end_value(found)
             if not belongs:
@@ -120,19 +124,21 @@ class ObjectReader:
     def _end_value(self, found: list[CallText]) -> None:
         """A key or a value is whole."""
         text = "".join(self._text)
-        if self._key is None:
-            self._key, self._value = str(_loads(text)), None
-            return
-        if self._streams:
-            self._give(text, found)
-            self._is_given = True
-        elif self._key in _ARGUMENTS:
-            value = _loads(text)
-            self._arguments = value if isinstance(value, str) else text.strip() if value is not None else "{}"
-        elif self._key == "name":
-            name = _loads(text)
-            self._is_broken = not isinstance(name, str)
-            self._name = name if isinstance(name, str) else None
+        try:
+            if self._key is None:
+                self._key, self._value = str(_loads(text)), None
+                return
+            if self._streams:
+                self._give(text, found)
+            elif self._key in _ARGUMENTS:
+                value = _loads(text)
+                self._arguments = value if isinstance(value, str) else text.strip() if value is not None else "{}"
+            elif self._key == "name":
+                name = _loads(text)
+                self._is_broken = not isinstance(name, str)
+                self._name = name if isinstance(name, str) else None
+        except (ValueError, RecursionError):
+            self._is_broken = True
         self._key, self._value, self._text = None, None, []
 
     def _give(self, text: str, found: list[CallText]) -> None:
@@ -182,7 +188,11 @@ class ArgumentsReader:
 
 
 def _loads(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+    """Raises:
+    ValueError: it is no JSON, or a text with a surrogate alone, which no answer can hold.
+    RecursionError: it is too deep.
+    """
+    value = json.loads(text)
+    if isinstance(value, str):
+        value.encode()
+    return value

@@ -20,29 +20,33 @@ class CallReader:
         """``schemas``: the JSON schema of each known tool's arguments, by name."""
         self._region = region
         self._schemas = schemas
-        #: All of the region's text, the marker that opens it included.
-        self.text = ""
+        self._pieces: list[str] = []
         self._reader: ObjectReader | ArgumentsReader | None = None
-        self._num_read = 0
         self._opened: Any = None
         #: Whether any call was found.
         self.found_any = False
 
+    @property
+    def text(self) -> str:
+        """All of the region's text, the marker that opens it included."""
+        return "".join(self._pieces)
+
     def feed(self, text: str) -> list[CallText]:
         """What became known with more text."""
-        self.text += text
-        if self._opened is None:
-            opened = self._region.open_pattern.match(self.text)
-            if opened is None or opened.end() == len(self.text):  # which may still match more
-                return []
-            self._open(opened)
-        return self._read()
+        self._pieces.append(text)
+        if self._opened is not None:
+            return self._read(text)
+        whole = self.text
+        opened = self._region.open_pattern.match(whole)
+        if opened is None or opened.end() == len(whole):  # which may still match more
+            return []
+        return self._open(opened, whole)
 
     def finish(self) -> list[CallText]:
         """The region ended."""
+        found: list[CallText] = []
         if self._opened is None and (opened := self._region.open_pattern.match(self.text)) is not None:
-            self._open(opened)
-        found = self._read()
+            found = self._open(opened, self.text)
         if not self.found_any and self._opened is not None and not self._is_plain:
             found += self._read_whole()
             self.found_any = bool(found)
@@ -52,17 +56,17 @@ class CallReader:
     def _is_plain(self) -> bool:
         return self._region.holds_json
 
-    def _open(self, opened: Any) -> None:
-        self._opened, self._num_read = opened, opened.end()
+    def _open(self, opened: Any, text: str) -> list[CallText]:
+        self._opened = opened
         if self._is_plain:
             name = _captured_name(self._region.field.transform, opened.groupdict())
             self._reader = ObjectReader(self._schemas) if name is None else ArgumentsReader(name)
+        return self._read(text[opened.end() :])
 
-    def _read(self) -> list[CallText]:
+    def _read(self, text: str) -> list[CallText]:
         if self._reader is None:
             return []
-        found = self._reader.feed(self.text[self._num_read :])
-        self._num_read = len(self.text)
+        found = self._reader.feed(text)
         self.found_any |= bool(found)
         return found
 
@@ -72,19 +76,27 @@ class CallReader:
 
         captures = {name: text for name, text in self._opened.groupdict().items() if text is not None}
         try:
-            value = process_field(self.text[self._num_read :], self._region.field, captures)
-        except (ValueError, KeyError, TypeError):
+            value = process_field(self.text[self._opened.end() :], self._region.field, captures)
+            return self._calls_of(value)
+        except (ValueError, KeyError, TypeError, RecursionError):
             return []
+
+    def _calls_of(self, value: Any) -> list[CallText]:
+        """Raises:
+        ValueError: a name or arguments hold a surrogate alone, which no answer can.
+        RecursionError: arguments are too deep.
+        """
         found = []
         for call in value if isinstance(value, list) else [value]:
             function = call.get("function", call) if isinstance(call, Mapping) else {}
-            name, arguments = function.get("name"), function.get("arguments", {})
-            if not isinstance(name, str):
+            if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
                 return []
+            arguments = function.get("arguments", {})
             if isinstance(arguments, Mapping):
                 properties = (self._schemas.get(name) or {}).get("properties") or {}
                 arguments = {key: _as_declared(value, properties.get(key)) for key, value in arguments.items()}
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            (name + text).encode()
             found += [CallText(name=name), CallText(arguments=text)]
         return found
 
@@ -105,7 +117,7 @@ def _as_declared(value: Any, schema: Any) -> Any:
         return value
     try:
         read = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"True": True, "False": False, "None": None}.get(value, value)
     return value if isinstance(read, str) or ("string" in types and not _has_type(read, types)) else read
 

@@ -81,7 +81,7 @@ class Replies:
             return arguments
         try:
             found = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return arguments
         return found if isinstance(found, Mapping) else arguments
 

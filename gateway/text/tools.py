@@ -44,6 +44,7 @@ class Tool:
         if not isinstance(parameters, Mapping | None):
             raise _refusal(f"gives {name} parameters that are no JSON schema; give an object")
         parameters = parameters or _NO_PARAMETERS
+        _check_properties(name, parameters.get("properties") or {})
         # Chat templates rely on all three. They know nothing of strict.
         definition = {"name": name, "description": function.get("description") or "", "parameters": parameters}
         return cls(name, parameters, function.get("strict") is True, {"type": "function", "function": definition})
@@ -101,6 +102,16 @@ class ToolChoice:
     def of(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
         """Those that may be called."""
         return tuple(tool for tool in tools if not self.name or tool.name == self.name)
+
+
+def _check_properties(name: str, properties: Any) -> None:
+    """Refuse what is looked into to read arguments."""
+    if not isinstance(properties, Mapping):
+        raise _refusal(f"gives {name} properties that are no object; give a JSON schema for each name")
+    for key, schema in properties.items():
+        types = schema.get("type") or [] if isinstance(schema, Mapping) else []
+        if not isinstance(types, str | list) or not all(isinstance(each, str) for each in types):
+            raise _refusal(f"gives {name} a property {quote(key)} whose type is no name; give one such as string")
 
 
 def _refusal(text: str) -> InvalidRequest:

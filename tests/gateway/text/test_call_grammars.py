@@ -11,6 +11,8 @@ from llguidance.hf import from_tokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from transformers import PreTrainedTokenizerFast
 
+from gateway.text.call_format import CallFormat
+from gateway.text.call_grammar import CallGrammar
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.message import AssistantMessage
 from gateway.text.replies import Replies
@@ -152,3 +154,18 @@ def test_a_call_in_no_json_cannot_be_required(models):
     with pytest.raises(InvalidRequest, match="give auto"):
         models("qwen_xml").plan()
     assert models("qwen_xml").plan("auto").schemas is not None
+
+
+def test_tokens_are_sorted_once():
+    class Added(dict):
+        num_read = 0
+
+        def __iter__(self):
+            self.num_read += 1
+            return super().__iter__()
+
+    added = Added({f"<|{i}|>": i for i in range(10)})
+    grammar = CallGrammar(CallFormat("<|3|>", "", "<|4|>", None), added)
+    tools = read_tools([{"type": "function", "function": {"name": f"f{i}"}} for i in range(20)])
+    assert "<[3]>" in grammar.forced(tools, parallel=False)
+    assert added.num_read == 1

@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict
 
 import pytest
+from transformers.utils.chat_parsing import ResponseParser
 
 from gateway.text.call_reader import CallReader
 from gateway.text.chat_template import ChatTemplate
@@ -73,6 +74,16 @@ TEXTS = [
     ("a <tool_call>\nnot json\n</tool_call> b", "a <tool_call>\nnot json\n</tool_call> b", "", []),
     ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', "", []),
     ("a\n<tool_call>", "a\n<tool_call>", "", []),
+    *(
+        (text, text, "", [])
+        for text in (
+            '<tool_call>{"arguments": {"a": ' + "[" * 100_000 + "]" * 100_000 + '}, "name": "add"}</tool_call>',
+            '<tool_call>{"arguments": [' + "[" * 100_000,
+            r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>',
+            r'<tool_call>{"arguments": "{\"b\": \"\ud800\"}", "name": "add"}</tool_call>',
+            '<tool_call>{"arguments": {"a": nothing}, "name": "add"}</tool_call>',
+        )
+    ),
     ('<tool_call>{"name": "Ann", "age": 3}', '<tool_call>{"name": "Ann", "age": 3}', "", []),
     # A call that was cut off keeps what was written of it.
     ('<tool_call>{"name": "add", "arguments": {"a": [1, "}', "", "", [("add", '{"a": [1, "}')]),
@@ -85,11 +96,11 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "content", "reasoning", "calls"), TEXTS)
+@pytest.mark.parametrize(("text", "content", "reasoning", "calls"), TEXTS, ids=range(len(TEXTS)))
 def test_every_character_is_accounted_for(text, content, reasoning, calls):
     wanted = {"content": content, "reasoning": reasoning, "calls": calls}
     assert parse(HERMES, text) == wanted
-    for cuts in all_cuts(text) if len(text) > 1 else ():
+    for cuts in all_cuts(text) if 1 < len(text) < 1000 else ():
         assert parse(HERMES, text, cuts) == wanted
 
 
@@ -195,6 +206,43 @@ def test_arguments_written_as_text_get_the_types_of_the_schema():
     text = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
     [(_, arguments)] = parse(template, text, schemas={"f": schema})["calls"]
     assert json.loads(arguments) == {"a": 7, "b": "7", "n": None, "f": True, "l": [1], "x": "abc", "u": "8"}
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [(DEEP, [("f", json.dumps({"a": DEEP}))]), (r'["\ud800"]', [])], ids=["deep", "surrogate"]
+)
+def test_a_parameter_that_no_answer_can_hold(value, found):
+    region = replies_of("qwen_xml").template.regions["tool_calls"]
+    reader = CallReader(region, {"f": {"properties": {"a": {"type": "array"}}}})
+    assert not reader.feed(f"<tool_call><function=f><parameter=a>{value}</parameter></function>")
+    pieces = reader.finish()
+    assert [(pieces[at].name, pieces[at + 1].arguments) for at in range(0, len(pieces), 2)] == found
+
+
+@pytest.mark.parametrize("properties", [[1], "a", {"a": {"type": [{}]}}, {"a": {"type": 1}}])
+def test_properties_that_are_no_schemas_are_refused(properties):
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    with pytest.raises(InvalidRequest, match="tools gives f"):
+        read_tools([{"type": "function", "function": function}])
+
+
+#: What begins text that is content.
+MARKED = {"gpt_oss": "<|channel|>final<|message|>"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_plain_text_without_tools_is_not_searched_by_characters(name, monkeypatch):
+    fed = []
+    feed = ResponseParser.feed
+    monkeypatch.setattr(ResponseParser, "feed", lambda self, text: (fed.append(text), feed(self, text))[1])
+    template = replies_of(name).template
+    text = MARKED.get(name, "") + "word and more\n" * 50
+    whole = parse(template, text, [5 * at for at in range(1, len(text) // 5)], schemas=None)
+    assert whole["content"] == "word and more\n" * 50
+    assert len(fed) <= 2 + len(MARKED.get(name, ""))
 
 
 def test_a_template_of_a_file(tmp_path):
