@@ -95,8 +95,7 @@ def test_tokens_arrive_with_their_colours(stack, open_page):
     page.fill("[name=max_tokens]", "300")
     page.keyboard.press("Control+Enter")
     # Some are there while others are still to come.
-    page.wait_for_selector(".token", state="attached")
-    assert page.locator("#stop").is_enabled()
+    page.wait_for_function("document.querySelector('.output .token') && !document.querySelector('#stop').disabled")
     wait_for_end(page)
     answer = stack.complete("def fibonacci(n):", max_tokens=300, temperature=0)
     assert page.locator(".output").inner_text() == answer["choices"][0]["text"]
