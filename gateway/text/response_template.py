@@ -140,13 +140,13 @@ class ResponseTemplate:
 def _parser_class() -> Any:
     from transformers.utils.chat_parsing import ResponseParser  # noqa: PLC0415 (a second, for some models)
 
-    class Parser(ResponseParser):  # type: ignore[misc, no-any-unimported, unused-ignore]
+    class RegionParser(ResponseParser):  # type: ignore[misc, no-any-unimported, unused-ignore]
         @property
         def has_pending(self) -> bool:
             """Whether it holds characters back that may begin a marker."""
             return self._pos < len(self._buffer)
 
-    return Parser
+    return RegionParser
 
 
 def _region(name: str, field: Any) -> Region:
