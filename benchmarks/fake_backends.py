@@ -102,7 +102,7 @@ class FakeBackends(target_service_pb2_grpc.TargetServiceServicer, draft_service_
         self, request_iterator: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         """For engines, which are not measured here."""
-        raise NotImplementedError
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this draft is a stand-in for a gateway's")
 
     async def GetModelInfo(
         self, request: types_pb.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]

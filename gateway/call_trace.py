@@ -75,12 +75,19 @@ class SampleTrace:
         )
         span.end(now_ns)
 
-    def end(self, outcome: str, num_prompt_tokens: int, num_tokens: int, metrics: SpeculationMetrics) -> None:
-        """The sample ended; ``outcome`` is its finish reason or the name of its error."""
-        self._call.add(outcome, 0 if self._index else num_prompt_tokens, num_tokens)  # samples share a prompt
+    def fail(self, error: Exception) -> None:
+        """The sample ends with an error."""
+        self._span.fail(error)
+
+    def end(
+        self, finish_reason: str | None, num_prompt_tokens: int, num_tokens: int, metrics: SpeculationMetrics
+    ) -> None:
+        """The sample ended; without a ``finish_reason`` it failed or was cancelled."""
+        reasons = [] if finish_reason is None else [finish_reason]
+        self._call.add(reasons, 0 if self._index else num_prompt_tokens, num_tokens)  # samples share a prompt
         self._span.set(
             {
-                "gen_ai.response.finish_reasons": [outcome],
+                "gen_ai.response.finish_reasons": reasons,
                 "gen_ai.usage.output_tokens": num_tokens,
                 "tandem.rounds": metrics.num_spec_steps,
                 "tandem.draft_tokens": metrics.num_draft_tokens,
@@ -120,9 +127,9 @@ class CallTrace:
         """A sample has its first token."""
         self._first_token_ns = self._first_token_ns or now_ns
 
-    def add(self, outcome: str, num_prompt_tokens: int, num_tokens: int) -> None:
+    def add(self, finish_reasons: Sequence[str], num_prompt_tokens: int, num_tokens: int) -> None:
         """Count a sample that ended."""
-        self._finish_reasons.append(outcome)
+        self._finish_reasons += finish_reasons
         self._num_tokens += num_tokens
         self._num_prompt_tokens += num_prompt_tokens
 

@@ -325,6 +325,7 @@ class Generation:
             kept_special_tokens=request.kept_special_tokens,
         )
         outcome, first, last = "cancelled", 0.0, 0.0
+        finish_reason: str | None = None
         key = current_caller().key
         self.metrics.running.inc()
         try:
@@ -344,7 +345,7 @@ class Generation:
                         trace.record(verdict, decoding.answered, decoding.opened, time.perf_counter_ns())
                     chunk = assembler.feed(verdict)
                     if chunk.final is not None:
-                        outcome = str(chunk.final.reason)
+                        outcome = finish_reason = str(chunk.final.reason)
                         self.metrics.latency.observe(now - started)
                         self.metrics.decode.observe(now - first)
                     yield chunk
@@ -352,12 +353,14 @@ class Generation:
                         return
         except Exception as error:
             outcome = type(error).__name__
+            if trace is not None:
+                trace.fail(error)
             raise
         finally:
             self.metrics.running.dec()
             if trace is not None:
                 usage = assembler.usage
-                trace.end(outcome, usage.prompt_tokens, usage.completion_tokens, decoding.metrics)
+                trace.end(finish_reason, usage.prompt_tokens, usage.completion_tokens, decoding.metrics)
             opened = decoding.opened
             self.metrics.finish(
                 outcome,

@@ -9,6 +9,7 @@ from typing import Final
 
 from gateway.access.caller import current_caller
 from gateway.access.session_hint import current_session_hint
+from gateway.access.trace_context import current_trace_context
 from gateway.decoding.request import DecodingRequest
 from gateway.engine_requests import check_for_engines, is_resumable
 from gateway.limits import check_length
@@ -81,6 +82,8 @@ class Preparation:
                 caller=caller,
                 is_resumable=not self._settings.has_engines or is_resumable(fixed),
                 deadline=deadline,
+                # The client's, where the trace has no spans of this gateway.
+                trace_headers=current_trace_context()[1],
             )
             for index in range(params.n)
         ]

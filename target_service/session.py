@@ -280,7 +280,7 @@ class Session:
             draft_token_ids=drafts.token_ids,
             q_rows=drafts.q_rows,
             proposed_token_ids=() if asked.parents and not drafts.parents else asked.token_ids[: len(drafts.token_ids)],
-            parents=() if is_chain(drafts.parents) else drafts.parents,
+            parents=drafts.parents,
             is_round=True,
         )
 

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gateway.text.tokenizer import encodable
 from specdec.errors import InvalidRequest, quote
@@ -57,6 +57,12 @@ class Meaningful:
 
 IGNORED: Final = Ignored()
 REFUSED: Final = Refused()
+#: A field that clients send and that cannot change the answer.
+IgnoredField = Annotated[Any, IGNORED]
+#: A field that would change the answer and is not supported.
+RefusedField = Annotated[Any, REFUSED]
+#: Of many wrong entries only the first is reported.
+FAIL_FAST: Final = Field(fail_fast=True)
 MEANINGFUL: Final = Meaningful()
 
 

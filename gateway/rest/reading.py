@@ -16,12 +16,12 @@ from gateway.bounded_json import parse_json
 from gateway.limits import check_count, check_length, check_name, check_params, check_text
 from gateway.prompt import encode_prediction, encode_prompt
 from gateway.rest.body import Body, invalid_request_of
+from gateway.rest.message_schemas import Message
 from gateway.rest.response_schemas import ResponseBody
 from gateway.rest.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    Message,
     Prompts,
     SamplingBody,
     TokenizeBody,

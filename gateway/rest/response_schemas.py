@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from gateway.rest.body import MEANINGFUL, Body, Refused, invalid_request_of
-from gateway.rest.schemas import FAIL_FAST, IgnoredField, RefusedField, Speculation
+from gateway.rest.body import FAIL_FAST, MEANINGFUL, Body, IgnoredField, Refused, RefusedField, invalid_request_of
+from gateway.rest.schemas import Speculation
 from specdec.errors import InvalidRequest, quote
 
 #: Names of fields of a chat, as errors name them, and what they are here.

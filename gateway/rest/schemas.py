@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, PrivateAttr, create_model, model_validator
+from pydantic import Field, PrivateAttr, create_model
 
-from gateway.rest.body import IGNORED, MEANINGFUL, REFUSED, Body, Refused
+from gateway.rest.body import FAIL_FAST, MEANINGFUL, Body, IgnoredField, Refused, RefusedField
+from gateway.rest.message_schemas import Message
 from gateway.rest.structured_outputs import structured_outputs_of
 from gateway.text.replies import ReplyPlan
 from gateway.types import GenerationRequest
@@ -17,17 +18,11 @@ from specdec.params import MAX_LOGPROBS, Parameter, SamplingParams, parameters
 from specdec.rules import Rule
 from specdec.structured_outputs import StructuredOutputsParams
 
-#: Of many wrong entries only the first is reported.
-FAIL_FAST: Final = Field(fail_fast=True)
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], FAIL_FAST]
 Texts = Annotated[list[str], FAIL_FAST]
 #: Digits of the largest token id of a message, 2^32 - 1.
 MAX_TOKEN_ID_DIGITS: Final = 10
-#: A field that clients send and that cannot change the answer.
-IgnoredField = Annotated[Any, IGNORED]
-#: A field that would change the answer and is not supported.
-RefusedField = Annotated[Any, REFUSED]
 if TYPE_CHECKING:
     RuleName = str
 else:
@@ -272,114 +267,6 @@ class CompletionBody(SamplingBody):
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
-
-
-class MessagePart(Body):
-    """A part of a message's content; text only."""
-
-    path: ClassVar[str] = "messages.content"
-
-    type: Literal["text"]
-    text: str
-    cache_control: IgnoredField = None
-    provider_specific_fields: IgnoredField = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def check_type(cls, given: Any) -> Any:
-        """Refuse what is no text before its fields are looked at."""
-        if not isinstance(given, Mapping):
-            raise InvalidRequest('messages.content holds a part that is no object; write {"type": "text", "text": …}',
-                                 param="messages")  # fmt: skip
-        kind = given.get("type")
-        if kind != "text":
-            what = "without a type" if kind is None else f"of type {quote(kind)}"
-            raise InvalidRequest(
-                f"messages.content holds a part {what}; this server reads parts of type 'text' only", param="messages"
-            )
-        if not isinstance(given.get("text"), str):
-            raise InvalidRequest("messages.content holds a part of type 'text' without its text", param="messages")
-        return given
-
-
-class CalledFunction(Body):
-    """The function of an earlier call."""
-
-    path: ClassVar[str] = "messages.tool_calls.function"
-
-    name: str
-    arguments: Annotated[str | dict[str, Any] | None, MEANINGFUL] = None
-
-
-class EarlierCall(Body):
-    """A call of a tool in an earlier answer."""
-
-    path: ClassVar[str] = "messages.tool_calls"
-
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: CalledFunction
-    # Of the delta that it was made from.
-    index: IgnoredField = None
-    provider_specific_fields: IgnoredField = None
-
-    def as_template(self) -> dict[str, Any]:
-        """What a chat template gets."""
-        function = {"name": self.function.name, "arguments": self.function.arguments or "{}"}
-        return {"id": self.id or "", "type": "function", "function": function}
-
-
-class Message(Body):
-    """A message of a conversation."""
-
-    path: ClassVar[str] = "messages"
-
-    role: str
-    content: str | Annotated[list[MessagePart], FAIL_FAST] | None = None
-    name: str | None = None
-    # Earlier thoughts of the model, for chat templates that read them.
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    # Of earlier answers, and of messages with the role tool.
-    tool_calls: Annotated[list[EarlierCall], FAIL_FAST] | None = None
-    tool_call_id: str | None = None
-    # What clients send back of earlier answers, and their notes.
-    annotations: IgnoredField = None
-    cache_control: IgnoredField = None
-    id: IgnoredField = None
-    provider_specific_fields: IgnoredField = None
-    reasoning_details: IgnoredField = None
-    thinking_blocks: IgnoredField = None
-    # What would change the answer.
-    audio: RefusedField = None
-    function_call: RefusedField = None
-    refusal: RefusedField = None
-
-    def ignored(self) -> Iterator[str]:
-        """The names of the given fields that have no effect, those of parts included."""
-        yield from super().ignored()
-        for part in self.content or () if not isinstance(self.content, str) else ():
-            yield from part.ignored()
-        for call in self.tool_calls or ():
-            yield from call.ignored()
-
-    def as_template(self) -> dict[str, Any]:
-        """What a chat template gets: content as one text."""
-        content = self.content or ""
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
-        result: dict[str, Any] = {"role": self.role, "content": content}
-        if self.tool_calls:
-            result["tool_calls"] = [call.as_template() for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            result["tool_call_id"] = self.tool_call_id
-        if self.name is not None:
-            result["name"] = self.name
-        if thoughts := self.reasoning_content or self.reasoning:
-            result["reasoning_content"] = thoughts
-            if not content:  # gpt-oss' template reads one of them
-                result["thinking"] = thoughts
-        return result
 
 
 class ChatBody(SamplingBody):

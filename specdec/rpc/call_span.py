@@ -23,7 +23,7 @@ def current_span() -> Span | None:
 
 
 @contextmanager
-def trace_call(tracing: Tracing, name: str, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
+def span_of_call(tracing: Tracing, name: str, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
     """Serve a call within a span, if its metadata has a trace context. A caller that leaves is no failure."""
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     headers = trace_headers(metadata)

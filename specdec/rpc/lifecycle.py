@@ -11,7 +11,7 @@ from typing import Protocol
 
 from specdec.errors import TandemError
 from specdec.lifecycle import print_ready, run_main, run_until_stopped
-from specdec.rpc.call_span import trace_call
+from specdec.rpc.call_span import span_of_call
 from specdec.rpc.interceptor import enter_anyone
 from specdec.rpc.server import RpcServer
 from specdec.settings import ServerSettings
@@ -53,7 +53,7 @@ class ServiceProcess:
     def __init__(self, service: Service, settings: ServerSettings) -> None:
         self._service = service
         self._tracing = tracing = start_tracing(settings.otlp_traces_endpoint, service.name)
-        enter = enter_anyone if tracing is None else partial(trace_call, tracing, f"{service.name} session")
+        enter = enter_anyone if tracing is None else partial(span_of_call, tracing, f"{service.name} session")
         self._server = RpcServer(settings, enter=enter)
         service.register(self._server)
 

@@ -233,6 +233,19 @@ async def test_an_engine_continues_the_trace_of_its_request(engine, tokenizer_fo
     assert operations == {"chat", "text_completion", None}
 
 
+@pytest.mark.parametrize("has_tracing", [False, True])
+async def test_an_engine_gets_the_clients_context_where_the_gateway_records_no_span(
+    engine, tokenizer_folder, has_tracing
+):
+    collector, context = Collector(), f"00-{'5' * 32}-{'6' * 16}-00"  # not sampled
+    with collector.listening() as endpoint:
+        settings = {"otlp_traces_endpoint": endpoint} if has_tracing else {}
+        async with gateway_to(engine.address, tokenizer_folder=tokenizer_folder, **settings) as (_, http):
+            http.headers["traceparent"] = context
+            assert (await ask(http)).status_code == 200
+    assert [headers["traceparent"] for headers in engine.headers if "traceparent" in headers] == [context]
+
+
 async def test_what_an_engine_cannot_honour_is_refused_by_name(http, engine):
     for name, value in (("verification", "block"), ("num_speculative_tokens", 4), ("num_speculative_tokens", 0)):
         answer = await ask(http, speculation={name: value})
