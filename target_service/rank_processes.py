@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 OnLoss = Callable[[str], object]
 #: Seconds that ranks get to import what they need and come to the store; 4 s of one core.
-_START_S: Final = 300.0
+START_S: Final = 300.0
 #: gloo listens there alone; it knows no authentication.
 _LOOPBACK: Final = "lo0" if sys.platform == "darwin" else "lo"
 _INTERFACE: Final = "GLOO_SOCKET_IFNAME"
@@ -64,13 +64,13 @@ class RankProcesses:
         Raises:
             Unavailable: one has ended, or they do not come.
         """
-        until = time.monotonic() + _START_S
+        until = time.monotonic() + START_S
         while (num_present := self.store.add(PRESENT, 0)) < self.size - 1:
             for rank, child in enumerate(self._children, 1):
                 if child.poll() is not None:
                     raise Unavailable(_describe(rank, child.returncode))
             if time.monotonic() > until:
-                raise Unavailable(f"{num_present} of {self.size - 1} ranks have started within {_START_S:g} s")
+                raise Unavailable(f"{num_present} of {self.size - 1} ranks have started within {START_S:g} s")
             time.sleep(0.02)
 
     def watch(self, on_end: OnLoss) -> None:

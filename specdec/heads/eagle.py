@@ -70,7 +70,7 @@ class EagleHead(DraftHead):
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=config.bias)
         self.layers = nn.ModuleList([EagleLayer(config.layer)])
         self.lm_head = frozen_linear(lm_head)
-        self._rotary = Rotary(config.layer.rope, config.layer.head_dim)
+        self.rotary = Rotary(config.layer.rope, config.layer.head_dim)
 
     @property
     def shared_names(self) -> frozenset[str]:
@@ -108,7 +108,7 @@ class EagleHead(DraftHead):
         features of the next step.
         """
         x = self.fc(torch.cat((self.embed_tokens(token_ids), features), dim=-1))
-        out: Tensor = self.layers[0](x, self._rotary(positions, x.dtype), attend)
+        out: Tensor = self.layers[0](x, self.rotary(positions, x.dtype), attend)
         return out
 
     def logits(self, x: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ class Eagle3Head(DraftHead):
             self.lm_head = frozen_linear(lm_head)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
-        self._rotary = Rotary(config.layer.rope, config.layer.head_dim)
+        self.rotary = Rotary(config.layer.rope, config.layer.head_dim)
 
     @property
     def hidden_state_layers(self) -> tuple[int, ...]:
@@ -204,7 +204,7 @@ class Eagle3Head(DraftHead):
         :meth:`fuse` or of the step before, ``positions`` int64 [...] the features'. Returns [..., H]: what
         :meth:`logits` reads, and the features of the next step.
         """
-        rotation = self._rotary(positions, features.dtype)
+        rotation = self.rotary(positions, features.dtype)
         out: Tensor = self.midlayer(self.embed_tokens(token_ids), features, rotation, attend)
         for layer in self.layers.values():
             out = layer(out, rotation, attend)

@@ -16,7 +16,7 @@ from specdec.sampling.rows import Rows
 from specdec.sampling.transfer import send
 
 #: On a CPU, if only top-p or min-p bounds the survivors: tokens examined first, eight times more at each retry.
-_FIRST_WIDTH = 256
+FIRST_WIDTH = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +66,7 @@ def distribution(logits: Tensor, rows: Rows) -> Distribution:
     ks = [state.params.top_k or logits.shape[1] for state in rows.states]
     width = min(max(ks), logits.shape[1])
     if logits.device.type == "cpu":  # counting survivors needs no transfer there
-        first = min(width, max((k for k in ks if k < logits.shape[1]), default=_FIRST_WIDTH))
+        first = min(width, max((k for k in ks if k < logits.shape[1]), default=FIRST_WIDTH))
         return _shrunk(logits, rows, first)
     return head(logits, rows, width)
 

@@ -43,7 +43,7 @@ def idle_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 @pytest.mark.usefixtures("idle_ranks")
 async def test_ranks_that_do_not_come_end_the_start(settings: ModelSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_processes, "_START_S", 0.1)
+    monkeypatch.setattr(rank_processes, "START_S", 0.1)
     with pytest.raises(Unavailable, match=r"0 of 1 ranks have started within 0\.1 s"):
         await TargetCore.start(TargetSettings(model=settings))
 

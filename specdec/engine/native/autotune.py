@@ -37,7 +37,7 @@ _ROWS: Final = (1, 5)
 _SMALLEST_BYTES: Final = 8 * 2**20
 #: Larger models are measured on their first weights.
 _MOST_BYTES: Final = 2**30
-_SECONDS: Final = 0.4
+SECONDS: Final = 0.4
 _MIN_ROUNDS: Final = 3
 #: What a distance must save to be preferred to none.
 _MARGIN: Final = 0.02
@@ -156,7 +156,7 @@ def _measure(library: NativeLibrary, runs: Sequence[WeightRun], num_threads: int
 
     sweep(1, 0)  # wakes the threads, maps the memory
     found: dict[int, list[tuple[float, ...]]] = {distance: [] for distance in DISTANCES}
-    ends = time.perf_counter() + _SECONDS
+    ends = time.perf_counter() + SECONDS
     while len(found[0]) < _MIN_ROUNDS or time.perf_counter() < ends:
         for distance, rounds in found.items():
             rounds.append(tuple([sweep(rows, distance) for rows in _ROWS]))

@@ -114,14 +114,3 @@ def test_ragged_equals_stock(
         )
         assert text == generated[0].tolist()
     assert engine.pool.used_blocks == 0
-
-
-def test_windows_are_learned_from_the_masks(load_engine: Callable[..., Engine]) -> None:
-    def windows(name: str) -> list[int | None]:
-        modules = load_engine(name)._model.modules()
-        return [m.__dict__["tandem_layer"].window for m in modules if "tandem_layer" in m.__dict__]
-
-    assert windows("llama") == [None, None]
-    assert windows("mistral") == [7, 7]
-    assert windows("qwen2_window") == [None, 9]
-    assert windows("gemma2") == [8, None]

@@ -81,11 +81,11 @@ def test_rollback_then_continue_equals_fresh(
     llama.pool.release(sequence)
 
 
-def test_copies_of_copies_hold_what_they_would_one_by_one(llama: Engine) -> None:
+def test_copies_of_copies_hold_what_they_would_one_by_one(llama: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     for caches in llama.caches:
         for cache in caches:
             cache[1:6] = torch.arange(1.0, 6.0)[:, None, None, None]
-    llama.pool._copies.extend([(1, 2), (2, 3), (4, 1), (1, 5)])
+    monkeypatch.setattr(llama.pool, "take_copies", lambda: [(1, 2), (2, 3), (4, 1), (1, 5)])
     llama.copy_blocks()
     for k_cache, v_cache in llama.caches:
         assert k_cache[1:6, 0, 0, 0].tolist() == v_cache[1:6, 0, 0, 0].tolist() == [4.0, 1.0, 1.0, 4.0, 4.0]

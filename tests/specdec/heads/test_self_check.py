@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from specdec.engine.native.linears import NativeLinear, quantise_linears
-from specdec.engine.native.structs import CHead
 from specdec.heads.eagle3 import Eagle3Head
 from specdec.heads.native.eagle import NativeHead
 from specdec.heads.paged import PagedHead
@@ -43,21 +43,21 @@ def test_a_cache_of_a_few_blocks_is_enough(num_blocks: int) -> None:
     assert runner.path == "native head"
 
 
-def swap_norms(native: NativeHead) -> None:
-    own = CHead.from_address(native._model.head)
-    own.embedding_norm, own.state_norm = own.state_norm, own.embedding_norm
+def swap_norms(head: Head) -> None:
+    layer = head.midlayer
+    layer.input_layernorm, layer.hidden_norm = layer.hidden_norm, layer.input_layernorm
 
 
-def forget_bias(native: NativeHead) -> None:
-    CHead.from_address(native._model.head).fuse_bias = None
+def forget_bias(head: Head) -> None:
+    head.fc.bias = None
 
 
-def forget_final_norm(native: NativeHead) -> None:
-    native._model.final_norm = None
+def forget_final_norm(head: Head) -> None:
+    head.norm.weight.fill_(1)
 
 
-def scale_attention(native: NativeHead) -> None:
-    native._model.scale *= 1.1
+def scale_attention(head: Head) -> None:
+    head.layers[0].self_attn.q_proj.weight.mul_(1.1)
 
 
 @pytest.mark.parametrize(
@@ -67,19 +67,15 @@ def scale_attention(native: NativeHead) -> None:
 )
 def test_what_is_wrong_shows_and_the_module_drafts(
     make: Callable[[], Head],
-    damage: Callable[[NativeHead], None],
+    damage: Callable[[Head], None],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     build = NativeHead.build
 
-    def damaged(
-        head: Head, cache: tuple[torch.Tensor, torch.Tensor], num_threads: int, autotune: str
-    ) -> NativeHead | None:
-        built = build(head, cache, num_threads, autotune)
-        assert built is not None
-        damage(built)
-        return built
+    def damaged(head: Head, *args: Any) -> NativeHead | None:
+        damage(head)
+        return build(head, *args)
 
     monkeypatch.setattr(NativeHead, "build", damaged)
     head = make()

@@ -97,7 +97,7 @@ def test_survivors_are_few_and_the_same_at_any_width(monkeypatch: pytest.MonkeyP
     logits = logits_of(4)
     rows = rows_of({"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.99, "temperature": 1.5})
     narrow = distribution(logits, rows)
-    monkeypatch.setattr(module, "_FIRST_WIDTH", 2)
+    monkeypatch.setattr(module, "FIRST_WIDTH", 2)
     retried = distribution(logits, rows)
     full = head(logits, rows, V)
     assert narrow.weights.shape == retried.weights.shape

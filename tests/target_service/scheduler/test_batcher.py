@@ -7,6 +7,7 @@ import pytest
 
 from specdec.errors import InternalError, TandemError, Unavailable
 from specdec.types import FinishReason, Proposal
+from target_service.scheduler import round_coalescer
 from target_service.scheduler.composition import MIN_CHUNK, prefill_room, share_prefill, take_rounds
 from target_service.stop_criteria import StopCriteria, Truncation
 from tests.target_service.conftest import decode, make_prompt, make_spec, multi_step_decode, until_clean, verify
@@ -282,17 +283,15 @@ def test_prompts_fill_a_step_by_half_while_sessions_draft():
     assert prefill_room(480, 512, is_drafting=True) == 32
 
 
-async def test_a_long_prompt_delays_a_session_that_drafts_by_one_full_step(start_core, plain):
+async def test_a_long_prompt_delays_a_session_that_drafts_by_one_full_step(start_core, monkeypatch):
     """It waits for the step that runs and for its own: neither holds more than half of a step's rows of the prompt."""
+    monkeypatch.setattr(round_coalescer, "FIRST_NS", 10**10)  # expected however slow this test is
     async with start_core(max_num_batched_tokens=32) as core:
         drafting = await core.open(make_spec(make_prompt(0), 20))
         n = drafting.first.committed_len
         await verify(drafting, n, Proposal(1, n, (1, 2, 3)))
         watch = Watch(core)
         watch.gate.clear()
-        core._batcher._coalescer.left(
-            drafting, 4, time.perf_counter_ns() + 10**10
-        )  # expected however slow this test is
         opening = asyncio.create_task(core.open(make_spec(make_prompt(1, 90), 2)))
         await until(lambda: watch.batches)
         assert watch.batches[0] == [(16, 0)]

@@ -2,12 +2,14 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from draft_service.drafters.base import DraftJob, Stop
 from draft_service.drafters.heads.eagle import EagleDrafter
+from specdec.engine.device_thread import DeviceThread
 from specdec.errors import InvalidRequest
 from specdec.rules import Rule
 from specdec.sampling.drafting import draft
@@ -44,24 +46,19 @@ async def test_logits_over_rounds_with_rejections(start, spec, formula, seen, va
         await talk.session.close()
 
 
-async def test_predicted_features_that_stay_are_noticed(start, spec, formula, target, monkeypatch):
-    """Planted bug: entries on the head's own features count as the target's."""
+async def test_other_features_than_the_targets_are_noticed(start, spec, formula, target, monkeypatch):
+    """Planted bug: entries of accepted tokens are not on the features the verdict brings."""
 
-    finish = EagleDrafter._finish
+    advance = EagleDrafter.advance
 
-    def forgetful(self, work):
-        finish(self, work)
-        taken = len(work.job.token_ids) and work.job.num_tokens - 1
-        features, width = work.state.known, self._state_width
-        features.add([HiddenStates(features.end, width, "float32", bytes(4 * taken * width))])
-        features.take(taken)
-        work.job.sequence.length += taken
+    def forgetful(self, state, keep, token_ids, hidden_states=()):
+        advance(self, state, keep, token_ids, [replace(each, data=bytes(len(each.data))) for each in hidden_states])
 
-    monkeypatch.setattr(EagleDrafter, "_finish", forgetful)
     async with start("eagle3") as core:
         talk = Talk(core, target, "eagle3")
         await talk.open(spec(PROMPT))
         first = await talk.propose([7], K, start=0)
+        monkeypatch.setattr(EagleDrafter, "advance", forgetful)
         second = await talk.propose([*first.token_ids[:2], 1], K)
         assert second.token_ids != greedy(formula("eagle3")(talk.tokens, talk.states()), K)
         await talk.session.close()
@@ -293,17 +290,17 @@ async def test_info(start, folder):
 @pytest.mark.parametrize("method", KINDS)
 async def test_a_batch_that_fails_changes_nothing(start, spec, formula, monkeypatch, method):
     async with start(method) as core:
-        talk, drafter = Talk(core, formula.target, method), core.drafter
+        talk = Talk(core, formula.target, method)
         await talk.open(spec(PROMPT))
         await talk.propose([7], K, start=0)
-        compute = type(drafter)._compute
+        run_short = DeviceThread.run_short
 
-        def failing(self, works, stop):
-            compute(self, works, stop)
+        async def failing(*args):
+            await run_short(*args)
             raise MemoryError("planted")
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(drafter), "_compute", failing)
+            patch.setattr(DeviceThread, "run_short", failing)
             with pytest.raises(MemoryError, match="planted"):
                 await talk.propose([8, 9], K)
         for new in ([], [30]):  # asked again, and after the next verdict

@@ -48,7 +48,7 @@ class Kernels:
 
 def on_device(head, monkeypatch):
     """A head as it is after its first batch: the frequencies of the rotary embedding have come, too."""
-    head._rotary._frequencies = head._rotary._frequencies.to(META)
+    head.rotary(torch.empty(1, device=META), head.dtype)
     monkeypatch.setattr(acceleration, "triton_attention", Kernels)
     settings = ModelSettings(model="head", kv_cache_memory_bytes=1 << 20)
     return PagedHead(head.to(META), settings, 64)

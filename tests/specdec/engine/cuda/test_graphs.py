@@ -230,15 +230,15 @@ def test_long_prompts_are_replayed_beside_rounds(
 
 
 def test_memory_that_runs_out_in_a_capture_costs_the_graph_alone(
-    load_captured: Load, stock_llama: PreTrainedModel, tools: SimpleNamespace
+    load_engine: Load, stock_llama: PreTrainedModel, tools: SimpleNamespace
 ) -> None:
     def full(run: Callable[[], object]) -> Callable[[], object]:
         raise torch.OutOfMemoryError("all of it")
 
-    engine, ids = load_captured("llama"), tools.random_ids(6, seed=6)
-    assert engine.graphs is not None
-    engine.graphs._capture = full
-    engine.graphs._captured.clear()
+    engine, ids = load_engine("llama", enforce_eager=True), tools.random_ids(6, seed=6)
+    engine.graphs = GraphRunner(
+        engine.run_modules, full, vocab_size=97, max_model_len=128, block_size=4, device=engine.device
+    )
     close(feed(engine, [(engine.pool.open(6), ids)])[0], tools.stock_logits(stock_llama, ids))
     assert engine.graphs.buckets == []
 

@@ -20,7 +20,7 @@ _IN_FEATURES = 320
 @pytest.fixture
 def library(native: NativeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NativeLibrary:
     """The kernels, loaded from a folder of their own; three rounds are measured."""
-    monkeypatch.setattr(autotune, "_SECONDS", 0.0)
+    monkeypatch.setattr(autotune, "SECONDS", 0.0)
     return NativeLibrary(Path(shutil.copy(native.path, tmp_path)))
 
 
