@@ -39,7 +39,7 @@ class SharedLengthPacer:
         self.stats = PacingStats()
         self.num_sessions = 0
 
-    def session(self, limit: int) -> Pace:
+    def session(self, limit: int, drafter: str = "") -> Pace:
         """See :class:`~gateway.pacing.pace.Pacer`."""
         return SharedLengthPace(self, limit)
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from gateway.decoding.context import DecodingContext
+from gateway.decoding.drafters import Drafters
 from gateway.decoding.loop import Decoding
 from gateway.decoding.metrics import SpeculationMetrics
 from gateway.decoding.request import DecodingRequest
@@ -48,7 +49,7 @@ async def check_acceptance(generation: Generation, head: ModelInfo, usual: float
     counted = SpeculationMetrics()
     for text in PROMPTS:
         try:
-            request = await _request(generation, text)
+            request = await _request(generation, head.method, text)
             if request is None:
                 return
             decoding = Decoding(context, request)
@@ -77,7 +78,7 @@ async def check_acceptance(generation: Generation, head: ModelInfo, usual: float
     )
 
 
-async def _request(generation: Generation, text: str) -> DecodingRequest | None:
+async def _request(generation: Generation, method: str, text: str) -> DecodingRequest | None:
     """Greedy text on a prompt; None where nothing is drafted or there is no room."""
     k = min(NUM_DRAFT_TOKENS, generation.settings.num_speculative_tokens)
     if generation.tokenizer is None:
@@ -94,6 +95,7 @@ async def _request(generation: Generation, text: str) -> DecodingRequest | None:
         prompt=tuple(prompt),
         params=SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, seed=0),
         num_speculative_tokens=k,
+        drafters=Drafters((), method),
         deadline=asyncio.get_running_loop().time() + TIMEOUT_S,
     )
 

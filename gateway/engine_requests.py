@@ -19,6 +19,7 @@ def check_for_engines(request: GenerationRequest, caller: Caller) -> None:
     refused = {
         "verification": request.rule and str(request.rule),
         "num_speculative_tokens": request.num_speculative_tokens,
+        "method": request.method or None,
         **{
             row.name: getattr(request.params, row.name)
             for row in request.params.in_use()

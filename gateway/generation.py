@@ -19,6 +19,7 @@ from gateway.call_trace import trace_call, trace_refusal
 from gateway.decoding.context import DecodingContext
 from gateway.decoding.loop import Decoding
 from gateway.decoding.request import DecodingRequest
+from gateway.draft_methods import DraftMethods
 from gateway.limits import body_limit, check_request
 from gateway.load_collector import LoadCollector
 from gateway.merging import merge
@@ -105,7 +106,8 @@ class Generation:
         self.metrics.registry.register(VllmNames(self.metrics))
         #: New requests are refused; those in flight continue.
         self.draining = False
-        self._preparation = Preparation(self.settings, tokenizer)
+        self.draft_methods = DraftMethods(router, self.settings)
+        self._preparation = Preparation(self.settings, tokenizer, self.draft_methods)
         self.text = TextProcessor(tokenizer, self.settings)
         self._workers = workers
         self._sessions = ParkedSessions(router, self.metrics, reuse_prefixes=self.settings.reuse_prefixes)
@@ -237,6 +239,8 @@ class Generation:
             prompt = await self.encode(prompt, add_special_tokens=request.add_special_tokens)
         prediction = await self._encode_prediction(request.prediction)
         samples = self._preparation.prepare(request, prompt, prediction, self.router.model(), deadline=deadline)
+        if (drafters := samples[0].drafters) is not None:
+            await self.context.make_lookups(drafters.lookups)
         samples[0], hashes = await self._sessions.choose(samples[0])
         request_id = request.request_id or current_request_id()
         stops = StopStrings(request.params.stop)

@@ -10,6 +10,7 @@ from gateway.access.caller import current_caller
 from gateway.access.session_hint import current_session_hint
 from gateway.access.trace_context import current_trace_context
 from gateway.decoding.request import DecodingRequest
+from gateway.draft_methods import DraftMethods
 from gateway.engine_requests import check_for_engines, is_resumable
 from gateway.limits import check_length
 from gateway.text.tokenizer import TextTokenizer
@@ -36,8 +37,9 @@ def mix_seed(seed: int, index: int) -> int:
 class Preparation:
     """Prepares the requests of one gateway."""
 
-    def __init__(self, settings: GatewaySettings, tokenizer: TextTokenizer | None) -> None:
+    def __init__(self, settings: GatewaySettings, tokenizer: TextTokenizer | None, methods: DraftMethods) -> None:
         self._settings = settings
+        self._methods = methods
         self._tokenizer = tokenizer
         self._seeds = random.SystemRandom() if settings.seed is None else random.Random(settings.seed)
 
@@ -61,7 +63,13 @@ class Preparation:
             check_for_engines(request, caller)
         fixed = self._fix(params, len(prompt), model)
         rule = self._rule(request)
-        k = _num_speculative_tokens(request, self._settings, max_tokens=fixed.max_tokens)
+        method = self._methods.choose(request.method)
+        _check_num_speculative_tokens(request)
+        # A round commits one token of the target's own besides.
+        most = (fixed.max_tokens or 1) - 1
+        if request.num_speculative_tokens is not None:
+            most = min(most, request.num_speculative_tokens)
+        k = min(most, method.num_speculative_tokens)
         if not self._may_predict(request, rule, k):
             prediction = ()
         # Below the name of the caller's key, which has no slash.
@@ -73,6 +81,8 @@ class Preparation:
                 params=fixed if index == 0 else _sample_params(fixed, index),
                 rule=rule,
                 num_speculative_tokens=k,
+                drafters=method.drafters,
+                num_looked_up_tokens=min(most, method.num_looked_up_tokens),
                 prediction=prediction,
                 num_predicted_tokens=MAX_SPECULATIVE_TOKENS if prediction else 0,
                 # The first sample continues the caches of a conversation.
@@ -176,17 +186,13 @@ def _check_token_ids(param: str, token_ids: Collection[int], model: ModelInfo) -
             )
 
 
-def _num_speculative_tokens(request: GenerationRequest, settings: GatewaySettings, *, max_tokens: int | None) -> int:
-    """Drafted tokens a round at most. A round commits one token of the target's own besides, so a request for n tokens
-    never needs more than n - 1.
-    """
-    limit, asked = settings.num_speculative_tokens, request.num_speculative_tokens
+def _check_num_speculative_tokens(request: GenerationRequest) -> None:
+    asked = request.num_speculative_tokens
     if asked is not None and not 0 <= asked <= MAX_SPECULATIVE_TOKENS:
         raise InvalidRequest(
             f"num_speculative_tokens is {quote(asked)}, outside [0, {MAX_SPECULATIVE_TOKENS}]",
             param="num_speculative_tokens",
         )
-    return min(limit if asked is None else asked, limit, (max_tokens or 1) - 1)
 
 
 def _bad_words(words: Sequence[str], tokenizer: TextTokenizer | None) -> list[tuple[int, ...]]:

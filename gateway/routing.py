@@ -149,6 +149,8 @@ class Router:
         self.targets: Pool[TargetBackend] = Pool(targets)
         self.drafts: Pool[DraftBackend] = Pool(drafts)
         self._model: ModelInfo | None = None
+        #: Methods that drafts said they have since the start; a set in order.
+        self._draft_methods: dict[str, None] = {}
         self._target_came_up = asyncio.Event()
 
     @classmethod
@@ -194,6 +196,14 @@ class Router:
         """The draft in use; None while there is none."""
         return next((replica.info for replica in self.drafts.usable), None)
 
+    @property
+    def draft_methods(self) -> tuple[str, ...]:
+        """The methods of the drafts, those included that are lost or have left, and may come back."""
+        known = [(replica.info.method, replica.refusal) for replica in self.drafts.replicas if replica.info]
+        fitting = {method for method, refusal in known if refusal is None}
+        refused = {method for method, refusal in known if refusal is not None} - fitting
+        return tuple(method for method in self._draft_methods if method not in refused)
+
     def target_up(self, replica: Replica[TargetBackend], info: ModelInfo) -> None:
         """A target came up. One whose tokens differ from the model served by others is refused; without others, its
         model is the one served from now on.
@@ -217,6 +227,7 @@ class Router:
         replica.info = info
         self._judge(replica)
         replica.healthy = True
+        self._draft_methods[info.method] = None
         if replica.refusal is None:
             logger.info("draft %s is up: %s %s", replica.name, info.method, info.name)
 
@@ -258,19 +269,23 @@ class Router:
                 break
         return name
 
-    def pick_draft(
-        self, session_id: str, avoid: Collection[Replica[DraftBackend]] = ()
-    ) -> Replica[DraftBackend] | None:
-        """The session's draft; None when no draft can be used now."""
-        return self.drafts.pick(session_id, avoid)
+    def pick_draft(self, session_id: str, method: str = "") -> Replica[DraftBackend] | None:
+        """The session's draft, of this method unless that is empty; None when none can be used now."""
+        return self._drafts_of(method).pick(session_id)
 
-    def hidden_states_spec(self, session_id: str) -> HiddenStateSpec:
+    def hidden_states_spec(self, session_id: str, method: str = "") -> HiddenStateSpec:
         """The hidden states that the session's draft reads; while no draft can be used, those that one reads which may
-        come back.
+        come back. ``method``: see :meth:`pick_draft`.
         """
-        replica = self.pick_draft(session_id)
-        infos = [other.info for other in ([replica] if replica is not None else self.drafts.replicas)]
+        replica = self.pick_draft(session_id, method)
+        infos = [other.info for other in ([replica] if replica is not None else self._drafts_of(method).replicas)]
         return next((HiddenStateSpec.of(info) for info in infos if info is not None), HiddenStateSpec())
+
+    def _drafts_of(self, method: str) -> Pool[DraftBackend]:
+        """The drafts of one method; of any where it is empty."""
+        if not method:
+            return self.drafts
+        return Pool(replica for replica in self.drafts.replicas if replica.info and replica.info.method == method)
 
     def _judge(self, replica: Replica[TargetBackend] | Replica[DraftBackend]) -> None:
         replica.refusal = None

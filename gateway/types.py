@@ -27,8 +27,10 @@ class GenerationRequest:
     model: str = ""
     #: None means the gateway's setting, or ``SEEDED_RULE`` where ``params.seed`` is given.
     rule: Rule | None = None
-    #: Drafted tokens a round at most; 0 decodes plainly; None means the gateway's setting.
+    #: Drafted tokens a round at most; 0 decodes plainly; None means the method's own.
     num_speculative_tokens: int | None = None
+    #: Method of drafting, of two "a+b"; empty means what the gateway is configured with.
+    method: str = ""
     #: What the text is expected to be, as text or token ids: it is drafted. Empty means nothing is expected.
     prediction: str | Sequence[int] = ""
     #: Name that pins the caches of a conversation; empty means none.

@@ -80,6 +80,15 @@ def find_compiler() -> list[str]:
     raise BuildError("there is no C++ compiler; install g++ or clang++, or name one with CXX")
 
 
+def has_compiler() -> bool:
+    """Whether there is one."""
+    try:
+        find_compiler()
+    except BuildError:
+        return False
+    return True
+
+
 def _key(folder: Path, compiler: list[str], version: str, machine: tuple[str, ...]) -> str:
     """A name for everything that goes into the library."""
     digest = hashlib.sha256()

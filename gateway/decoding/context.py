@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from weakref import WeakKeyDictionary
 
+from gateway.decoding.drafters import Drafters
 from gateway.pacing.lookup_pacer import LookupPace, LookupPacer
 from gateway.pacing.pace import FixedPace, Pace, Pacer
 from gateway.pacing.stats import PacingStats
 from gateway.pacing.target_pacer import TargetPacer
 from gateway.routing import Replica, Router
 from specdec.backends import TargetBackend
-from specdec.lookup.registry import make_lookups
+from specdec.lookup.base import AnyLookup
+from specdec.lookup.registry import make_lookup
 from specdec.settings import GatewaySettings
 
 
@@ -34,8 +36,13 @@ class DecodingContext:
         self.router = router
         self.settings = settings or GatewaySettings()
         self.open_sessions = 0
-        #: Past outputs are shared by the sessions.
-        self.lookups = make_lookups(self.settings.lookup, self.settings.lookup_settings)
+        #: What drafts for requests that leave it to the gateway.
+        self.drafters = Drafters(self.settings.lookup)
+        #: By their methods, once they are needed. Past outputs are shared by the sessions.
+        self.lookups: dict[str, AnyLookup] = {
+            method: make_lookup(method, self.settings.lookup_settings) for method in self.settings.lookup
+        }
+        self._making = asyncio.Lock()
         self._make_pacer = make_pacer
         # Replicas may leave for good.
         self._pacers: WeakKeyDictionary[Replica[TargetBackend], Pacer] = WeakKeyDictionary()
@@ -49,18 +56,38 @@ class DecodingContext:
         limit = self.settings.disable_by_batch_size
         return limit is not None and self.open_sessions > limit
 
-    def pace(self, replica: Replica[TargetBackend], limit: int) -> Pace:
-        """What decides the number of drafted tokens of one session on a target, ``limit`` at most."""
+    async def make_lookups(self, methods: Iterable[str]) -> None:
+        """Make those that no request needed before, without holding up others: C++ may have to be compiled.
+
+        Raises:
+            InvalidRequest: one cannot be used on this machine.
+        """
+        missing = [method for method in methods if method not in self.lookups]
+        if not missing:
+            return
+        async with self._making:
+            for method in missing:
+                if method not in self.lookups:
+                    self.lookups[method] = await asyncio.to_thread(make_lookup, method, self.settings.lookup_settings)
+
+    def pace(self, replica: Replica[TargetBackend], limit: int, drafter: str = "") -> Pace:
+        """What decides the number of drafted tokens of one session on a target, ``limit`` at most; ``drafter``: the
+        method that drafts them.
+        """
         if self.settings.fixed_draft_length:
             return FixedPace(limit)
         if replica not in self._pacers:
             self._pacers[replica] = self._make_pacer()
-        return self._pacers[replica].session(limit)
+        return self._pacers[replica].session(limit, drafter)
 
-    def lookup_pace(self, replica: Replica[TargetBackend], *, is_predicted: bool = False) -> LookupPace:
-        """What decides how many tokens that were looked up, or ``is_predicted``, one session drafts on a target."""
+    def lookup_pace(
+        self, replica: Replica[TargetBackend], methods: tuple[str, ...] = (), *, is_predicted: bool = False
+    ) -> LookupPace:
+        """What decides how many tokens that were looked up by ``methods``, or ``is_predicted``, one session drafts on a
+        target.
+        """
         pacer = self._lookup_pacers.setdefault(replica, LookupPacer())
-        return LookupPace(pacer, is_fixed=self.settings.fixed_draft_length, is_predicted=is_predicted)
+        return LookupPace(pacer, methods, is_fixed=self.settings.fixed_draft_length, is_predicted=is_predicted)
 
     @property
     def pacing_stats(self) -> dict[str, PacingStats]:

@@ -73,11 +73,13 @@ class DraftClient:
         state: RequestState,
         metrics: SpeculationMetrics,
         *,
+        method: str | None = "",
         num_ahead_proposals: int,
         timeout_s: float,
         on_proposal: OnProposal,
     ) -> None:
-        """``num_ahead_proposals``: proposals that may be drafted before a verdict.
+        """``method``: see :attr:`Drafters.service`. ``num_ahead_proposals``: proposals that may be drafted before a
+        verdict.
 
         ``on_proposal`` gets each proposal that was kept, and the tokens that must be committed before it fits, in the
         call that read it. This is the only call from here to the owner: the target gets the proposal one iteration of
@@ -86,6 +88,7 @@ class DraftClient:
         self._router = router
         self._state = state
         self._metrics = metrics
+        self._method = method or ""
         self._num_ahead_proposals = num_ahead_proposals
         self._timeout_s = timeout_s
         self._on_proposal = on_proposal
@@ -103,7 +106,8 @@ class DraftClient:
         #: A session was open at some time.
         self.was_open = False
         #: No draft will ever propose for this request.
-        self.off = state.request.num_speculative_tokens == 0 or not len(router.drafts)
+        has_drafts = method is not None and bool(method or len(router.drafts))
+        self.off = state.request.num_speculative_tokens == 0 or not has_drafts
 
     @property
     def k(self) -> int:
@@ -123,7 +127,7 @@ class DraftClient:
         elif self._draft is not None:
             spec = self._draft.states
         else:
-            spec = self._router.hidden_states_spec(self._state.session_id)
+            spec = self._router.hidden_states_spec(self._state.session_id, self._method)
         if spec != self._states_spec:
             self._states_spec = spec
             self._states.clear()
@@ -309,7 +313,7 @@ class DraftClient:
         while True:
             if self._num_failures:
                 await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (self._num_failures - 1), LAST_BACKOFF_S))
-            replica = self._router.pick_draft(self._state.session_id)
+            replica = self._router.pick_draft(self._state.session_id, self._method)
             if replica is None:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_RETRY_PAUSE_S)

@@ -25,7 +25,7 @@ class LookupClient:
         self._lookups: Sequence[tuple[AnyLookup, int]] = ()
         if request.num_speculative_tokens:
             own = [(PredictionLookup(request.prediction), request.num_predicted_tokens)] if request.prediction else []
-            self._lookups = [*own, *((lookup, request.num_speculative_tokens) for lookup in lookups)]
+            self._lookups = [*own, *((lookup, request.max_looked_up_tokens) for lookup in lookups)]
         self._texts: list[LookupText] = []
         self._task: asyncio.Task[None] | None = None
         #: Whether anything was ever found.

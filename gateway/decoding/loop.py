@@ -56,6 +56,7 @@ class Decoding:
         self.metrics = SpeculationMetrics()
         self._context = context
         self._state = RequestState(request)
+        self._drafters = request.drafters or context.drafters
         self._target = TargetClient(
             context.router,
             self._state,
@@ -67,11 +68,12 @@ class Decoding:
             context.router,
             self._state,
             self.metrics,
+            method=self._drafters.service,
             num_ahead_proposals=settings.num_ahead_proposals,
             timeout_s=settings.draft_timeout_s,
             on_proposal=self._on_proposal,
         )
-        self._lookup = LookupClient(context.lookups, self._state)
+        self._lookup = LookupClient([context.lookups[each] for each in self._drafters.lookups], self._state)
         self._pace: Pace = FixedPace(0)
         self._lookup_pace = LookupPace(LookupPacer())
         #: The round of the latest verdict; None: it had no drafted tokens.
@@ -88,11 +90,11 @@ class Decoding:
 
     def plain_reason(self) -> PlainReason:
         """Why nothing was speculated by now, in case nothing was."""
-        draft, request = self._draft, self.request
+        draft, request, drafters = self._draft, self.request, self._drafters
         is_short = request.params.max_tokens == 1 or self._state.num_output_tokens <= SHORT_ANSWER
         reasons = (
             (
-                not (len(self._context.router.drafts) or self._context.lookups or request.prediction),
+                not (drafters.service or drafters.lookups or len(self._context.router.drafts) or request.prediction),
                 PlainReason.NO_DRAFT,
             ),
             (request.num_speculative_tokens == 0 and request.params.max_tokens != 1, PlainReason.OFF),
@@ -175,8 +177,11 @@ class Decoding:
         """Open a session on the target picked; its first verdict."""
         target, draft = self._target, self._draft
         self._pace.leave()
-        self._pace = self._context.pace(replica, 0 if draft.off else self.request.num_speculative_tokens)
-        self._lookup_pace = self._context.lookup_pace(replica, is_predicted=bool(self.request.prediction))
+        limit = 0 if draft.off else self.request.num_speculative_tokens
+        self._pace = self._context.pace(replica, limit, self._drafters.service or "")
+        self._lookup_pace = self._context.lookup_pace(
+            replica, self._drafters.lookups, is_predicted=bool(self.request.prediction)
+        )
         num_remaining = self._state.num_remaining
         if self._num_draft_tokens(num_remaining):
             draft.prepare()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gateway.access.caller import Caller
+from gateway.decoding.drafters import Drafters
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.tracing.headers import TraceHeaders
@@ -25,6 +26,10 @@ class DecodingRequest:
     rule: Rule | None = None
     #: Drafted tokens a round at most; 0 decodes plainly.
     num_speculative_tokens: int = 0
+    #: What drafts; None: what the gateway is configured with.
+    drafters: Drafters | None = None
+    #: Tokens that lookups draft in a round at most; None: as many.
+    num_looked_up_tokens: int | None = None
     #: What the client expects the text to be; empty: nothing.
     prediction: Sequence[int] = ()
     #: Tokens of the prediction that are drafted in a round at most.
@@ -39,6 +44,17 @@ class DecodingRequest:
     trace_headers: TraceHeaders = ()
     #: Moment of the event loop's clock at which the request fails; None means never.
     deadline: float | None = None
+
+    @property
+    def max_looked_up_tokens(self) -> int:
+        """Tokens that lookups draft in a round at most."""
+        given = self.num_looked_up_tokens
+        return self.num_speculative_tokens if given is None else given
+
+    @property
+    def max_round_tokens(self) -> int:
+        """Drafted tokens of any round at most."""
+        return max(self.num_speculative_tokens, self.max_looked_up_tokens, self.num_predicted_tokens)
 
 
 class RequestState:

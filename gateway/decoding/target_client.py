@@ -102,10 +102,9 @@ class TargetClient:
         ``num_multi_step``: tokens to decode right after it; ``states``: the hidden states verdicts carry.
         """
         assert self._replica is not None, "pick a replica first"
-        request = self._state.request
         spec = replace(
             self._state.spec(self._epoch, with_prompt_logprobs=self.opened is None),
-            num_speculative_tokens=max(request.num_speculative_tokens, request.num_predicted_tokens),
+            num_speculative_tokens=self._state.request.max_round_tokens,
             multi_step_tokens=num_multi_step,
             hidden_state_layers=states.layers,
             last_hidden_state_only=states.last_only,

@@ -131,6 +131,7 @@ def _read_request(text: TextProcessor, message: pb.GenerateRequest, model: Model
         model=message.model,
         rule=codec.decode_rule(speculation.verification),
         num_speculative_tokens=k,
+        method=speculation.method,
         session_id=message.session_id,
         prediction=message.prediction,
         return_token_metrics=message.return_token_metrics,

@@ -68,7 +68,13 @@ class GenerationServicer:
         draft_info = self._generation.router.draft_model()
         draft = None if draft_info is None else codec.encode_model_info(draft_info)
         names = self._generation.model_names
-        return pb.ListModelsResponse(models=[pb.ServedModel(id=name, target=target, draft=draft) for name in names])
+        methods = [
+            pb.DraftMethod(name=name, num_speculative_tokens=method.max_tokens)
+            for name, method in self._generation.draft_methods.offered.items()
+        ]
+        return pb.ListModelsResponse(
+            models=[pb.ServedModel(id=name, target=target, draft=draft, methods=methods) for name in names]
+        )
 
     def _write_prompt(self, prompt: PromptReport, call: GenerateCall) -> pb.Prompt:
         text = call.prompt_text or ""

@@ -7,6 +7,7 @@ by its rows, whose price the times of steps tell, and by its messages.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Final
 
 from gateway.pacing.match_acceptance import MatchAcceptance
@@ -23,7 +24,8 @@ class LookupPacer:
     """What the sessions on one target have in common."""
 
     def __init__(self) -> None:
-        self.acceptance = MatchAcceptance()
+        #: By the methods that look up: what they find differs.
+        self._acceptances: defaultdict[tuple[str, ...], MatchAcceptance] = defaultdict(MatchAcceptance)
         self._cost = StepCost()
         self._step = RoundTimings()
 
@@ -35,6 +37,10 @@ class LookupPacer:
         spent_ns = timings.forward_ns + timings.verify_ns
         self._cost.observe(timings.batch_rows, timings.batch_sessions, timings.batch_context, spent_ns)
         self._step = timings
+
+    def acceptance(self, methods: tuple[str, ...] = ()) -> MatchAcceptance:
+        """How far matches that these methods found in other texts are right."""
+        return self._acceptances[methods]
 
     @property
     def is_alone(self) -> bool:
@@ -57,13 +63,20 @@ class LookupPacer:
 class LookupPace:
     """The pace of one session's lookups."""
 
-    def __init__(self, pacer: LookupPacer, *, is_fixed: bool = False, is_predicted: bool = False) -> None:
-        """``is_fixed``: all that is found is drafted. ``is_predicted``: it is a client's prediction, of which other
-        texts tell nothing.
+    def __init__(
+        self,
+        pacer: LookupPacer,
+        methods: tuple[str, ...] = (),
+        *,
+        is_fixed: bool = False,
+        is_predicted: bool = False,
+    ) -> None:
+        """``methods``: what looks up. ``is_fixed``: all that is found is drafted. ``is_predicted``: it is a client's
+        prediction, of which other texts tell nothing.
         """
         self._pacer = pacer
         self._is_fixed = is_fixed
-        self._acceptance = MatchAcceptance(None if is_predicted else pacer.acceptance)
+        self._acceptance = MatchAcceptance(None if is_predicted else pacer.acceptance(methods))
         self._match: Match | None = None
 
     def record(self, verdict: Verdict) -> None:

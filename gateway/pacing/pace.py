@@ -51,8 +51,8 @@ class Pacer(Protocol):
         """What it did since the start."""
         ...
 
-    def session(self, limit: int) -> Pace:
-        """The pace of a new session that drafts ``limit`` tokens a round at most."""
+    def session(self, limit: int, drafter: str = "") -> Pace:
+        """The pace of a new session that drafts ``limit`` tokens a round at most, by the method ``drafter``."""
         ...
 
 

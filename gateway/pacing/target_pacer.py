@@ -1,4 +1,4 @@
-"""Pacing of one target: times are learned per load from all its sessions, acceptance per text.
+"""Pacing of one target: times are learned per load and drafter from all its sessions, acceptance per text.
 
 A session drafts the number of tokens that brings most tokens per second of session time, zero included. Both sides of
 that comparison are measured: what a round and a plain token cost at this load
@@ -31,10 +31,30 @@ RECENT_TEXTS: Final = 8
 
 
 class TargetPacer:
-    """What the sessions on one target have in common."""
+    """What all sessions on one target have in common."""
 
     def __init__(self) -> None:
         self.stats = PacingStats()
+        self.num_sessions = 0
+        self._drafters: dict[str, DrafterPacer] = {}
+
+    def session(self, limit: int, drafter: str = "") -> SessionPace:
+        """The pace of a new session that drafts ``limit`` tokens a round at most, by the method ``drafter``."""
+        return SessionPace(self.of(drafter), limit)
+
+    def of(self, drafter: str = "") -> DrafterPacer:
+        """What its sessions that draft by one method have in common: what another one costs tells nothing of it."""
+        if drafter not in self._drafters:
+            self._drafters[drafter] = DrafterPacer(self)
+        return self._drafters[drafter]
+
+
+class DrafterPacer:
+    """What the sessions on one target that draft by one method have in common."""
+
+    def __init__(self, target: TargetPacer) -> None:
+        self.target = target
+        #: Those of this method.
         self.num_sessions = 0
         #: Levels of the trees that the draft proposes; None while it proposes chains.
         self.tree_depth: int | None = None
@@ -55,12 +75,8 @@ class TargetPacer:
     @property
     def times(self) -> RoundTimes:
         """Times at the present load: numbers of sessions within a factor of about 1.4 share them."""
-        load = round(math.log2(max(self.num_sessions, 1)))
+        load = round(math.log2(max(self.target.num_sessions, 1)))
         return self._times[load]
-
-    def session(self, limit: int) -> SessionPace:
-        """The pace of a new session that drafts ``limit`` tokens a round at most."""
-        return SessionPace(self, limit)
 
     def add_text(self, acceptance: TextAcceptance) -> None:
         """Take a text that had its first round for a recent one."""
@@ -118,15 +134,15 @@ class TargetPacer:
         if oldest_ns and now_ns - oldest_ns < pause_ns:
             return
         self.trial = Mode.PLAIN if times.plain_at_ns == oldest_ns else Mode.SPECULATIVE
-        self.stats.num_trials[self.trial] += 1
+        self.target.stats.num_trials[self.trial] += 1
         window_ns = max(float(WINDOW_NS), WINDOW_VERDICTS * times.round_cost(0) * times.plain_ns)
         self._trial_begin_ns, self._trial_end_ns = now_ns, now_ns + int(TRIAL_WINDOWS * window_ns)
 
     def book(self, cycle_ns: int, lost_ns: float) -> None:
         """Account for a session's cycle of ``cycle_ns``, of which a trial lost ``lost_ns``."""
-        count = max(self.num_sessions, 1)
-        self.stats.busy_s += cycle_ns / count / 1e9
-        self.stats.trial_loss_s += lost_ns / count / 1e9
+        count, stats = max(self.target.num_sessions, 1), self.target.stats
+        stats.busy_s += cycle_ns / count / 1e9
+        stats.trial_loss_s += lost_ns / count / 1e9
         self._debt_ns = max(0.0, self._debt_ns + (lost_ns - ALLOWED_LOSS * cycle_ns) / count)
 
 
@@ -137,14 +153,15 @@ class SessionPace:
     a tree adds depends on the others. Acceptance is learned by depth then.
     """
 
-    def __init__(self, target: TargetPacer, limit: int) -> None:
+    def __init__(self, drafter: DrafterPacer, limit: int) -> None:
         self.k = 0
         self._limit = limit
-        self._target = target
+        self._drafter = drafter
         self._acceptance = TextAcceptance()
         self._last_ns: int | None = None
         self._is_open = True
-        target.num_sessions += 1
+        drafter.num_sessions += 1
+        drafter.target.num_sessions += 1
 
     def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
         """See :class:`~gateway.pacing.pace.Pace`."""
@@ -154,12 +171,12 @@ class SessionPace:
 
     def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
-        target, num_tokens, stats = self._target, len(verdict.token_ids), self._target.stats
+        drafter, num_tokens, stats = self._drafter, len(verdict.token_ids), self._drafter.target.stats
         if num_asked:
             if self._acceptance.is_empty:
-                target.add_text(self._acceptance)
+                drafter.add_text(self._acceptance)
             # Near the end of a request trees are low.
-            target.tree_depth = None if tree_depth is None else max(tree_depth, target.tree_depth or 0)
+            drafter.tree_depth = None if tree_depth is None else max(tree_depth, drafter.tree_depth or 0)
             self._acceptance.observe(num_asked if tree_depth is None else tree_depth, verdict.num_accepted)
         if self._limit:
             stats.num_verdicts[Mode.SPECULATIVE if num_asked else Mode.PLAIN] += 1
@@ -167,9 +184,9 @@ class SessionPace:
         last_ns, self._last_ns = self._last_ns, now_ns
         if last_ns is None or not num_tokens:
             return
-        target.times.record(target.num_sessions, now_ns - last_ns, num_tokens, num_asked, now_ns)
+        drafter.times.record(drafter.num_sessions, now_ns - last_ns, num_tokens, num_asked, now_ns)
         if self._limit:
-            target.book(now_ns - last_ns, self._trial_loss_ns(num_tokens, num_asked))
+            drafter.book(now_ns - last_ns, self._trial_loss_ns(num_tokens, num_asked))
 
     def skip(self, now_ns: int) -> None:
         """See :class:`~gateway.pacing.pace.Pace`."""
@@ -179,38 +196,39 @@ class SessionPace:
         """See :class:`~gateway.pacing.pace.Pace`."""
         if self._is_open:
             self._is_open = False
-            self._target.num_sessions -= 1
+            self._drafter.num_sessions -= 1
+            self._drafter.target.num_sessions -= 1
 
     def _choose(self, limit: int, num_remaining: int, now_ns: int) -> int:
-        target = self._target
-        target.update_trial(now_ns)
-        if target.trial is Mode.PLAIN or not target.times.is_measured:
+        drafter = self._drafter
+        drafter.update_trial(now_ns)
+        if drafter.trial is Mode.PLAIN or not drafter.times.is_measured:
             return 0
-        is_tree = target.tree_depth is not None  # the draft keeps trees as low as the rest of the request is short
-        if target.trial is Mode.SPECULATIVE:
+        is_tree = drafter.tree_depth is not None  # the draft keeps trees as low as the rest of the request is short
+        if drafter.trial is Mode.SPECULATIVE:
             if not self.k:
                 self._acceptance = TextAcceptance()  # the text has moved on: its bad beginning counts no more
             return self._limit if is_tree else limit  # fewer tokens would not show long copies
-        target.compare_texts(self._limit, now_ns)
+        drafter.compare_texts(self._limit, now_ns)
         speedups = self._speedups(limit)
         best = max(range(1, len(speedups)), key=speedups.__getitem__)
-        if speedups[best] <= 1.0 or not (self.k or target.may_start(num_remaining)):
+        if speedups[best] <= 1.0 or not (self.k or drafter.may_start(num_remaining)):
             return 0
         return self._limit if is_tree else best
 
     def _speedups(self, limit: int) -> list[float]:
         """Speed of rounds with 0, 1, … ``limit`` drafted tokens over plain decoding; of trees only whole ones count."""
-        target = self._target
-        if target.tree_depth is None:
-            return target.speedups(self._acceptance.expected_tokens(limit, target.usual))
-        depth = min(target.tree_depth, self._limit)
-        whole = self._acceptance.expected_tokens(depth, target.usual)[-1]
-        return [1.0, whole / target.times.round_cost(self._limit)]
+        drafter = self._drafter
+        if drafter.tree_depth is None:
+            return drafter.speedups(self._acceptance.expected_tokens(limit, drafter.usual))
+        depth = min(drafter.tree_depth, self._limit)
+        whole = self._acceptance.expected_tokens(depth, drafter.usual)[-1]
+        return [1.0, whole / drafter.times.round_cost(self._limit)]
 
     def _trial_loss_ns(self, num_tokens: int, num_asked: int) -> float:
         """What a cycle loses in a trial against the mode that seems faster, at the usual times."""
-        if self._target.trial is None:
+        if self._drafter.trial is None:
             return 0.0
-        times = self._target.times
+        times = self._drafter.times
         cost = times.round_cost(num_asked) if num_asked else num_tokens
         return (cost - num_tokens / max(self._speedups(self._limit))) * times.plain_ns

@@ -339,6 +339,13 @@ class DraftAnswer(ServiceAnswer):
     busy_share: float
 
 
+class MethodAnswer(Answer):
+    """What ``speculation.method`` may name, and drafted tokens a round at most."""
+
+    name: str
+    num_speculative_tokens: int
+
+
 class ServicesAnswer(Answer):
     """The answer of ``/services``."""
 
@@ -349,6 +356,7 @@ class ServicesAnswer(Answer):
     targets: list[TargetAnswer]
     drafts: list[DraftAnswer]
     lookups: list[str]
+    methods: list[MethodAnswer]
 
 
 class RootAnswer(VersionAnswer):

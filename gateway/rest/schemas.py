@@ -60,6 +60,12 @@ class Speculation(Body):
 
     num_speculative_tokens: int | None = None
     verification: RuleName | None = None
+    method: str | Texts | None = None
+
+    @property
+    def method_name(self) -> str:
+        """The method; two of them as the names of both with "+" between."""
+        return "+".join(self.method) if isinstance(self.method, list) else self.method or ""
 
 
 #: The sampling parameters of both endpoints, and the JSON types of those whose Python type JSON does not have.
@@ -226,6 +232,7 @@ class SamplingBody(SamplingFields):
             model=self.model or "",
             rule=None if speculation.verification is None else Rule(speculation.verification),
             num_speculative_tokens=speculation.num_speculative_tokens,
+            method=speculation.method_name,
             session_id=self.session_id or "",
             prompt_cache_key=self.prompt_cache_key or "",
             prediction=self.read.prediction,

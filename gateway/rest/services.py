@@ -22,6 +22,10 @@ def describe_services(generation: Generation) -> dict[str, Any]:
             for draft in router.drafts.replicas
         ],
         "lookups": list(settings.lookup),
+        "methods": [
+            {"name": name, "num_speculative_tokens": method.max_tokens}
+            for name, method in generation.draft_methods.offered.items()
+        ],
     }
 
 

@@ -49,6 +49,11 @@ T = TypeVar("T", bound=LookupText)
 class Lookup(ABC, Generic[T]):
     """A lookup method, and what its sessions share. A few microseconds per token; no context limit."""
 
+    @classmethod
+    def is_usable(cls) -> bool:
+        """Whether this machine has what it needs."""
+        return True
+
     @property
     @abstractmethod
     def long_match(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from specdec.lookup.base import AnyLookup
@@ -10,13 +10,18 @@ from specdec.lookup.ngram import NgramLookup
 from specdec.lookup.suffix import SuffixLookup
 from specdec.settings import LookupSettings
 
-LOOKUPS: Final[Mapping[str, Callable[[LookupSettings], AnyLookup]]] = {"ngram": NgramLookup, "suffix": SuffixLookup}
+LOOKUPS: Final[Mapping[str, type[NgramLookup] | type[SuffixLookup]]] = {"ngram": NgramLookup, "suffix": SuffixLookup}
 
 
-def make_lookups(methods: tuple[str, ...], settings: LookupSettings) -> tuple[AnyLookup, ...]:
-    """Those of these methods, in order of preference.
+def usable_lookups() -> tuple[str, ...]:
+    """The methods of those that can be made on this machine."""
+    return tuple(method for method, lookup in LOOKUPS.items() if lookup.is_usable())
+
+
+def make_lookup(method: str, settings: LookupSettings) -> AnyLookup:
+    """The one of this method.
 
     Raises:
-        InvalidRequest: one cannot be used on this machine.
+        InvalidRequest: it cannot be used on this machine.
     """
-    return tuple(LOOKUPS[method](settings) for method in methods)
+    return LOOKUPS[method](settings)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from specdec.compiler import has_compiler
 from specdec.lookup.base import Lookup, Match
 from specdec.lookup.past_outputs import PastOutputsByOwner
 from specdec.lookup.suffix_tree import SuffixText
@@ -44,6 +45,11 @@ class SuffixLookup(Lookup[SuffixSession]):
         self._max_spec_factor = settings.suffix_decoding_max_spec_factor
         self._min_token_prob = settings.suffix_decoding_min_token_prob
         self.past = PastOutputsByOwner(self._depth, settings.suffix_decoding_max_cached_requests)
+
+    @classmethod
+    def is_usable(cls) -> bool:
+        """Whether there is a compiler for the trees."""
+        return has_compiler()
 
     def open(self, spec: SessionSpec) -> SuffixSession:
         """A text with everything pending."""

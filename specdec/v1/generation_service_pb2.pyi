@@ -56,19 +56,23 @@ class SpeculationOptions(_message.Message):
 
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
     num_speculative_tokens: _builtins.int
-    """Drafted tokens a round at most; 0 switches speculation off for this request. Unset means the server's value."""
+    """Drafted tokens a round at most; 0 switches speculation off for this request. Unset means the method's own."""
     verification: _types_pb2.VerificationRule.ValueType
     """Rule to verify with. Unset means the server's, or COUPLED where the request gives a seed."""
+    method: _builtins.str
+    """Method of drafting, one of `ServedModel.methods`. Empty means what the server is configured with."""
     def __init__(
         self,
         *,
         num_speculative_tokens: _builtins.int | None = ...,
         verification: _types_pb2.VerificationRule.ValueType = ...,
+        method: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "num_speculative_tokens", b"num_speculative_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "num_speculative_tokens", b"num_speculative_tokens", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "method", b"method", "num_speculative_tokens", b"num_speculative_tokens", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015
@@ -880,6 +884,32 @@ class ListModelsResponse(_message.Message):
 Global___ListModelsResponse: _TypeAlias = ListModelsResponse  # noqa: Y015
 
 @_typing.final
+class DraftMethod(_message.Message):
+    """A method of drafting."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name; of a lookup and another method "a+b", such as "suffix+draft_model"."""
+    num_speculative_tokens: _builtins.int
+    """Drafted tokens a round at most."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        num_speculative_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_speculative_tokens", b"num_speculative_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftMethod: _TypeAlias = DraftMethod  # noqa: Y015
+
+@_typing.final
 class ServedModel(_message.Message):
     """A model a gateway serves."""
 
@@ -888,6 +918,7 @@ class ServedModel(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     DRAFT_FIELD_NUMBER: _builtins.int
+    METHODS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Name used in requests."""
     @_builtins.property
@@ -898,16 +929,21 @@ class ServedModel(_message.Message):
     def draft(self) -> _types_pb2.ModelInfo:
         """The draft behind it; absent while no draft service answers."""
 
+    @_builtins.property
+    def methods(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftMethod]:
+        """What `SpeculationOptions.method` may name; the method that the server is configured with comes first."""
+
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
         target: _types_pb2.ModelInfo | None = ...,
         draft: _types_pb2.ModelInfo | None = ...,
+        methods: _abc.Iterable[Global___DraftMethod] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "id", b"id", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "id", b"id", "methods", b"methods", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -159,11 +159,18 @@ async def test_an_engine_gets_the_clients_context_where_the_gateway_records_no_s
 
 
 async def test_what_an_engine_cannot_honour_is_refused_by_name(http, engine):
-    for name, value in (("verification", "block"), ("num_speculative_tokens", 4), ("num_speculative_tokens", 0)):
+    fields = (
+        ("verification", "block"),
+        ("num_speculative_tokens", 4),
+        ("num_speculative_tokens", 0),
+        ("method", "ngram"),
+    )
+    for name, value in fields:
         answer = await ask(http, speculation={name: value})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == name
         assert "leave it out" in answer.json()["error"]["message"]
+    assert (await http.get("/services")).json()["methods"] == []
     assert not engine.bodies
 
 

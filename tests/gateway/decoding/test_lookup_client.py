@@ -15,7 +15,7 @@ from gateway.pacing.lookup_pacer import LookupPace, LookupPacer
 from gateway.pacing.pace import FixedPace
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.lookup.base import Match
-from specdec.lookup.registry import make_lookups
+from specdec.lookup.registry import make_lookup
 from specdec.settings import LookupSettings
 from tests.gateway.decoding.decodings import PROMPT, assert_all_closed, context_of, request_of, run
 from tests.gateway.fake_draft import FakeDraft
@@ -61,7 +61,7 @@ async def test_any_order_of_events(seed, lookup, temperature):
     target = target_of(latency_s=iter(lambda: schedule.randrange(6), -1))
     draft = FakeDraft(next_token=repetitive, quality=0.7, latency_s=iter(lambda: schedule.randrange(12), -1))
     context = context_of([target], [draft] if seed % 2 else [], lookup=lookup)
-    context.lookup_pace = lambda replica, is_predicted: Whim(schedule)
+    context.lookup_pace = lambda replica, methods, is_predicted: Whim(schedule)
     request = request_of(6, temperature=temperature, max_tokens=150)
     outs = await asyncio.gather(*(run(context, request) for _ in range(3)))
     for out, decoding in outs:
@@ -88,7 +88,7 @@ class Witness(FixedPace):
 
 async def test_rounds_that_were_looked_up_are_no_plain_decoding():
     context, witness = context_of([target_of(latency_s=0.0005)], lookup=("suffix",)), Witness()
-    context.pace = lambda replica, limit: witness
+    context.pace = lambda *_: witness
     _, decoding = await run(context, request_of(6, max_tokens=100))
     assert decoding.metrics.num_spec_steps == witness.num_skipped > 5
     assert not any(witness.plain)
@@ -117,7 +117,7 @@ async def test_a_lost_draft_leaves_the_lookups():
 async def test_a_model_drafts_where_only_short_matches_are_found():
     """Of the first lookup a long match counts, of the last any, and none while a model is asked."""
     state = RequestState(DecodingRequest(prompt=(1, 2, 3, 4, 9, 4), params=params(), num_speculative_tokens=4))
-    client = LookupClient(make_lookups(("ngram",), LookupSettings(prompt_lookup_max=2)), state)
+    client = LookupClient([make_lookup("ngram", LookupSettings(prompt_lookup_max=2))], state)
     client.start()
     assert client.find(4, only_long=False) == Match((9, 4, 9, 4), 1)
     assert client.find(4, only_long=True) is None
@@ -130,7 +130,7 @@ async def test_a_model_drafts_where_only_short_matches_are_found():
 async def test_a_long_prompt_is_ingested_between_other_tasks():
     prompt = tuple(range(4 * MAX_TOKENS_AT_ONCE))
     state = RequestState(DecodingRequest(prompt=prompt, params=params(), num_speculative_tokens=4))
-    client = LookupClient(make_lookups(("ngram",), LookupSettings()), state)
+    client = LookupClient([make_lookup("ngram", LookupSettings())], state)
     client.start()
     state.commit((5, 6))
     client.commit()
@@ -168,8 +168,8 @@ async def test_why_nothing_was_speculated(step, reason):
             return 0, False
 
     context = context_of([FakeTarget(next_token=lambda context, *_: 8 + step * len(context))], lookup=("ngram",))
-    context.pace = lambda _, limit: FixedPace(0)
-    context.lookup_pace = lambda replica, is_predicted: Never(LookupPacer())
+    context.pace = lambda *_: FixedPace(0)
+    context.lookup_pace = lambda replica, methods, is_predicted: Never(LookupPacer())
     request = DecodingRequest(prompt=PROMPT, params=params(max_tokens=12), num_speculative_tokens=4)
     decoding = Decoding(context, request)
     async with contextlib.aclosing(decoding.verdicts()) as verdicts:
@@ -209,7 +209,7 @@ async def test_a_look_up_that_fails_leaves_no_session_behind():
             raise MemoryError
 
     context = context_of([target_of()], lookup=("suffix",))
-    context.lookups = (Broken(),)
+    context.lookups = {"suffix": Broken()}
     with pytest.raises(MemoryError):
         await run(context, request_of(6))
     assert context.open_sessions == 0
@@ -219,6 +219,6 @@ async def test_past_outputs_are_whole():
     context = context_of([target_of()], lookup=("suffix",))
     out, _ = await run(context, request_of(6, max_tokens=50))
     await asyncio.sleep(0)
-    cache = context.lookups[0].past.of("").cache
+    cache = context.lookups["suffix"].past.of("").cache
     assert cache.size.num_tokens == len(out) == 50
     assert cache.count(out[-4:]) >= 1

@@ -180,7 +180,7 @@ async def test_text_does_not_depend_on_the_pace(seed, num_ahead_proposals, tempe
     target, draft = FakeTarget(latency_s=0.0001 * (seed % 3)), FakeDraft(quality=0.7, latency_s=0.0001 * (seed % 2))
     context = context_of([target], [draft], num_ahead_proposals=num_ahead_proposals)
     paces = []
-    context.pace = lambda _, limit: paces.append(ScriptedPace(limit, seed)) or paces[-1]
+    context.pace = lambda _, limit, drafter: paces.append(ScriptedPace(limit, seed)) or paces[-1]
     request = request_of(5, temperature=temperature, max_tokens=150)
     out, _ = await run(context, request)
     assert out == reference(PROMPT, request.params)
@@ -197,7 +197,7 @@ async def test_a_session_moved_to_another_target_is_paced_there():
     target, draft = FakeTarget(faults=faults), FakeDraft(quality=0.7)
     context = context_of([target], [draft])
     paces = []
-    context.pace = lambda _, limit: paces.append(ScriptedPace(limit, 5)) or paces[-1]
+    context.pace = lambda _, limit, drafter: paces.append(ScriptedPace(limit, 5)) or paces[-1]
     out, _ = await run(context, request_of(5, max_tokens=100))
     assert out == reference(PROMPT, params(max_tokens=100))
     assert len(paces) == 3
@@ -212,7 +212,7 @@ async def test_no_draft_session_is_opened_while_none_is_wanted():
 
     target, draft = FakeTarget(latency_s=0.0001), FakeDraft(quality=1.0)
     context = context_of([target], [draft])
-    context.pace = lambda _, limit: Off(limit)
+    context.pace = lambda _, limit, drafter: Off(limit)
     out, run_ = await run(context, request_of(4, max_tokens=60))
     assert out == reference(PROMPT, params(max_tokens=60))
     assert draft.num_opened == 0

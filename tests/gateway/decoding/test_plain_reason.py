@@ -57,7 +57,7 @@ async def test_too_many_sequences(make_generation):
 
 async def test_pacing_that_says_no(make_generation):
     generation = make_generation(fixed_draft_length=False)
-    generation.context.pace = lambda replica, limit: FixedPace(0)
+    generation.context.pace = lambda *_: FixedPace(0)
     assert await reason_of(generation) == PlainReason.PACING
 
 

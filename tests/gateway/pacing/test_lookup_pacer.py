@@ -92,6 +92,16 @@ def test_the_price_is_that_of_rows_and_messages():
     assert alone.prices(16)[16] < pacer.prices(16)[16] / 2
 
 
+def test_methods_are_measured_apart():
+    pacer = LookupPacer()
+    steps(pacer, 1, row_ms=0.1)
+    for methods, right in ((("ngram",), 0), (("suffix",), 8)):
+        for _ in range(40):
+            show(LookupPace(pacer, methods), right=right, length=3)
+    assert show(LookupPace(pacer, ("ngram",)), right=0, length=3) == 0
+    assert show(LookupPace(pacer, ("suffix",)), right=8, length=3) == 8
+
+
 @pytest.mark.parametrize("sessions", [1, 8])
 def test_the_target_waits_for_the_next_round_of_a_session_alone(sessions):
     pacer = LookupPacer()

@@ -229,8 +229,34 @@ def test_a_session_that_may_not_draft_is_measured_but_not_counted():
     for step in range(50):
         assert pace.num_draft_tokens(1000, step * 10 * MS) == 0
         pace.record(verdict(), 0, step * 10 * MS)
-    assert pacer.times.plain_ns == pytest.approx(10 * MS)
+    assert pacer.of().times.plain_ns == pytest.approx(10 * MS)
     assert (pacer.stats.num_verdicts[Mode.PLAIN], pacer.stats.busy_s) == (0, 0.0)
+
+
+def test_drafters_are_measured_apart():
+    """One whose drafts are never accepted takes nothing from another; the load is that of all."""
+    pacer = TargetPacer()
+
+    def length(drafter, num_accepted):
+        """The length that a third text gets after two whose rounds had so many accepted tokens."""
+        now = 0
+        for _ in range(3):
+            pace = pacer.session(4, drafter)
+            for _ in range(200):
+                now += 10 * MS
+                k = pace.num_draft_tokens(1000, now)
+                pace.record(verdict(min(k, num_accepted), k), k, now)
+            pace.leave()
+        return k
+
+    assert length("bad", 0) == 0
+    assert length("good", 4) == 4
+    assert length("bad", 0) == 0
+    sessions = [pacer.session(4, drafter) for drafter in ("bad", "good", "good", "good")]
+    assert (pacer.num_sessions, pacer.of("bad").num_sessions, pacer.of("good").num_sessions) == (4, 1, 3)
+    for session in sessions:
+        session.leave()
+    assert (pacer.num_sessions, pacer.of("good").num_sessions) == (0, 0)
 
 
 def test_answers_depend_on_what_was_counted_alone():

@@ -70,7 +70,7 @@ async def test_null_and_empty_mean_the_default(stand, path, given, body):
         assert HEADER not in response.headers
     inner = {"include_usage": None, "continuous_usage_stats": None, "include_obfuscation": None}
     assert (await post(stand, path, **given, stream=True, stream_options=inner)).status_code == 200
-    speculation = {"num_speculative_tokens": None, "verification": ""}
+    speculation = {"num_speculative_tokens": None, "verification": "", "method": []}
     assert (await post(stand, path, **given, speculation=speculation)).status_code == 200
 
 

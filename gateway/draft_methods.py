@@ -1,0 +1,100 @@
+"""The methods of drafting that a request may name: those of draft services, lookups, and a lookup with another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.decoding.drafters import Drafters
+from gateway.routing import Router
+from specdec.errors import InvalidRequest, quote
+from specdec.lookup.registry import usable_lookups
+from specdec.methods import LOOKUP_METHODS, METHODS
+from specdec.settings import GatewaySettings
+
+#: Tokens that a lookup drafts in a round at most where a request names it. Copies are long, and pacing drafts no match
+#: that is not worth it.
+NUM_LOOKED_UP_TOKENS: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMethod:
+    """One of the methods, as its request gets it."""
+
+    #: What drafts; None: what the gateway is configured with.
+    drafters: Drafters | None
+    #: Tokens that a draft service, and that a lookup drafts in a round at most.
+    num_speculative_tokens: int
+    num_looked_up_tokens: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Drafted tokens of any round at most."""
+        return max(self.num_speculative_tokens, self.num_looked_up_tokens)
+
+
+class DraftMethods:
+    """Those of one gateway, as many as can be used at the moment."""
+
+    def __init__(self, router: Router, settings: GatewaySettings) -> None:
+        self._router = router
+        self._settings = settings
+        self._lookups = usable_lookups()
+
+    @property
+    def offered(self) -> dict[str, DraftMethod]:
+        """All that can be named, by their names; the gateway's own comes first."""
+        return self._of(self._router.draft_methods)
+
+    def choose(self, name: str) -> DraftMethod:
+        """The method of this name; empty: what the gateway is configured with.
+
+        Raises:
+            InvalidRequest: it is not offered.
+        """
+        if not name:
+            return self._own
+        if (method := self.offered.get(name)) is not None:
+            return method
+        if self._is_waiting and (method := self._of(METHODS).get(name)) is not None:
+            return method
+        offered = ", ".join(self.offered) or "none (--num-speculative-tokens 0, or engines behind it)"
+        raise InvalidRequest(
+            f"method is {quote(name)}; this server offers {offered}; leave it out for the server's own, or give"
+            " num_speculative_tokens 0 for plain decoding",
+            param="method",
+        )
+
+    @property
+    def _own(self) -> DraftMethod:
+        k = self._settings.num_speculative_tokens
+        return DraftMethod(None, k, k)
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether a draft service has not said yet what it drafts by."""
+        replicas = self._router.drafts.replicas
+        return any(replica.info is None for replica in replicas) or (bool(self._settings.drafts) and not replicas)
+
+    def _of(self, drafting: Iterable[str]) -> dict[str, DraftMethod]:
+        """Those of draft services that draft by these methods, of lookups and of pairs."""
+        k, lookups, result = self._settings.num_speculative_tokens, self._lookups, {}
+        if not k or self._settings.has_engines:
+            return {}
+        more = max(k, NUM_LOOKED_UP_TOKENS)
+        services = [method for method in drafting if method not in (*LOOKUP_METHODS, "none")]
+        if len(services) <= 1 and (own := "+".join((*self._settings.lookup, *services))):
+            result[own] = self._own
+        for service in services:
+            result.setdefault(service, DraftMethod(Drafters((), service), k, 0))
+        for lookup in lookups:
+            result.setdefault(lookup, DraftMethod(Drafters((lookup,), None), more, more))
+        for lookup in lookups:
+            for service in services:
+                if service in METHODS:  # no pair itself
+                    result.setdefault(f"{lookup}+{service}", DraftMethod(Drafters((lookup,), service), k, more))
+            for other in lookups:
+                if other != lookup:
+                    result.setdefault(f"{lookup}+{other}", DraftMethod(Drafters((lookup, other), None), more, more))
+        return result
