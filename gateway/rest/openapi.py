@@ -13,12 +13,15 @@ from pydantic.json_schema import models_json_schema
 from gateway.rest.answer_schemas import ANSWERS, ErrorAnswer
 from gateway.rest.body import MEANINGFUL, Body, Refused, kinds_of
 from gateway.rest.request_id import REQUEST_ID_HEADER
-from gateway.rest.response_answers import RESPONSE_ANSWERS
+from gateway.rest.response_answers import RESPONSE_ANSWERS, ResponseEvent
+from gateway.rest.response_items import QUERY
 from specdec.params import parameters
 
 _ANSWERS: Final = ANSWERS | RESPONSE_ANSWERS
 #: Values that mean the default of a field.
 _EMPTY: Final[list[Any]] = ["", [], {}]
+#: Values outside of the range of a sampling parameter that mean its default as well.
+_DEFAULTS: Final[Mapping[str, list[Any]]] = {"top_k": [-1]}
 _ERRORS: Final[Mapping[str, str]] = {
     "401": "no API key, or an unknown one",
     "404": "no such model or path",
@@ -52,6 +55,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
         for path, operations in schema["paths"].items():
             for method, operation in operations.items():
                 operation["responses"] = _responses(method, path)
+        _describe_kept_responses(schema["paths"])
         app.openapi_schema = schema
     return app.openapi_schema
 
@@ -62,8 +66,13 @@ def _responses(method: str, path: str) -> dict[str, Any]:
     if answer is not None:
         content = {"application/json": {"schema": _reference(answer)}}
     if event is not None:
-        # With stream; the data is an event of the answer, an error, or [DONE]. OpenAPI 3.2 has itemSchema, 3.1 nothing.
-        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(event)}
+        # With stream. OpenAPI 3.2 has itemSchema, 3.1 nothing.
+        data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json"}
+        if event is ResponseEvent:
+            data["contentSchema"] = _reference(event)
+        else:
+            data["contentSchema"] = {"anyOf": [_reference(event), _reference(ErrorAnswer)]}
+            data = {"anyOf": [data, {"const": "[DONE]"}]}
         content["text/event-stream"] = {"itemSchema": {"type": "object", "properties": {"data": data}}}
     errors = dict(_ERRORS) | (dict(_BODY_ERRORS) if method == "post" else {})
     named = {REQUEST_ID_HEADER: {"schema": {"type": "string"}}}
@@ -75,6 +84,24 @@ def _responses(method: str, path: str) -> dict[str, Any]:
             for status, text in sorted(errors.items())
         },
     }
+
+
+def _describe_kept_responses(paths: Mapping[str, Mapping[str, Any]]) -> None:
+    """Say how the id of a response leads on, and what may stand in the query of those paths."""
+    create, kept = paths["/v1/responses"]["post"], "$response.body#/id"
+    body = {"input": "Go on.", "previous_response_id": kept}
+    links = {"continue": {"operationId": create["operationId"], "requestBody": body}}
+    for path, operations in paths.items():
+        if path.startswith("/v1/responses/"):
+            for operation in operations.values():
+                name = operation["operationId"]
+                links[name] = {"operationId": name, "parameters": {"response_id": kept}}
+    create["responses"]["200"]["links"] = links
+    queries = {"": {"stream": {"enum": ["false"]}}, "/input_items": QUERY}
+    for path, query in queries.items():
+        paths[f"/v1/responses/{{response_id}}{path}"]["get"]["parameters"] += [
+            {"name": name, "in": "query", "schema": schema} for name, schema in query.items()
+        ]
 
 
 def _kinds_of_body(base: type[Body]) -> Iterator[type[Body]]:
@@ -93,7 +120,7 @@ def _describe_body(body: type[Body], schema: dict[str, Any]) -> None:
         elif kind is not MEANINGFUL and "anyOf" in field:
             if name in rows:
                 field["anyOf"][0].update(_range(rows[name].low, rows[name].high, is_open=rows[name].is_low_open))
-            field["anyOf"].append({"enum": _EMPTY})
+            field["anyOf"].append({"enum": [*_EMPTY, *_DEFAULTS.get(name, ())]})
     schema["additionalProperties"] = {"enum": [None, *_EMPTY]}
 
 

@@ -11,6 +11,12 @@ from specdec.errors import InvalidRequest, NotFound, quote
 
 _DEFAULT_LIMIT: Final = 20
 _MOST: Final = 100
+#: The query's parameters, as JSON schemas.
+QUERY: Final[Mapping[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": _MOST, "default": _DEFAULT_LIMIT},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": {"type": "string", "description": "id of an item; the page begins after it"},
+}
 
 
 def list_items(stored: StoredResponse, query: Mapping[str, str]) -> dict[str, Any]:

@@ -7,7 +7,16 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from gateway.rest.body import FAIL_FAST, MEANINGFUL, Body, IgnoredField, Refused, RefusedField, invalid_request_of
+from gateway.rest.body import (
+    FAIL_FAST,
+    FILLED,
+    MEANINGFUL,
+    Body,
+    IgnoredField,
+    Refused,
+    RefusedField,
+    invalid_request_of,
+)
 from gateway.rest.json_bytes import encode_json
 from gateway.rest.schemas import Speculation
 from specdec.errors import InvalidRequest, quote
@@ -183,7 +192,7 @@ class ResponseStreamOptions(Body):
 class ResponseBody(Body):
     """``POST /v1/responses``. ``None`` always means the default."""
 
-    input: Annotated[str | Annotated[list[Any], FAIL_FAST], MEANINGFUL]
+    input: Annotated[str | Annotated[list[Any], FAIL_FAST, FILLED], MEANINGFUL]
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None

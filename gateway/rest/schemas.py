@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, PrivateAttr, create_model
 
-from gateway.rest.body import FAIL_FAST, MEANINGFUL, Body, IgnoredField, Refused, RefusedField
+from gateway.rest.body import FAIL_FAST, FILLED, MEANINGFUL, Body, IgnoredField, Refused, RefusedField
 from gateway.rest.message_schemas import Message
 from gateway.rest.structured_outputs import structured_outputs_of
 from gateway.text.replies import ReplyPlan
@@ -81,7 +81,7 @@ _JSON_TYPES: Final[Mapping[Any, Any]] = {
 def _json_type(row: Parameter) -> Any:
     """The type of a parameter's field."""
     kind = _JSON_TYPES.get(row.type, row.type) | None
-    return Annotated[kind, MEANINGFUL] if row.refuses_empty else kind
+    return Annotated[kind, MEANINGFUL, FILLED] if row.refuses_empty else kind
 
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ class CompletionBody(SamplingBody):
 
     _read_fields: ClassVar[tuple[str, ...]] = ("prompt",)
 
-    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], FAIL_FAST]
+    prompt: Annotated[str | TokenIds | Texts | Annotated[list[TokenIds], FAIL_FAST], FILLED]
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -281,7 +281,7 @@ class ChatBody(SamplingBody):
 
     _read_fields: ClassVar[tuple[str, ...]] = ("messages", "chat_template_kwargs", "documents", "tools", "tool_choice")
 
-    messages: Annotated[list[Message], FAIL_FAST]
+    messages: Annotated[list[Message], FAIL_FAST, FILLED]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None

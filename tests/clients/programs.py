@@ -27,7 +27,7 @@ def run_program(name: str, address: str) -> str:
     """
     with TemporaryDirectory() as folder:
         (Path(folder) / "protos").symlink_to(ROOT / "protos")
-        copy = shutil.copytree(ROOT / "clients" / name, Path(folder) / "clients" / name)
+        copy = shutil.copytree(ROOT / "clients" / name, Path(folder) / "clients" / name, symlinks=True)
         subprocess.run(["sh", "build.sh"], cwd=copy, check=True, capture_output=True, text=True)
         done = subprocess.run(["./client", address], cwd=copy, check=True, capture_output=True, text=True)
     return done.stdout

@@ -64,6 +64,43 @@ async def test_the_description_names_content_types_and_errors(stand):
     assert temperature[0] == {"type": "number", "minimum": 0.0}
 
 
+async def test_fields_that_must_not_be_empty_and_values_beside_a_range_are_described(stand):
+    components = (await stand.http.get("/openapi.json")).json()["components"]["schemas"]
+    prompt, tokens, top_k = (
+        components["CompletionBody"]["properties"][name]["anyOf"] for name in ("prompt", "allowed_token_ids", "top_k")
+    )
+    assert all(kind.get("minLength", kind.get("minItems")) == 1 for kind in prompt)
+    assert tokens[0]["minItems"] == 1
+    assert {"enum": ["", [], {}, -1]} in top_k
+    assert components["ChatBody"]["properties"]["messages"]["minItems"] == 1
+    assert components["ResponseBody"]["properties"]["input"]["anyOf"][1]["minItems"] == 1
+
+
+async def test_streams_end_as_described(stand):
+    paths = (await stand.http.get("/openapi.json")).json()["paths"]
+    data = {
+        path: paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"]["itemSchema"]["properties"][
+            "data"
+        ]
+        for path in ("/v1/chat/completions", "/v1/responses")
+    }
+    assert data["/v1/chat/completions"]["anyOf"][1] == {"const": "[DONE]"}
+    assert data["/v1/responses"]["contentSchema"] == {"$ref": "#/components/schemas/ResponseEvent"}
+
+
+async def test_links_lead_from_a_response_to_all_that_can_be_asked_of_it(stand):
+    paths = (await stand.http.get("/openapi.json")).json()["paths"]
+    links = paths["/v1/responses"]["post"]["responses"]["200"]["links"]
+    operations = {
+        operation["operationId"]
+        for path, methods in paths.items() if path.startswith("/v1/responses")
+        for operation in methods.values()
+    }  # fmt: skip
+    assert {link["operationId"] for link in links.values()} == operations
+    query = {each["name"] for each in paths["/v1/responses/{response_id}/input_items"]["get"]["parameters"]}
+    assert query == {"response_id", "limit", "order", "after"}
+
+
 async def test_every_object_of_a_body_names_the_values_that_mean_the_default(stand):
     components = (await stand.http.get("/openapi.json")).json()["components"]["schemas"]
     bodies = ("ChatBody", "Message", "EarlierCall", "CalledFunction", "Prediction", "Speculation", "ResponseBody")

@@ -53,6 +53,14 @@ _LIKELY = st.one_of(
 )
 
 
+#: Paths without a body of their own, some of responses that are not kept.
+_OTHERS = [
+    "/", "/v1/models", "/v1/models/x", "/health", "/nothing", "/v1/%00", "/docs", "/v1/responses/x",
+    "/v1/responses/x?stream=true", "/v1/responses/%F0%9F%99%82/cancel", "/v1/responses/x/input_items?limit=0",
+    "/v1/responses/x/input_items?order=up&after=%00",
+]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Ask:
     """One HTTP request."""
@@ -70,9 +78,7 @@ def asks(draw: st.DrawFn) -> Ask:
     kind = draw(st.integers(0, 9))
     if kind == 0:
         method = draw(st.sampled_from(["GET", "PUT", "DELETE", "OPTIONS", "POST"]))
-        other = draw(
-            st.sampled_from([path, "/", "/v1/models", "/v1/models/x", "/health", "/nothing", "/v1/%00", "/docs"])
-        )
+        other = draw(st.sampled_from([path, *_OTHERS]))
         return Ask(method, other, {}, draw(st.binary(max_size=30)))
     if kind == 1:
         body = draw(

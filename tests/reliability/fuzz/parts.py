@@ -93,6 +93,7 @@ async def check_rest(services: Services, ask: Ask) -> None:
     """The answer blames the request or is one; an error has a message."""
     answer = await services.http.request(ask.method, ask.path, headers=ask.headers, content=ask.body)
     assert answer.status_code in STATUSES, f"{answer.status_code}: {answer.text}"
+    response: dict[str, Any] = {}
     if answer.status_code >= 400:
         assert answer.json()["error"]["message"]
     elif "text/event-stream" in answer.headers.get("content-type", ""):
@@ -101,6 +102,24 @@ async def check_rest(services: Services, ask: Ask) -> None:
         assert last.get("type") in (None, "response.completed", "response.incomplete")
         assert last == {} or "response" in last or last["error"]["message"]
         assert '"code":500' not in answer.text.replace(" ", "")
+        response = last.get("response", {})
+    elif (ask.method, ask.path) == ("POST", "/v1/responses"):
+        response = answer.json()
+    if response:
+        await _check_kept(services, response)
+
+
+async def _check_kept(services: Services, response: dict[str, Any]) -> None:
+    """A response that is kept is given, listed and forgotten; another one is unknown."""
+    path, is_kept = f"/v1/responses/{response['id']}", response["store"]
+    given = await services.http.get(path)
+    assert given.json() == response if is_kept else given.status_code == 404, given.text
+    items = await services.http.get(f"{path}/input_items?limit=100")
+    assert items.json()["data"] if is_kept else items.status_code == 404, items.text
+    cancelled = await services.http.post(f"{path}/cancel")
+    assert cancelled.status_code == (400 if is_kept else 404), cancelled.text
+    for is_there in (is_kept, False):
+        assert (await services.http.delete(path)).status_code == (200 if is_there else 404)
 
 
 async def check_public(services: Services, request: tuple[str, bytes]) -> None:
