@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from draft_service.core import DraftCore
 from draft_service.servicer import DraftServicer
 from specdec.errors import InvalidRequest, ModelNotSupported
-from specdec.flags import Parser, add_flags, settings_from
+from specdec.flags import Parser, add_grouped_flags, settings_from
 from specdec.methods import method_of
 from specdec.rpc.core_service import CoreService
 from specdec.rpc.lifecycle import run
@@ -34,17 +34,16 @@ def make_service(settings: DraftSettings) -> CoreService[DraftCore]:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the service's flags; their defaults are those of the settings classes."""
-    group = parser.add_argument_group("speculation")
-    add_flags(group, SpeculativeSettings)
-    add_flags(group, DraftSettings)
-    add_flags(parser.add_argument_group("model"), ModelSettings, skip=("model",))
-    add_flags(parser.add_argument_group("scheduling"), SchedulerSettings)
-    add_flags(parser.add_argument_group("server"), ServerSettings)
+    add_grouped_flags(parser, SpeculativeSettings)
+    add_grouped_flags(parser, DraftSettings)
+    add_grouped_flags(parser, ModelSettings, skip=("model",))
+    add_grouped_flags(parser, SchedulerSettings)
+    add_grouped_flags(parser, ServerSettings)
 
 
-def build_parser(prog: str = "draft_service") -> argparse.ArgumentParser:
+def build_parser(prog: str = "tandem draft") -> argparse.ArgumentParser:
     """The command line of ``python -m draft_service``."""
     parser = Parser(prog, description="Propose tokens for a target service.")
     add_arguments(parser)

@@ -54,6 +54,8 @@ MAX_RECEIVING: Final = 8
 #: Seconds between two checks of whether targets are up, and of whether a new draft head is.
 CHECK_INTERVAL_S: Final = 0.05
 HEAD_CHECK_INTERVAL_S: Final = 1.0
+#: Seconds until a start that waits for a target says so.
+FIRST_REPORT_S: Final = 5.0
 
 
 class Gateway:
@@ -253,7 +255,20 @@ class GatewayProcess:
     async def start(self) -> None:
         """Return once a target can be used and both ports answer."""
         await self._gateway.start()
-        await self._gateway.wait_ready()
+        reporter = asyncio.create_task(self._report_waiting())
+        try:
+            await self._gateway.wait_ready()
+        finally:
+            reporter.cancel()
+
+    async def _report_waiting(self) -> None:
+        """Log what the start waits for, after growing pauses."""
+        pause_s = FIRST_REPORT_S
+        while True:
+            await asyncio.sleep(pause_s)
+            targets = self._gateway.generation.router.targets.replicas
+            logger.info("waiting for a target: %s", "; ".join(f"{each.name}: {each.reason}" for each in targets))
+            pause_s *= 2
 
     async def drain(self) -> None:
         """Let the requests in flight finish."""

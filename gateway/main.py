@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from gateway.app import Gateway, serve
 from gateway.backends.discovery import source_of
 from specdec.errors import InvalidRequest, TandemError
-from specdec.flags import Parser, add_flags, settings_from
+from specdec.flags import Parser, add_grouped_flags, settings_from
 from specdec.process.lifecycle import run_main
 from specdec.settings import GatewaySettings, LookupSettings
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the gateway's flags; their defaults are those of :class:`GatewaySettings`."""
-    add_flags(parser, GatewaySettings)
-    add_flags(parser, LookupSettings)
+    add_grouped_flags(parser, GatewaySettings)
+    add_grouped_flags(parser, LookupSettings)
 
 
 def settings_of(args: argparse.Namespace) -> GatewaySettings:
@@ -45,7 +45,7 @@ def _addresses(param: str, given: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(addresses))
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "gateway") -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "tandem gateway") -> int:
     """Serve until SIGTERM; returns the exit status."""
     parser = Parser(prog, description="Serve text from target and draft services.")
     add_arguments(parser)

@@ -53,6 +53,8 @@ class Replica(Generic[B]):
         self.healthy = healthy
         #: Why the replica must never be used (an incompatible vocabulary); None when it may.
         self.refusal: str | None = None
+        #: Why it is not healthy, as far as that is known.
+        self.problem = "it has not answered yet"
         self._avoid_until = 0.0
         self._load = ServerLoad()
         self._load_told_s = 0.0
@@ -65,6 +67,11 @@ class Replica(Generic[B]):
     def usable(self) -> bool:
         """Healthy and fitting."""
         return self.healthy and self.refusal is None
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot be used; empty where it can."""
+        return self.refusal or ("" if self.healthy else self.problem)
 
     @property
     def avoided(self) -> bool:
@@ -235,7 +242,7 @@ class Router:
         """A replica cannot be used for now."""
         if replica.healthy:
             logger.warning("%s is down: %s", replica.name, why)
-        replica.healthy = False
+        replica.healthy, replica.problem = False, why
 
     def pick_target(
         self, session_id: str, avoid: Collection[Replica[TargetBackend]] = (), *, is_bound: bool = True

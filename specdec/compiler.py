@@ -142,6 +142,8 @@ def _compile(source_folder: Path, compiler: list[str], machine: tuple[str, ...],
     """Compile every source at once, link, and move the result into place; the compiler's complaint, or ""."""
     sources = sorted(source_folder.glob("*.cpp"))
     flags = [flag for flag in (*FLAGS, *machine) if flag != "-shared"]
+    # A warning, so that programs without a log show it, too: nothing else tells why they stand still.
+    logger.warning("compiling %d C++ files with %s, once for this machine", len(sources), compiler[0])
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
         jobs = [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -106,6 +107,12 @@ def quote(value: object) -> str:
         return f"{value[:QUOTED_CHARACTERS]!r}… ({len(value)} characters)"
     text = repr(value)
     return text if len(text) <= 2 * QUOTED_CHARACTERS else f"{text[:QUOTED_CHARACTERS]}…"
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The remedy for a name that is not known: the nearest one that is; ``otherwise`` where none is near."""
+    near = difflib.get_close_matches(name, [*known], n=1)
+    return f"did you mean {near[0]!r}?" if near else otherwise
 
 
 #: Text of every INTERNAL error that leaves the process; the cause is in the server's log.

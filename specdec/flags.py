@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any, Final, NoReturn, TypeVar
 
-from specdec.settings.option import Option, options_of
+from specdec.errors import did_you_mean
+from specdec.settings.option import Option, groups_of, options_of
 
 S = TypeVar("S")
 _ABSENT: Final = object()
 
 #: What stands for a value in help texts.
-_METAVARS: Final[Mapping[type, str]] = {int: "N", float: "X", str: "TEXT"}
+METAVARS: Final[Mapping[type, str]] = {int: "N", float: "X", str: "TEXT"}
+#: Optional flags that a usage line lists; more of them become one word.
+_LISTED_FLAGS: Final = 8
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,6 +26,22 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, "formatter_class": _HelpFormatter, **kwargs})
+        self._titled: dict[str, argparse._ArgumentGroup] = {}
+
+    def group(self, title: str) -> argparse._ArgumentGroup:
+        """The group with this title in help texts, made when it is first asked for."""
+        if title not in self._titled:
+            self._titled[title] = self.add_argument_group(title)
+        return self._titled[title]
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse; an unknown flag is an error that names the nearest one."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.refuse(unknown)
+        return parsed
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -31,12 +50,33 @@ class Parser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(hyphenate(given), namespace)
 
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Leave because of arguments that no flag takes."""
+        remedy = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
+        self.error("; ".join(filter(None, [f"unrecognized arguments: {' '.join(unknown)}", remedy])))
+
     def error(self, message: str) -> NoReturn:
         """Leave with one line and exit code 2."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 class _HelpFormatter(argparse.HelpFormatter):
+    def add_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[argparse._MutuallyExclusiveGroup],
+        prefix: str | None = None,
+    ) -> None:
+        """One line where argparse would list a page of flags."""
+        shown = list(actions)
+        listed = [each for each in shown if not each.option_strings or each.required]
+        if usage is None and len(shown) - len(listed) > _LISTED_FLAGS:
+            with_flags = argparse.HelpFormatter(self._prog)
+            with_flags.add_usage(None, listed, [], "")
+            usage = with_flags.format_help().strip().replace("%", "%%") + " [OPTIONS]"
+        super().add_usage(usage, shown, groups, prefix)
+
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = default_text(action.default)
         return f"{action.help} (default: {default.replace('%', '%%')})" if action.help and default else action.help
@@ -74,7 +114,7 @@ def add_flags(
     skip: Container[str] = (),
     aliases: Mapping[str, str] | None = None,
 ) -> None:
-    """Add a flag for each named option of a settings class (none named: all that have one).
+    """Add a flag for each named option of a settings class (none named: all that have one), in one group.
 
     ``aliases`` gives an option a second flag.
     """
@@ -82,6 +122,20 @@ def add_flags(
     for name in names or [name for name, option in options.items() if option.flag and name not in skip]:
         flags = [flag_of(name), *([aliases[name]] if aliases and name in aliases else [])]
         parser.add_argument(*flags, **_argument(options[name]))
+
+
+def add_grouped_flags(
+    parser: Parser,
+    settings: type,
+    *,
+    skip: Container[str] = (),
+    aliases: Mapping[str, str] | None = None,
+) -> None:
+    """Add a flag for each option of a settings class, under the titles of its groups."""
+    options = options_of(settings)
+    for title, names in groups_of(settings).items():
+        if shown := [name for name in names if options[name].flag and name not in skip]:
+            add_flags(parser.group(title), settings, *shown, aliases=aliases)
 
 
 def _argument(option: Option) -> dict[str, Any]:
@@ -92,12 +146,16 @@ def _argument(option: Option) -> dict[str, Any]:
     if option.enum is not None:
         return {**common, "choices": [str(member) for member in option.enum]}
     if tuple[str, ...] in option.kinds:
-        many = {"action": "append", "choices": option.choices} if option.choices else {"action": "extend", "nargs": "+"}
-        return {**common, **many, "default": None if option.default is None else list(option.default), "metavar": "A"}
+        many = (
+            {"action": "append", "choices": option.choices}
+            if option.choices
+            else {"action": "extend", "nargs": "+", "metavar": METAVARS[str]}
+        )
+        return {**common, **many, "default": None if option.default is None else list(option.default)}
     if tuple[int, ...] in option.kinds:
         return {**common, "type": whole_numbers, "metavar": "N,M"}
     kind = next(kind for kind in option.kinds if kind is not NoneType)
-    return {**common, **({"choices": option.choices} if option.choices else {"type": kind, "metavar": _METAVARS[kind]})}
+    return {**common, **({"choices": option.choices} if option.choices else {"type": kind, "metavar": METAVARS[kind]})}
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:

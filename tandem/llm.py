@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any, Final, Self
 from gateway.acceptance_check import StartUpCheck
 from gateway.conversation import Conversation, read_conversation
 from gateway.types import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, did_you_mean
 from specdec.params import SamplingParams
 from specdec.settings import GatewaySettings, ModelSettings, SchedulerSettings
 from specdec.settings.option import options_of
@@ -287,8 +286,7 @@ def _deployment(
 
 def _suggest(name: str) -> str:
     known = {*OPTIONS, *OLDER_NAMES, "speculative_config"}
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; it knows {', '.join(sorted(known))}"
+    return "; " + did_you_mean(name, known, f"it knows {', '.join(sorted(known))}")
 
 
 def _list_prompts(prompts: Any) -> list[str | Sequence[int]]:

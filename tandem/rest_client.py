@@ -86,7 +86,7 @@ def _error_of(status: int, body: bytes | Mapping[str, Any]) -> TandemError:
     except (ValueError, KeyError, TypeError):
         message = f"HTTP status {status}"
     if status == 401:
-        return Unauthenticated(message)
+        return Unauthenticated(f"{message} (--api-key, or TANDEM_API_KEY)")
     if status == 404:
         return NotFound(message)
     wrong_call = 400 <= status < 500 and status not in _PASSING

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, quote
 from specdec.methods import HEAD_METHODS, method_of
 from specdec.settings import SpeculativeSettings
 from tandem.checkpoints import DRAFT, TARGET, bundled_drafter, check_pair, find_checkpoint
@@ -104,7 +104,11 @@ def _mapping(config: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
         try:
             config = json.loads(config)
         except json.JSONDecodeError as error:
-            raise InvalidRequest(f"speculative_config is not JSON: {error}", param="speculative_config") from None
+            raise InvalidRequest(
+                f"speculative_config is {quote(config)}, which is not JSON ({error}); write it as"
+                """ '{"method": "ngram"}'""",
+                param="speculative_config",
+            ) from None
     if config is None:
         return {}
     if not isinstance(config, Mapping):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from specdec.engine.parallel.ranks import Place
 from specdec.errors import InvalidRequest
-from specdec.flags import Parser, add_flags, settings_from
+from specdec.flags import Parser, add_grouped_flags, settings_from
 from specdec.rpc.core_service import CoreService
 from specdec.rpc.lifecycle import run
 from specdec.settings import ModelSettings, SchedulerSettings, ServerSettings, TargetSettings
@@ -39,12 +39,12 @@ def _end_process(reason: str) -> None:
     os._exit(1)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the service's flags; their defaults are those of the settings classes."""
-    add_flags(parser, TargetSettings)
-    add_flags(parser.add_argument_group("model"), ModelSettings, aliases={"tensor_parallel_size": "-tp"})
-    add_flags(parser.add_argument_group("scheduling"), SchedulerSettings)
-    add_flags(parser.add_argument_group("server"), ServerSettings)
+    add_grouped_flags(parser, ModelSettings, aliases={"tensor_parallel_size": "-tp"})
+    add_grouped_flags(parser, TargetSettings)
+    add_grouped_flags(parser, SchedulerSettings)
+    add_grouped_flags(parser, ServerSettings)
 
 
 def settings_of(args: argparse.Namespace) -> tuple[TargetSettings, ServerSettings]:
@@ -62,7 +62,7 @@ def settings_of(args: argparse.Namespace) -> tuple[TargetSettings, ServerSetting
     return target, settings_from(ServerSettings, args)
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "target_service") -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "tandem target") -> int:
     """Serve until SIGTERM; returns the exit status."""
     parser = Parser(prog, description="Score proposals with the target model.")
     add_arguments(parser)

@@ -143,7 +143,7 @@ def _add_state(app: FastAPI, generation: Generation) -> None:
         if generation.draining:
             raise Unavailable("the gateway is shutting down")
         if not generation.router.ready:
-            raise Unavailable("no target service can be used now")
+            raise Unavailable("no target can be used now; GET /services tells why")
         return {"status": "ok"}
 
     @app.get("/services")

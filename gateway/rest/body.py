@@ -170,6 +170,10 @@ def invalid_request_of(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(f"{where} must be {' or '.join(names)}", param=field)
     if first["type"] == "missing":
         return InvalidRequest(f"the field {where!r} is missing", param=field)
+    if first["type"] in ("enum", "literal_error"):
+        return InvalidRequest(
+            f"{where} is {quote(first['input'])}; choose one of {first['ctx']['expected']}", param=field
+        )
     if first["type"] == "greater_than_equal":
         limit = first["ctx"]["ge"]
         return InvalidRequest(f"{where} is {quote(first['input'])}; it must be at least {limit}", param=field)

@@ -33,7 +33,7 @@ def _describe(replica: Replica[Any]) -> dict[str, Any]:
     return {
         "name": replica.name,
         "status": "up" if replica.usable else "down",
-        "reason": replica.refusal or "",
+        "reason": replica.reason,
         "model": replica.info.name if replica.info else "",
         "num_sessions": replica.load.open_sessions,
         "num_parked_sessions": replica.load.parked_sessions,

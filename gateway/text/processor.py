@@ -44,7 +44,8 @@ class TextProcessor:
         """
         if self.tokenizer is None:
             raise InvalidRequest(
-                "this server has no tokenizer: give token ids, or start the gateway with --tokenizer", param=param
+                "there is no tokenizer: give token ids in place of text, or --tokenizer with a folder that has one",
+                param=param,
             )
         return self.tokenizer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from specdec.settings.option import check_options, option, require
 
@@ -14,6 +14,8 @@ API_KEY_VARIABLE: Final = "TANDEM_API_KEY"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLimits:
     """What one client may use: a key, or an address where no keys are asked for. A key file overrides them by key."""
+
+    GROUPS: ClassVar = {"limits of a client": "max_client_requests"}
 
     max_client_requests: int | None = option(None, "requests of one client at once; one more gets 429", ge=1)
     max_client_sequences: int | None = option(None, "sequences of one client at once; n samples are n", ge=1)
@@ -30,6 +32,8 @@ class ClientLimits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessSettings(ClientLimits):
     """Who may use a gateway."""
+
+    GROUPS: ClassVar = {"access": "api_key"}
 
     api_key: tuple[str, ...] = option(
         (), "keys that clients send as bearer tokens; without any key everybody may", env=API_KEY_VARIABLE

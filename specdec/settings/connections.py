@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from typing import ClassVar
 
 from specdec.settings.access import AccessSettings
 from specdec.settings.option import option, require
@@ -12,6 +13,8 @@ from specdec.settings.option import option, require
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionSettings(AccessSettings):
     """How many connections there are, and how long the gateway waits for clients."""
+
+    GROUPS: ClassVar = {"connections": "max_connections"}
 
     max_connections: int = option(4096, "HTTP connections at once; one more closes the one that idles longest", ge=1)
     max_client_connections: int = option(1024, "the same of one address; more for a proxy in front", ge=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from specdec.methods import LOOKUP_METHODS
 from specdec.process.logs import FORMATS, LEVELS
@@ -27,6 +28,15 @@ from specdec.tree_shape import MAX_SPECULATIVE_TOKENS
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings(RequestLimits):
     """The gateway."""
+
+    GROUPS: ClassVar = {
+        "services": "targets",
+        "server": "host",
+        "model": "served_model_name",
+        "speculation": "num_speculative_tokens",
+        "requests": "request_timeout_s",
+        "log": "log_level",
+    }
 
     targets: tuple[str, ...] = option(
         (),
@@ -66,6 +76,7 @@ class GatewaySettings(RequestLimits):
     verification: Rule | None = option(None, "rule of requests that name none; default: block, coupled with a seed")
     reuse_prefixes: bool = option(False, "requests without a session_id continue the parked session they begin like")
     untrusted_drafts: bool = option(False, "believe no q of a draft: requests for token or block use coupled")
+    seed: int | None = option(None, "makes the seeds of requests that give none reproducible")
     request_timeout_s: float | None = option(1800.0, "seconds a request may take; a client may ask for fewer", gt=0)
     draft_timeout_s: float = option(1.0, "seconds a draft gets before the round continues without it", gt=0)
     max_target_retries: int = option(3, "times a session is reopened on a target before its request fails", ge=0)
@@ -74,13 +85,12 @@ class GatewaySettings(RequestLimits):
     max_queued_requests: int = option(512, "requests that wait for that, fair by client; one more gets 429", ge=0)
     max_queue_wait_s: float = option(30.0, "seconds a request waits before it gets 429", gt=0)
     max_stored_response_bytes: int = option(64 * 2**20, "bytes of all responses kept for previous_response_id", ge=0)
+    drain_s: float = option(20.0, "seconds open requests get to finish after SIGTERM", ge=0)
     disable_playground: bool = option(False, "no page at /, only the API")
     log_level: str = option("info", "least severe messages in the log", choices=LEVELS)
     log_format: str = option("text", "lines of the log on stderr", choices=FORMATS)
     log_requests: bool = option(False, "log each request as it ends or is refused; prompts and texts are left out")
     otlp_traces_endpoint: str | None = option(None, ENDPOINT, env=VARIABLES)
-    seed: int | None = option(None, "makes the seeds of requests that give none reproducible")
-    drain_s: float = option(20.0, "seconds open requests get to finish after SIGTERM", ge=0)
 
     def __post_init__(self) -> None:
         RequestLimits.__post_init__(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from specdec.settings.connections import ConnectionSettings
 from specdec.settings.option import option
@@ -11,6 +12,8 @@ from specdec.settings.option import option
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits(ConnectionSettings):
     """What one request may hold, so that no request costs others their speed or the gateway its memory."""
+
+    GROUPS: ClassVar = {"limits of a request": "max_header_bytes"}
 
     max_header_bytes: int = option(65536, "bytes of a request's line and headers", ge=1)
     max_body_bytes: int | None = option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from specdec.settings.option import check_options, option, require
 
@@ -14,6 +14,8 @@ _SUFFIX: Final = ("suffix",)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupSettings:
     """How what stood in some text before is looked up."""
+
+    GROUPS: ClassVar = {"lookups": "prompt_lookup_max"}
 
     prompt_lookup_max: int = option(4, "longest n-gram looked up", only=_NGRAM)
     prompt_lookup_min: int = option(1, "shortest n-gram looked up", ge=1, only=_NGRAM)

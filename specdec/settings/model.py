@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar, Final
 
 from specdec.settings.option import about, check_options, option, require
 
@@ -18,6 +18,8 @@ DTYPE_ALIASES: Final[Mapping[str, str]] = {"half": "float16", "float": "float32"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
     """One model and the machine it runs on."""
+
+    GROUPS: ClassVar = {"model": "model"}
 
     model: str = field(metadata=about("folder of the checkpoint, in Hugging Face format"))
     tokenizer: str | None = option(None, "folder of another tokenizer than the model's")
@@ -61,6 +63,8 @@ class ModelSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
     """How many sessions a model service runs and how much one step feeds."""
+
+    GROUPS: ClassVar = {"scheduling": "max_num_seqs"}
 
     max_num_seqs: int = option(256, "sessions open at once", gt=0)
     # Prefill chunks fill what decoding leaves.

@@ -6,7 +6,7 @@ its import takes three times as long as that of all settings, and every command 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from numbers import Integral, Real
@@ -128,6 +128,22 @@ def options_of(settings: type) -> Mapping[str, Option]:
             if "option" in each.metadata
         }
     return _options[settings]
+
+
+def groups_of(settings: type) -> Mapping[str, Sequence[str]]:
+    """The options of a settings class under the titles of help texts, those of a class before those of its bases.
+
+    A class names its groups in ``GROUPS``: title → its first option. A group ends where the next one begins.
+    """
+    titles = [each for base in settings.__mro__ for each in vars(base).get("GROUPS", {}).items()]
+    title_at = {first: title for title, first in titles}
+    groups: dict[str, list[str]] = {title: [] for title, _ in titles}
+    title = None
+    for name in options_of(settings):
+        title = title_at.get(name, title)
+        if title is not None:
+            groups[title].append(name)
+    return groups
 
 
 def check_options(settings: Any) -> None:

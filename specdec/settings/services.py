@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from specdec.process.logs import FORMATS, LEVELS
 from specdec.rules import DEFAULT_RULE, Rule
@@ -25,6 +26,8 @@ from specdec.settings.traces import ENDPOINT, VARIABLES, check_endpoint
 class TargetSettings:
     """A target service."""
 
+    GROUPS: ClassVar = {"speculation": "verification"}
+
     model: ModelSettings
     scheduler: SchedulerSettings = SchedulerSettings()
     verification: Rule = option(DEFAULT_RULE, "rule for sessions that name none")
@@ -36,6 +39,8 @@ class TargetSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSettings:
     """A draft service. ``model`` is None for drafters without a model."""
+
+    GROUPS: ClassVar = {"speculation": "target_model"}
 
     speculative: SpeculativeSettings
     model: ModelSettings | None = None
@@ -61,6 +66,8 @@ class DraftSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Where a gRPC server listens and how it stops."""
+
+    GROUPS: ClassVar = {"server": "host", "log": "log_level", "connections": "max_connections"}
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int | None = option(

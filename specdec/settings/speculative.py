@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
+from specdec.errors import did_you_mean
 from specdec.methods import ATTENDING_METHODS, HEAD_METHODS, LOOKUP_METHODS, METHODS, MODEL_METHODS, refuse_mtp
 from specdec.settings.lookup import LookupSettings
 from specdec.settings.model import QUANTIZATIONS
@@ -16,6 +17,8 @@ from specdec.tree_shape import MAX_SPECULATIVE_TOKENS, TreeShape
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeSettings(LookupSettings):
     """Speculation, under the names of vLLM's ``speculative_config``."""
+
+    GROUPS: ClassVar = {"speculation": "model"}
 
     model: str | None = option(None, "folder of the draft model or head")
     method: str | tuple[str, ...] | None = option(
@@ -85,7 +88,8 @@ class SpeculativeSettings(LookupSettings):
         """Read vLLM's ``speculative_config``; an unknown key is an error naming it."""
         known = options_of(cls)
         for key in config:
-            require(key in known, key, f"speculative_config has no option {key!r}; it knows {', '.join(sorted(known))}")
+            remedy = did_you_mean(key, known, f"it knows {', '.join(sorted(known))}")
+            require(key in known, key, f"speculative_config has no option {key!r}; {remedy}")
         settings = cls(**config)
         if settings.method == "suffix" and "num_speculative_tokens" not in config:  # vLLM's default, too
             settings = replace(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import InvalidRequest
-from specdec.flags import whole_numbers
+from specdec.flags import Parser, whole_numbers
 from specdec.params import SamplingParams
 from tandem.bench.modes import PLAIN, deployments_of, plain_mode, rules_of, speculative_modes
 from tandem.bench.plot import load_pyplot
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tandem.bench.results import Section
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The flags of ``tandem bench``."""
     parser.add_argument("--model", help="folder or hub name of the target; without it the bundled pair is measured")
     group = parser.add_argument_group("what is compared")
@@ -47,13 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--rules", metavar="A,B", help="token, block, coupled, or all; differ at a temperature above 0")
     group.add_argument("--batch-size", type=whole_numbers, default=(1,), metavar="N,M", help="sessions at once")
-    group.add_argument("--k", type=int, help="drafted tokens a round; the same as --num-speculative-tokens")
+    group.add_argument("--k", type=int, metavar="N", help="the same as --num-speculative-tokens")
     group.add_argument(
         "--structured", metavar="FILE", help="measure answers of this JSON schema, too: speed, cost of masks, validity"
     )
     group.add_argument("--compare", choices=("hf",), help="hf: Hugging Face generate in the same run")
     group.add_argument("--pad-target", metavar="SIZE", help="measure the target padded to this size, such as 200M")
-    group.add_argument("--url", help="a running server instead: http://host:port, or grpc://host:port for our own")
+    group.add_argument(
+        "--url", metavar="URL", help="a running server instead: http://host:port, or grpc://host:port of Tandem"
+    )
     group.add_argument(
         "--plain-url", metavar="URL", help="with --url: a server of the same model that never speculates"
     )
@@ -63,10 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--extra-body", metavar="JSON", type=json_object, help="with --url: fields of every request to the servers"
     )
     group.add_argument("--prompts", metavar="FILE", help='your own prompts: lines of text, or of JSON with "prompt"')
-    group.add_argument("--num-prompts", type=int, help="prompts per session (default: 8; 4 from 8 sessions on)")
-    group.add_argument("--prompt-tokens", type=int, default=64, help="tokens of each prompt")
-    group.add_argument("--max-tokens", type=int, default=128, help="tokens generated after each")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    group.add_argument(
+        "--num-prompts", type=int, metavar="N", help="prompts per session (default: 8; from 8 sessions on 4)"
+    )
+    group.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="tokens of each prompt")
+    group.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens generated after each")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
     group.add_argument(
         "--services",
         choices=("grpc", "embedded"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from specdec.errors import TandemError, text_of
+from specdec.flags import Parser
 from tandem.cli.answer import PrintedAnswer, show
 from tandem.cli.generate import LocalModel, Messages, RemoteModel, add_answer_flags, open_model
 from tandem.cli.line_editor import edited_lines
@@ -20,11 +21,11 @@ HELP: Final = """\
 Ctrl-C         stop the answer"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The flags of ``tandem chat``."""
     add_answer_flags(parser)
-    parser.add_argument("--system", help="instruction that stands before the conversation")
-    parser.add_argument("--message", help="answer this one message and leave")
+    parser.add_argument("--system", metavar="TEXT", help="instruction that stands before the conversation")
+    parser.add_argument("--message", metavar="TEXT", help="answer this one message and leave")
 
 
 def run(args: argparse.Namespace) -> int:

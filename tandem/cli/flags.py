@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from specdec.flags import add_flags, flag_of, from_environment
+from specdec.flags import Parser, add_flags, add_grouped_flags, flag_of, from_environment
 from specdec.settings import API_KEY_VARIABLE, GatewaySettings, ModelSettings, SchedulerSettings
 from tandem.launcher.deployment import DERIVED_OPTIONS, SERVER_OPTIONS
 from tandem.speculative_config import OLDER_NAMES
@@ -20,15 +20,12 @@ IGNORED_FLAGS = (
 )
 
 
-def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
+def add_deployment_flags(parser: Parser) -> None:
     """What the target, its drafter and the gateway's decoding are told, wherever they run."""
-    group = parser.add_argument_group("model")
-    add_flags(group, ModelSettings, skip=("model",), aliases={"tensor_parallel_size": "-tp"})
-    group = parser.add_argument_group("scheduling")
-    add_flags(group, SchedulerSettings, "max_num_seqs", "max_num_batched_tokens")
-    group = parser.add_argument_group("decoding")
-    add_flags(group, GatewaySettings, skip={*DERIVED_OPTIONS, *SERVER_OPTIONS})
-    _add_speculation_flags(parser.add_argument_group("speculation"))
+    _add_speculation_flags(parser.group("speculation"))
+    add_grouped_flags(parser, ModelSettings, skip=("model",), aliases={"tensor_parallel_size": "-tp"})
+    add_grouped_flags(parser, GatewaySettings, skip={*DERIVED_OPTIONS, *SERVER_OPTIONS})
+    add_flags(parser.group("scheduling"), SchedulerSettings, "max_num_seqs", "max_num_batched_tokens")
 
 
 def add_key_flag(parser: argparse._ActionsContainer) -> None:
@@ -62,8 +59,7 @@ def _add_speculation_flags(group: argparse._ArgumentGroup) -> None:
             flag_of(name),
             type=str if is_text else int,
             metavar="MODEL" if is_text else "N",
-            help=f'older spelling of --speculative-config\'s "{key}"'
-            + ('; "[ngram]" needs no model' if is_text else ""),
+            help=f'"{key}" of --speculative-config' + ('; "[ngram]" needs no model' if is_text else ""),
         )
 
 

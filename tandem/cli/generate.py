@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from specdec.errors import InvalidRequest
+from specdec.flags import METAVARS, Parser
 from specdec.params import Parameter, SamplingParams, parameters
 from tandem.cli.answer import AnswerPart, PrintedAnswer, show
 from tandem.cli.flags import add_deployment_flags, add_key_flag, client_key
@@ -24,21 +25,21 @@ _FLAGS: Final = tuple(row for row in parameters() if row.has_flag)
 _DEFAULTS: Final[Mapping[str, Any]] = {"max_tokens": 256, "temperature": 0.0}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The flags of ``tandem generate``."""
     parser.add_argument("prompt", metavar="PROMPT", help='the text to continue; "-" reads standard input')
     add_answer_flags(parser)
 
 
-def add_answer_flags(parser: argparse.ArgumentParser) -> None:
+def add_answer_flags(parser: Parser) -> None:
     """Where the model is and how to sample from it."""
-    parser.add_argument("--url", help="a running server; without it the model runs in this process")
+    parser.add_argument("--url", metavar="URL", help="a running server; without it the model runs in this process")
     add_key_flag(parser)
     parser.add_argument("--model", help="folder or hub name of the target, or a name the server answers to")
-    group = parser.add_argument_group("sampling")
+    parser.add_argument("--quiet", action="store_true", help="print no speed at the end")
+    group = parser.group("sampling")
     for row in _FLAGS:
         _add_flag(group, row)
-    group.add_argument("--quiet", action="store_true", help="print no speed at the end")
     add_deployment_flags(parser)
 
 
@@ -46,10 +47,10 @@ def _add_flag(group: argparse._ArgumentGroup, row: Parameter) -> None:
     """The flag of a sampling parameter."""
     flag, default = "--" + row.name.replace("_", "-"), _DEFAULTS.get(row.name, row.default)
     if isinstance(default, Sequence):
-        group.add_argument(flag, action="append", default=[*default], help=row.help)
+        group.add_argument(flag, action="append", default=[*default], metavar="TEXT", help=row.help)
     else:
         kind = float if row.type is float else int
-        group.add_argument(flag, type=kind, default=default, help=row.help)
+        group.add_argument(flag, type=kind, default=default, metavar=METAVARS[kind], help=row.help)
 
 
 def run(args: argparse.Namespace) -> int:

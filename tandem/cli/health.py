@@ -14,14 +14,14 @@ from tandem.rest_client import RestClient
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``tandem health``."""
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--url", default="http://127.0.0.1:8000", help="a gateway")
+    where.add_argument("--url", metavar="URL", default="http://127.0.0.1:8000", help="a gateway")
     where.add_argument("--grpc", metavar="HOST:PORT", help="any of the services, by the standard gRPC health check")
     add_key_flag(parser)
     group = parser.add_argument_group("TLS of --grpc")
     group.add_argument("--ssl-ca-certs", metavar="FILE", help="PEM file of the CAs of the server; it enables TLS")
     group.add_argument("--ssl-certfile", metavar="FILE", help="PEM file of a certificate to show to the server")
     group.add_argument("--ssl-keyfile", metavar="FILE", help="PEM file of its private key")
-    parser.add_argument("--timeout-s", type=float, default=5.0, help="seconds to wait for an answer")
+    parser.add_argument("--timeout-s", type=float, default=5.0, metavar="X", help="seconds to wait for an answer")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,7 +54,8 @@ async def _check_grpc(address: str, timeout_s: float, tls: TlsFiles) -> str:
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise Unavailable(f"{address} does not answer: {error.details()}") from None
+            remedy = "" if tls else "; a service with TLS needs --ssl-ca-certs"
+            raise Unavailable(f"{address} does not answer: {error.details()}{remedy}") from None
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
         raise Unavailable(f"{address} is {state}: it is loading or stopping")

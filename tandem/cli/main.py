@@ -60,7 +60,7 @@ def _run_command(argv: Sequence[str]) -> int:
             chosen = subparser
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        chosen.error(f"unrecognized arguments: {' '.join(unknown)}")
+        chosen.refuse(unknown)
     if command is None:
         parser.print_help(sys.stderr)
         return 2

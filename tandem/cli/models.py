@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from specdec.errors import InvalidRequest
 from tandem.catalog import known_checkpoints
 
 
@@ -12,12 +13,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``tandem models``."""
     parser.add_argument(
         "folders", metavar="FOLDER", nargs="*", type=Path, default=[Path()],
-        help="look here and one level below; by default the current folder",
+        help="look here and one level below",
     )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each: what to give as MODEL, where it is, its architecture, the size of its weights."""
+    for folder in args.folders:
+        if not folder.exists():
+            raise InvalidRequest(f"{folder} does not exist; give folders that hold checkpoints", param="folders")
     rows = [
         (each.name, each.place, each.architecture, _size(each.num_bytes)) for each in known_checkpoints(args.folders)
     ]

@@ -12,7 +12,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Final, get_args
 
@@ -49,27 +49,29 @@ def table_of(name: str) -> str:
 
 def _command_table(name: str) -> str:
     """The flags of a command, but those that ``serve`` has as well, with the same meaning."""
-    known = (
-        set() if name == "serve" else {(flag, each.help) for each in _flags("serve") for flag in each.option_strings}
-    )
-    rows = [
-        (_code(each.option_strings), (each.help or "") + _choices(each.choices or ()), _default(each))
-        for each in _flags(name)
-        if known.isdisjoint((flag, each.help) for flag in each.option_strings)
-    ]
+    known = set() if name == "serve" else {(flag.dest, flag.help) for _, flag in _flags("serve")}
+    rows: list[Sequence[str]] = []
+    for title, flags in groupby(_flags(name), lambda pair: pair[0]):
+        new = [flag for _, flag in flags if (flag.dest, flag.help) not in known]
+        rows += [(f"**{title}**", "", "")] if new else []
+        rows += [
+            (_code(each.option_strings), (each.help or "") + _choices(each.choices or ()), _default(each))
+            for each in new
+        ]
     return _table(("flag", "meaning", "default"), rows)
 
 
-def _flags(name: str) -> list[argparse.Action]:
-    """The flags of a command without the older ones, which stand beside the keys of ``speculative_config``."""
+def _flags(name: str) -> Iterator[tuple[str, argparse.Action]]:
+    """The flags of a command after the title of their group, without the older ones, which stand beside the keys of
+    ``speculative_config``.
+    """
     parser = Parser(add_help=False)
     importlib.import_module({**COMMANDS, **SERVICES}[name][0]).add_arguments(parser)
     older = OLDER_NAMES.keys() if name in COMMANDS else ()
-    return [
-        each
-        for each in parser._actions
-        if each.option_strings and each.help != argparse.SUPPRESS and each.dest not in older
-    ]
+    for group in parser._action_groups:
+        for each in group._group_actions:
+            if each.option_strings and each.help != argparse.SUPPRESS and each.dest not in older:
+                yield group.title or "", each
 
 
 def _config_table() -> str:

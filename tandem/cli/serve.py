@@ -6,9 +6,10 @@ import argparse
 import asyncio
 
 from specdec.errors import InvalidRequest
-from specdec.flags import add_flags
+from specdec.flags import Parser, add_grouped_flags
 from specdec.process.lifecycle import run_until_stopped
 from specdec.settings import GatewaySettings
+from specdec.settings.option import options_of
 from tandem.cli.flags import add_deployment_flags, add_ignored_flags
 from tandem.launcher import deployment as deployments
 from tandem.launcher.deployment import SERVER_OPTIONS, Deployment
@@ -17,14 +18,14 @@ from tandem.launcher.socket_folder import socket_folder
 from tandem.launcher.supervisor import Supervisor, log_json_to_stderr, log_to_stderr
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The flags of ``tandem serve``."""
     add_model_argument(parser)
-    group = parser.add_argument_group("server")
-    add_flags(group, GatewaySettings, *SERVER_OPTIONS)
+    add_deployment_flags(parser)
+    add_grouped_flags(parser, GatewaySettings, skip={*options_of(GatewaySettings)} - {*SERVER_OPTIONS})
+    group = parser.group("server")
     group.add_argument("--startup-timeout-s", type=float, default=600.0, metavar="X", help="seconds to load")
     group.add_argument("--embedded", action="store_true", help="run everything in one process, no gRPC in between")
-    add_deployment_flags(parser)
     add_ignored_flags(parser)
 
 

@@ -5,23 +5,19 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from specdec.flags import add_flags, settings_from
-from specdec.settings.option import options_of
+from specdec.flags import Parser, add_flags, add_grouped_flags, settings_from
 from tandem.checkpoints import TARGET, find_checkpoint
 from tandem.launcher.environment import tune_environment
-from tandem.training.settings import GROUPS, METHODS, TrainSettings
+from tandem.training.settings import METHODS, TrainSettings
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The method, where to read and write, and every other option of :class:`TrainSettings`."""
     listed = "; ".join(f"{name}: {text}" for name, text in METHODS.items())
     parser.add_argument("method", choices=list(METHODS), metavar="METHOD", help=listed)
     parser.add_argument("--target", default=TARGET, metavar="DIR", help="folder or name of the target")
     add_flags(parser, TrainSettings, "output")
-    names = list(options_of(TrainSettings))
-    starts = [names.index(first) for first in GROUPS.values()]
-    for title, start, end in zip(GROUPS, starts, [*starts[1:], len(names)], strict=True):
-        add_flags(parser.add_argument_group(title), TrainSettings, *names[start:end])
+    add_grouped_flags(parser, TrainSettings)
 
 
 def run(args: argparse.Namespace) -> int:

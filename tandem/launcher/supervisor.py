@@ -258,6 +258,7 @@ class Supervisor:
 
         All together take no longer than the drain time and a few seconds.
         """
+        self._log("tandem", f"stopping: open requests get {self._drain_s:g} s; Ctrl-C again ends them at once")
         deadline = time.monotonic() + self._drain_s
         last, *others = reversed(self.children.values())
         await last.stop(max(_QUIET_STOP_S, deadline - time.monotonic()))

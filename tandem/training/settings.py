@@ -1,7 +1,7 @@
 """Settings of `tandem train`."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from specdec.methods import TRAINABLE
 from specdec.settings.option import about, check_options, option, options_of, require
@@ -11,13 +11,6 @@ METHODS: Final = {name: method.training_summary for name, method in TRAINABLE.it
 #: Drafters with attention.
 LAYERED: Final = ("eagle3", "eagle", "draft")
 _EAGLES: Final = ("eagle3", "eagle")
-#: Title of a group of options → the first of them, in the order of :class:`TrainSettings`.
-GROUPS: Final = {
-    "text": "data",
-    "shape (what is not given follows from the target)": "hidden_size",
-    "lessons": "num_rows",
-    "training": "num_steps",
-}
 #: Options that may change when a training is resumed.
 _FREE: Final = frozenset(
     {"resume", "device", "num_threads", "max_minutes", "checkpoint_minutes", "eval_steps", "keep_lessons"}
@@ -27,6 +20,13 @@ _FREE: Final = frozenset(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
     """One drafter for one target. Lengths count tokens; sizes of None follow from the target."""
+
+    GROUPS: ClassVar = {
+        "text": "data",
+        "shape (what is not given follows from the target)": "hidden_size",
+        "lessons": "num_rows",
+        "training": "num_steps",
+    }
 
     method: str = field(metadata=about("what is trained", choices=tuple(METHODS)))
     target: str = field(metadata=about("folder of the target"))

@@ -1,9 +1,9 @@
 """The gateway as a process: no torch, a ready line, draining on SIGTERM, flags."""
 
-import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -13,9 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.app import serve
+from gateway.app import Gateway, serve
 from gateway.main import add_arguments, main, settings_of
 from specdec.errors import InvalidRequest
+from specdec.flags import Parser
 from specdec.rules import Rule
 from specdec.settings import GatewaySettings
 from tests.gateway.conftest import serve as stand_of
@@ -129,7 +130,6 @@ async def test_requests_that_outlast_the_drain_are_cancelled(backends, info, scr
 
 
 async def test_stop_ends_a_gateway_in_process(backends, info):
-    from gateway.app import Gateway
     from tests.gateway.conftest import router_of
 
     gateway = Gateway(GatewaySettings(port=0, grpc_port=0), router=router_of(*backends, info))
@@ -143,8 +143,19 @@ async def test_stop_ends_a_gateway_in_process(backends, info):
             await asyncio.open_connection("127.0.0.1", port)
 
 
+async def test_a_start_without_targets_says_what_it_waits_for(monkeypatch, caplog):
+    monkeypatch.setattr("gateway.app.FIRST_REPORT_S", 0.01)
+    caplog.set_level(logging.INFO)
+    stop = asyncio.Event()
+    gateway = Gateway(GatewaySettings(port=0, grpc_port=0, targets=("unix:/none/target",)))
+    task = asyncio.create_task(serve(gateway, stop=stop, on_ready=lambda: None))
+    await until(lambda: "waiting for a target: unix:/none/target: it has not answered yet" in caplog.text)
+    stop.set()
+    await asyncio.wait_for(task, 30)
+
+
 def parse(*argv):
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_arguments(parser)
     return settings_of(parser.parse_args(argv))
 

@@ -104,7 +104,8 @@ def _measured(library: NativeLibrary, runs: Sequence[WeightRun], num_threads: in
     times = _measure(library, runs, num_threads)
     chosen = [fastest({distance: found[i] for distance, found in times.items()}) for i in range(len(_ROWS))]
     prefetch = Prefetch(chosen[0], chosen[1], "measured")
-    logger.info("%d MB of weights: %s; ms by distance: %s", _bytes_of_all(library, runs) >> 20, prefetch, times)
+    logger.info("%d MB of weights: %s", _bytes_of_all(library, runs) >> 20, prefetch)
+    logger.debug("ms by distance: %s", times)
     _write(path, chosen, times)
     return prefetch
 

@@ -103,7 +103,7 @@ async def test_services_tell_what_is_there(stand):
     ]
     stand.generation.router.down(draft, "it was killed")
     (told,) = (await stand.http.get("/services")).json()["drafts"]
-    assert told["status"] == "down"
+    assert (told["status"], told["reason"]) == ("down", "it was killed")
     assert (await post(stand, prompt=[5], max_tokens=2)).status_code == 200
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from specdec.rules import Rule
 from tandem.checkpoints import MODELS
 from tandem.cli import main as cli
 from tandem.cli import serve
+from tandem.cli.main import COMMANDS
+from tandem.cli.services import SERVICES
 from tandem.launcher.deployment import Deployment, deployment_of, services_of
 
 TARGET, DRAFT = str(MODELS / "python-12m"), str(MODELS / "python-1m")
@@ -48,6 +51,30 @@ def test_nothing_given_serves_the_bundled_pair() -> None:
 def test_the_served_name_is_the_folders(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(TARGET)
     assert deploy(model).gateway.served_model_name == ("python-12m",)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *SERVICES])
+def test_help_is_short_of_usage_and_long_lists_have_titles(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    usage, _, described = capsys.readouterr().out.partition("\n\n")
+    assert len(usage.splitlines()) <= 4
+    untitled = described.partition("\noptions:")[2].partition("\n\n")[0]
+    assert len(re.findall(r"^  (--[\w-]+)", untitled, re.MULTILINE)) < 8
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("--prot=80", "--port"), ("--tensor_parallel_siz", "--tensor-parallel-size")]
+)
+@pytest.mark.parametrize("command", ["serve", "gateway", "target"])
+def test_a_misspelt_flag_names_the_nearest(
+    command: str, given: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if (command, meant) == ("gateway", "--tensor-parallel-size"):
+        meant = ""
+    with pytest.raises(SystemExit):
+        cli.main([command, given, *(["--model", TARGET] if command == "target" else [])])
+    assert (f"; did you mean {meant!r}? (see" in capsys.readouterr().err) == bool(meant)
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "bench", "gateway"])

@@ -33,7 +33,7 @@ def test_models(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (mine / name).mkdir(parents=True)
         if config is not None:
             (mine / name / "config.json").write_text(config)
-    assert main(["models", str(mine), str(mine / "good"), str(tmp_path / "nowhere")]) == 0
+    assert main(["models", str(mine), str(mine / "good")]) == 0
     head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert head == ["MODEL", "PLACE", "ARCHITECTURE", "WEIGHTS"]
     by_name = {row[0]: row[1:] for row in rows}
@@ -41,6 +41,11 @@ def test_models(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert by_name["owner/big"] == ["hub", "cache", "BigForCausalLM", "2.5", "MB"]
     assert by_name[str(mine / "good")] == by_name[str(mine / "broken")] == ["folder", "0.0", "MB"]
     assert not by_name.keys() & {"owner/adapter", "owner/texts", str(mine / "other")}
+
+
+def test_a_folder_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere does not exist; give folders" in capsys.readouterr().err
 
 
 def test_folders_that_cannot_be_read_are_left_out(
