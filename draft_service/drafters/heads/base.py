@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 
@@ -123,6 +123,11 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
 
     # --- what a kind of head implements, besides open and advance ---
 
+    @classmethod
+    @abstractmethod
+    def _of(cls, loaded: LoadedHead, thread: DeviceThread, settings: DraftSettings) -> Self:
+        """A drafter on a loaded head; on the device thread."""
+
     @property
     @abstractmethod
     def num_open(self) -> int:
@@ -148,6 +153,18 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
         """Update the state after a successful batch."""
 
     # --- shared by all heads ---
+
+    @classmethod
+    async def load(cls, settings: DraftSettings) -> Self:
+        """Load and warm up the head on a device thread of its own; raises like :func:`load_head`."""
+        thread = DeviceThread("draft-device")
+        try:
+            drafter = await thread.run(lambda: cls._of(load_head(settings), thread, settings))
+            await drafter.warm_up()
+        except BaseException:
+            await asyncio.to_thread(thread.close)
+            raise
+        return drafter
 
     async def draft(self, batch: Sequence[DraftJob[S]]) -> list[Draft]:
         """One call on the device thread: a pass over what is pending, then a step per drafted token."""

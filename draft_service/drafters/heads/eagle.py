@@ -11,7 +11,6 @@ In a window whole blocks of the cache are dropped; the entries that stay keep th
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from draft_service.drafters.base import DraftJob
-from draft_service.drafters.heads.base import HeadDrafter, LoadedHead, load_head, tensor_of
+from draft_service.drafters.heads.base import HeadDrafter, LoadedHead, tensor_of
 from draft_service.drafters.heads.known_states import KnownStates
 from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees, new_rows, rows_of_parents
 from draft_service.drafters.window import DraftWindow
@@ -114,17 +113,9 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         self._window = DraftWindow.of(settings, self.info, multiple=self._pool.block_size)
 
     @classmethod
-    async def load(cls, settings: DraftSettings) -> Self:
-        """Load and warm up the head on a device thread of its own; raises like :func:`load_head`."""
-        thread = DeviceThread("draft-device")
-        try:
-            loaded, paged = await thread.run(_load, settings)
-            drafter = cls(loaded, paged, thread, settings)
-            await drafter.warm_up()
-        except BaseException:
-            await asyncio.to_thread(thread.close)
-            raise
-        return drafter
+    def _of(cls, loaded: LoadedHead, thread: DeviceThread, settings: DraftSettings) -> Self:
+        assert isinstance(loaded.head, EagleHead | Eagle3Head)
+        return cls(loaded, PagedHead(loaded.head, loaded.model, loaded.info.max_model_len), thread, settings)
 
     @property
     def num_open(self) -> int:
@@ -281,13 +272,6 @@ class PagedTreePasses:
         for segment, rows in zip(segments, new_rows(x, segments), strict=True):
             known[segment.sequence] = rows if is_first else torch.cat((known[segment.sequence], rows))
         return logits
-
-
-def _load(settings: DraftSettings) -> tuple[LoadedHead, PagedHead]:
-    """On the device thread."""
-    loaded = load_head(settings)
-    assert isinstance(loaded.head, EagleHead | Eagle3Head)
-    return loaded, PagedHead(loaded.head, loaded.model, loaded.info.max_model_len)
 
 
 def _key(session_id: str, token_ids: Sequence[int]) -> str:

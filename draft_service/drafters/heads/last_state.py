@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from draft_service.drafters.base import DraftJob
-from draft_service.drafters.heads.base import HeadDrafter, LoadedHead, load_head, tensor_of
+from draft_service.drafters.heads.base import HeadDrafter, LoadedHead, tensor_of
 from draft_service.drafters.trees.tree_passes import DraftedTree, Passes, TreeJob, draft_trees
 from specdec.engine.chains import Drawing, Feed, StopFlags, draw_chains
 from specdec.engine.device_thread import DeviceThread
@@ -77,23 +75,6 @@ class LastStateDrafter(HeadDrafter[LastState, _LastStateWork]):
         if settings.speculative.tree is None:
             num_tokens = min(num_tokens, max_depth)
         self.info = replace(loaded.info, num_speculative_tokens=num_tokens, last_hidden_state_only=True)
-
-    @classmethod
-    async def load(cls, settings: DraftSettings) -> Self:
-        """Load and warm up the head on a device thread of its own; raises like :func:`load_head`."""
-        thread = DeviceThread("draft-device")
-        try:
-            drafter = cls._of(await thread.run(load_head, settings), thread, settings)
-            await drafter.warm_up()
-        except BaseException:
-            await asyncio.to_thread(thread.close)
-            raise
-        return drafter
-
-    @classmethod
-    @abstractmethod
-    def _of(cls, loaded: LoadedHead, thread: DeviceThread, settings: DraftSettings) -> Self:
-        """A drafter on a loaded head."""
 
     @abstractmethod
     def _begin(self, states: Tensor, last_tokens: Sequence[int], num_tokens: int) -> tuple[Tensor, Feed]:
