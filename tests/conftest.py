@@ -1,4 +1,4 @@
-"""For all tests: threads, Triton's interpreter where there is no GPU, how files go to workers, and a virtual clock."""
+"""For all tests: threads, kernels, Triton's interpreter without a GPU, how files go to workers, and a virtual clock."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import os
 import selectors
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
+
+from specdec.engine.native.library import NativeLibrary, load
 
 # Workers share the cores: a thread each.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -36,6 +39,23 @@ class _FileScheduling(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _FileScheduling:
     return _FileScheduling(config, log)
+
+
+@pytest.fixture(scope="session")
+def kernels() -> NativeLibrary:
+    """The CPU kernels, compiled."""
+    loaded = load()
+    assert loaded is not None, "the kernels did not compile: the tests need a C++ compiler"
+    return loaded
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
 from tests.e2e.servers import Stack, draft_process, target_process
+from tests.http_server import serving
 from tests.page.recording import record, save
 
 AXE = Path(__file__).parent / "node_modules/axe-core/axe.min.js"
@@ -359,17 +359,13 @@ class PrefixProxy(BaseHTTPRequestHandler):
 
 def test_behind_a_prefix(stack, open_page):
     handler = type("Handler", (PrefixProxy,), {"gateway": stack.base_url})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            page = open_page(f"http://127.0.0.1:{server.server_port}/tandem/")
-            expect(page.locator(".badge", has_text="target")).to_have_attribute("data-status", "up")
-            generate(page)
-            assert page.locator(".output .token").count() > 0
-            page.goto(f"http://127.0.0.1:{server.server_port}/tandem/?replay")
-            expect(page.locator(".output .token.draft")).not_to_have_count(0)
-        finally:
-            server.shutdown()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as url:
+        page = open_page(f"{url}/tandem/")
+        expect(page.locator(".badge", has_text="target")).to_have_attribute("data-status", "up")
+        generate(page)
+        assert page.locator(".output .token").count() > 0
+        page.goto(f"{url}/tandem/?replay")
+        expect(page.locator(".output .token.draft")).not_to_have_count(0)
 
 
 def test_recording_and_screenshot(stack, open_page, request):

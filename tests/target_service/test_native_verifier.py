@@ -28,12 +28,7 @@ SIZES = [17, 64, 300, 1000, 5003]
 
 edits = edits_of(16)
 
-
-@pytest.fixture(autouse=True, scope="module")
-def kernels() -> library.NativeLibrary:
-    loaded = library.load()
-    assert loaded is not None, "the kernels did not compile: the tests need a C++ compiler"
-    return loaded
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def both(logits: torch.Tensor, rounds: list[Round]) -> tuple[list[Outcome], list[Outcome]]:
@@ -119,12 +114,17 @@ def test_rounds_are_decided_as_torch_decides_them(size: int, chosen: list[Any], 
     assert [type(o.error) for o in native] == [type(o.error) for o in by_torch]
     for r, here, there in zip(rounds, native, by_torch, strict=True):
         assert str(here.error) == str(there.error)
-        assert len(here.logprobs) == (0 if r.logprobs is None or here.error else len(here.token_ids))
-        assert [p.token.token_id for p in here.logprobs] == list(here.token_ids[: len(here.logprobs)])
-        for x, y in zip(here.logprobs, there.logprobs, strict=here.error is None):
-            assert [t.token_id for t in (x.token, *x.top)] == [t.token_id for t in (y.token, *y.top)]
-            assert [t.rank for t in (x.token, *x.top)] == [t.rank for t in (y.token, *y.top)]
-            assert [t.logprob for t in (x.token, *x.top)] == pytest.approx([t.logprob for t in (y.token, *y.top)])
+        check_logprobs(r, here, there)
+
+
+def check_logprobs(r: Round, here: Outcome, there: Outcome) -> None:
+    """The committed tokens', if they are wanted, and the same on either side."""
+    assert len(here.logprobs) == (0 if r.logprobs is None or here.error else len(here.token_ids))
+    assert [p.token.token_id for p in here.logprobs] == list(here.token_ids[: len(here.logprobs)])
+    for x, y in zip(here.logprobs, there.logprobs, strict=here.error is None):
+        assert [t.token_id for t in (x.token, *x.top)] == [t.token_id for t in (y.token, *y.top)]
+        assert [t.rank for t in (x.token, *x.top)] == [t.rank for t in (y.token, *y.top)]
+        assert [t.logprob for t in (x.token, *x.top)] == pytest.approx([t.logprob for t in (y.token, *y.top)])
 
 
 @parametrize_pairwise(

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.engine.native import library
 from specdec.errors import InvalidRequest
 from specdec.rules import Rule, SparseRow
 from specdec.sampling.sparse import pack
@@ -18,16 +17,11 @@ from target_service.rounds import Outcome, Round, check_draft
 from target_service.verifier import Verifier
 from tests.pairwise import parametrize_pairwise
 from tests.specdec.engine.paged import random_tree
-from tests.target_service.test_native_verifier import both, edits, masked, shapes, shares, state_of
+from tests.target_service.test_native_verifier import both, check_logprobs, edits, masked, shapes, shares, state_of
 
 RULES = list(Rule)
 
-
-@pytest.fixture(autouse=True, scope="module")
-def kernels() -> library.NativeLibrary:
-    loaded = library.load()
-    assert loaded is not None, "the kernels did not compile: the tests need a C++ compiler"
-    return loaded
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def parents_of(count: int, seed: int) -> list[int]:
@@ -103,11 +97,7 @@ def test_rounds_are_decided_as_torch_decides_them(size: int, chosen: list[Any], 
         )
         assert str(here.error) == str(there.error)
         check_path(r, here)
-        assert len(here.logprobs) == (0 if r.logprobs is None or here.error else len(here.token_ids))
-        assert [p.token.token_id for p in here.logprobs] == list(here.token_ids[: len(here.logprobs)])
-        for x, y in zip(here.logprobs, there.logprobs, strict=here.error is None):
-            assert [t.token_id for t in (x.token, *x.top)] == [t.token_id for t in (y.token, *y.top)]
-            assert [t.logprob for t in (x.token, *x.top)] == pytest.approx([t.logprob for t in (y.token, *y.top)])
+        check_logprobs(r, here, there)
 
 
 def check_path(r: Round, outcome: Outcome) -> None:

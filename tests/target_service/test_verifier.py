@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,7 @@ V, PROMPT = 48, [3, 1, 4]
 VERIFIER = Verifier()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread", "kernels")
 
 
 @pytest.fixture(autouse=True, params=["native", "torch"])
@@ -43,8 +38,6 @@ def verifier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Every test holds for the kernels and for the rules on tensors."""
     if request.param == "torch":
         monkeypatch.setattr(library, "load", lambda: None)
-    else:
-        assert library.load() is not None, "the kernels did not compile: the tests need a C++ compiler"
     monkeypatch.setattr(sys.modules[__name__], "VERIFIER", Verifier())
 
 

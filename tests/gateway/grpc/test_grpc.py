@@ -35,12 +35,6 @@ from tests.until import until
 GREEDY = types_pb2.SamplingParams(temperature=0)
 
 
-@pytest.fixture
-async def stub(stand):
-    async with open_channel(f"127.0.0.1:{stand.gateway.grpc_port}") as channel:
-        yield pb_grpc.GenerationServiceStub(channel)
-
-
 def request_of(**changes):
     given = {"token_ids": types_pb2.TokenIds(ids=[5, 6]), "sampling": GREEDY, "max_tokens": 12} | changes
     return pb.GenerateRequest(**given)

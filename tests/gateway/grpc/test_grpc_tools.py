@@ -5,9 +5,7 @@ import json
 import grpc
 import pytest
 
-from specdec.rpc.channel import open_channel
 from specdec.v1 import generation_service_pb2 as pb
-from specdec.v1 import generation_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2
 from tests.gateway.rest.test_tools import ANSWER, BOTH, QUESTION, TOOLS, folder, stand
 from tests.gateway.text.formats import ARGUMENTS
@@ -22,12 +20,6 @@ GIVEN = [
 ]
 USER = pb.ChatMessage(**QUESTION[0])
 TOOL_CALLS, STOP = types_pb2.FINISH_REASON_TOOL_CALLS, types_pb2.FINISH_REASON_STOP
-
-
-@pytest.fixture
-async def stub(stand):
-    async with open_channel(f"127.0.0.1:{stand.gateway.grpc_port}") as channel:
-        yield pb_grpc.GenerationServiceStub(channel)
 
 
 async def ask(stub, messages=(USER,), n=1, **chat):

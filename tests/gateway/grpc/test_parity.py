@@ -5,19 +5,11 @@ import json
 import grpc
 import pytest
 
-from specdec.rpc.channel import open_channel
 from specdec.v1 import generation_service_pb2 as pb
-from specdec.v1 import generation_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2
 
 GREEDY = types_pb2.SamplingParams(temperature=0)
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The quick"}]
-
-
-@pytest.fixture
-async def stub(stand):
-    async with open_channel(f"127.0.0.1:{stand.gateway.grpc_port}") as channel:
-        yield pb_grpc.GenerationServiceStub(channel)
 
 
 async def ask(stub, **fields):

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 from transformers import LlamaForCausalLM
 
 from tests.specdec.heads import checkpoints as files
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def alone(one_thread: None) -> None:
+    pass
 
 
 class Target(NamedTuple):

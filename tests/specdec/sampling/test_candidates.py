@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.engine.native import library
+from specdec.engine.native.library import NativeLibrary
 from specdec.engine.native.sampling import likeliest
 from specdec.params import SamplingParams
 from specdec.rules import Rule
@@ -67,9 +67,9 @@ def test_they_are_what_the_formulas_say(params: dict[str, Any]) -> None:
     st.integers(1, 12),
     st.integers(0, 10**6),
 )
-def test_the_kernels_find_what_tensors_find(size: int, kinds: Any, count: int, seed: int) -> None:
-    kernels = library.load()
-    assert kernels is not None, "the kernels did not compile: the tests need a C++ compiler"
+def test_the_kernels_find_what_tensors_find(
+    kernels: NativeLibrary, size: int, kinds: Any, count: int, seed: int
+) -> None:
     logits = torch.randn(3 * len(kinds), size, generator=torch.Generator().manual_seed(seed)) * 3
     states = [state_of(size, seed + i, params) for i, (params, _) in enumerate(kinds)]
     rows = Rows.along(states, [[4, 5]] * len(kinds), [[-1, -1]] * len(kinds))
@@ -82,9 +82,7 @@ def test_the_kernels_find_what_tensors_find(size: int, kinds: Any, count: int, s
     assert torch.equal(torch.tensor(native_ids)[there], ids[there])
 
 
-def test_a_row_without_tokens_has_no_candidates() -> None:
-    kernels = library.load()
-    assert kernels is not None
+def test_a_row_without_tokens_has_no_candidates(kernels: NativeLibrary) -> None:
     logits = torch.full((1, 8), -torch.inf)
     rows = Rows.after([state_of(8, 1, {"temperature": 1.0})])
     assert likeliest(kernels, logits, rows, [Rule.COUPLED], 3) == ([[0, 0, 0]], [[-float("inf")] * 3])

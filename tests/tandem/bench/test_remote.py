@@ -1,7 +1,6 @@
 """``tandem bench --url``: our own server over both of its APIs, and a stranger's."""
 
 import json
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
@@ -15,6 +14,7 @@ from tandem.bench.answers import collect
 from tandem.bench.remote import connect
 from tandem.cli import main as cli
 from tests.e2e.servers import Stack, fake_draft, fake_target
+from tests.http_server import serving
 
 TINY = ["--num-prompts", "1", "--max-tokens", "12", "--prompt-tokens", "8", "--fixed-draft-length"]
 
@@ -50,12 +50,8 @@ class Stranger(BaseHTTPRequestHandler):
 @pytest.fixture
 def stranger() -> Iterator[str]:
     Stranger.bodies = []
-    with ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Stranger)) as url:
+        yield url
 
 
 async def test_a_stranger_is_asked_in_plain_openai(stranger: str) -> None:

@@ -1,7 +1,6 @@
 """The command line's REST client against a small real server."""
 
 import json
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -10,6 +9,7 @@ import pytest
 from specdec.errors import InvalidRequest, NotFound, Unavailable
 from tandem.cli import main as cli
 from tandem.rest_client import RestClient
+from tests.http_server import serving
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -45,12 +45,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as address:
+        yield address
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])

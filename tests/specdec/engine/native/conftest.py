@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from transformers import (
     LlamaConfig,
@@ -19,7 +18,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from specdec.engine.native import library
 from specdec.engine.plan import BatchPlan
 
 MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
@@ -48,13 +46,6 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32, "attention_bias": True}),
 }
-
-
-@pytest.fixture(scope="session")
-def native() -> library.NativeLibrary:
-    loaded = library.load()
-    assert loaded is not None, "the kernels did not compile: the tests need a C++ compiler"
-    return loaded
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:

@@ -10,7 +10,7 @@ from specdec.engine.native.attention import paged_attention, write_kv
 from specdec.engine.plan import BatchPlan
 from tests.specdec.engine.native.conftest import make_plan
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @dataclass

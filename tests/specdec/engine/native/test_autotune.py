@@ -18,10 +18,10 @@ _IN_FEATURES = 320
 
 
 @pytest.fixture
-def library(native: NativeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NativeLibrary:
+def library(kernels: NativeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NativeLibrary:
     """The kernels, loaded from a folder of their own; three rounds are measured."""
     monkeypatch.setattr(autotune, "SECONDS", 0.0)
-    return NativeLibrary(Path(shutil.copy(native.path, tmp_path)))
+    return NativeLibrary(Path(shutil.copy(kernels.path, tmp_path)))
 
 
 def _weights(library: NativeLibrary, num_bytes: int, dtype: torch.dtype = torch.float32) -> tuple[Memory, WeightRun]:

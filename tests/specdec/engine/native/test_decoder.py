@@ -15,7 +15,7 @@ from specdec.engine.native.linears import NativeLinear, quantise_linears
 from specdec.errors import InvalidRequest
 from tests.specdec.engine.native.conftest import MODELS, make_caches, make_model, make_plan, windows_of
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 BLOCK = 8
 

@@ -10,7 +10,6 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.native.autotune import DISTANCES, Prefetch
-from specdec.engine.native.library import NativeLibrary
 from specdec.engine.native.linears import Int8Linear, NativeLinear, pack_linears, quantise_linears
 
 #: In, out: single panels, partial panels, odd depths, more than one sub-sum, a stride the caches dislike, and more than
@@ -20,7 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 #: Of activations and of weights.
 KINDS = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.int8), (torch.bfloat16, torch.int8)]
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def _pack(
@@ -203,8 +202,7 @@ def test_several_threads_run_their_own_models() -> None:
     assert not failures
 
 
-def test_the_numbers_of_threads_may_change_from_call_to_call(native: NativeLibrary) -> None:
-    del native
+def test_the_numbers_of_threads_may_change_from_call_to_call() -> None:
     _, packed = _pack((40, 200), torch.float32)
     x = torch.randn(3, 40)
     wanted = packed(x)

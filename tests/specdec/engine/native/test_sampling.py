@@ -19,7 +19,7 @@ from specdec.sampling.state import SamplingState
 from tests.specdec.engine.native.drafted_rows import draft_rows
 from tests.specdec.sampling.parameter_values import edits_of, shapes
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 PROMPT = [1, 2, 3, 2, 5]
 OUTPUT = [7, 8, 7, 2]

@@ -13,7 +13,7 @@ from specdec.engine.native.linears import quantise_linears
 from tests.specdec.engine.native.conftest import MODELS, make_model, make_plan
 from tests.specdec.engine.native.test_decoder import BLOCK, Runner, _ids
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 #: All that a model with three layers has, one of them twice.
 LAYERS = (0, 1, 2, 3, -1, 1)

@@ -9,7 +9,7 @@ from specdec.engine.native.attention import paged_attention, write_kv
 from tests.pairwise import parametrize_pairwise
 from tests.specdec.engine.paged import Case, Shape, random_tree
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 SHAPES: list[list[Shape]] = [
     [(9, [-1, 0, 0, 1, 1, 2])],
