@@ -14,15 +14,15 @@ const services = new Services(element("services"), element("announcer"), { chang
 const runs = [];
 const messages = [];
 let stopper = null;
-let mostDrafted = 4;
+let offered = { methods: [], most: 4 };
 let recording = null;
 
-function addRun(k = "", rule = "") {
+function addRun(chosen = {}) {
   const number = [0, 1, 2, 3].find((each) => !runs.some((run) => run.colour === each));
   if (number === undefined) return;
   const run = new Run(element("run-template"), number, { remove: removeRun });
-  run.offer(mostDrafted);
-  run.choose(k, rule);
+  run.offer(offered.methods, offered.most);
+  run.choose(chosen);
   runs.push(run);
   element("runs").append(run.element);
   updateButtons();
@@ -114,8 +114,8 @@ function showConversation() {
 
 function showServices(answer) {
   element("model").textContent = answer.model;
-  mostDrafted = answer.num_speculative_tokens;
-  for (const run of runs) run.offer(mostDrafted);
+  offered = { methods: answer.methods, most: answer.num_speculative_tokens };
+  for (const run of runs) run.offer(offered.methods, offered.most);
 }
 
 function showFailure(error) {
@@ -132,8 +132,8 @@ async function startReplay() {
   form.elements.prompt.value = recording.request.prompt;
   for (const each of form.elements) if (!["generate", "stop"].includes(each.id)) each.disabled = true;
   services.show(recording.services);
-  for (const { k, rule } of recording.runs) addRun(k, rule);
-  for (const run of runs) run.k.disabled = run.rule.disabled = true;
+  for (const chosen of recording.runs) addRun(chosen);
+  for (const run of runs) run.method.disabled = run.k.disabled = run.rule.disabled = true;
   element("access").hidden = true;
   await generate();
 }

@@ -2,6 +2,9 @@
 
 import { TokenView, tokensOf } from "./tokens.js";
 
+const SERVERS = ["", "the server's choice"];
+const LENGTHS = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64];
+
 export class Run {
   constructor(template, number, { remove }) {
     this.element = template.content.firstElementChild.cloneNode(true);
@@ -14,6 +17,8 @@ export class Run {
     this.element.style.setProperty("--colour", `var(--run-${number})`);
     find("h2").textContent = this.name;
     find(".output").setAttribute("aria-label", `Text of ${this.name}; arrow keys move from token to token`);
+    this.method = find("[name=method]");
+    this.method.addEventListener("change", () => this.#offerLengths());
     this.k = find("[name=k]");
     this.rule = find("[name=rule]");
     this.error = find(".error");
@@ -21,21 +26,25 @@ export class Run {
     this.tokens = new TokenView(find(".output"), find(".token-details"));
     find(".remove").addEventListener("click", () => remove(this));
     find(".remove").setAttribute("aria-label", `Remove ${this.name}`);
-    this.offer(4);
   }
 
-  // The draft lengths that can be chosen, up to the server's.
-  offer(most) {
-    if (this.most === most) return;
-    this.most = most;
-    const chosen = this.k.value;
-    const options = [["", "the server's choice"], ["0", "0: speculation off"]];
-    for (let k = 1; k <= most; k += 1) options.push([String(k), String(k)]);
-    this.k.replaceChildren(...options.map(([value, text]) => new Option(text, value)));
-    this.k.value = options.some(([value]) => value === chosen) ? chosen : "";
+  // The methods that can be chosen, and the draft lengths up to the method's; `most` is that of the server's own.
+  offer(methods, most) {
+    this.most = new Map([["", most], ...methods.map((each) => [each.name, each.num_speculative_tokens])]);
+    offerOptions(this.method, [SERVERS, ...methods.map(({ name }) => [name, name])]);
+    this.#offerLengths();
   }
 
-  choose(k, rule) {
+  #offerLengths() {
+    const most = this.most.get(this.method.value);
+    const lengths = LENGTHS.filter((k) => k < most);
+    if (most) lengths.push(most);
+    offerOptions(this.k, [SERVERS, ["0", "0: speculation off"], ...lengths.map((k) => [String(k), String(k)])]);
+  }
+
+  choose({ method = "", k = "", rule = "" }) {
+    this.method.value = method;
+    this.#offerLengths();
     this.k.value = k;
     this.rule.value = rule;
   }
@@ -43,6 +52,7 @@ export class Run {
   // The fields of a request that this run chooses.
   get options() {
     const speculation = {};
+    if (this.method.value) speculation.method = this.method.value;
     if (this.k.value) speculation.num_speculative_tokens = Number(this.k.value);
     if (this.rule.value) speculation.verification = this.rule.value;
     return Object.keys(speculation).length ? { speculation } : {};
@@ -62,6 +72,7 @@ export class Run {
   // Show the events of `source`, [milliseconds, event] each; `changed` is called after every one.
   async play(source, changed) {
     this.clear();
+    this.drafted = this.method.value;
     try {
       for await (const [ms, event] of source) {
         this.#add(ms, event);
@@ -117,6 +128,7 @@ export class Run {
     if (this.rate !== null) this.#fact("tokens/s", this.rate.toFixed(0));
     const { metrics } = this;
     if (!metrics) return;
+    if (this.drafted) this.#fact("method", this.drafted);
     if (metrics.num_spec_steps) {
       this.#fact("rounds", String(metrics.num_spec_steps));
       this.#fact("acceptance length", metrics.mean_acceptance_length.toFixed(2));
@@ -134,4 +146,13 @@ export class Run {
     group.append(term, definition);
     this.facts.append(group);
   }
+}
+
+// The options of a select, as [value, text]; what is chosen stays so if it can.
+function offerOptions(select, options) {
+  const now = [...select.options].map((option) => option.value);
+  if (now.length === options.length && options.every(([value], i) => value === now[i])) return;
+  const chosen = select.value;
+  select.replaceChildren(...options.map(([value, text]) => new Option(text, value)));
+  select.value = options.some(([value]) => value === chosen) ? chosen : "";
 }

@@ -132,6 +132,31 @@ def test_runs_stand_side_by_side(stack, open_page):
     assert page.locator(".run").count() == 2
 
 
+def test_methods_stand_side_by_side(stack, open_page):
+    page = open_page(stack.base_url)
+    for _ in range(2):
+        page.click("#add")
+    runs = [page.locator(".run").nth(number) for number in range(3)]
+    for run, method in zip(runs, ("draft_model", "ngram", "suffix+draft_model"), strict=True):
+        run.locator("[name=method]").select_option(method)
+    lengths = [run.locator("[name=k] option").last.get_attribute("value") for run in runs]
+    assert lengths == ["4", "32", "32"]
+    runs[2].locator("[name=k]").select_option("16")
+    page.fill("#prompt", "class Stack:\n    def push(self):\n" * 3)
+    page.fill("[name=temperature]", "0.5")
+    generate(page)
+    for run in runs[1:]:
+        assert "the same as Run A" in run.locator(".facts").inner_text()
+    assert "method\nngram" in runs[1].locator(".facts").inner_text()
+    origins = [
+        {name: run.locator(f".output .token.{name}").count() > 0 for name in ("draft", "lookup")} for run in runs[:2]
+    ]
+    assert origins == [{"draft": True, "lookup": False}, {"draft": False, "lookup": True}]
+    assert runs[2].locator("[name=k]").input_value() == "16"
+    runs[2].locator("[name=method]").select_option("draft_model")
+    assert runs[2].locator("[name=k]").input_value() == ""  # no length of this method
+
+
 def test_a_chat_goes_on(stack, open_page):
     page = open_page(stack.base_url)
     page.check("[value=chat]")
@@ -202,6 +227,7 @@ def test_the_keyboard_is_enough(stack, open_page):
         "alternatives",
         "generate",
         "add",
+        "method",
         "k",
         "rule",
     ]
@@ -255,9 +281,12 @@ def test_replay_needs_no_model(stack, open_page):
     page.goto(f"{stack.base_url}/?replay")
     expect(page.locator("#banner")).to_contain_text("No model runs")
     wait_for_end(page)
-    assert page.locator(".run").count() == 2
-    assert page.locator(".output .token.draft").count() > 10
-    assert "the same as Run A" in page.locator(".facts").nth(1).inner_text()
+    assert page.locator(".run").count() == 3
+    assert page.locator(".run").first.locator(".output .token.draft").count() > 10
+    assert page.locator(".run").nth(1).locator("[name=method]").input_value() == "ngram"
+    assert "method\nngram" in page.locator(".facts").nth(1).inner_text()
+    for other in (1, 2):
+        assert "the same as Run A" in page.locator(".facts").nth(other).inner_text()
     assert not any("/v1/" in url or url.endswith("/services") for url in asked)
     generate(page)  # again
 
@@ -285,11 +314,11 @@ def test_hostile_text_stays_text(stack, open_page):
         "request": {"prompt": HOSTILE[1]},
         "services": {
             "model": HOSTILE[0], "num_speculative_tokens": 4, "num_running": 0, "num_waiting": 0,
-            "lookups": [HOSTILE[0]],
+            "lookups": [HOSTILE[0]], "methods": [{"name": HOSTILE[0], "num_speculative_tokens": 4}],
             "targets": [{"name": HOSTILE[1], "status": "down", "reason": HOSTILE[0], "num_sessions": 0, "kv_use": 0}],
             "drafts": [],
         },
-        "runs": [{"k": "", "rule": "", "events": [[1, event]]}],
+        "runs": [{"method": HOSTILE[0], "k": "", "rule": "", "events": [[1, event]]}],
     }  # fmt: skip
     page = open_page("about:blank")
     dialogs = []
@@ -379,7 +408,8 @@ def test_recording_and_screenshot(stack, open_page, request):
     page = open_page(stack.base_url)
     page.set_viewport_size({"width": 1000, "height": 900})
     page.click("#add")
-    page.locator(".run").nth(1).locator("[name=k]").select_option("0")
+    for run, method in enumerate(("draft_model", "ngram")):
+        page.locator(".run").nth(run).locator("[name=method]").select_option(method)
     page.fill("[name=max_tokens]", "64")
     for _ in range(2):  # the first run after a start is slower
         generate(page)

@@ -1,4 +1,4 @@
-"""Records what the page replays: the real events of two runs of one prompt, with speculation and without."""
+"""Records what the page replays: the real events of runs of one prompt, by two methods and without speculation."""
 
 import json
 import time
@@ -9,13 +9,15 @@ import httpx
 
 RECORDING = Path(__file__).parents[2] / "gateway/playground/recording.json"
 PROMPT = "def fibonacci(n):\n"
-RUNS = (("", ""), ("0", ""))
+NUM_TOKENS = 96
+#: Method and drafted tokens a round, as the page has them.
+RUNS = (("draft_model", ""), ("ngram", ""), ("", "0"))
 
 
 def record(base_url: str) -> dict:
     """The recording of a gateway."""
     with httpx.Client(base_url=base_url, timeout=120) as http:
-        runs = [{"k": k, "rule": rule, "events": events(http, k)} for k, rule in RUNS]
+        runs = [{"method": method, "k": k, "rule": "", "events": events(http, method, k)} for method, k in RUNS]
         services = http.get("/services").json()
     about = (
         f"Recorded on {datetime.now(UTC):%Y-%m-%d} with the bundled pair on two CPU cores, and played again in its own"
@@ -24,12 +26,12 @@ def record(base_url: str) -> dict:
     return {"about": about, "request": {"prompt": PROMPT}, "services": services, "runs": runs}
 
 
-def events(http: httpx.Client, k: str) -> list:
+def events(http: httpx.Client, method: str, k: str) -> list:
     """The events of one run: [milliseconds, event]."""
-    speculation = {"speculation": {"num_speculative_tokens": int(k)}} if k else {}
+    speculation = ({"method": method} if method else {}) | ({"num_speculative_tokens": int(k)} if k else {})
     body = {
-        "prompt": PROMPT, "max_tokens": 96, "temperature": 0, "logprobs": 2, "stream": True,
-        "return_token_metrics": True, **speculation,
+        "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": 2, "stream": True,
+        "return_token_metrics": True, "speculation": speculation,
     }  # fmt: skip
     http.post("/v1/completions", json={**body, "stream": False})  # the first one after a start is slower
     began, result = time.monotonic(), []
@@ -46,5 +48,6 @@ def save(recording: dict) -> None:
     runs = []
     for run in recording["runs"]:
         lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in run["events"])
-        runs.append(f'{{"k": {json.dumps(run["k"])}, "rule": {json.dumps(run["rule"])}, "events": [\n{lines}\n]}}')
+        chosen = json.dumps({name: value for name, value in run.items() if name != "events"})
+        runs.append(f'{chosen[:-1]}, "events": [\n{lines}\n]}}')
     RECORDING.write_text(json.dumps(head)[:-1] + ', "runs": [\n' + ",\n".join(runs) + "\n]}\n")
