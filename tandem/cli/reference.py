@@ -48,8 +48,9 @@ def table_of(name: str) -> str:
 
 
 def _command_table(name: str) -> str:
-    """The flags of a command, but those that ``serve`` has as well, with the same meaning."""
+    """The flags of a command, but those that ``serve`` or ``speculative_config`` has as well, with the same meaning."""
     known = set() if name == "serve" else {(flag.dest, flag.help) for _, flag in _flags("serve")}
+    known |= {(key, each.text) for key, each in options_of(SpeculativeSettings).items()}
     rows: list[Sequence[str]] = []
     for title, flags in groupby(_flags(name), lambda pair: pair[0]):
         new = [flag for _, flag in flags if (flag.dest, flag.help) not in known]
@@ -101,12 +102,15 @@ def _arguments() -> str:
 
 
 def _metrics_table() -> str:
+    """The metrics; those with one meaning, Tandem's name and vLLM's, share a row."""
     metrics = Generation(Router()).metrics
-    rows = []
+    names: dict[tuple[str, str], list[str]] = {}
     for family in metrics.registry.collect():
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels: Sequence[str] = metrics.labels.get(family.name, getattr(family, "_labelnames", ()))
-        rows.append((_code([f"{name}{{{','.join(labels)}}}" if labels else name]), family.type, family.documentation))
+        shown = f"{name}{{{','.join(labels)}}}" if labels else name
+        names.setdefault((family.type, family.documentation), []).append(shown)
+    rows = [(_code(sorted(same)), *meaning) for meaning, same in names.items()]
     return _table(("metric", "type", "meaning"), sorted(rows))
 
 
