@@ -54,6 +54,8 @@ class SharedLengthPacer:
 class SharedLengthPace:
     """A session of a :class:`SharedLengthPacer`."""
 
+    speedup: Final = 1.0
+
     def __init__(self, target: SharedLengthPacer, limit: int) -> None:
         self.k = 0
         self._target, self._limit = target, limit

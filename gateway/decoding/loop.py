@@ -262,7 +262,8 @@ class Decoding:
         match = self._lookup.find(self._state.num_remaining - 1, only_long=self._draft.k > 0)
         if match is None:
             return False
-        num_tokens, waits = self._lookup_pace.num_draft_tokens(match)
+        speedup = self._pace.speedup if self._draft.k else 1.0
+        num_tokens, waits = self._lookup_pace.num_draft_tokens(match, speedup)
         if not num_tokens:
             return False
         proposal = Proposal(0, len(self._state), match.token_ids[:num_tokens])

@@ -8,6 +8,7 @@ by its rows, whose price the times of steps tell, and by its messages.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Final
 
 from gateway.pacing.match_acceptance import MatchAcceptance
@@ -18,6 +19,8 @@ from specdec.types import RoundTimings, Verdict
 #: Nanoseconds that the messages of a round take from the decoding of tokens. With 0 and with 1.2 ms eight sessions of
 #: prose reach 0.97 and 1.00 of plain decoding, with this 1.10 (suffix and n-gram, medians of four windows each).
 ROUND_NS: Final = 400_000
+#: What it takes besides where the target waits for a session that is alone: 0.9 ms in all between two steps.
+WAIT_NS: Final = 500_000
 
 
 class LookupPacer:
@@ -47,17 +50,18 @@ class LookupPacer:
         """Whether the latest step had one session: then a round costs least if the target waits for it."""
         return self._step.batch_sessions <= 1
 
-    def prices(self, num_tokens: int) -> list[float]:
-        """Tokens that all sessions lose by rounds of 0, 1, … ``num_tokens`` drafted ones."""
+    def prices(self, num_tokens: int) -> Iterator[float]:
+        """Tokens that all sessions lose by rounds of 0, 1, … ``num_tokens`` drafted ones; each takes microseconds."""
         sessions, rows, context = self._step.batch_sessions, self._step.batch_rows, self._step.batch_context
+        if not sessions:
+            yield from [0.0] * (num_tokens + 1)
+            return
+        round_ns = ROUND_NS + WAIT_NS * self.is_alone
+        yield round_ns * sessions / max(self._step.forward_ns + self._step.verify_ns, 1)
         step_ns = self._cost.predict(sessions, sessions, context)
-        if not step_ns:
-            return [0.0] * (num_tokens + 1)
-        before_ns = self._cost.predict(rows, sessions, context) - ROUND_NS
-        return [
-            (self._cost.predict(rows + count, sessions, context) - before_ns) * sessions / step_ns
-            for count in range(num_tokens + 1)
-        ]
+        before_ns = self._cost.predict(rows, sessions, context) - round_ns
+        for count in range(1, num_tokens + 1):
+            yield (self._cost.predict(rows + count, sessions, context) - before_ns) * sessions / step_ns
 
 
 class LookupPace:
@@ -89,19 +93,24 @@ class LookupPace:
         num_right = next((i for i, (found, token) in enumerate(pairs) if found != token), len(pairs))
         self._acceptance.observe(match.length, len(pairs), num_right)
 
-    def num_draft_tokens(self, match: Match) -> tuple[int, bool]:
-        """How many tokens of a match to draft, zero included, and whether the target is to wait for the next round."""
+    def num_draft_tokens(self, match: Match, speedup: float) -> tuple[int, bool]:
+        """How many tokens of a match to draft, zero included, and whether the target is to wait for the next round.
+
+        ``speedup``: speed over plain decoding of the draft's rounds, which this one takes the place of; 1: none are.
+        """
         self._match = match
         count = len(match.token_ids)
         if self._is_fixed:
             return count, True
-        first, following = self._acceptance.rates(match.length)
-        best, gain, expected = 0, 0.0, 0.0
-        survival = first
-        for num_tokens, price in enumerate(self._pacer.prices(count)[1:], 1):
-            expected += survival
-            net = expected - price
-            if net > gain:
-                best, gain = num_tokens, net
+        survival, following = self._acceptance.rates(match.length)
+        best, gain, tokens = 0, 0.0, 1.0
+        most = 1.0 + survival / (1.0 - following)  # what rounds of any length bring
+        for num_tokens, price in enumerate(self._pacer.prices(count)):
+            cost = speedup * (1.0 + price)
+            if tokens - cost > gain:
+                best, gain = num_tokens, tokens - cost
+            if most - cost <= gain:
+                break  # longer rounds cost more
+            tokens += survival
             survival *= following
         return best, self._pacer.is_alone

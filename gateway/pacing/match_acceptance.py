@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Final, Self
 
-from gateway.pacing.text_acceptance import FIRST_GUESS, HALF_LIFE
+from gateway.pacing.text_acceptance import HALF_LIFE
 
-#: What is assumed, or known of other texts, weighs like so many matches: three wrong ones end a text's lookups.
+#: What is assumed, or known of other texts, weighs like so many matches: two wrong ones end a text's lookups.
 PRIOR_WEIGHT: Final = 2.0
+#: Acceptance rates of what was never seen.
+FIRST_GUESS: Final = 0.5
 
 _FADE: Final = 0.5 ** (1.0 / HALF_LIFE)
 
@@ -47,10 +49,15 @@ class MatchAcceptance:
             self._prior.observe(length, num_tokens, num_right)
 
     def rates(self, length: int) -> tuple[float, float]:
-        """Of the first token after such a match, and of each further one after a right one."""
-        first, following = (FIRST_GUESS, FIRST_GUESS) if self._prior is None else self._prior.rates(length)
-        rates = self._rates[length.bit_length()]
-        return (
-            (rates.first_right + PRIOR_WEIGHT * first) / (rates.first_tried + PRIOR_WEIGHT),
-            (rates.next_right + PRIOR_WEIGHT * following) / (rates.next_tried + PRIOR_WEIGHT),
-        )
+        """Of the first token after such a match, and of each further one after a right one.
+
+        Without a prior matches are assumed to be as right as shorter ones: what is wrong is not tried at every length.
+        """
+        bits, first, following = length.bit_length(), FIRST_GUESS, FIRST_GUESS
+        if self._prior is not None:
+            first, following = self._prior.rates(length)
+        for known in (bits,) if self._prior is not None else range(bits + 1):
+            if (rates := self._rates.get(known)) is not None:
+                first = (rates.first_right + PRIOR_WEIGHT * first) / (rates.first_tried + PRIOR_WEIGHT)
+                following = (rates.next_right + PRIOR_WEIGHT * following) / (rates.next_tried + PRIOR_WEIGHT)
+        return first, following

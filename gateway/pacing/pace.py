@@ -8,7 +8,7 @@ it is for, nor on anything drawn with them.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from gateway.pacing.stats import PacingStats
 from specdec.types import Verdict
@@ -20,6 +20,11 @@ class Pace(Protocol):
     @property
     def k(self) -> int:
         """Drafted tokens last asked for; 0: the target decodes in multi-step."""
+        ...
+
+    @property
+    def speedup(self) -> float:
+        """Expected speed of such rounds over plain decoding; 1 where they are not known to be faster."""
         ...
 
     def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
@@ -58,6 +63,8 @@ class Pacer(Protocol):
 
 class FixedPace:
     """As many drafted tokens as allowed, in every round."""
+
+    speedup: Final = 1.0
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -37,6 +37,10 @@ class RoundTimes:
         #: Of a round without drafted tokens, by the assumed slope.
         self._round: deque[float] = deque(maxlen=MEMORY)
         self.plain_at_ns = self.round_at_ns = 0
+        #: Time of a plain token; 0: unknown.
+        self.plain_ns = 0.0
+        #: Of a round without drafted tokens, in plain tokens.
+        self._round_cost = FIRST_ROUND
         #: Whether the latest window that was measured was one of rounds.
         self._was_rounds = False
         self._clear()
@@ -51,27 +55,13 @@ class RoundTimes:
         """Whether there are windows of both modes enough."""
         return len(self._plain) == len(self._round) == MEMORY
 
-    @property
-    def plain_ns(self) -> float:
-        """Time of a plain token."""
-        return median(self._plain) if self._plain else 0.0
-
     def round_cost(self, k: int) -> float:
         """Time of a round with ``k`` drafted tokens asked for, in plain tokens."""
         return self._round_cost * (1.0 + TOKEN * k)
 
-    @property
-    def _round_cost(self) -> float:
-        """Of a round without drafted tokens."""
-        if self._round and self._plain:
-            # Of fewer than three rounds' windows the best counts: the first rounds of a text open its draft's session.
-            round_ns = median(self._round) if len(self._round) == MEMORY else min(self._round)
-            return round_ns / median(self._plain)
-        return FIRST_ROUND
-
-    def record(self, num_sessions: int, cycle_ns: int, num_tokens: int, num_asked: int, now_ns: int) -> None:
+    def record(self, num_sessions: int, cycle_ns: int, num_tokens: int, num_asked: int, now_ns: int) -> bool:
         """One of ``num_sessions`` took ``cycle_ns`` for a round with ``num_asked`` drafted tokens, or for
-        ``num_tokens`` plain ones.
+        ``num_tokens`` plain ones. Return whether a window is over.
         """
         self._ns += cycle_ns
         self._num_verdicts += 1
@@ -89,6 +79,7 @@ class RoundTimes:
             is_over = self._num_verdicts >= 2 * WINDOW_VERDICTS * num_sessions
         if is_over:
             self._close(now_ns)
+        return is_over
 
     def _close(self, now_ns: int) -> None:
         share, known_ns = self._round_ns / self._ns, self.plain_ns
@@ -100,6 +91,11 @@ class RoundTimes:
             rounds_ns = max(self._ns - self._num_plain * known_ns, 0.5 * self._ns)
             self._round.append(rounds_ns / (self._num_rounds + TOKEN * self._num_asked))
             self.round_at_ns, self._was_rounds = now_ns, True
+        self.plain_ns = median(self._plain) if self._plain else 0.0
+        if self._round and self._plain:
+            # Of fewer than three rounds' windows the best counts: the first rounds of a text open its draft's session.
+            round_ns = median(self._round) if len(self._round) == MEMORY else min(self._round)
+            self._round_cost = round_ns / self.plain_ns
         self._clear()
 
     def _clear(self) -> None:

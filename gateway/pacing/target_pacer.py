@@ -68,6 +68,8 @@ class DrafterPacer:
         #: Of each recent text its best speedup, and the cost of such a round in plain tokens.
         self._prospects: list[tuple[float, float]] = []
         self._compared: tuple[RoundTimes, int] | None = None
+        #: Counts what may change the choice of sessions that decode plainly.
+        self.num_changes = 0
         self._trial_begin_ns = self._trial_end_ns = 0
         #: Nanoseconds that trials have lost beyond the allowed share of the time.
         self._debt_ns = 0.0
@@ -101,6 +103,12 @@ class DrafterPacer:
                 gain -= min(num_remaining * (1.0 / speedup - 1.0), SURPRISE * cost / (1.0 - speedup))
         return gain > 0.0
 
+    def record(self, cycle_ns: int, num_tokens: int, num_asked: int, now_ns: int) -> None:
+        """A session took ``cycle_ns`` for a round with ``num_asked`` drafted tokens, or for ``num_tokens`` others."""
+        if self.times.record(self.num_sessions, cycle_ns, num_tokens, num_asked, now_ns):
+            self.num_changes += 1
+            self._update_trial(now_ns)
+
     def compare_texts(self, limit: int, now_ns: int) -> None:
         """Check the recent texts at the present load, once a window."""
         times = self.times
@@ -119,7 +127,7 @@ class DrafterPacer:
                 good.append(text)
         self.usual = TextAcceptance.pooled(good or self._recent).rates(MAX_SPECULATIVE_TOKENS)
 
-    def update_trial(self, now_ns: int) -> None:
+    def _update_trial(self, now_ns: int) -> None:
         """Begin a trial that is due, end one that is over."""
         times = self.times
         if self.trial is not None:
@@ -155,18 +163,23 @@ class SessionPace:
 
     def __init__(self, drafter: DrafterPacer, limit: int) -> None:
         self.k = 0
+        self.speedup = 1.0
         self._limit = limit
         self._drafter = drafter
         self._acceptance = TextAcceptance()
         self._last_ns: int | None = None
         self._is_open = True
+        #: Those of the drafter when this session last chose.
+        self._num_changes = -1
         drafter.num_sessions += 1
         drafter.target.num_sessions += 1
 
     def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
         """See :class:`~gateway.pacing.pace.Pace`."""
         limit = max(0, min(self._limit, num_remaining - 1))
-        self.k = self._choose(limit, num_remaining, now_ns) if limit else 0
+        if self.k or self._num_changes != self._drafter.num_changes:
+            self._num_changes, self.speedup = self._drafter.num_changes, 1.0
+            self.k = self._choose(limit, num_remaining, now_ns) if limit else 0
         return self.k
 
     def record(self, verdict: Verdict, num_asked: int, now_ns: int, *, tree_depth: int | None = None) -> None:
@@ -184,7 +197,7 @@ class SessionPace:
         last_ns, self._last_ns = self._last_ns, now_ns
         if last_ns is None or not num_tokens:
             return
-        drafter.times.record(drafter.num_sessions, now_ns - last_ns, num_tokens, num_asked, now_ns)
+        drafter.record(now_ns - last_ns, num_tokens, num_asked, now_ns)
         if self._limit:
             drafter.book(now_ns - last_ns, self._trial_loss_ns(num_tokens, num_asked))
 
@@ -201,7 +214,6 @@ class SessionPace:
 
     def _choose(self, limit: int, num_remaining: int, now_ns: int) -> int:
         drafter = self._drafter
-        drafter.update_trial(now_ns)
         if drafter.trial is Mode.PLAIN or not drafter.times.is_measured:
             return 0
         is_tree = drafter.tree_depth is not None  # the draft keeps trees as low as the rest of the request is short
@@ -214,6 +226,7 @@ class SessionPace:
         best = max(range(1, len(speedups)), key=speedups.__getitem__)
         if speedups[best] <= 1.0 or not (self.k or drafter.may_start(num_remaining)):
             return 0
+        self.speedup = speedups[best]
         return self._limit if is_tree else best
 
     def _speedups(self, limit: int) -> list[float]:

@@ -49,7 +49,7 @@ class Whim(LookupPace):
     def record(self, verdict):
         pass
 
-    def num_draft_tokens(self, match):
+    def num_draft_tokens(self, match, speedup):
         return self.random.choice((0, 1, 3, len(match.token_ids))), self.random.random() < 0.5
 
 
@@ -164,7 +164,7 @@ async def test_past_outputs_are_drafts_for_the_same_key_only():
 @pytest.mark.parametrize(("step", "reason"), [(1, PlainReason.NO_PROPOSAL), (0, PlainReason.PACING)])
 async def test_why_nothing_was_speculated(step, reason):
     class Never(LookupPace):
-        def num_draft_tokens(self, match):
+        def num_draft_tokens(self, match, speedup):
             return 0, False
 
     context = context_of([FakeTarget(next_token=lambda context, *_: 8 + step * len(context))], lookup=("ngram",))

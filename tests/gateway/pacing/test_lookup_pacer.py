@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gateway.pacing.lookup_pacer import ROUND_NS, LookupPace, LookupPacer
+from gateway.pacing.lookup_pacer import ROUND_NS, WAIT_NS, LookupPace, LookupPacer
 from gateway.pacing.match_acceptance import MatchAcceptance
 from specdec.lookup.base import Match
 from specdec.lookup.prediction import PredictionLookup
@@ -29,7 +29,7 @@ def steps(pacer, sessions, *, row_ms, fixed_ms=1.0, count=200):
 
 def show(pace, *, right, length, num_tokens=8):
     """A match is found, and so many of its tokens are what comes next; what the pace would have drafted."""
-    num_drafted, _ = pace.num_draft_tokens(Match((5,) * num_tokens, length))
+    num_drafted, _ = pace.num_draft_tokens(Match((5,) * num_tokens, length), 1.0)
     pace.record(Verdict(1, 10, (*(5,) * right, 6)))
     return num_drafted
 
@@ -40,10 +40,10 @@ def test_acceptance_is_learned_from_what_was_not_drafted():
         acceptance.observe(9, 4, 3)
         acceptance.observe(2, 1, 0)
     first, following = acceptance.rates(12)
-    assert first > 0.95
+    assert first > 0.94
     assert following == pytest.approx(2 / 3, abs=0.05)
     assert acceptance.rates(3)[0] < 0.05
-    assert acceptance.rates(40) == MatchAcceptance().rates(40)
+    assert acceptance.rates(40) == pytest.approx(acceptance.rates(12)), "never seen: like shorter ones"
 
 
 def test_a_text_begins_with_what_is_known_of_others():
@@ -82,14 +82,16 @@ def test_long_matches_are_drafted_and_short_ones_are_not_at_the_same_time():
 
 def test_the_price_is_that_of_rows_and_messages():
     pacer = LookupPacer()
-    assert pacer.prices(16)[8] == 0.0  # of a target that was never seen
+    assert list(pacer.prices(16))[8] == 0.0  # of a target that was never seen
     steps(pacer, 8, row_ms=0.1)
     step_ms = 1.0 + 0.1 * 8
-    assert pacer.prices(16)[0] == pytest.approx(0.4 * 8 / step_ms, rel=0.1)
-    assert pacer.prices(16)[16] - pacer.prices(16)[0] == pytest.approx(1.6 * 8 / step_ms, rel=0.25)
+    pacer.record(plain_step(8, step_ms))
+    prices = list(pacer.prices(16))
+    assert prices[0] == pytest.approx(0.4 * 8 / step_ms, rel=0.1)
+    assert prices[16] - prices[0] == pytest.approx(1.6 * 8 / step_ms, rel=0.25)
     alone = LookupPacer()
     steps(alone, 1, row_ms=0.1)
-    assert alone.prices(16)[16] < pacer.prices(16)[16] / 2
+    assert list(alone.prices(16))[16] < prices[16] / 2
 
 
 def test_methods_are_measured_apart():
@@ -106,45 +108,63 @@ def test_methods_are_measured_apart():
 def test_the_target_waits_for_the_next_round_of_a_session_alone(sessions):
     pacer = LookupPacer()
     steps(pacer, sessions, row_ms=0.01)
-    _, waits = LookupPace(pacer).num_draft_tokens(Match((5,) * 8, 20))
+    _, waits = LookupPace(pacer).num_draft_tokens(Match((5,) * 8, 20), 1.0)
     assert waits is (sessions == 1)
 
 
 def test_a_fixed_length_is_what_was_found():
-    assert LookupPace(LookupPacer(), is_fixed=True).num_draft_tokens(Match((1, 2, 3), 1)) == (3, True)
+    assert LookupPace(LookupPacer(), is_fixed=True).num_draft_tokens(Match((1, 2, 3), 1), 1.0) == (3, True)
 
 
-def decode(text, prediction, *, row_ms):
-    """Tokens that were drafted and rejected, and the time as a multiple of plain decoding's."""
+def decode(text, prediction, *, row_ms, speedup=1.0, told=None):
+    """Tokens that were drafted and rejected, and the time as a multiple of that without a prediction: plain decoding,
+    or rounds of a draft with three tokens each that are ``speedup`` times as fast. ``told``: the pace hears another.
+    """
     pacer = LookupPacer()
     steps(pacer, 1, row_ms=row_ms)
     pace, lookup = LookupPace(pacer, is_predicted=True), PredictionLookup(prediction)
     state = lookup.open(SessionSpec(session_id="s", token_ids=(1,), prompt_len=1, params=SamplingParams()))
-    at, num_rejected, spent_ms = 0, 0, 0.0
+    at, num_rejected, spent_ms, token_ms = 0, 0, 0.0, 1.0 + row_ms
     while at < len(text):
         state.ingest(state.num_pending)
         match = lookup.look_up(state, 32)
-        count, _ = pace.num_draft_tokens(match)
+        count, _ = pace.num_draft_tokens(match, told or speedup)
         pairs = zip(match.token_ids[:count], text[at:], strict=False)
         num_right = next((i for i, (drafted, token) in enumerate(pairs) if drafted != token), count)
-        committed = tuple(text[at : at + num_right + 1])
+        committed = tuple(text[at : at + (num_right + 1 if count or speedup == 1.0 else 3)])
         step_ms = 1.0 + row_ms * (1 + count)
         timings = RoundTimings(forward_ns=int(step_ms * MS), batch_sessions=1, batch_rows=1 + count)
         pace.record(Verdict(1, 10, committed, timings=timings))
         state.replace(len(state.token_ids), committed)
         at += len(committed)
         num_rejected += count - num_right
-        spent_ms += step_ms + (ROUND_NS / MS if count else 0.0)
-    return num_rejected, spent_ms / ((1.0 + row_ms) * len(text))
+        spent_ms += step_ms + (ROUND_NS + WAIT_NS) / MS if count else len(committed) * token_ms / speedup
+    return num_rejected, spent_ms * speedup / (token_ms * len(text))
+
+
+def wrong_predictions():
+    """A text, and predictions that are wrong: another text, and this one with one or two wrong tokens after each."""
+    source = random.Random(0)
+    text, other, third = ([source.randrange(4000) for _ in range(1000)] for _ in range(3))
+    return text, [other, *([token for tokens in zip(*mixed, strict=True) for token in tokens]
+                           for mixed in ((text, other), (text, other, third)))]  # fmt: skip
 
 
 @pytest.mark.parametrize("row_ms", [0.005, 0.1])
-def test_a_wrong_prediction_costs_a_few_rounds(row_ms):
-    source = random.Random(0)
-    text, other = ([source.randrange(4000) for _ in range(1000)] for _ in range(2))
-    wrong_between = [token for pair in zip(text, other, strict=True) for token in pair]
-    for prediction in (other, wrong_between):
-        num_rejected, slowdown = decode(text, prediction, row_ms=row_ms)
-        assert num_rejected <= 100
+@pytest.mark.parametrize("speedup", [1.0, 1.4])
+def test_a_wrong_prediction_costs_a_few_rounds(row_ms, speedup):
+    text, predictions = wrong_predictions()
+    for prediction in predictions:
+        num_rejected, slowdown = decode(text, prediction, row_ms=row_ms, speedup=speedup)
+        assert num_rejected <= 30
         assert slowdown <= 1.01
-    assert decode(text, text, row_ms=row_ms)[1] < 0.3
+    assert decode(text, text, row_ms=row_ms, speedup=speedup)[1] < 0.45
+
+
+def test_a_prediction_that_is_compared_with_plain_decoding_slows_a_draft_down():
+    """The twin that must fail: two of three tokens of a prediction are right, which brings less than a draft does."""
+    source = random.Random(0)
+    text = [source.randrange(4000) for _ in range(1000)]
+    prediction = [token for i in range(0, 1000, 2) for token in (*text[i : i + 2], source.randrange(4000))]
+    assert decode(text, prediction, row_ms=0.005, speedup=1.4)[1] <= 1.01
+    assert decode(text, prediction, row_ms=0.005, speedup=1.4, told=1.0)[1] > 1.2

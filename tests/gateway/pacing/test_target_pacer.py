@@ -127,9 +127,8 @@ def test_easy_after_hard_and_hard_after_easy():
         speeds = [simulation.run(3.0) / reference.run(3.0) for _ in range(8)]
         hard += speeds[2::2]
         easy += speeds[1::2]
-    assert min(hard) > 0.85  # 0.90, 0.91, 0.87
-    assert sum(hard) > 0.95 * len(hard)  # 0.97, 0.97, 0.95
-    assert sum(easy) > 1.2 * len(easy)  # 1.27, 1.29, 1.31
+    assert sum(hard) > 0.9 * len(hard)  # 0.92, 0.93, 0.94: they begin as easy ones ended
+    assert sum(easy) > 1.35 * len(easy)  # 1.52, 1.49, 1.43
 
 
 def test_pauses_between_requests_do_not_start_the_search_anew():
@@ -238,20 +237,20 @@ def test_drafters_are_measured_apart():
     pacer = TargetPacer()
 
     def length(drafter, num_accepted):
-        """The length that a third text gets after two whose rounds had so many accepted tokens."""
+        """The mean length in a third text after two whose rounds had so many accepted tokens."""
         now = 0
         for _ in range(3):
-            pace = pacer.session(4, drafter)
+            pace, lengths = pacer.session(4, drafter), []
             for _ in range(200):
-                now += 10 * MS
-                k = pace.num_draft_tokens(1000, now)
-                pace.record(verdict(min(k, num_accepted), k), k, now)
+                lengths.append(pace.num_draft_tokens(1000, now))
+                now += (10 + 2 * lengths[-1]) * MS
+                pace.record(verdict(min(lengths[-1], num_accepted), lengths[-1]), lengths[-1], now)
             pace.leave()
-        return k
+        return sum(lengths) / len(lengths)
 
-    assert length("bad", 0) == 0
-    assert length("good", 4) == 4
-    assert length("bad", 0) == 0
+    assert length("bad", 0) < 0.5
+    assert length("good", 4) > 3.5
+    assert length("bad", 0) < 0.5
     sessions = [pacer.session(4, drafter) for drafter in ("bad", "good", "good", "good")]
     assert (pacer.num_sessions, pacer.of("bad").num_sessions, pacer.of("good").num_sessions) == (4, 1, 3)
     for session in sessions:
