@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
 
 from specdec.errors import InvalidRequest, Overloaded, Unavailable
 from specdec.structured_outputs import StructuredOutputsParams
-from target_service.grammar.bounds import LIMITS, MAX_COMPILE_S, MAX_TEXT_BYTES, STACK_BYTES
+from target_service.grammar.bounds import LIMITS, MAX_TEXT_BYTES, STACK_BYTES
 from target_service.grammar.grammar import Grammar
 from target_service.grammar.guard import CompileGuard
 from target_service.grammar.language import grammar_of, refusal
@@ -21,13 +22,20 @@ from target_service.grammar.tokenizer import TokenizerText
 
 #: Grammars kept; one of a nested schema takes 0.3 MB.
 _NUM_KEPT: Final = 32
+#: Refusals kept; one takes 0.6 KB.
+_NUM_REFUSALS: Final = 1024
+#: New grammars made at once.
+_MAX_AT_ONCE: Final = 4
 _CLOSED: Final = "the target is shutting down; use another replica"
+
+_Result = TypeVar("_Result")
 
 
 class GrammarCompiler:
     """Makes the grammars of sessions, one at a time, in a thread with a large stack.
 
-    Another process compiles each new one first, and is ended where that takes too long: no thread could be.
+    Another process compiles each new one first, and is ended where that takes too long: no thread could be. One that
+    was refused is refused again without another look, until newer refusals take its place.
     """
 
     def __init__(self, read_tokenizer: Callable[[], TokenizerText | None], max_waiting: int = 256) -> None:
@@ -42,6 +50,9 @@ class GrammarCompiler:
         #: Starts with the first grammar.
         self.guard: CompileGuard | None = None
         self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
+        #: The reason, by the digest of the parameters.
+        self._refusals: OrderedDict[bytes, str] = OrderedDict()
+        self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
         self._max_waiting = max_waiting
         self._num_waiting = 0
         self._is_closed = False
@@ -62,21 +73,45 @@ class GrammarCompiler:
             raise Overloaded(f"{self._num_waiting} requests wait for their grammars; try again later")
         if params.num_bytes > MAX_TEXT_BYTES:
             raise refusal(params.kind, f"it has {params.num_bytes} bytes, above {MAX_TEXT_BYTES}; shorten it")
-        if self._thread is None:
-            self._thread = _thread_with_stack(STACK_BYTES)
-        loop = asyncio.get_running_loop()
-        grammar = ""
         self._num_waiting += 1
         try:
-            if params not in self._compiled:
-                guard, grammar = await loop.run_in_executor(self._thread, self._prepare, params)
-                if not await guard.compiles(grammar):
-                    raise refusal(params.kind, f"it takes more than {MAX_COMPILE_S} s to compile; simplify it")
-                if self._is_closed:
-                    raise Unavailable(_CLOSED)
-            return await loop.run_in_executor(self._thread, self._compile, params, grammar, output)
+            if (matcher := self._compiled.get(params)) is None:
+                async with self._slots:
+                    matcher = await self._make(params)
+            self._compiled.move_to_end(params)
+            return await self._in_thread(self._read, params, matcher, output)
         finally:
             self._num_waiting -= 1
+
+    async def _make(self, params: StructuredOutputsParams) -> LLMatcher:
+        """The grammar before it has read anything; kept, as is why it is refused."""
+        digest = hashlib.sha256(repr(params).encode()).digest()
+        if (reason := self._refusals.get(digest)) is not None:
+            self._refusals.move_to_end(digest)
+            raise InvalidRequest(reason, param="structured_outputs")
+        if (matcher := self._compiled.get(params)) is not None:  # made while this one waited
+            return matcher
+        try:
+            guard, grammar = await self._in_thread(self._prepare, params)
+            if reason := await guard.refusal(grammar):
+                raise refusal(params.kind, reason)
+            matcher = await self._in_thread(self._compile, params, grammar)
+        except InvalidRequest as error:
+            self._refusals[digest] = str(error)
+            if len(self._refusals) > _NUM_REFUSALS:
+                self._refusals.popitem(last=False)
+            raise
+        self._compiled[params] = matcher
+        if len(self._compiled) > _NUM_KEPT:
+            self._compiled.popitem(last=False)
+        return matcher
+
+    async def _in_thread(self, call: Callable[..., _Result], *args: Any) -> _Result:
+        if self._is_closed:
+            raise Unavailable(_CLOSED)
+        if self._thread is None:
+            self._thread = _thread_with_stack(STACK_BYTES)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
     def close(self) -> None:
         """Compile no more; the thread ends once nobody waits for it."""
@@ -106,25 +141,19 @@ class GrammarCompiler:
         if self.guard is not None:
             self.guard.close()
 
-    def _compile(self, params: StructuredOutputsParams, grammar: str, output: Sequence[int]) -> Grammar:
+    def _compile(self, params: StructuredOutputsParams, grammar: str) -> LLMatcher:
         assert self._tokenizer is not None
-        matcher = self._matcher(params, grammar, self._tokenizer).deep_copy()
-        if output and not matcher.consume_tokens(list(output)):
-            raise refusal(params.kind, "the tokens generated so far do not fit it")
-        return Grammar(matcher, (self._tokenizer.vocab_size + 31) // 32)
-
-    def _matcher(self, params: StructuredOutputsParams, grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
-        """``grammar``: that of the parameters; empty where it was compiled already when this began."""
-        if (matcher := self._compiled.get(params)) is not None:
-            self._compiled.move_to_end(params)
-            return matcher
-        matcher = LLMatcher(tokenizer, grammar or grammar_of(params), log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise refusal(params.kind, matcher.get_error())
-        self._compiled[params] = matcher
-        if len(self._compiled) > _NUM_KEPT:
-            self._compiled.popitem(last=False)
         return matcher
+
+    def _read(self, params: StructuredOutputsParams, matcher: LLMatcher, output: Sequence[int]) -> Grammar:
+        assert self._tokenizer is not None
+        own = matcher.deep_copy()
+        if output and not own.consume_tokens(list(output)):
+            raise refusal(params.kind, "the tokens generated so far do not fit it")
+        return Grammar(own, (self._tokenizer.vocab_size + 31) // 32)
 
 
 def _thread_with_stack(num_bytes: int) -> ThreadPoolExecutor:

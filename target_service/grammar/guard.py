@@ -1,21 +1,36 @@
-"""Finds grammars that take too long to compile: a thread that compiles one cannot be ended, a process can."""
+"""Finds grammars that take too long to compile, or end a process: a thread cannot be ended, a process can."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-from typing import Final
+from contextlib import suppress
 
 from specdec.errors import Unavailable
-from target_service.grammar.guard_process import COMPILED
+from target_service.grammar.bounds import MAX_COMPILE_S
 from target_service.grammar.tokenizer import TokenizerText
 
-#: Grammars that are compiled at once.
-_MAX_AT_ONCE: Final = 4
+
+def refusal_of(code: int) -> str:
+    """Why a grammar is refused if the process that compiled it ended with ``code``: an exit status, or the negative
+    number of a signal. Empty for 0.
+
+    Raises:
+        Unavailable: it was killed, which may not be due to the grammar.
+    """
+    if code == 0:
+        return ""
+    if code == -signal.SIGPROF:
+        return f"it takes more than {MAX_COMPILE_S} s to compile; simplify it"
+    if code == -signal.SIGKILL:
+        raise Unavailable("the process that compiled the grammar was killed; memory may be short; try again")
+    how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+    return f"it ends the process that compiles it ({how}); simplify it"
 
 
 class CompileGuard:
@@ -23,7 +38,6 @@ class CompileGuard:
 
     def __init__(self, tokenizer: TokenizerText) -> None:
         """Start the process and send it the tokenizer: a second where the vocabulary is large."""
-        self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
         self._requests, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -35,28 +49,25 @@ class CompileGuard:
         with self._process.stdin as file:
             file.write(json.dumps([tokenizer.json, tokenizer.eos_token_ids]).encode())
 
-    async def compiles(self, grammar: str) -> bool:
-        """Whether a grammar compiles, or shows an error, within its CPU seconds.
+    async def refusal(self, grammar: str) -> str:
+        """Why a grammar must not be compiled; empty where it compiles, or shows an error, within its bounds.
 
         Raises:
-            Unavailable: the process has ended.
+            Unavailable: the process has ended, or what compiled the grammar was killed.
         """
         loop = asyncio.get_running_loop()
-        async with self._slots:
-            ours, theirs = socket.socketpair()
-            with ours:
-                try:
-                    with theirs:
-                        socket.send_fds(self._requests, [b"\0"], [theirs.fileno()])
-                    ours.setblocking(False)
-                    await loop.sock_sendall(ours, grammar.encode())
-                    ours.shutdown(socket.SHUT_WR)
-                    answer = await loop.sock_recv(ours, 1)
-                except OSError:
-                    answer = b""
-        if not answer and self.has_ended:
+        ours, theirs = socket.socketpair()
+        answer = b""
+        with ours, suppress(OSError):
+            with theirs:
+                socket.send_fds(self._requests, [b"\0"], [theirs.fileno()])
+            ours.setblocking(False)
+            await loop.sock_sendall(ours, grammar.encode())
+            ours.shutdown(socket.SHUT_WR)
+            answer = await loop.sock_recv(ours, 1)
+        if not answer:
             raise Unavailable("the process that checks grammars has ended; try again")
-        return answer == COMPILED
+        return refusal_of(int.from_bytes(answer, signed=True))
 
     @property
     def has_ended(self) -> bool:

@@ -1,24 +1,24 @@
 """The process that compiles grammars first, each in a copy of itself that the kernel ends after its CPU seconds.
 
 Started by :class:`target_service.grammar.guard.CompileGuard` with the number of a socket. Standard input has the
-tokenizer; each message of the socket brings another socket, from which the copy reads a grammar.
+tokenizer; each message of the socket brings another socket, from which a copy reads a grammar. The answer is one byte:
+how the copy ended, as a return code of :mod:`subprocess`, modulo 256.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import selectors
 import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 
 from llguidance import LLMatcher, LLTokenizer
 
 from target_service.grammar.bounds import LIMITS, MAX_COMPILE_S, STACK_BYTES
-
-#: The answer to a grammar that was compiled, or has an error; without it the connection ends.
-COMPILED = b"+"
 
 
 def main() -> None:
@@ -26,29 +26,57 @@ def main() -> None:
     text, eos_token_ids = json.load(sys.stdin)
     tokenizer = LLTokenizer(text, eos_token=eos_token_ids or None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the target, which drains
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     threading.stack_size(STACK_BYTES)
-    with socket.socket(fileno=int(sys.argv[1])) as requests:
+    connections: dict[int, socket.socket] = {}
+    endings, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake.fileno())
+    with socket.socket(fileno=int(sys.argv[1])) as requests, selectors.DefaultSelector() as selector:
+        selector.register(requests, selectors.EVENT_READ)
+        selector.register(endings, selectors.EVENT_READ)
         while True:
-            _, descriptors, _, _ = socket.recv_fds(requests, 1, 1)
-            if not descriptors:
-                return
-            with socket.socket(fileno=descriptors[0]) as connection:
-                if os.fork() == 0:
-                    try:
-                        _compile(tokenizer, connection)
-                    finally:
-                        os._exit(0)
+            ready = {key.fileobj for key, _ in selector.select()}
+            if requests in ready:
+                _, descriptors, _, _ = socket.recv_fds(requests, 1, 1)
+                if not descriptors:
+                    return
+                connection = socket.socket(fileno=descriptors[0])
+                pid = os.fork()
+                if pid == 0:
+                    os._exit(_compile(tokenizer, connection))
+                connections[pid] = connection
+            if endings in ready:
+                endings.recv(4096)
+                _answer(connections)
 
 
-def _compile(tokenizer: LLTokenizer, connection: socket.socket) -> None:
+def _answer(connections: dict[int, socket.socket]) -> None:
+    """Tell those whose copies have ended, by process id, how."""
+    while connections:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        with connections.pop(pid) as connection, suppress(OSError):  # who asked may be gone
+            connection.sendall(bytes([os.waitstatus_to_exitcode(status) % 256]))
+
+
+def _compile(tokenizer: LLTokenizer, connection: socket.socket) -> int:
+    """The exit status: 0 where the grammar was compiled, or has an error."""
+    signal.set_wakeup_fd(-1)
     signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_S)
-    with connection.makefile("r", encoding="utf-8") as file:
-        grammar = file.read()
-    thread = threading.Thread(target=LLMatcher, args=(tokenizer, grammar), kwargs={"log_level": 0, "limits": LIMITS})
+    status = 1
+
+    def compile_grammar() -> None:
+        nonlocal status
+        with connection.makefile("r", encoding="utf-8") as file:
+            LLMatcher(tokenizer, file.read(), log_level=0, limits=LIMITS)
+        status = 0
+
+    thread = threading.Thread(target=compile_grammar)
     thread.start()
     thread.join()
-    connection.sendall(COMPILED)
+    return status
 
 
 if __name__ == "__main__":

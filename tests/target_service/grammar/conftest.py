@@ -23,10 +23,23 @@ def tokenizer():
 
 
 @pytest.fixture(scope="session")
-def compiler():
-    compiler = GrammarCompiler(partial(read_tokenizer, ModelSettings(model=str(MODEL)), INFO))
-    yield compiler
-    compiler.close()
+def make_compiler():
+    """Makes compilers that are closed in the end."""
+    made = []
+
+    def make():
+        made.append(GrammarCompiler(partial(read_tokenizer, ModelSettings(model=str(MODEL)), INFO)))
+        return made[-1]
+
+    yield make
+    for compiler in made:
+        compiler.close()
+
+
+@pytest.fixture(scope="session")
+def compiler(make_compiler):
+    """One for all tests."""
+    return make_compiler()
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,15 @@
 
 import asyncio
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 from specdec.errors import InvalidRequest, Overloaded, Unavailable
@@ -13,14 +19,18 @@ from specdec.structured_outputs import StructuredOutputsParams
 from specdec.types import FinishReason, ModelInfo
 from target_service.grammar.bounds import MAX_TEXT_BYTES
 from target_service.grammar.compiler import GrammarCompiler
+from target_service.grammar.guard import refusal_of
 from target_service.grammar.tokenizer import read_tokenizer
 from target_service.stop_criteria import Truncation
+from tests.until import until
 
 TAG = {
     "type": "structural_tag",
     "structures": [{"begin": "<f>", "schema": {"type": "object", "required": ["a"]}, "end": "</f>"}],
     "triggers": ["<f"],
 }
+#: Takes more than ten seconds to compile.
+SLOW = {"grammar": 'start: %json {"multipleOf": 19999993}'}
 #: Each kind, texts that are complete, and texts that no completion makes right.
 LANGUAGES = [
     ({"json": {"type": "array", "items": {"enum": [1, "a"]}}}, ['[1, "a"]', "[]"], ["{", "[2", "[[", '["b']),
@@ -186,7 +196,7 @@ async def test_grammars_that_take_too_long_are_refused(compiler):
     """Each takes 10 seconds to minutes. Others compile meanwhile, and afterwards."""
     primes = [n for n in range(2, 110) if all(n % divisor for divisor in range(2, n))]
     hostile = [
-        {"grammar": 'start: %json {"multipleOf": 19999993}'},
+        SLOW,
         {"grammar": "start: A\nA: " + " & ".join(f"/(a{{{n}}})*/" for n in primes)},
         {"json": {"$ref": "#/$defs/q/anyOf/0", "$defs": {
             "q": {"anyOf": [{"pattern": "ab", "$ref": "#/$defs/1"}]},
@@ -206,9 +216,64 @@ async def test_the_process_that_checks_grammars_is_replaced(compiler):
     killed = compiler.guard
     killed.close()
     with pytest.raises(Unavailable, match="process that checks grammars"):
-        await killed.compiles('start: "a"')
+        await killed.refusal('start: "a"')
     await compiler.compile(StructuredOutputsParams(choice=["two"]))
     assert compiler.guard is not killed
+
+
+async def test_a_refused_grammar_is_not_compiled_again(make_compiler, monkeypatch):
+    """What was refused is so where nothing is left that could compile it, until newer refusals take its place."""
+    monkeypatch.setattr("target_service.grammar.compiler._NUM_REFUSALS", 2)
+    compiler = make_compiler()
+
+    async def refuse(regex):
+        with pytest.raises(InvalidRequest, match="unclosed") as refused:
+            await compiler.compile(StructuredOutputsParams(regex=regex))
+        return str(refused.value)
+
+    reasons = [await refuse("(1"), await refuse("(2")]
+    guard = compiler.guard
+    guard.close()
+    assert [await refuse("(1"), await refuse("(2")] == reasons
+    assert compiler.guard is guard
+    await refuse("(3")
+    guard = compiler.guard
+    assert await refuse("(2") == reasons[1]
+    guard.close()
+    assert await refuse("(1") == reasons[0]
+    assert compiler.guard is not guard
+
+
+async def test_the_process_that_checks_grammars_tells_what_ended_a_compilation(tokenizer):
+    """The copy of itself waits for the end of its grammar, until it is ended."""
+    requests, theirs = socket.socketpair()
+    with requests, theirs:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "target_service.grammar.guard_process", str(theirs.fileno()),
+            stdin=subprocess.PIPE, pass_fds=[theirs.fileno()],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )  # fmt: skip
+        process.stdin.write(json.dumps([tokenizer.to_str(), [0]]).encode())
+        process.stdin.close()
+        for number in (signal.SIGSEGV, signal.SIGPROF, signal.SIGKILL):
+            connection, other = socket.socketpair()
+            with connection:
+                with other:
+                    socket.send_fds(requests, [b"\0"], [other.fileno()])
+                await until(psutil.Process(process.pid).children)
+                psutil.Process(process.pid).children()[0].send_signal(number)
+                connection.setblocking(False)
+                assert await asyncio.get_running_loop().sock_recv(connection, 1) == bytes([256 - number])
+    assert await process.wait() == 0
+
+
+def test_why_a_grammar_is_refused_that_ends_its_process():
+    assert refusal_of(0) == ""
+    assert "more than 1.0 s" in refusal_of(-signal.SIGPROF)
+    assert "(SIGSEGV)" in refusal_of(-signal.SIGSEGV)
+    assert "(exit status 1)" in refusal_of(1)
+    with pytest.raises(Unavailable, match="killed"):  # perhaps not because of the grammar
+        refusal_of(-signal.SIGKILL)
 
 
 def test_hostile_grammars_cost_little(compile_grammar, tokenizer):
