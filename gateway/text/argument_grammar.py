@@ -43,8 +43,7 @@ class ArgumentGrammar:
         """
         form, schema, literal = self.format, self.tool.parameters, self.lark.literal
         properties: Mapping[str, Any] = schema.get("properties") or {}
-        given = schema.get("required") or []
-        required = set(map(str, given)) if isinstance(given, list) else {"required"}
+        required = set(schema.get("required") or ())
         if unknown := sorted(schema.keys() - _KNOWN) or sorted(required - properties.keys()):
             self._refuse(f"say {unknown[0]}")
         name, last = literal(self.tool.name), len(properties) - 1

@@ -152,7 +152,10 @@ def resolve(schema: Any, whole: Any) -> Any:
 
 
 def _check_properties(name: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse what is looked into to read arguments."""
+    """Refuse what is looked into to read or to write arguments."""
+    required = parameters.get("required") or []
+    if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+        raise _refusal(f"gives {name} the value {quote(required)} of required; give a list of names")
     properties = parameters.get("properties") or {}
     if not isinstance(properties, Mapping):
         raise _refusal(f"gives {name} properties that are no object; give a JSON schema for each name")
