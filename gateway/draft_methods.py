@@ -41,11 +41,18 @@ class DraftMethods:
         self._router = router
         self._settings = settings
         self._lookups = usable_lookups()
+        k = settings.num_speculative_tokens
+        self._own = DraftMethod(None, k, k)
 
     @property
     def offered(self) -> dict[str, DraftMethod]:
         """All that can be named, by their names; the gateway's own comes first."""
-        return self._of(self._router.draft_methods)
+        services = self._router.draft_methods
+        result = self._of(services)
+        own = "+".join((*self._settings.lookup, *services))
+        if result and own and len(services) <= 1 and not self._is_waiting:
+            return {own: self._own} | {name: method for name, method in result.items() if name != own}
+        return result
 
     def choose(self, name: str) -> DraftMethod:
         """The method of this name; empty: what the gateway is configured with.
@@ -67,29 +74,23 @@ class DraftMethods:
         )
 
     @property
-    def _own(self) -> DraftMethod:
-        k = self._settings.num_speculative_tokens
-        return DraftMethod(None, k, k)
-
-    @property
     def _is_waiting(self) -> bool:
         """Whether a draft service has not said yet what it drafts by."""
         replicas = self._router.drafts.replicas
         return any(replica.info is None for replica in replicas) or (bool(self._settings.drafts) and not replicas)
 
     def _of(self, drafting: Iterable[str]) -> dict[str, DraftMethod]:
-        """Those of draft services that draft by these methods, of lookups and of pairs."""
-        k, lookups, result = self._settings.num_speculative_tokens, self._lookups, {}
+        """Those of draft services that draft by these methods, lookups and pairs."""
+        k, lookups = self._settings.num_speculative_tokens, self._lookups
         if not k or self._settings.has_engines:
             return {}
+        result: dict[str, DraftMethod] = {}
         more = max(k, NUM_LOOKED_UP_TOKENS)
         services = [method for method in drafting if method not in (*LOOKUP_METHODS, "none")]
-        if len(services) <= 1 and (own := "+".join((*self._settings.lookup, *services))):
-            result[own] = self._own
         for service in services:
-            result.setdefault(service, DraftMethod(Drafters((), service), k, 0))
+            result[service] = DraftMethod(Drafters((), service), k, 0)
         for lookup in lookups:
-            result.setdefault(lookup, DraftMethod(Drafters((lookup,), None), more, more))
+            result[lookup] = DraftMethod(Drafters((lookup,), None), more, more)
         for lookup in lookups:
             for service in services:
                 if service in METHODS:  # no pair itself

@@ -1,9 +1,12 @@
 """The drafting method of a request: what is offered, that it drafts, and that losing it costs speed only."""
 
+import asyncio
+
 import grpc
 import httpx
 import pytest
 
+from gateway.decoding.drafters import Drafters
 from gateway.generation import Generation
 from gateway.routing import Replica
 from gateway.types import GenerationRequest
@@ -100,6 +103,28 @@ async def test_lengths(two_drafts, backends, make_generation):
     await generate(generation, "ngram", SamplingParams(temperature=0.0, max_tokens=10))
     assert target.specs[-1].num_speculative_tokens == 9
     assert max(spec.num_speculative_tokens for draft in two_drafts for spec in draft.specs) == 4
+
+
+async def test_the_servers_own_is_named_by_all_that_drafts_there(two_drafts, make_generation):
+    """Alone, its parts are what their names say."""
+    two_drafts.pop()
+    generation = make_generation(lookup=("ngram",))
+    wanted = {
+        "ngram+draft_model": None,
+        "ngram": Drafters(("ngram",), None),
+        "draft_model": Drafters((), "draft_model"),
+    }
+    for name, drafters in wanted.items():
+        assert generation.draft_methods.choose(name).drafters == drafters
+    (replica,) = generation.router.drafts.replicas
+    replica.info = None  # one that has not answered may draft by anything
+    assert generation.draft_methods.choose("ngram").drafters == Drafters(("ngram",), None)
+
+
+async def test_requests_that_need_a_lookup_first_at_once_share_it(make_generation):
+    generation = make_generation()
+    await asyncio.gather(*(generate(generation, "suffix") for _ in range(3)))
+    assert generation.context.lookups["suffix"].past.of("").cache.size.num_requests == 3
 
 
 async def test_suffix_is_made_when_it_is_needed_and_remembers_by_key(make_generation):
