@@ -26,7 +26,7 @@ from gateway.routing import Router
 from specdec.flags import Parser, default_text, flag_of
 from specdec.params import MAX_INT32, Parameter, parameters
 from specdec.settings import SpeculativeSettings
-from specdec.settings.option import options_of
+from specdec.settings.option import groups_of, options_of
 from tandem.cli.main import COMMANDS
 from tandem.cli.services import SERVICES
 from tandem.speculative_config import OLDER_NAMES
@@ -77,14 +77,15 @@ def _flags(name: str) -> Iterator[tuple[str, argparse.Action]]:
 
 def _config_table() -> str:
     older = {key: flag_of(name) for name, key in OLDER_NAMES.items()}
+    options = options_of(SpeculativeSettings)
     rows = [
         (
             _code([name]),
-            each.text + _choices(each.choices),
-            _code([default_text(each.default)]),
+            options[name].text + _choices(options[name].choices),
+            _code([default_text(options[name].default)]),
             _code([older.get(name)]),
         )
-        for name, each in options_of(SpeculativeSettings).items()
+        for name in chain.from_iterable(groups_of(SpeculativeSettings).values())
     ]
     return _table(("key", "meaning", "default", "older flag"), rows)
 
@@ -135,12 +136,13 @@ def _json(default: object) -> str | None:
 
 
 def _unsupported_table() -> str:
-    """The fields of REST bodies that are ignored or refused, by endpoint."""
+    """The fields of REST bodies that are ignored or refused, by endpoint; those with the same fate share a row."""
     bodies: dict[str, type[Body]] = {"completions": CompletionBody, "chat": ChatBody, "responses": ResponseBody}
     found = {name: dict(_unsupported(body)) for name, body in bodies.items()}
-    fields = sorted(set(chain.from_iterable(found.values())))
-    rows = [(_code([field]), *(found[name].get(field, "") for name in bodies)) for field in fields]
-    return _table(("field", *bodies), rows)
+    fields: dict[tuple[str, ...], list[str]] = {}
+    for field in sorted(set(chain.from_iterable(found.values()))):
+        fields.setdefault(tuple(found[name].get(field, "") for name in bodies), []).append(field)
+    return _table(("fields", *bodies), [(_code(same), *fates) for fates, same in fields.items()])
 
 
 def _unsupported(body: type[Body]) -> Iterator[tuple[str, str]]:
