@@ -50,16 +50,18 @@ async def _hold(server: Server, data: bytes, outcomes: Outcomes, *, local: tuple
 
 async def _half_open_calls(server: Server, outcomes: Outcomes) -> None:
     """1,024 calls on one connection that send no message."""
+    await _calls(server, outcomes, 1024, lambda channel: channel.stream_stream(GENERATE)())
+
+
+async def _calls(server: Server, outcomes: Outcomes, count: int, begin: Callable[[Any], Any]) -> None:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
-        stubs: Any = channel
 
         async def call() -> None:
             outcomes["open"] += 1
-            answer = stubs.stream_stream(GENERATE)()
-            outcomes[(await answer.code()).name] += 1
+            outcomes[(await begin(channel).code()).name] += 1
             outcomes["open"] -= 1
 
-        await asyncio.gather(*(call() for _ in range(1024)))
+        await asyncio.gather(*(call() for _ in range(count)))
 
 
 def _connections(count: int, data: bytes) -> Callable[[Server, Outcomes], Coroutine[Any, Any, None]]:
@@ -178,19 +180,8 @@ def _never_reading(count: int) -> Callable[[Server, Outcomes], Coroutine[Any, An
 
 async def _never_reading_calls(server: Server, outcomes: Outcomes) -> None:
     """The same over gRPC: 60 calls on one connection."""
-    request = pb.GenerateRequest(
-        text="def", max_tokens=1900, ignore_eos=True, logprobs=20
-    ).SerializeToString()  # fmt: skip
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
-        stubs: Any = channel
-
-        async def call() -> None:
-            outcomes["open"] += 1
-            answer = stubs.unary_stream(GENERATE)(request)
-            outcomes[(await answer.code()).name] += 1
-            outcomes["open"] -= 1
-
-        await asyncio.gather(*(call() for _ in range(60)))
+    request = pb.GenerateRequest(text="def", max_tokens=1900, ignore_eos=True, logprobs=20).SerializeToString()
+    await _calls(server, outcomes, 60, lambda channel: channel.unary_stream(GENERATE)(request))
 
 
 def _crowd(count: int, **fields: Any) -> Callable[[Server, Outcomes], Coroutine[Any, Any, None]]:
