@@ -98,49 +98,13 @@ class Gateway:
             router, settings, tokenizer, make_pacer=make_pacer, workers=self._workers, tracing=self._tracing
         )
         keys = KeyRing(settings)
-        connections = Connections(settings, max_connections=cap_connections(settings.max_connections, num_servers=2))
-        self._rest = _Uvicorn(
-            uvicorn.Config(
-                RequestIds(make_app(self.generation, keys), self.generation.request_log),
-                http=guarded_http(limited_http(settings.max_header_bytes), connections),
-                ws="none",  # by default whatever library is installed would take connections over, uncounted
-                log_config=None,  # uvicorn's own handlers go; its warnings are those of the process
-                log_level="warning",
-                access_log=False,
-                proxy_headers=bool(settings.forwarded_allow_ips),
-                forwarded_allow_ips=list(settings.forwarded_allow_ips),
-                lifespan="off",
-                backlog=BACKLOG,
-                timeout_graceful_shutdown=max(1, round(settings.drain_s)),
-                timeout_keep_alive=math.ceil(settings.keep_alive_s),
-            ),
-            settings.tls,
-        )
+        self._rest = _rest_server(settings, self.generation, keys)
+        self._rpc = _rpc_server(settings, self.generation, keys)
         self._rest_task: asyncio.Task[None] | None = None
         self._health: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
         self._check: asyncio.Task[None] | None = None
         self._heads_checked = asyncio.Event()
-        self._rpc = RpcServer(
-            ServerSettings(
-                host=settings.host,
-                port=settings.grpc_port,
-                ssl_certfile=settings.ssl_certfile,
-                ssl_keyfile=settings.ssl_keyfile,
-                ssl_ca_certs=settings.ssl_ca_certs,
-                insecure=True,  # checked by the gateway's settings
-                drain_s=settings.drain_s,
-                # What is above the limits of requests gets its own answer, with the time to wait.
-                max_message_bytes=body_limit(settings),
-                max_receiving=MAX_RECEIVING,
-                max_concurrent_rpcs=2 * (settings.max_concurrent_sequences + settings.max_queued_requests),
-                max_connections=settings.max_connections,
-                first_message_timeout_s=settings.body_timeout_s,
-                write_timeout_s=settings.write_timeout_s,
-            ),
-            enter=partial(enter_call, keys, self.generation.request_log),
-        )
-        self._rpc.add(add_to_server, GenerationServicer(self.generation), SERVICE_NAME)
         #: The bound ports.
         self.port = 0
         self.grpc_port = 0
@@ -235,6 +199,51 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> nullcontext[None]:  # type: ignore[override]
         """Leave the signals alone."""
         return nullcontext()
+
+
+def _rest_server(settings: GatewaySettings, generation: Generation, keys: KeyRing) -> _Uvicorn:
+    connections = Connections(settings, max_connections=cap_connections(settings.max_connections, num_servers=2))
+    return _Uvicorn(
+        uvicorn.Config(
+            RequestIds(make_app(generation, keys), generation.request_log),
+            http=guarded_http(limited_http(settings.max_header_bytes), connections),
+            ws="none",  # by default whatever library is installed would take connections over, uncounted
+            log_config=None,  # uvicorn's own handlers go; its warnings are those of the process
+            log_level="warning",
+            access_log=False,
+            proxy_headers=bool(settings.forwarded_allow_ips),
+            forwarded_allow_ips=list(settings.forwarded_allow_ips),
+            lifespan="off",
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+            timeout_keep_alive=math.ceil(settings.keep_alive_s),
+        ),
+        settings.tls,
+    )
+
+
+def _rpc_server(settings: GatewaySettings, generation: Generation, keys: KeyRing) -> RpcServer:
+    server = RpcServer(
+        ServerSettings(
+            host=settings.host,
+            port=settings.grpc_port,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+            ssl_ca_certs=settings.ssl_ca_certs,
+            insecure=True,  # checked by the gateway's settings
+            drain_s=settings.drain_s,
+            # What is above the limits of requests gets its own answer, with the time to wait.
+            max_message_bytes=body_limit(settings),
+            max_receiving=MAX_RECEIVING,
+            max_concurrent_rpcs=2 * (settings.max_concurrent_sequences + settings.max_queued_requests),
+            max_connections=settings.max_connections,
+            first_message_timeout_s=settings.body_timeout_s,
+            write_timeout_s=settings.write_timeout_s,
+        ),
+        enter=partial(enter_call, keys, generation.request_log),
+    )
+    server.add(add_to_server, GenerationServicer(generation), SERVICE_NAME)
+    return server
 
 
 def _listen(host: str, port: int) -> socket.socket:
