@@ -35,10 +35,6 @@ class BackgroundLoop:
         """Start a coroutine."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def call(self, function: Callable[[], object]) -> None:
-        """Call a plain function on the loop, soon."""
-        self._loop.call_soon_threadsafe(function)
-
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end.
 
