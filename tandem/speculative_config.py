@@ -11,6 +11,7 @@ from typing import Any, Final
 from specdec.errors import InvalidRequest, quote
 from specdec.methods import HEAD_METHODS, method_of
 from specdec.settings import SpeculativeSettings
+from specdec.settings.option import options_of
 from tandem.checkpoints import DRAFT, TARGET, bundled_drafter, check_pair, find_checkpoint
 
 #: Older vLLM spellings (flags and ``LLM`` arguments) and the key of ``speculative_config`` each became.
@@ -65,9 +66,12 @@ def read_speculation(
     if merged.get("model") in _NGRAM:
         del merged["model"]
         merged.setdefault("method", "ngram")
-    if merged.keys() == {"num_speculative_tokens"} and merged["num_speculative_tokens"] != 0:
+    if not merged:
+        return None
+    others = options_of(SpeculativeSettings).keys() - {"model", "method"}
+    if merged.keys() <= others and merged.get("num_speculative_tokens") != 0:
         raise InvalidRequest(
-            'num_speculative_tokens needs a drafter: give "model", or "method": "ngram"', param="num_speculative_tokens"
+            f'{", ".join(merged)} given without a drafter: give "model", or "method": "ngram"', param=next(iter(merged))
         )
     _widen_lookup(merged)
     model, method = merged.get("model"), merged.get("method")

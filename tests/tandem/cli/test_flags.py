@@ -203,7 +203,7 @@ def test_the_other_flags_reach_their_settings() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("python-12m", "--speculative-draft-tensor-parallel-size", "2"), "runs in one process"),
+        (("-sc", PAIR, "--speculative-draft-tensor-parallel-size", "2"), "runs in one process"),
         (("no-such-model",), "bundled model"),
         (("python-12m", "--model", "python-1m"), "two models"),
         (("python-12m", "--speculative-config", "{"), "not JSON"),
@@ -211,10 +211,16 @@ def test_the_other_flags_reach_their_settings() -> None:
         (("python-12m", "--speculative-config", '{"modle": "x"}'), "modle"),
         (("python-12m", "--speculative-config", '{"method": "telepathy"}'), "telepathy"),
         (("python-12m", "--speculative-config", PAIR, "--num-speculative-tokens", "3"), "given twice"),
-        (("python-12m", "--num-speculative-tokens", "3"), "needs a drafter"),
+        (("python-12m", "--num-speculative-tokens", "3"), "num_speculative_tokens given without a drafter"),
         (("python-12m", "--gpu-memory-utilization", "2"), "gpu_memory_utilization"),
         (("python-12m", "-sc", '{"method": "ngram", "num_speculative_tokens": "5"}'), "must be a whole number"),
-        (("python-12m", "-sc", '{"num_speculative_tokens": "5"}'), "needs a drafter"),
+        (("python-12m", "-sc", '{"num_speculative_tokens": "5"}'), "without a drafter"),
+        (
+            ("-sc", '{"prompt_lookup_max": 4, "num_speculative_tokens": 3}'),
+            "prompt_lookup_max, num_speculative_tokens given",
+        ),
+        (("-sc", '{"metod": "ngram"}'), "no option 'metod'; did you mean 'method'"),
+        (("-sc", "ngram"), "speculative_config is 'ngram', which is not JSON"),
         (("python-12m", "-sc", '{"method": "ngram", "prompt_lookup_max": true}'), "prompt_lookup_max is True"),
         (("python-12m", "-sc", '{"model": 5}'), "model is 5; it must be text or nothing"),
         (("python-12m", "-sc", '{"method": 5}'), "method is 5; choose one of"),
