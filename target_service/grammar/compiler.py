@@ -152,7 +152,7 @@ class GrammarCompiler:
         assert self._tokenizer is not None
         own = matcher.deep_copy()
         if output and not own.consume_tokens(list(output)):
-            raise refusal(params.kind, "the tokens generated so far do not fit it")
+            raise refusal(params.kind, f"it cannot follow the tokens generated so far: {own.get_error()}")
         return Grammar(own, (self._tokenizer.vocab_size + 31) // 32)
 
 
