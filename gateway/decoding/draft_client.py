@@ -88,7 +88,7 @@ class DraftClient:
         self._router = router
         self._state = state
         self._metrics = metrics
-        self._method = method or ""
+        self._method = method
         self._num_ahead_proposals = num_ahead_proposals
         self._timeout_s = timeout_s
         self._on_proposal = on_proposal
@@ -114,6 +114,14 @@ class DraftClient:
         """Drafted tokens asked for in the next round."""
         return 0 if self._draft is None else self._draft.k
 
+    @property
+    def method(self) -> str:
+        """The method of the draft that is asked next; empty where none can be."""
+        if self._method != "":
+            return self._method or ""
+        replica = self._router.pick_draft(self._state.session_id)
+        return "" if replica is None or replica.info is None else replica.info.method
+
     def prepare(self) -> None:
         """Open a session in the background where none is open: proposals will be asked for soon."""
         self._collect()
@@ -127,7 +135,7 @@ class DraftClient:
         elif self._draft is not None:
             spec = self._draft.states
         else:
-            spec = self._router.hidden_states_spec(self._state.session_id, self._method)
+            spec = self._router.hidden_states_spec(self._state.session_id, self._method or "")
         if spec != self._states_spec:
             self._states_spec = spec
             self._states.clear()
@@ -313,7 +321,7 @@ class DraftClient:
         while True:
             if self._num_failures:
                 await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (self._num_failures - 1), LAST_BACKOFF_S))
-            replica = self._router.pick_draft(self._state.session_id, self._method)
+            replica = self._router.pick_draft(self._state.session_id, self._method or "")
             if replica is None:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_RETRY_PAUSE_S)

@@ -178,7 +178,7 @@ class Decoding:
         target, draft = self._target, self._draft
         self._pace.leave()
         limit = 0 if draft.off else self.request.num_speculative_tokens
-        self._pace = self._context.pace(replica, limit, self._drafters.service or "")
+        self._pace = self._context.pace(replica, limit, draft.method)
         self._lookup_pace = self._context.lookup_pace(
             replica, self._drafters.lookups, is_predicted=bool(self.request.prediction)
         )

@@ -84,6 +84,24 @@ async def test_each_method_drafts(two_drafts, make_generation, name):
     assert [draft.num_opened > 0 for draft in two_drafts] == [method in parts for method in MODELS]
 
 
+async def test_pacing_is_told_what_drafts(two_drafts, make_generation):
+    """Also where a request leaves it to a gateway with drafts of several methods."""
+    generation, paced = make_generation(), []
+    pace = generation.context.pace
+    generation.context.pace = lambda replica, limit, drafter: paced.append(drafter) or pace(replica, limit, drafter)
+    opened = []
+    for number in range(6):
+        before = two_drafts[0].num_opened
+        await generate(generation, session_id=f"s{number}")  # the name decides on the draft
+        opened.append(MODELS[two_drafts[0].num_opened == before])
+    assert paced == opened
+    assert {*opened} == {*MODELS}
+    paced.clear()
+    for name in ("eagle3", "suffix+draft_model", "suffix"):
+        await generate(generation, name)
+    assert paced == ["eagle3", "draft_model", ""]
+
+
 async def test_hidden_states_are_those_of_the_method(two_drafts, backends, make_generation):
     two_drafts[1].model = info_of("eagle3", hidden_state_layers=(1, 2))
     generation = make_generation()
