@@ -45,7 +45,7 @@ def add_arguments(parser: Parser) -> None:
 
 def build_parser(prog: str = "tandem draft") -> argparse.ArgumentParser:
     """The command line of ``python -m draft_service``."""
-    parser = Parser(prog, description="Propose tokens for a target service.")
+    parser = Parser(prog, description="Run one draft service: it proposes tokens.")
     add_arguments(parser)
     return parser
 

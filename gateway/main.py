@@ -47,7 +47,7 @@ def _addresses(param: str, given: Sequence[str]) -> tuple[str, ...]:
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "tandem gateway") -> int:
     """Serve until SIGTERM; returns the exit status."""
-    parser = Parser(prog, description="Serve text from target and draft services.")
+    parser = Parser(prog, description="Run one gateway: it serves clients from targets and drafts.")
     add_arguments(parser)
     args = parser.parse_args(argv)
     try:

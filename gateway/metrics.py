@@ -42,7 +42,7 @@ class GatewayMetrics:
         self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens found in a parked cache")
         self.prefixes = self._counter(
             "prefix_sessions",
-            "Requests without a name of a session, by the parked session that they continue",
+            "Requests without a session_id, by the parked session that they continue",
             ("outcome",),
         )
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens")

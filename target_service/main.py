@@ -64,7 +64,7 @@ def settings_of(args: argparse.Namespace) -> tuple[TargetSettings, ServerSetting
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "tandem target") -> int:
     """Serve until SIGTERM; returns the exit status."""
-    parser = Parser(prog, description="Score proposals with the target model.")
+    parser = Parser(prog, description="Run one target service: it verifies proposals and owns the text.")
     add_arguments(parser)
     args = parser.parse_args(argv)
     try:

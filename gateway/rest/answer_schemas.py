@@ -318,7 +318,7 @@ class ServiceAnswer(Answer):
 
     name: str
     status: Literal["up", "down"]
-    #: Why it must not be used; empty where it may.
+    #: Why it cannot be used; empty where it can.
     reason: str
     model: str
     num_sessions: int

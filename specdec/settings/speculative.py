@@ -39,7 +39,7 @@ class SpeculativeSettings(LookupSettings):
     draft_sink_size: int = option(4, "first tokens that are read of a longer text", ge=0, only=ATTENDING_METHODS)
     draft_tensor_parallel_size: int = option(1, "processes of the draft model; only 1", flag=False)
     quantization: str | None = option("auto", "rounds the draft's weights", choices=QUANTIZATIONS, flag=False)
-    disable_by_batch_size: int | None = option(None, "no drafting while more sessions are open", ge=1, flag=False)
+    disable_by_batch_size: int | None = option(None, "no drafting while more sequences are open", ge=1, flag=False)
 
     def __post_init__(self) -> None:
         methods = _read_methods(self.method or ("draft_model" if self.model else "none"))

@@ -17,8 +17,8 @@ from tandem.cli.services import SERVICES, run_service
 COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "serve": ("tandem.cli.serve", "start target, draft and gateway on this machine"),
     "generate": ("tandem.cli.generate", "continue a prompt and stream the text"),
-    "chat": ("tandem.cli.chat", "talk to a model in the terminal"),
-    "bench": ("tandem.cli.bench", "measure plain against speculative decoding"),
+    "chat": ("tandem.cli.chat", "chat with a model in the terminal"),
+    "bench": ("tandem.cli.bench", "compare plain and speculative decoding"),
     "models": ("tandem.cli.models", "list the checkpoints on this machine"),
     "pull": ("tandem.cli.pull", "download a checkpoint from the Hugging Face hub"),
     "health": ("tandem.cli.health", "ask a running server whether it is ready"),

@@ -186,7 +186,15 @@ def _benchmarks_table() -> str:
     return _table(("command", "what it measures"), rows)
 
 
+def _commands_table() -> str:
+    return _table(
+        ("command", "what it does"),
+        [(_code([f"tandem {name}"]), text) for name, (_, text) in {**COMMANDS, **SERVICES}.items()],
+    )
+
+
 TABLES: Final[Mapping[str, Callable[[], str]]] = {
+    "commands": _commands_table,
     "speculative_config": _config_table,
     "remote_draft": _remote_draft_table,
     "LLM": _arguments,

@@ -11,9 +11,9 @@ from tandem.launcher.environment import tune_environment
 
 #: Subcommands that run one service each, with that service's own flags.
 SERVICES: Final[Mapping[str, tuple[str, str]]] = {
-    "target": ("target_service.main", "run one target service"),
-    "draft": ("draft_service.main", "run one draft service"),
-    "gateway": ("gateway.main", "run one gateway"),
+    "target": ("target_service.main", "run one target service: it verifies proposals and owns the text"),
+    "draft": ("draft_service.main", "run one draft service: it proposes tokens"),
+    "gateway": ("gateway.main", "run one gateway: it serves clients from targets and drafts"),
 }
 #: Their flags that take a checkpoint.
 _CHECKPOINT_FLAGS: Final = ("--model", "--target-model", "--tokenizer")
