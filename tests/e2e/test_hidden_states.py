@@ -212,7 +212,7 @@ async def test_every_state_is_exact(  # noqa: PLR0917
     monkeypatch.setattr(state_buffer.pieces, "__defaults__", (7 * NUM_FEATURES * 2,))
     paces = []
 
-    def pace(context, replica, limit):
+    def pace(context, replica, limit, drafter):
         paces.append(FicklePace(limit, 3 + len(paces) % 3))
         return paces[-1]
 

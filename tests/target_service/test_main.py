@@ -1,6 +1,5 @@
 """The target service as a process."""
 
-import argparse
 import json
 import signal
 import subprocess
@@ -8,6 +7,7 @@ import sys
 
 import pytest
 
+from specdec.flags import Parser
 from specdec.settings import SchedulerSettings, ServerSettings
 from target_service.main import add_arguments, main, settings_of
 
@@ -31,7 +31,7 @@ def test_a_wrong_flag_is_named(capsys):
 
 
 def test_defaults_are_those_of_the_settings():
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_arguments(parser)
     target, server = settings_of(
         parser.parse_args(["--model", "m", "--max-num-seqs", "7", "--verification", "coupled"])

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Sequence
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from specdec.errors import InvalidRequest, Unavailable
+from specdec.flags import Parser
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.structured_outputs import StructuredOutputsParams
@@ -228,7 +229,7 @@ def test_one_rule_needs_no_name() -> None:
 
 
 def test_drafters_by_name() -> None:
-    parser = ArgumentParser()
+    parser = Parser()
     command.add_arguments(parser)
 
     def named(*argv: str) -> dict[str, Deployment]:
