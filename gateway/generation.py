@@ -271,12 +271,13 @@ class Generation:
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """All samples, finished. Raises what :meth:`stream` does."""
         samples = [Sample(index) for index in range(request.params.n)]
-        prompt, request_id = PromptReport(()), ""
+        prompt, request_id, first_s = PromptReport(()), "", None
         async with aclosing(self.stream(request)) as chunks:
             async for chunk in chunks:
+                first_s = first_s or time.time()
                 samples[chunk.index].add(chunk)
                 prompt, request_id = chunk.prompt or prompt, chunk.request_id
-        return GenerationResult(request_id, prompt, samples)
+        return GenerationResult(request_id, prompt, samples, first_s)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt; raises what :func:`encode_prompt` does."""

@@ -112,10 +112,6 @@ class GatewayMetrics:
         for each in self._own:
             yield from each.collect()
 
-    def render(self) -> bytes:
-        """The metrics in Prometheus' text format."""
-        return self.render_as("")[0]
-
     def render_as(self, accept: str) -> tuple[bytes, str]:
         """The metrics in the format that an ``Accept`` header asks for, OpenMetrics or Prometheus', and its name."""
         encode: Any  # the partial function that it is takes more than its type says

@@ -203,6 +203,8 @@ class GenerationResult:
     request_id: str
     prompt: PromptReport
     samples: list[Sample]
+    #: Unix time of the first chunk; None if there was none.
+    first_chunk_s: float | None = None
 
     @property
     def usage(self) -> TokenUsage:

@@ -6,13 +6,13 @@ import asyncio
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Final, Self
 
 from gateway.acceptance_check import StartUpCheck
 from gateway.conversation import Conversation, read_conversation
-from gateway.types import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
+from gateway.types import GenerationChunk, GenerationRequest
 from specdec.errors import InvalidRequest, did_you_mean
 from specdec.params import SamplingParams
 from specdec.settings import GatewaySettings, ModelSettings, SchedulerSettings
@@ -228,19 +228,13 @@ class LLM:
         return [task.result() for task in tasks]
 
     async def _generate_one(self, request: GenerationRequest) -> RequestOutput:
-        arrived, first = time.time(), None
-        samples = [Sample(index) for index in range(request.params.n)]
-        report, request_id = PromptReport(()), ""
-        async with aclosing(self._embedded.generation.stream(request)) as chunks:
-            async for chunk in chunks:
-                first = first or time.time()
-                samples[chunk.index].add(chunk)
-                report, request_id = chunk.prompt or report, chunk.request_id
+        arrived = time.time()
+        result = await self._embedded.generation.generate(request)
         return make_output(
-            GenerationResult(request_id, report, samples),
+            result,
             request.prompt if isinstance(request.prompt, str) else None,
             self._embedded.generation.tokenizer,
-            times=(arrived, first, time.time()),
+            times=(arrived, result.first_chunk_s, time.time()),
             with_logprobs=request.params.logprobs is not None,
         )
 

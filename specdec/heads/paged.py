@@ -49,7 +49,6 @@ class PagedHead:
         shapes = [
             LayerShape(
                 module=attention,
-                num_heads=attention.num_heads,
                 num_kv_heads=attention.num_kv_heads,
                 head_dim=attention.head_dim,
                 value_dim=attention.head_dim,

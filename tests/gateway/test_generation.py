@@ -293,7 +293,7 @@ async def test_deadlines(make_generation, backends):
         await generation.generate(GenerationRequest(prompt=[5], params=greedy(max_tokens=200), timeout_s=0.05))
     with pytest.raises(DeadlineExceeded):  # a client may ask for fewer seconds, not for more
         await generation.generate(GenerationRequest(prompt=[5], params=greedy(max_tokens=200), timeout_s=60))
-    assert b'outcome="DeadlineExceeded"} 3.0' in generation.metrics.render()
+    assert b'outcome="DeadlineExceeded"} 3.0' in generation.metrics.render_as("")[0]
 
 
 @pytest.mark.usefixtures("virtual_time")

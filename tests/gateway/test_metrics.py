@@ -29,7 +29,7 @@ def test_the_proto_has_the_same_fields():
 def test_prometheus_counts_every_metric_that_names_a_counter():
     metrics, speculation = GatewayMetrics(), filled()
     metrics.finish("stop", speculation, TokenUsage(1, 2), Rule.BLOCK)
-    lines = metrics.render().decode().splitlines()
+    lines = metrics.render_as("")[0].decode().splitlines()
     for name, metric in METRICS.items():
         if metric.counter is None:
             continue
@@ -44,6 +44,6 @@ def test_prometheus_counts_plain_samples_by_reason():
     metrics = GatewayMetrics()
     for reason in ("pacing", "pacing", "no_draft"):
         metrics.finish("stop", SpeculationMetrics(plain_reason=reason), TokenUsage(1, 2))
-    lines = metrics.render().decode().splitlines()
+    lines = metrics.render_as("")[0].decode().splitlines()
     assert 'tandem_spec_decode_plain_samples_total{reason="pacing"} 2.0' in lines
     assert 'tandem_spec_decode_plain_samples_total{reason="no_draft"} 1.0' in lines

@@ -142,7 +142,7 @@ async def test_a_conversation_without_a_name_stays_at_its_cache(backends, make_g
     await ask(generation, [5] * 3 * BLOCK_SIZE)
     await ask(generation, prompt, session_id="mine")
     names = {spec.session_id for target in targets for spec in target.specs if spec.park}
-    metrics = generation.metrics.render().decode()
+    metrics = generation.metrics.render_as("")[0].decode()
     if reuse:
         assert len(conversation) == 1
         assert len(names) == 3  # the conversation's, the other prompt's, and the one that was given

@@ -33,7 +33,7 @@ async def logged(backends, info, script, tokenizer_folder):
 def counts(stand):
     found = re.findall(
         r'^tandem_requests_rejected_total\{.*reason="(\w+)",status="(\d+)"\} (\d+)',
-        stand.generation.metrics.render().decode(),
+        stand.generation.metrics.render_as("")[0].decode(),
         re.M,
     )
     return {(int(status), reason): int(count) for reason, status, count in found}

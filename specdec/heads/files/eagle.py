@@ -71,4 +71,4 @@ def _agreed_bias(fields: Fields, tensors: Mapping[str, Tensor]) -> bool:
     return has_bias
 
 
-FORMAT: Final = HeadFormat(head=EagleHead, read=read_eagle, config_of=eagle_config_of)
+FORMAT: Final = HeadFormat(read=read_eagle, config_of=eagle_config_of)

@@ -187,4 +187,4 @@ def _read_vocabulary(fields: Fields, tensors: dict[str, Tensor], config: Eagle3C
     return token_ids
 
 
-FORMAT: Final = HeadFormat(head=Eagle3Head, read=read_eagle3, config_of=eagle3_config_of)
+FORMAT: Final = HeadFormat(read=read_eagle3, config_of=eagle3_config_of)

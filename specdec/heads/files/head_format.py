@@ -24,7 +24,6 @@ def all_tensors(head: DraftHead) -> dict[str, Tensor]:
 class HeadFormat(Generic[D]):
     """The files of one kind of head."""
 
-    head: type[D]
     #: From the folder, its config and its tensors: the head, with what it shares with the target. Raises
     #: ModelNotSupported for a variant that is not known; the text names the field or tensor.
     read: Callable[[Path, Mapping[str, Any], dict[str, Tensor], TargetTensors], D]

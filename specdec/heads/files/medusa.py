@@ -99,6 +99,4 @@ def _canonical(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-FORMAT: Final = HeadFormat(
-    head=MedusaHeads, read=read_medusa, config_of=medusa_config_of, file="medusa_lm_head.safetensors"
-)
+FORMAT: Final = HeadFormat(read=read_medusa, config_of=medusa_config_of, file="medusa_lm_head.safetensors")

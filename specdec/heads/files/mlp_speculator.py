@@ -91,6 +91,4 @@ def _share(named: dict[str, Tensor], n_predict: int) -> None:
                 named.setdefault(part.format(step), tensor)
 
 
-FORMAT: Final = HeadFormat(
-    head=MlpSpeculator, read=read_mlp_speculator, config_of=mlp_config_of, tensors_of=mlp_tensors_of
-)
+FORMAT: Final = HeadFormat(read=read_mlp_speculator, config_of=mlp_config_of, tensors_of=mlp_tensors_of)
