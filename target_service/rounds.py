@@ -57,14 +57,13 @@ class Round:
         row, position = logits[self.start_row + end], len(self.state) + len(self.path_to(end))
         if bool(row.isnan().any() | row.isposinf().any()):
             return Outcome(0, (), error=InternalError(f"the model's logits at position {position} are not finite"))
-        return Outcome(
-            0,
-            (),
-            error=InvalidRequest(
-                f"the request's parameters (structured_outputs, allowed_token_ids, bad_words, min_tokens, logit_bias)"
-                f" forbid every token at position {position}"
-            ),
+        text = (
+            f"the request's parameters (structured_outputs, allowed_token_ids, bad_words, min_tokens, logit_bias)"
+            f" forbid every token at position {position}"
         )
+        if self.masks is not None:
+            text += "; a grammar does so where it is too large to be followed: simplify it"
+        return Outcome(0, (), error=InvalidRequest(text))
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,6 +277,14 @@ def test_a_session_left_without_tokens_fails_alone(rule: Rule, temperature: floa
     assert good.error is None
 
 
+def test_a_grammar_that_allows_no_token_may_be_too_large() -> None:
+    state = SamplingState(SamplingParams(seed=1), PROMPT, len(PROMPT), V)
+    masks = torch.zeros(1, (V + 31) // 32, dtype=torch.int32)
+    (failed,) = VERIFIER.verify(torch.zeros(1, V), [Round(state, Rule.TOKEN, 0, masks=masks)])
+    assert isinstance(failed.error, InvalidRequest)
+    assert "too large to be followed: simplify it" in str(failed.error)
+
+
 @pytest.mark.parametrize("rule", list(Rule))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_broken_logits_are_our_fault(rule: Rule, temperature: float) -> None:
