@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from typing import Any
 
 import grpc.aio
 
@@ -17,12 +16,10 @@ from specdec.errors import Cancelled, InvalidRequest
 from specdec.hidden_state_buffer import StateBuffer
 from specdec.process.lifecycle import finish
 from specdec.rpc.call_span import current_span
-from specdec.rpc.core_service import CoreServicer
+from specdec.rpc.core_service import Context, CoreServicer
 from specdec.types import Proposal
 from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1 import draft_service_pb2_grpc as pb_grpc
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DraftServicer(CoreServicer[DraftCore], pb_grpc.DraftServiceServicer):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import grpc.aio
 
@@ -17,7 +17,7 @@ from specdec.errors import InvalidRequest, TandemError
 from specdec.hidden_state_buffer import pieces
 from specdec.process.cores import usable_cores
 from specdec.rpc.call_span import current_span
-from specdec.rpc.core_service import CoreServicer
+from specdec.rpc.core_service import Context, CoreServicer
 from specdec.rpc.stream_writer import StreamWriter
 from specdec.types import HiddenStates, Proposal, Verdict
 from specdec.v1 import target_service_pb2 as pb
@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # they load torch
     from target_service.core import TargetCore
     from target_service.session import Session
 
-Context = grpc.aio.ServicerContext[Any, Any]
 
 #: Seconds of one core between two messages of multi-step decode, all sessions in it together. What a session decodes
 #: meanwhile leaves in one message. A message costs target, gateway and client about a tenth of it, on the cores that

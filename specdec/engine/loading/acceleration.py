@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
-import torch
 from transformers import PreTrainedModel
 
 from specdec.engine.attention import AttentionKernels
@@ -16,14 +15,12 @@ from specdec.engine.execution_path import ExecutionPath, FusedForward
 from specdec.engine.layers import LayerShape
 from specdec.engine.loading.self_check import Reference
 from specdec.engine.native import attention, library, linears
-from specdec.engine.native.decoder import NativeDecoder
+from specdec.engine.native.decoder import Caches, NativeDecoder
 from specdec.engine.parallel.ranks import Ranks
 from specdec.errors import ModelNotSupported
 from specdec.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
-
-Caches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def choose_path(

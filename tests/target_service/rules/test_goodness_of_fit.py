@@ -77,7 +77,6 @@ class Decoder:
     held_back: tuple[int, ...] = ()
     send_q: bool = True
     coupling_place: Callable[[Tensor], Tensor] = lambda position: position
-    emit_draft: float = 0.0
     lengths: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -31,7 +31,6 @@ from tests.target_service.rules.test_goodness_of_fit import (
 PARENTS = (-1, -1, 0, 0, 1)
 K = len(PARENTS)
 DEPTHS = torch.tensor([0, *(depth + 1 for depth in trees.depths(PARENTS))])  # by place
-PLACES = torch.arange(K + 1)
 FOLLOWS = torch.tensor(PARENTS) + 1
 
 
