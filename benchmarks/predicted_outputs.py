@@ -1,13 +1,14 @@
-"""Predicted outputs: edits of a file, with and without ``prediction``; the bundled target without a draft.
+"""Predicted outputs: edits of a file, with and without ``prediction``; the bundled target, alone or with its draft.
 
 The bundled target continues Python and follows no instructions, so tasks are made backwards. What it writes after the
 beginning of held-out code is the edited file. The prediction is the file before, which differs by some edits (a name, a
 line that is gone, a line that is new). Requests with and without it alternate and give the same text.
 
-With ``--wrong`` predictions are wrong: another file, and the text with a wrong word after each word.
+With ``--wrong`` predictions are wrong: another file, and the text with a wrong word after each word. With ``--draft``
+the bundled draft is served, too; then a third request of each round decodes plainly.
 
     python -m benchmarks.predicted_outputs --files 4
-    python -m benchmarks.predicted_outputs --files 4 --wrong
+    python -m benchmarks.predicted_outputs --files 4 --wrong --draft
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -29,7 +31,7 @@ from benchmarks.command import run
 from benchmarks.service_process import service
 from tandem.bench.edits import versions
 from tandem.bench.prompts import pick_texts
-from tandem.checkpoints import TARGET, find_checkpoint
+from tandem.checkpoints import DRAFT, TARGET, find_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def predictions(written: str, other: str, seed: int, given: argparse.Namespace) 
 
 def measure(client: httpx.Client, given: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each file and prediction, greedy and sampled."""
-    rows = []
+    rows, order = [], random.Random(0)
     prompts = pick_texts(given.files, 600)
     others = pick_texts(2 * given.files, 6000)[given.files :]
     for temperature in (0.0, 0.8):
@@ -81,20 +83,21 @@ def measure(client: httpx.Client, given: argparse.Namespace) -> list[dict[str, A
             written = ask(client, body).text
             for name, text in predictions(written, other, seed, given):
                 predicted = body | {"prediction": {"type": "content", "content": text}}
-                pairs = []
-                for repeat in range(given.repeats):
-                    first, second = (body, predicted) if repeat % 2 else (predicted, body)
-                    answers = ask(client, first), ask(client, second)
-                    pairs.append(answers if repeat % 2 else answers[::-1])
-                assert all(one.text == other.text == written for one, other in pairs)
-                without, fast = (
-                    statistics.median(each.tokens_per_s for each in side) for side in zip(*pairs, strict=True)
-                )
+                arms = {"without": body, "predicted": predicted}
+                if given.draft:
+                    arms["plain"] = body | {"speculation": {"num_speculative_tokens": 0}}
+                answers: dict[str, list[Timed]] = {arm: [] for arm in arms}
+                for _ in range(given.repeats):
+                    for arm in order.sample(list(arms), len(arms)):
+                        answers[arm].append(ask(client, arms[arm]))
+                assert all(each.text == written for side in answers.values() for each in side)
+                speeds = {arm: statistics.median(each.tokens_per_s for each in side) for arm, side in answers.items()}
                 rows.append(
                     {
                         "prediction": name, "temperature": temperature, "lines": written.count("\n"),
-                        "without": round(without), "predicted": round(fast), "ratio": round(fast / without, 3),
-                        **pairs[-1][1].usage["completion_tokens_details"],
+                        **{arm: round(speed) for arm, speed in speeds.items()},
+                        "ratio": round(speeds["predicted"] / speeds["without"], 3),
+                        **answers["predicted"][-1].usage["completion_tokens_details"],
                     }
                 )  # fmt: skip
                 print(json.dumps(rows[-1]), flush=True)
@@ -109,15 +112,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=1600)
     parser.add_argument("--wrong", action="store_true", help="wrong predictions")
+    parser.add_argument("--draft", action="store_true", help="serve the bundled draft, too")
     given = parser.parse_args(arguments)
     model = find_checkpoint(TARGET)
-    with (
-        service("target_service", "--model", model, "--port", "0") as target,
-        service(
-            "gateway", "--targets", target.address, "--tokenizer", model, "--port", "0", "--grpc-port", "0"
-        ) as gateway,
-        httpx.Client(base_url=f"http://{gateway.address}", timeout=120) as client,
-    ):
+    with ExitStack() as stack:
+        target = stack.enter_context(service("target_service", "--model", model, "--port", "0"))
+        flags = ["--targets", target.address, "--tokenizer", model, "--port", "0", "--grpc-port", "0"]
+        if given.draft:
+            draft = service("draft_service", "--model", find_checkpoint(DRAFT), "--num-threads", "1", "--port", "0")
+            flags += ["--drafts", stack.enter_context(draft).address]
+        gateway = stack.enter_context(service("gateway", *flags))
+        client = stack.enter_context(httpx.Client(base_url=f"http://{gateway.address}", timeout=120))
         rows = measure(client, given)
     for name in dict.fromkeys(row["prediction"] for row in rows):
         ratios = [row["ratio"] for row in rows if row["prediction"] == name]
