@@ -18,6 +18,12 @@ from tests.page.recording import record, save
 AXE = Path(__file__).parent / "node_modules/axe-core/axe.min.js"
 SCREENSHOT = Path(__file__).parents[2] / "docs/playground.png"
 TIMEOUT_MS = 60_000
+#: Notes how many tokens the first ones were.
+COUNT_FIRST_TOKENS = """() => {
+  const output = document.querySelector(".output");
+  const count = () => { window.numFirstTokens ||= output.querySelectorAll(".token").length; };
+  new MutationObserver(count).observe(output, { childList: true });
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +99,12 @@ def test_tokens_arrive_with_their_colours(stack, open_page):
     page.fill("#prompt", "")
     page.locator("#prompt").press_sequentially("def fibonacci(n):")
     page.fill("[name=max_tokens]", "300")
+    page.evaluate(COUNT_FIRST_TOKENS)
     page.keyboard.press("Control+Enter")
-    # Some are there while others are still to come.
-    page.wait_for_function("document.querySelector('.output .token') && !document.querySelector('#stop').disabled")
+    expect(page.locator(".output .token")).not_to_have_count(0, timeout=TIMEOUT_MS)
     wait_for_end(page)
+    # Some were there while others were still to come.
+    assert 0 < page.evaluate("window.numFirstTokens") < page.locator(".output .token").count()
     answer = stack.complete("def fibonacci(n):", max_tokens=300, temperature=0)
     assert page.locator(".output").inner_text() == answer["choices"][0]["text"]
     assert page.locator(".output .token.draft").count() > 20
