@@ -80,7 +80,7 @@ export class Chart {
 // Samples by equal parts of the time.
 function binsOf(samples, endMs) {
   const seconds = endMs / 1000 / BINS;
-  const last = samples.length ? Math.min(BINS, Math.ceil((samples.at(-1).ms / endMs) * BINS)) : 0;
+  const last = samples.length ? Math.min(BINS, Math.max(1, Math.ceil((samples.at(-1).ms / endMs) * BINS))) : 0;
   const bins = Array.from({ length: last }, () => ({ seconds, tokens: 0, rounds: 0, committed: 0, waitMs: 0 }));
   let before = 0;
   for (const { ms, tokens } of samples) {
