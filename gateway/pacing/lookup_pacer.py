@@ -51,14 +51,16 @@ class LookupPacer:
         return self._step.batch_sessions <= 1
 
     def prices(self, num_tokens: int) -> Iterator[float]:
-        """Tokens that all sessions lose by rounds of 0, 1, … ``num_tokens`` drafted ones; each takes microseconds."""
+        """Tokens that all sessions lose by rounds of 0, 1, … ``num_tokens`` drafted ones, increasing; each takes
+        microseconds.
+        """
         sessions, rows, context = self._step.batch_sessions, self._step.batch_rows, self._step.batch_context
         if not sessions:
             yield from [0.0] * (num_tokens + 1)
             return
         round_ns = ROUND_NS + WAIT_NS * self.is_alone
-        yield round_ns * sessions / max(self._step.forward_ns + self._step.verify_ns, 1)
         step_ns = self._cost.predict(sessions, sessions, context)
+        yield round_ns * sessions / step_ns
         before_ns = self._cost.predict(rows, sessions, context) - round_ns
         for count in range(1, num_tokens + 1):
             yield (self._cost.predict(rows + count, sessions, context) - before_ns) * sessions / step_ns
@@ -104,7 +106,7 @@ class LookupPace:
             return count, True
         survival, following = self._acceptance.rates(match.length)
         best, gain, tokens = 0, 0.0, 1.0
-        most = 1.0 + survival / (1.0 - following)  # what rounds of any length bring
+        most = 1.0 + survival / max(1.0 - following, 1.0 / count)  # no length brings more
         for num_tokens, price in enumerate(self._pacer.prices(count)):
             cost = speedup * (1.0 + price)
             if tokens - cost > gain:

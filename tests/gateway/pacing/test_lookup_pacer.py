@@ -94,6 +94,30 @@ def test_the_price_is_that_of_rows_and_messages():
     assert list(alone.prices(16))[16] < prices[16] / 2
 
 
+def test_one_step_that_was_short_ends_no_lookups():
+    """What a round costs is predicted for every length: one step's own time is not compared with it."""
+    for ms in (0.4, 4.0):
+        pacer = LookupPacer()
+        steps(pacer, 1, row_ms=0.1, fixed_ms=4.0)
+        pace = LookupPace(pacer)
+        for _ in range(10):
+            show(pace, right=8, length=9)
+        pacer.record(plain_step(1, ms))
+        assert list(pacer.prices(8)) == sorted(pacer.prices(8))
+        assert pace.num_draft_tokens(Match((5,) * 8, 9), 1.0)[0] == 8
+
+
+def test_matches_that_were_never_wrong_at_any_length_are_drafted():
+    """Their acceptance rate is 1 in floating point; each length begins with what is known of the shorter ones."""
+    pacer = LookupPacer()
+    steps(pacer, 1, row_ms=0.1)
+    for length in (1, 3, 7, 15, 31, 63):
+        for _ in range(100):
+            pacer.acceptance().observe(length, 31, 31)
+    assert pacer.acceptance().rates(63)[1] == 1.0
+    assert LookupPace(pacer).num_draft_tokens(Match((5,) * 31, 63), 1.0)[0] == 31
+
+
 def test_methods_are_measured_apart():
     pacer = LookupPacer()
     steps(pacer, 1, row_ms=0.1)
