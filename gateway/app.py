@@ -135,7 +135,7 @@ class Gateway:
         await self._heads_checked.wait()
 
     async def drain(self) -> None:
-        """Refuse new requests and let those in flight finish, for ``drain_s`` seconds at most."""
+        """Refuse new requests and let open ones finish, for ``drain_s`` seconds at most."""
         logger.info("draining %d requests", self.generation.num_requests)
         self.generation.drain()
         self._rest.should_exit = True
@@ -280,7 +280,7 @@ class GatewayProcess:
             pause_s *= 2
 
     async def drain(self) -> None:
-        """Let the requests in flight finish."""
+        """Let open requests finish."""
         await self._gateway.drain()
 
     async def close(self) -> None:

@@ -104,7 +104,7 @@ class Generation:
             )
         )
         self.metrics.registry.register(VllmNames(self.metrics))
-        #: New requests are refused; those in flight continue.
+        #: New requests are refused; open ones continue.
         self.draining = False
         self.draft_methods = DraftMethods(router, self.settings)
         self._preparation = Preparation(self.settings, tokenizer, self.draft_methods)
@@ -164,7 +164,7 @@ class Generation:
             )
 
     def drain(self) -> None:
-        """Refuse new requests and those that wait; those in flight continue."""
+        """Refuse new requests and those that wait; those in progress continue."""
         self.draining = True
         self._admission.refuse(Unavailable(GOING_DOWN))
 

@@ -16,7 +16,11 @@ class ConnectionSettings(AccessSettings):
 
     GROUPS: ClassVar = {"connections": "max_connections"}
 
-    max_connections: int = option(4096, "HTTP connections at once; one more closes the one that idles longest", ge=1)
+    max_connections: int = option(
+        4096,
+        "HTTP connections at once; one more closes the one whose client keeps the gateway waiting longest",
+        ge=1,
+    )
     max_client_connections: int = option(1024, "the same of one address; more for a proxy in front", ge=1)
     forwarded_allow_ips: tuple[str, ...] = option(
         (), "proxies whose X-Forwarded-For names the client: addresses, networks, or *"

@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``tandem models``."""
     parser.add_argument(
         "folders", metavar="FOLDER", nargs="*", type=Path, default=[Path()],
-        help="look here and one level below",
+        help="folders whose checkpoints are listed, and those of folders one level below",
     )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ class SupervisedProcesses:
         await self._supervisor.start()
 
     async def drain(self) -> None:
-        """Stop the services in order; the requests in flight finish."""
+        """Stop the services in order; open requests finish."""
         await self._supervisor.stop()
 
     async def close(self) -> None:
