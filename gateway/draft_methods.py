@@ -87,14 +87,17 @@ class DraftMethods:
         result: dict[str, DraftMethod] = {}
         more = max(k, NUM_LOOKED_UP_TOKENS)
         services = [method for method in drafting if method not in (*LOOKUP_METHODS, "none")]
+        single = [service for service in services if service in METHODS]  # no pair itself
         for service in services:
             result[service] = DraftMethod(Drafters((), service), k, 0)
         for lookup in lookups:
             result[lookup] = DraftMethod(Drafters((lookup,), None), more, more)
+        if own := self._settings.lookup:  # the gateway's own, also while another draft service has not answered
+            for service in single:
+                result["+".join((*own, service))] = DraftMethod(Drafters(own, service), k, k)
         for lookup in lookups:
-            for service in services:
-                if service in METHODS:  # no pair itself
-                    result.setdefault(f"{lookup}+{service}", DraftMethod(Drafters((lookup,), service), k, more))
+            for service in single:
+                result.setdefault(f"{lookup}+{service}", DraftMethod(Drafters((lookup,), service), k, more))
             for other in lookups:
                 if other != lookup:
                     result.setdefault(f"{lookup}+{other}", DraftMethod(Drafters((lookup, other), None), more, more))

@@ -71,6 +71,17 @@ async def test_what_is_offered(two_drafts, backends, make_generation):
     assert next(iter(offers_of(make_generation(lookup=("suffix",))).items())) == ("suffix+draft_model", 4)
 
 
+@pytest.mark.parametrize("lookup", [("suffix",), ("ngram", "suffix")])
+async def test_the_servers_own_always_has_its_own_length(two_drafts, make_generation, lookup):
+    generation = make_generation(lookup=lookup)
+    names = ["+".join((*lookup, model)) for model in MODELS]
+    assert [offers_of(generation)[name] for name in names] == [4, 4]
+    generation.router.drafts.replicas[0].info = None  # has not answered yet
+    assert [offers_of(generation)[name] for name in names] == [4, 4]
+    assert generation.draft_methods.choose("+".join((*lookup, "medusa"))).max_tokens == 4
+    assert generation.draft_methods.choose("suffix").max_tokens == 32
+
+
 @pytest.mark.parametrize("name", [*MODELS, *LOOKUPS, *PAIRS])
 async def test_each_method_drafts(two_drafts, make_generation, name):
     """Text that repeats has long matches: of a pair the lookup drafts, once it has seen enough."""
