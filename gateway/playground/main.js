@@ -114,7 +114,7 @@ function showConversation() {
 
 function showServices(answer) {
   element("model").textContent = answer.model;
-  offered = { methods: answer.methods, most: answer.num_speculative_tokens };
+  offered = { methods: answer.methods ?? [], most: answer.num_speculative_tokens };
   for (const run of runs) run.offer(offered.methods, offered.most);
 }
 

@@ -2,8 +2,9 @@
 
 import { TokenView, tokensOf } from "./tokens.js";
 
-const SERVERS = ["", "the server's choice"];
-const LENGTHS = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64];
+const SERVERS_CHOICE = ["", "the server's choice"];
+// Every length that a draft model or a head is asked for; lookups draft more, where a few lengths are enough.
+const LENGTHS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 24, 32, 48, 64];
 
 export class Run {
   constructor(template, number, { remove }) {
@@ -15,10 +16,11 @@ export class Run {
     this.isDone = false;
     const find = (selector) => this.element.querySelector(selector);
     this.element.style.setProperty("--colour", `var(--run-${number})`);
+    this.element.setAttribute("aria-label", this.name);
     find("h2").textContent = this.name;
     find(".output").setAttribute("aria-label", `Text of ${this.name}; arrow keys move from token to token`);
     this.method = find("[name=method]");
-    this.method.addEventListener("change", () => this.#offerLengths());
+    this.method.addEventListener("change", () => this.#offerLengths({ keep: false }));
     this.k = find("[name=k]");
     this.rule = find("[name=rule]");
     this.error = find(".error");
@@ -31,15 +33,16 @@ export class Run {
   // The methods that can be chosen, and the draft lengths up to the method's; `most` is that of the server's own.
   offer(methods, most) {
     this.most = new Map([["", most], ...methods.map((each) => [each.name, each.num_speculative_tokens])]);
-    offerOptions(this.method, [SERVERS, ...methods.map(({ name }) => [name, name])]);
+    offerOptions(this.method, [SERVERS_CHOICE, ...methods.map(({ name }) => [name, name])]);
     this.#offerLengths();
   }
 
-  #offerLengths() {
-    const most = this.most.get(this.method.value);
+  #offerLengths({ keep = true } = {}) {
+    const most = this.most.get(this.method.value) ?? 0;
     const lengths = LENGTHS.filter((k) => k < most);
     if (most) lengths.push(most);
-    offerOptions(this.k, [SERVERS, ["0", "0: speculation off"], ...lengths.map((k) => [String(k), String(k)])]);
+    const options = [SERVERS_CHOICE, ["0", "0: speculation off"], ...lengths.map((k) => [String(k), String(k)])];
+    offerOptions(this.k, options, { keep });
   }
 
   choose({ method = "", k = "", rule = "" }) {
@@ -72,7 +75,7 @@ export class Run {
   // Show the events of `source`, [milliseconds, event] each; `changed` is called after every one.
   async play(source, changed) {
     this.clear();
-    this.drafted = this.method.value;
+    this.playedMethod = this.method.value;
     try {
       for await (const [ms, event] of source) {
         this.#add(ms, event);
@@ -128,8 +131,8 @@ export class Run {
     if (this.rate !== null) this.#fact("tokens/s", this.rate.toFixed(0));
     const { metrics } = this;
     if (!metrics) return;
-    if (this.drafted) this.#fact("method", this.drafted);
     if (metrics.num_spec_steps) {
+      if (this.playedMethod) this.#fact("method", this.playedMethod);
       this.#fact("rounds", String(metrics.num_spec_steps));
       this.#fact("acceptance length", metrics.mean_acceptance_length.toFixed(2));
       this.#fact("acceptance rate", `${(100 * metrics.draft_acceptance_rate).toFixed(0)} %`);
@@ -148,11 +151,15 @@ export class Run {
   }
 }
 
-// The options of a select, as [value, text]; what is chosen stays so if it can.
-function offerOptions(select, options) {
-  const now = [...select.options].map((option) => option.value);
-  if (now.length === options.length && options.every(([value], i) => value === now[i])) return;
+// The options of a select, as [value, text]. What is chosen stays, also if it is no longer offered: the server's answer
+// says why. Without `keep` it becomes the server's choice then.
+function offerOptions(select, offered, { keep = true } = {}) {
   const chosen = select.value;
+  const isOffered = offered.some(([value]) => value === chosen);
+  const options = keep && chosen && !isOffered ? [...offered, [chosen, `${chosen} (not offered)`]] : offered;
+  const now = [...select.options];
+  const isSame = ([value, text], i) => value === now[i].value && text === now[i].textContent;
+  if (now.length === options.length && options.every(isSame)) return;
   select.replaceChildren(...options.map(([value, text]) => new Option(text, value)));
-  select.value = options.some(([value]) => value === chosen) ? chosen : "";
+  select.value = keep || isOffered ? chosen : "";
 }

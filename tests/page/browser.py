@@ -165,6 +165,31 @@ def test_methods_stand_side_by_side(stack, open_page):
     assert runs[2].locator("[name=k]").input_value() == ""  # no length of this method
 
 
+def test_what_is_no_longer_offered_stays_chosen(stack, open_page):
+    page = open_page("about:blank", may_fail=["400 (Bad Request)"])
+    answer = httpx.get(f"{stack.base_url}/services").json()
+    answer["methods"].append({"name": "eagle3", "num_speculative_tokens": 11})
+    page.route("**/services", lambda route: route.fulfill(json=answer))
+    page.goto(stack.base_url)
+    run = page.locator(".run")
+    method, length = run.locator("[name=method]"), run.locator("[name=k]")
+    method.select_option("eagle3")
+    length.select_option("11")
+    answer["methods"].pop()
+    expect(method.locator("option:checked")).to_have_text("eagle3 (not offered)", timeout=TIMEOUT_MS)
+    expect(length.locator("option:checked")).to_have_text("11 (not offered)", timeout=TIMEOUT_MS)
+    generate(page)
+    expect(run.locator(".error")).to_contain_text("method is 'eagle3'; this server offers draft_model")
+    del answer["methods"]  # as of an older gateway
+    expect(method.locator("option")).to_have_count(2, timeout=TIMEOUT_MS)
+    expect(method.locator("option:checked")).to_have_text("eagle3 (not offered)", timeout=TIMEOUT_MS)
+    method.select_option("")
+    assert length.input_value() == ""
+    expect(method.locator("option")).to_have_count(1, timeout=TIMEOUT_MS)
+    generate(page)
+    assert run.locator(".output .token").count() > 0
+
+
 def test_a_chat_goes_on(stack, open_page):
     page = open_page(stack.base_url)
     page.check("[value=chat]")
