@@ -33,6 +33,10 @@ def print_report(console: Console, title: str, sections: Sequence[Section], note
         console.print(table_of(curves_of(tasks)))
     for section in (section for section in sections if not section.is_task):
         console.print(_speeds(section))
+        for name, mode in section.modes.items():
+            if mode.k != 0 and not mode.drafts and mode.no_speculation_reasons:
+                reasons = ", ".join(sorted(mode.no_speculation_reasons))
+                console.print(f"{name}: no round had drafted tokens ({reasons})", highlight=False)
         if section.language is not None:
             console.print(_validity(section), highlight=False)
         names = [name for name, mode in section.modes.items() if mode.drafts]

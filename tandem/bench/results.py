@@ -37,6 +37,8 @@ class Measurement:
     #: The answers' speculation metrics, summed: counts and nanoseconds.
     speculation: dict[str, int] = field(default_factory=dict)
     histogram: list[int] = field(default_factory=list)
+    #: Why answers had no round with drafted tokens, as the server says.
+    no_speculation_reasons: set[str] = field(default_factory=set)
     #: Tokens and pieces of the answers whose server reports no speculation metrics.
     num_tokens: int = 0
     num_pieces: int = 0
@@ -66,6 +68,8 @@ class Measurement:
             for name, value in answer.speculation.items():
                 if isinstance(value, int) and (name.startswith("num_") or name.endswith("_ns")):
                     self.speculation[name] = self.speculation.get(name, 0) + value
+            if reason := answer.speculation.get("no_speculation_reason"):
+                self.no_speculation_reasons.add(reason)
             self.histogram.extend([0] * (len(answer.histogram) - len(self.histogram)))
             for accepted, rounds in enumerate(answer.histogram):
                 self.histogram[accepted] += rounds

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from typing import Final
 
 from specdec.errors import Unauthenticated, Unavailable
 from specdec.settings.listening import TlsFiles
 from tandem.cli.flags import add_key_flag, client_key
 from tandem.rest_client import RestClient
+
+#: What gRPC says of a peer that accepted the connection and closed it, as a server with TLS does without a handshake.
+_SIGNS_OF_TLS: Final = ("Socket closed", "Connection reset by peer")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +58,8 @@ async def _check_grpc(address: str, timeout_s: float, tls: TlsFiles) -> str:
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            remedy = "" if tls else "; a service with TLS needs --ssl-ca-certs"
+            may_speak_tls = not tls and any(sign in str(error.details()) for sign in _SIGNS_OF_TLS)
+            remedy = "; if it speaks TLS, give --ssl-ca-certs" if may_speak_tls else ""
             raise Unavailable(f"{address} does not answer: {error.details()}{remedy}") from None
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

@@ -19,9 +19,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
-from specdec.errors import Unavailable
+from specdec.errors import InvalidRequest, Unavailable
 from specdec.process.logs import json_line
 
+#: Exit code of a service whose flags cannot be used.
+_WRONG_CALL: Final = 2
 #: Seconds between two questions whether a starting service is ready.
 _POLL_S: Final = 0.1
 #: Pause before the second restart in a row; each further one doubles it up to the limit. The first has none.
@@ -93,7 +95,7 @@ class Child:
     async def run(self) -> None:
         """Start the process and keep it running until :meth:`stop`.
 
-        Raises :class:`Unavailable` when it ends before it was ever ready.
+        Raises :class:`Unavailable` if it ends before it was ever ready, :class:`InvalidRequest` if its flags are why.
         """
         pause_s = 0.0
         while not self._stopping:
@@ -102,7 +104,8 @@ class Child:
             if self._stopping:
                 return
             if not self.ready.is_set() and not self.num_restarts:
-                raise Unavailable(f"{self.service.name} {_describe_exit(code)} before it was ready{self._last_words()}")
+                error = InvalidRequest if code == _WRONG_CALL else Unavailable
+                raise error(f"{self.service.name} {_describe_exit(code)} before it was ready{self._last_words()}")
             self.ready.clear()
             if time.monotonic() - started > _SETTLED_S:
                 pause_s = 0.0

@@ -150,6 +150,17 @@ def test_tables_show_what_is_known_and_nothing_else(capsys: pytest.CaptureFixtur
     assert "a note" in lines
 
 
+def test_a_mode_without_drafted_tokens_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    both = section()
+    both.modes["plain"].add_run(5.0, [answer((0.1, 1), num_spec_steps=0, no_speculation_reason="off")])
+    both.modes["ngram"] = Measurement(4)
+    for reason in ("pacing", "no_proposal"):
+        both.modes["ngram"].add_run(5.0, [answer((0.1, 1), num_spec_steps=0, no_speculation_reason=reason)])
+    print_report(Console(width=120), "title", [both], [])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "drafted tokens (" in line]
+    assert lines == ["ngram: no round had drafted tokens (no_proposal, pacing)"]
+
+
 def test_a_task_with_a_schema_is_a_section_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     free, bound = section(), section()
     free.text = bound.text = "maths"

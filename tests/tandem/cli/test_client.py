@@ -1,12 +1,17 @@
 """The command line's REST client against a small real server."""
 
 import json
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import grpc
 import pytest
 
 from specdec.errors import InvalidRequest, NotFound, Unavailable
+from tandem.certificates import write_certificates
 from tandem.cli import main as cli
 from tandem.rest_client import RestClient
 from tests.http_server import serving
@@ -84,3 +89,23 @@ def test_health_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["health", "--url", "http://127.0.0.1:9"]) == 1
     assert capsys.readouterr().err == "tandem: error: http://127.0.0.1:9 does not answer: Connection refused\n"
     assert cli.main(["health", "--url", "ftp://x"]) == 2
+
+
+def test_health_names_tls_where_it_may_be_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def error_of(address: str) -> str:
+        assert cli.main(["health", "--grpc", address, "--timeout-s", "2"]) == 1
+        return capsys.readouterr().err
+
+    write_certificates(tmp_path)
+    key, certificate = ((tmp_path / "target" / name).read_bytes() for name in ("key.pem", "cert.pem"))
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)]))
+    server.start()
+    try:
+        assert "; if it speaks TLS, give --ssl-ca-certs" in error_of(f"127.0.0.1:{port}")
+    finally:
+        server.stop(None).wait()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = "{}:{}".format(*silent.getsockname())
+        assert "TLS" not in error_of(address)
+    assert "TLS" not in error_of(address)  # nobody listens there any more

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from specdec.errors import Unavailable
+from specdec.errors import InvalidRequest, Unavailable
 from tandem.launcher.supervisor import ServiceSpec, Supervisor
 from tests.until import until
 
@@ -20,6 +20,9 @@ ready, behaviour = pathlib.Path(sys.argv[1]), sys.argv[2]
 if behaviour == "fail":
     print("the weights are missing")
     sys.exit(3)
+if behaviour == "refuse":
+    print("no such folder")
+    sys.exit(2)
 if behaviour == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 else:
@@ -95,6 +98,13 @@ async def test_a_failed_start_names_the_service_and_its_last_words(stubs: Stubs)
         async with supervisor:
             pass
     assert supervisor.pids() == {}
+
+
+async def test_a_service_that_was_called_wrongly_is_a_mistake_of_the_caller(stubs: Stubs) -> None:
+    supervisor = Supervisor([stubs.service("a", "refuse")], drain_s=5, log=stubs.log)
+    with pytest.raises(InvalidRequest, match=r"^a exited with code 2 before it was ready: no such folder$"):
+        async with supervisor:
+            pass
 
 
 async def test_startup_timeout_names_who_is_late(stubs: Stubs) -> None:
