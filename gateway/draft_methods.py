@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from gateway.decoding.context import DecodingContext
 from gateway.decoding.drafters import Drafters
-from gateway.routing import Router
 from specdec.errors import InvalidRequest, quote
 from specdec.lookup.registry import usable_lookups
 from specdec.methods import LOOKUP_METHODS, METHODS
-from specdec.settings import GatewaySettings
 
 #: Tokens that a lookup drafts in a round at most where a request names it. Copies are long, and pacing drafts no match
 #: that is not worth it.
 NUM_LOOKED_UP_TOKENS: Final = 32
+#: Seconds after the start during which a draft service that has not answered yet may draft by any method.
+MAX_UNKNOWN_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,12 @@ class DraftMethod:
 class DraftMethods:
     """Those of one gateway, as many as can be used at the moment."""
 
-    def __init__(self, router: Router, settings: GatewaySettings) -> None:
-        self._router = router
-        self._settings = settings
+    def __init__(self, context: DecodingContext) -> None:
+        self._context = context
+        self._router, self._settings = context.router, context.settings
         self._lookups = usable_lookups()
-        k = settings.num_speculative_tokens
+        self._known_by_s = time.monotonic() + MAX_UNKNOWN_S
+        k = self._settings.num_speculative_tokens
         self._own = DraftMethod(None, k, k)
 
     @property
@@ -75,13 +78,16 @@ class DraftMethods:
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether a draft service has not said yet what it drafts by."""
+        """Whether a draft service has not said yet what it drafts by, and may still do so."""
+        if time.monotonic() >= self._known_by_s:
+            return False
         replicas = self._router.drafts.replicas
         return any(replica.info is None for replica in replicas) or (bool(self._settings.drafts) and not replicas)
 
     def _of(self, drafting: Iterable[str]) -> dict[str, DraftMethod]:
         """Those of draft services that draft by these methods, lookups and pairs."""
-        k, lookups = self._settings.num_speculative_tokens, self._lookups
+        k = self._settings.num_speculative_tokens
+        lookups = [method for method in self._lookups if method not in self._context.failed_lookups]
         if not k or self._settings.has_engines:
             return {}
         result: dict[str, DraftMethod] = {}

@@ -106,7 +106,7 @@ class Generation:
         self.metrics.registry.register(VllmNames(self.metrics))
         #: New requests are refused; open ones continue.
         self.draining = False
-        self.draft_methods = DraftMethods(router, self.settings)
+        self.draft_methods = DraftMethods(self.context)
         self._preparation = Preparation(self.settings, tokenizer, self.draft_methods)
         self.text = TextProcessor(tokenizer, self.settings)
         self._workers = workers
@@ -240,7 +240,7 @@ class Generation:
         prediction = await self._encode_prediction(request.prediction)
         samples = self._preparation.prepare(request, prompt, prediction, self.router.model(), deadline=deadline)
         if (drafters := samples[0].drafters) is not None:
-            await self.context.make_lookups(drafters.lookups)
+            await self.context.make_lookups(drafters.lookups, deadline)
         samples[0], hashes = await self._sessions.choose(samples[0])
         request_id = request.request_id or current_request_id()
         stops = StopStrings(request.params.stop)

@@ -61,9 +61,10 @@ class Round:
             f"the request's parameters (structured_outputs, allowed_token_ids, bad_words, min_tokens, logit_bias)"
             f" forbid every token at position {position}"
         )
-        if self.masks is not None:
-            text += "; a grammar does so where it is too large to be followed: simplify it"
-        return Outcome(0, (), error=InvalidRequest(text))
+        if self.masks is None:
+            return Outcome(0, (), error=InvalidRequest(text, param="allowed_token_ids"))
+        text += "; a grammar does so where it is too large to be followed: simplify it"
+        return Outcome(0, (), error=InvalidRequest(text, param="structured_outputs"))
 
 
 @dataclass(frozen=True, slots=True)

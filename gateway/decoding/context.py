@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from weakref import WeakKeyDictionary
 
@@ -13,9 +14,12 @@ from gateway.pacing.stats import PacingStats
 from gateway.pacing.target_pacer import TargetPacer
 from gateway.routing import Replica, Router
 from specdec.backends import TargetBackend
+from specdec.errors import DeadlineExceeded, InvalidRequest, TandemError
 from specdec.lookup.base import AnyLookup
 from specdec.lookup.registry import make_lookup
 from specdec.settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
 
 
 class DecodingContext:
@@ -42,7 +46,9 @@ class DecodingContext:
         self.lookups: dict[str, AnyLookup] = {
             method: make_lookup(method, self.settings.lookup_settings) for method in self.settings.lookup
         }
-        self._making = asyncio.Lock()
+        #: Methods of lookups that could not be made here; nobody tries again.
+        self.failed_lookups: set[str] = set()
+        self._making: dict[str, asyncio.Task[None]] = {}
         self._make_pacer = make_pacer
         # Replicas may leave for good.
         self._pacers: WeakKeyDictionary[Replica[TargetBackend], Pacer] = WeakKeyDictionary()
@@ -56,19 +62,40 @@ class DecodingContext:
         limit = self.settings.disable_by_batch_size
         return limit is not None and self.open_sessions > limit
 
-    async def make_lookups(self, methods: Iterable[str]) -> None:
+    async def make_lookups(self, methods: Iterable[str], deadline: float | None = None) -> None:
         """Make those that no request needed before, without holding up others: C++ may have to be compiled.
 
+        ``deadline``: moment of the event loop's clock until which the caller waits.
+
         Raises:
-            InvalidRequest: one cannot be used on this machine.
+            InvalidRequest: one cannot be used on this machine; the log says why.
+            DeadlineExceeded: one is not made yet; the work goes on for later requests.
         """
-        missing = [method for method in methods if method not in self.lookups]
-        if not missing:
-            return
-        async with self._making:
-            for method in missing:
-                if method not in self.lookups:
-                    self.lookups[method] = await asyncio.to_thread(make_lookup, method, self.settings.lookup_settings)
+        for method in methods:
+            if method in self.lookups:
+                continue
+            if method not in self._making:
+                self._making[method] = asyncio.create_task(self._make_lookup(method))
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await asyncio.shield(self._making[method])
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"the request's deadline passed while method {method} was made ready; try again later"
+                ) from None
+            if method in self.failed_lookups:
+                raise InvalidRequest(
+                    f"method {method} cannot be used on this server, whose log says why; name another one",
+                    param="method",
+                )
+
+    async def _make_lookup(self, method: str) -> None:
+        try:
+            self.lookups[method] = await asyncio.to_thread(make_lookup, method, self.settings.lookup_settings)
+        except Exception as error:
+            self.failed_lookups.add(method)
+            unexpected = None if isinstance(error, TandemError) else error
+            logger.error("method %s is not offered any more: %s", method, error, exc_info=unexpected)
 
     def pace(self, replica: Replica[TargetBackend], limit: int, drafter: str = "") -> Pace:
         """What decides the number of drafted tokens of one session on a target, ``limit`` at most; ``drafter``: the

@@ -103,8 +103,8 @@ class DraftClient:
         self._epoch = 0
         self._num_failures = 0
         self._num_proposals = 0
-        #: A session was open at some time.
-        self.was_open = False
+        #: A proposal fitted what was committed when it came, or may be committed next.
+        self.has_proposed = False
         #: No draft will ever propose for this request.
         has_drafts = method is not None and bool(method or len(router.drafts))
         self.off = state.request.num_speculative_tokens == 0 or not has_drafts
@@ -244,7 +244,7 @@ class DraftClient:
             return
         self._opening = None
         if not task.cancelled() and task.exception() is None and (draft := task.result()) is not None:
-            self._draft, self.was_open = draft, True
+            self._draft = draft
             draft.reader = asyncio.create_task(self._read(draft))
 
     async def _read(self, draft: OpenDraft) -> None:
@@ -275,6 +275,7 @@ class DraftClient:
             return
         if draft.pending.full:
             raise InvalidRequest(f"the draft sent more than {len(draft.pending)} proposals for one verdict")
+        self.has_proposed = True
         if draft.pending.keep(path, proposal):
             self._on_proposal(path, proposal)
             if not path:

@@ -34,6 +34,7 @@ from specdec.errors import (
     StaleSession,
     Unavailable,
 )
+from specdec.params import parameters
 from specdec.pending_proposals import Path
 from specdec.types import FinishReason, Proposal, TargetOpened, Verdict
 
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 #: Failures of a target after which the session is opened again; all others are the request's own fault.
 LOST: Final = (Unavailable, StaleSession, Overloaded, Cancelled, InternalError)
+
+#: What a refusal names where the request itself cannot be continued: its grammar, or tokens that it forbids.
+PARAMETERS: Final = frozenset(row.name for row in parameters())
 
 #: Tokens up to which an answer ends before a draft can help.
 SHORT_ANSWER: Final = 2
@@ -100,7 +104,7 @@ class Decoding:
             (request.num_speculative_tokens == 0 and request.params.max_tokens != 1, PlainReason.OFF),
             (self.metrics.num_draft_failures > 0, PlainReason.FAILED),
             (draft.off and request.num_speculative_tokens > 0 and not self._lookup.is_on, PlainReason.DECLINED),
-            (self._wanted_draft and draft.was_open, PlainReason.NO_PROPOSAL),
+            (self._wanted_draft and draft.has_proposed, PlainReason.NO_PROPOSAL),
             (self._wanted_draft, PlainReason.NOT_READY),
             (self._was_crowded, PlainReason.CROWDED),
             (is_short, PlainReason.TOO_SHORT),
@@ -164,7 +168,7 @@ class Decoding:
                     await self._ask()
                 return self._record(*await target.receive())
             except InvalidRequest as error:
-                if not was_open or (self._draft.off and not self._lookup.is_on):
+                if not was_open or error.param in PARAMETERS or (self._draft.off and not self._lookup.is_on):
                     raise
                 # The session was accepted, so what the target refuses is a proposal of the draft.
                 self._draft.refuse(error)

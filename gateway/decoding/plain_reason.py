@@ -33,5 +33,5 @@ _TEXTS = {
     PlainReason.NOT_READY: "no draft could be used in time",
     PlainReason.FAILED: "the draft failed; the gateway's log says why",
     PlainReason.DECLINED: "the draft does not take this request",
-    PlainReason.NO_PROPOSAL: "the draft proposed nothing that could be verified in time",
+    PlainReason.NO_PROPOSAL: "nothing was proposed that could be verified",
 }

@@ -260,7 +260,7 @@ async def test_a_draft_that_breaks_goes_on_with_what_came_since(model_settings, 
     request = DraftClient.request
 
     async def request_when_open(self, k):
-        if self._opening is not None and self.was_open:
+        if self._opening is not None and self.has_proposed:
             await asyncio.wait((self._opening,))
         return await request(self, k)
 

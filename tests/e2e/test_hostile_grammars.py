@@ -28,6 +28,11 @@ def doubling(levels, letter, end):
     return "\n".join([f"start: {letter}0", *rules, f"{letter}{levels}: {end}"])
 
 
+def growing(size):
+    """Small at first; after a few letters it is too large."""
+    return {"regex": "(" + "|".join(f"[a-z]{{{i}}}x" for i in range(1, size)) + ")*"}
+
+
 #: Those that took longest, and one of each kind of refusal.
 FEW = {
     "a step of a large prime": {"json": {"multipleOf": 19999993}},
@@ -56,7 +61,7 @@ ALL = FEW | {
     },
     "repeats that overlap": {"regex": "(a|b|ab|ba){1,500}(a|aa|aaa)*c"},
     "a far letter": {"regex": "(a|b)*a(a|b){40}"},
-    "alternatives of alternatives": {"regex": "(" + "|".join(f"[a-z]{{{i}}}x" for i in range(1, 400)) + ")*"},
+    "alternatives of alternatives": growing(400),
     "kinds of letters": {"regex": r"(\p{L}|\p{N}){1,5000}\p{Lu}"},
     "2000 brackets": {"regex": "(" * 2000 + "a" + ")" * 2000},
     "3000 values": {"json": {"enum": [f"value {i * 7919}" for i in range(3000)]}},
@@ -161,6 +166,19 @@ def test_a_stream_beside_hostile_grammars(stack, prompts):
     check_answers(answers)
     assert answers["a step of a large prime"][0] == 400
     assert "more than 1.0 s" in answers["a step of a large prime"][1]
+
+
+def test_a_grammar_that_cannot_be_followed_ends_the_request_whatever_drafts(stack):
+    """The refusal is of the request, not of what was drafted: no session is opened again for it."""
+    body = {"prompt": "x = ", "max_tokens": 24, "temperature": 0, "structured_outputs": growing(401)}
+    for k in (4, 0):  # the first reaches the limit in the middle: requests share what the grammar has grown to
+        answer = httpx.post(
+            f"{stack.base_url}/v1/completions", json=body | {"speculation": {"num_speculative_tokens": k}}, timeout=120
+        )
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "structured_outputs")
+        assert "forbid every token at position" in error["message"]
+    assert not [line for line in stack.gateway.log if "lost on target" in line and "too large" in line]
 
 
 @pytest.mark.exhaustive

@@ -1,6 +1,7 @@
 """The drafting method of a request: what is offered, that it drafts, and that losing it costs speed only."""
 
 import asyncio
+from functools import cache
 
 import grpc
 import httpx
@@ -10,7 +11,9 @@ from gateway.decoding.drafters import Drafters
 from gateway.generation import Generation
 from gateway.routing import Replica
 from gateway.types import GenerationRequest
-from specdec.errors import InvalidRequest, Unavailable
+from specdec.compiler import MACHINE_FLAGS
+from specdec.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from specdec.lookup import suffix_tree
 from specdec.params import SamplingParams
 from specdec.rpc.channel import open_channel
 from specdec.settings import GatewaySettings
@@ -177,6 +180,46 @@ async def test_without_a_compiler_suffix_is_not_offered(make_generation, monkeyp
         await generate(generation, "suffix")
 
 
+@pytest.fixture
+def broken_compiler(tmp_path, monkeypatch):
+    """A folder: its compiler adds a line to ``calls`` for each source, and fails with many words once there is
+    ``end``.
+    """
+    script = f'''[ "$1" = --version ] && exit
+echo >> {tmp_path}/calls
+for _ in $(seq 3000); do [ -e {tmp_path}/end ] && break; sleep 0.02; done
+yes complaint | head -n 100 >&2
+exit 1
+'''
+    (tmp_path / "compiler").write_text(script)
+    monkeypatch.setenv("CXX", f"sh {tmp_path}/compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(suffix_tree, "load", cache(suffix_tree.load.__wrapped__))
+    return tmp_path
+
+
+async def test_a_compiler_that_fails_is_asked_once(broken_compiler, make_generation, caplog):
+    generation = make_generation()
+    async with asyncio.timeout(60):
+        waiting = [asyncio.create_task(generate(generation, name)) for name in ("suffix", "suffix+draft_model")]
+        with pytest.raises(DeadlineExceeded, match="while method suffix was made ready"):
+            await generate(generation, "suffix", timeout_s=0.05)
+        waiting.pop().cancel()
+        _, origins, _ = await generate(generation, "ngram")  # does not wait for it
+        assert "lookup" in origins
+        (broken_compiler / "end").touch()
+        with pytest.raises(InvalidRequest, match="method suffix cannot be used on this server, whose log says why"):
+            await waiting[0]
+    assert list(offers_of(generation)) == ["draft_model", "ngram", "ngram+draft_model"]
+    num_calls = len((broken_compiler / "calls").read_text())
+    with pytest.raises(InvalidRequest, match="method is 'suffix'; this server offers draft_model, ngram, "):
+        await generate(generation, "suffix")
+    assert len((broken_compiler / "calls").read_text()) == num_calls == len(MACHINE_FLAGS)
+    (complaint,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert complaint.startswith("method suffix is not offered any more: ")
+    assert "complaint complaint" in " ".join(complaint.split())
+
+
 @pytest.mark.parametrize("name", ["eagle3", "suffix+eagle3"])
 async def test_a_lost_draft_is_no_error(two_drafts, make_generation, name):
     generation = make_generation()
@@ -211,6 +254,15 @@ async def test_a_draft_that_has_not_answered_may_have_any_method(backends, info,
         await generate(generation, name)
     with pytest.raises(InvalidRequest, match="'magic'"):
         await generate(generation, "magic")
+
+
+async def test_a_draft_that_never_answers_is_not_waited_for(make_generation, monkeypatch):
+    monkeypatch.setattr("gateway.draft_methods.MAX_UNKNOWN_S", 0.0)
+    generation = make_generation(lookup=("ngram",))
+    generation.router.drafts.replicas.append(Replica("silent", FakeDraft(), healthy=False))
+    assert next(iter(offers_of(generation))) == "ngram+draft_model"
+    with pytest.raises(InvalidRequest, match="method is 'medusa'; this server offers ngram"):
+        await generate(generation, "medusa")
 
 
 async def test_a_draft_that_does_not_fit_is_not_offered(two_drafts, make_generation):

@@ -1,12 +1,16 @@
 """Each reason why nothing was speculated, reported where it holds."""
 
+import asyncio
+
 import pytest
 
+from gateway.decoding.draft_client import DraftClient
 from gateway.decoding.plain_reason import PlainReason
 from gateway.pacing.pace import FixedPace
 from gateway.types import GenerationRequest
 from specdec.errors import Unavailable
 from specdec.params import SamplingParams
+from tests.gateway.fake_draft import FakeDraftSession
 
 
 async def reason_of(generation, *, max_tokens=12, **given):
@@ -47,6 +51,26 @@ async def test_a_draft_that_is_down(make_generation):
     (replica,) = generation.router.drafts.replicas
     generation.router.down(replica, "a test")
     assert await reason_of(generation) == PlainReason.NOT_READY
+
+
+async def test_a_draft_whose_proposals_come_too_late(backends, make_generation, monkeypatch):
+    """Its session is open; the text ends before the first of them."""
+
+    async def do_not_wait(self):
+        pass
+
+    async def never(session):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(DraftClient, "wait", do_not_wait)
+    monkeypatch.setattr(FakeDraftSession, "step", never)
+    assert await reason_of(make_generation()) == PlainReason.NOT_READY
+    assert backends[1][0].num_opened == 1
+
+
+async def test_a_draft_that_proposes_nothing(backends, make_generation):
+    backends[1][0].empty_every = 1
+    assert await reason_of(make_generation()) == PlainReason.NO_PROPOSAL
 
 
 async def test_too_many_sequences(make_generation):

@@ -8,6 +8,7 @@ import pytest
 
 from gateway.decoding.loop import Decoding
 from specdec.errors import DeadlineExceeded, InvalidRequest, Overloaded, StaleSession, Unavailable
+from tests.draft_first import draft_first
 from tests.gateway.decoding.decodings import PROMPT, assert_all_closed, context_of, request_of, run
 from tests.gateway.fake_draft import FakeDraft
 from tests.gateway.fakes import FakeTarget, Faults, logprobs_of, params, reference
@@ -167,4 +168,16 @@ async def test_the_requests_own_fault_is_not_retried():
     target, draft = FakeTarget(faults=Faults(open={0: InvalidRequest("too long")})), FakeDraft(open_latency_s=0.01)
     with pytest.raises(InvalidRequest):
         await run(context_of([target], [draft]), request_of(4))
+    assert_all_closed(target, draft)
+
+
+@pytest.mark.parametrize("param", ["structured_outputs", "allowed_token_ids"])
+async def test_a_request_that_cannot_be_continued_fails_at_once(param):
+    """The refusal names what the request asks for, so no proposal is to blame."""
+    faults = Faults(verify={1: InvalidRequest("every token is forbidden", param=param)})
+    target, draft = FakeTarget(faults=faults, latency_s=0.0001), FakeDraft()
+    draft_first(target, draft)
+    with pytest.raises(InvalidRequest, match="every token is forbidden"):
+        await run(context_of([target], [draft]), request_of(4))
+    assert target.num_opened == 1
     assert_all_closed(target, draft)
