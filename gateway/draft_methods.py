@@ -49,7 +49,9 @@ class DraftMethods:
 
     @property
     def offered(self) -> dict[str, DraftMethod]:
-        """All that can be named, by their names; the gateway's own comes first."""
+        """All that can be named, by their names; the gateway's own comes first, where all draft services have one
+        method.
+        """
         services = self._router.draft_methods
         result = self._of(services)
         own = "+".join((*self._settings.lookup, *services))

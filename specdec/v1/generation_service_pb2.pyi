@@ -931,7 +931,9 @@ class ServedModel(_message.Message):
 
     @_builtins.property
     def methods(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftMethod]:
-        """What `SpeculationOptions.method` may name; the method that the server is configured with comes first."""
+        """What `SpeculationOptions.method` may name. The server's own method comes first, if all draft services have one
+        method.
+        """
 
     def __init__(
         self,

@@ -185,12 +185,12 @@ def broken_compiler(tmp_path, monkeypatch):
     """A folder: its compiler adds a line to ``calls`` for each source, and fails with many words once there is
     ``end``.
     """
-    script = f'''[ "$1" = --version ] && exit
+    script = f"""[ "$1" = --version ] && exit
 echo >> {tmp_path}/calls
 for _ in $(seq 3000); do [ -e {tmp_path}/end ] && break; sleep 0.02; done
 yes complaint | head -n 100 >&2
 exit 1
-'''
+"""
     (tmp_path / "compiler").write_text(script)
     monkeypatch.setenv("CXX", f"sh {tmp_path}/compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -275,6 +275,14 @@ def test_services_get_what_differs_from_the_defaults() -> None:
     assert all("--drain-s 3" in arguments for arguments in (target, draft))
 
 
+def test_a_server_that_keeps_no_past_outputs() -> None:
+    """Requests may name suffix, also where a draft model is the server's method."""
+    config = json.dumps({"model": DRAFT, "suffix_decoding_max_cached_requests": 0})
+    gateway = services_of(deploy("--speculative-config", config), SOCKETS)[-1]
+    at = gateway.arguments.index("--suffix-decoding-max-cached-requests")
+    assert gateway.arguments[at + 1] == "0"
+
+
 def test_the_ready_line_says_how_to_connect() -> None:
     assert deploy().ready_line({}).startswith("ready: http://127.0.0.1:8000/v1, gRPC 127.0.0.1:50051 | ")
     with_tls = deploy("--ssl-certfile", "cert.pem", "--ssl-keyfile", "key.pem")
