@@ -68,10 +68,11 @@ def read_speculation(
         merged.setdefault("method", "ngram")
     if not merged:
         return None
-    others = options_of(SpeculativeSettings).keys() - {"model", "method"}
-    if merged.keys() <= others and merged.get("num_speculative_tokens") != 0:
+    given = [key for key, value in merged.items() if value is not None]
+    is_known = merged.keys() <= options_of(SpeculativeSettings).keys()  # what is not known is named below
+    if is_known and given and not {"model", "method"} & {*given} and merged.get("num_speculative_tokens") != 0:
         raise InvalidRequest(
-            f'{", ".join(merged)} given without a drafter: give "model", or "method": "ngram"', param=next(iter(merged))
+            f'{", ".join(given)} given without a drafter: give "model", or "method": "ngram"', param=given[0]
         )
     _widen_lookup(merged)
     model, method = merged.get("model"), merged.get("method")

@@ -134,15 +134,21 @@ def groups_of(settings: type) -> Mapping[str, Sequence[str]]:
     """The options of a settings class under the titles of help texts, those of a class before those of its bases.
 
     A class names its groups in ``GROUPS``: title → its first option. A group ends where the next one begins.
+
+    Raises:
+        ValueError: a group begins with what is no option, or an option comes before the first group.
     """
     titles = [each for base in settings.__mro__ for each in vars(base).get("GROUPS", {}).items()]
     title_at = {first: title for title, first in titles}
+    if unknown := title_at.keys() - options_of(settings).keys():
+        raise ValueError(f"GROUPS of {settings.__name__} names {', '.join(sorted(unknown))}: no option of it")
     groups: dict[str, list[str]] = {title: [] for title, _ in titles}
     title = None
     for name in options_of(settings):
         title = title_at.get(name, title)
-        if title is not None:
-            groups[title].append(name)
+        if title is None:
+            raise ValueError(f"{name} comes before the first of the GROUPS of {settings.__name__}")
+        groups[title].append(name)
     return groups
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from specdec.flags import Parser, add_flags, add_grouped_flags, settings_from
+from specdec.flags import Parser, add_grouped_flags, settings_from
 from tandem.checkpoints import TARGET, find_checkpoint
 from tandem.launcher.environment import tune_environment
 from tandem.training.settings import METHODS, TrainSettings
@@ -14,10 +14,10 @@ from tandem.training.settings import METHODS, TrainSettings
 def add_arguments(parser: Parser) -> None:
     """The method, where to read and write, and every other option of :class:`TrainSettings`."""
     listed = "; ".join(f"{name}: {text}" for name, text in METHODS.items())
-    parser.add_argument("method", choices=list(METHODS), metavar="METHOD", help=listed)
-    parser.add_argument("--target", default=TARGET, metavar="DIR", help="folder or name of the target")
-    add_flags(parser, TrainSettings, "output")
-    add_grouped_flags(parser, TrainSettings)
+    group = parser.group("drafter")
+    group.add_argument("method", choices=list(METHODS), metavar="METHOD", help=listed)
+    group.add_argument("--target", default=TARGET, metavar="DIR", help="folder or name of the target")
+    add_grouped_flags(parser, TrainSettings, skip=("method", "target"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ class TrainSettings:
     """One drafter for one target. Lengths count tokens; sizes of None follow from the target."""
 
     GROUPS: ClassVar = {
+        "drafter": "method",
         "text": "data",
         "shape (what is not given follows from the target)": "hidden_size",
         "lessons": "num_rows",

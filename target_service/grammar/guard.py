@@ -10,10 +10,14 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from typing import Final
 
-from specdec.errors import Unavailable
+from specdec.errors import Overloaded, Unavailable
 from target_service.grammar.bounds import MAX_COMPILE_S
 from target_service.grammar.tokenizer import TokenizerText
+
+#: How the compiler fails by itself. Other signals come from outside.
+_CRASHES: Final = frozenset((signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV))
 
 
 def refusal_of(code: int) -> str:
@@ -21,15 +25,20 @@ def refusal_of(code: int) -> str:
     number of a signal. Empty for 0.
 
     Raises:
-        Unavailable: it was killed, which may not be due to the grammar.
+        Overloaded: it was killed, or had no memory, which may not be due to the grammar.
     """
     if code == 0:
         return ""
     if code == -signal.SIGPROF:
         return f"it takes more than {MAX_COMPILE_S} s to compile; simplify it"
-    if code == -signal.SIGKILL:
-        raise Unavailable("the process that compiled the grammar was killed; memory may be short; try again")
-    how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+    how = f"exit status {code}"
+    if code < 0:
+        how = next((each.name for each in _CRASHES if each == -code), f"signal {-code}")
+    if code == os.EX_TEMPFAIL or (code < 0 and -code not in _CRASHES):
+        raise Overloaded(
+            f"the process that compiled the grammar was killed or found no memory ({how}); memory may be short; try"
+            " again later"
+        )
     return f"it ends the process that compiles it ({how}); simplify it"
 
 
@@ -53,21 +62,29 @@ class CompileGuard:
         """Why a grammar must not be compiled; empty where it compiles, or shows an error, within its bounds.
 
         Raises:
-            Unavailable: the process has ended, or what compiled the grammar was killed.
+            Overloaded: what compiled the grammar was killed, or had no memory.
+            Unavailable: the process has ended, or cannot be asked.
         """
-        loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        answer = b""
-        with ours, suppress(OSError):
-            with theirs:
-                socket.send_fds(self._requests, [b"\0"], [theirs.fileno()])
-            ours.setblocking(False)
-            await loop.sock_sendall(ours, grammar.encode())
-            ours.shutdown(socket.SHUT_WR)
-            answer = await loop.sock_recv(ours, 1)
+        try:
+            answer = await self._ask(grammar.encode())
+        except OSError as error:
+            raise Unavailable(f"the process that checks grammars cannot be asked ({error}); try again") from error
         if not answer:
             raise Unavailable("the process that checks grammars has ended; try again")
         return refusal_of(int.from_bytes(answer, signed=True))
+
+    async def _ask(self, grammar: bytes) -> bytes:
+        """The byte of its answer, or none."""
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                socket.send_fds(self._requests, [b"\0"], [theirs.fileno()])
+            ours.setblocking(False)
+            with suppress(BrokenPipeError, ConnectionResetError):  # it may answer before it has read everything
+                await loop.sock_sendall(ours, grammar)
+                ours.shutdown(socket.SHUT_WR)
+            return await loop.sock_recv(ours, 1)
 
     @property
     def has_ended(self) -> bool:

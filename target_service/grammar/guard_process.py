@@ -14,7 +14,9 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from contextlib import suppress
+from typing import NoReturn
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -44,7 +46,7 @@ def main() -> None:
                 connection = socket.socket(fileno=descriptors[0])
                 pid = os.fork()
                 if pid == 0:
-                    os._exit(_compile(tokenizer, connection))
+                    _run_copy(tokenizer, connection)
                 connections[pid] = connection
             if endings in ready:
                 endings.recv(4096)
@@ -61,17 +63,35 @@ def _answer(connections: dict[int, socket.socket]) -> None:
             connection.sendall(bytes([os.waitstatus_to_exitcode(status) % 256]))
 
 
+def _run_copy(tokenizer: LLTokenizer, connection: socket.socket) -> NoReturn:
+    """Compile one grammar and end, whatever happens: the rest of :func:`main` is for the process copied."""
+    status = os.EX_TEMPFAIL
+    try:
+        status = _compile(tokenizer, connection)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
 def _compile(tokenizer: LLTokenizer, connection: socket.socket) -> int:
-    """The exit status: 0 where the grammar was compiled, or has an error."""
+    """The exit status: 0 where the grammar was compiled, or has an error; EX_TEMPFAIL where memory is short.
+
+    Raises:
+        RuntimeError: there is no room for another thread.
+    """
     signal.set_wakeup_fd(-1)
     signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_S)
     status = 1
 
     def compile_grammar() -> None:
         nonlocal status
-        with connection.makefile("r", encoding="utf-8") as file:
-            LLMatcher(tokenizer, file.read(), log_level=0, limits=LIMITS)
-        status = 0
+        try:
+            with connection.makefile("r", encoding="utf-8") as file:
+                LLMatcher(tokenizer, file.read(), log_level=0, limits=LIMITS)
+            status = 0
+        except MemoryError:
+            status = os.EX_TEMPFAIL
 
     thread = threading.Thread(target=compile_grammar)
     thread.start()

@@ -1,4 +1,4 @@
-"""Hostile grammars against the bundled pair: each is answered, and the stream of another client goes on as if alone."""
+"""Hostile grammars against the bundled pair: each is answered, and another stream has the text it has alone."""
 
 import itertools
 import threading

@@ -1,8 +1,9 @@
 """Options: one line each, checked, and the same as flags and back."""
 
 import argparse
-from dataclasses import fields
-from typing import Any
+from dataclasses import dataclass, fields
+from itertools import chain
+from typing import Any, ClassVar
 
 import pytest
 
@@ -19,10 +20,11 @@ from specdec.settings import (
     SpeculativeSettings,
     TargetSettings,
 )
-from specdec.settings.option import Option, options_of
+from specdec.settings.option import Option, groups_of, option, options_of
 from tandem.training.settings import TrainSettings
 
 CLASSES = (ModelSettings, SchedulerSettings, SpeculativeSettings, LookupSettings, ServerSettings, GatewaySettings)
+ALL = (*CLASSES, TargetSettings, DraftSettings, TrainSettings)
 REQUIRED: dict[type, dict[str, Any]] = {ModelSettings: {"model": "m"}}
 #: Values that must fit together.
 PAIRED: dict[str, dict[str, Any]] = {
@@ -61,13 +63,36 @@ def other_value(option: Option) -> Any:
     return next(value for kind, value in by_kind.items() if kind in option.kinds)
 
 
-@pytest.mark.parametrize("settings", [*CLASSES, TargetSettings, DraftSettings, TrainSettings])
+@pytest.mark.parametrize("settings", ALL)
 def test_every_field_is_an_option_with_a_help_text(settings: type) -> None:
     options = options_of(settings)
     nested = {"model", "scheduler", "speculative"} if settings in (TargetSettings, DraftSettings) else set()
     nested |= {"lookup_settings"} if settings is GatewaySettings else set()
     assert {field.name for field in fields(settings)} - nested == options.keys()
     assert all(option.help and not option.help.endswith(".") for option in options.values())
+
+
+@pytest.mark.parametrize("settings", ALL)
+def test_every_option_is_in_one_group(settings: type) -> None:
+    grouped = list(chain.from_iterable(groups_of(settings).values()))
+    assert sorted(grouped) == sorted(options_of(settings))
+    assert all(groups_of(settings).values())
+
+
+def test_groups_that_leave_an_option_out_are_refused() -> None:
+    class Misspelt(LookupSettings):
+        GROUPS: ClassVar = {"others": "prompt_lokup_max"}
+
+    @dataclass
+    class Late:
+        GROUPS: ClassVar = {"one": "second"}
+        first: int = option(1, "no flag would show it")
+        second: int = option(2, "shown")
+
+    with pytest.raises(ValueError, match="GROUPS of Misspelt names prompt_lokup_max"):
+        groups_of(Misspelt)
+    with pytest.raises(ValueError, match="first comes before the first of the GROUPS of Late"):
+        groups_of(Late)
 
 
 @pytest.mark.parametrize(

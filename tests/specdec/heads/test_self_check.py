@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 
+from specdec.engine.chain_job import ChainJob
 from specdec.engine.native.linears import NativeLinear, quantise_linears
 from specdec.heads.eagle3 import Eagle3Head
 from specdec.heads.native.eagle import NativeHead
 from specdec.heads.paged import PagedHead
+from specdec.params import SamplingParams
+from specdec.rules import Rule
+from specdec.sampling.state import SamplingState
 from specdec.settings import ModelSettings
-from tests.specdec.heads.random_heads import HEADS, Head, eagle, eagle3
+from tests.specdec.heads.random_heads import HEADS, VOCAB, Head, chain, eagle, eagle3, random_features
 
 
 def paged(head: Head, **settings: object) -> PagedHead:
@@ -74,16 +79,26 @@ def test_what_is_wrong_shows_and_the_module_drafts(
     build = NativeHead.build
 
     def damaged(head: Head, *args: Any) -> NativeHead | None:
-        damage(head)
-        return build(head, *args)
+        twin = deepcopy(head)
+        damage(twin)
+        assert build(head, *args) is not None  # packs the layers of the module
+        return build(twin, *args)
 
     monkeypatch.setattr(NativeHead, "build", damaged)
     head = make()
+    module = deepcopy(head)
     with caplog.at_level(logging.WARNING):
-        assert paged(head).path == "torch"
+        runner = paged(head)
+    assert runner.path == "torch"
     assert "is not used: " in caplog.text
     assert "differ from the stock model" in caplog.text
     assert isinstance(head.fc, NativeLinear)
+    params = SamplingParams(temperature=0.0, max_tokens=10, seed=1)
+    token_ids, features = [3, 1, 4, 1, 5], random_features(head, 5, seed=2)
+    state = SamplingState(params, token_ids, len(token_ids), VOCAB)
+    job = ChainJob(runner.pool.open(20), token_ids, 4, state, Rule.BLOCK, features=features)
+    with torch.no_grad():
+        assert runner.draft_chains([job]) == [chain(module, token_ids, features, 4, state, Rule.BLOCK)]
 
 
 def test_a_head_the_kernels_do_not_know_gets_packed_layers() -> None:

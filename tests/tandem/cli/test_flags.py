@@ -215,6 +215,10 @@ def test_the_other_flags_reach_their_settings() -> None:
         (("python-12m", "--gpu-memory-utilization", "2"), "gpu_memory_utilization"),
         (("python-12m", "-sc", '{"method": "ngram", "num_speculative_tokens": "5"}'), "must be a whole number"),
         (("python-12m", "-sc", '{"num_speculative_tokens": "5"}'), "without a drafter"),
+        (("-sc", '{"model": null, "num_speculative_tokens": 3}'), "error: num_speculative_tokens given without"),
+        (("-sc", '{"method": null, "tree_top_k": 2, "quantization": null}'), "error: tree_top_k given without"),
+        (("-sc", '{"metod": null}'), "no option 'metod'; did you mean 'method'"),
+        (("-sc", '{"metod": null, "num_speculative_tokens": 3}'), "no option 'metod'; did you mean 'method'"),
         (
             ("-sc", '{"prompt_lookup_max": 4, "num_speculative_tokens": 3}'),
             "prompt_lookup_max, num_speculative_tokens given",
@@ -295,6 +299,15 @@ def test_the_draft_is_rounded_unless_its_config_says_no() -> None:
     assert exact.draft is not None
     assert exact.draft.model is not None
     assert exact.draft.model.quantization is None
+
+
+@pytest.mark.parametrize(
+    "config", [{"model": None}, {"quantization": None}, {"method": None, "num_speculative_tokens": 0}]
+)
+def test_null_gives_nothing(config: dict[str, object]) -> None:
+    deployment = deploy("python-12m", "-sc", json.dumps(config))
+    assert deployment.draft is None
+    assert deployment.gateway.lookup == ()
 
 
 def test_flags_of_leaves_defaults_out() -> None:

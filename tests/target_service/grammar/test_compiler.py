@@ -1,14 +1,18 @@
 """Grammars: what they accept, where texts end, and what is refused, with the reason."""
 
 import asyncio
+import errno
+import gc
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -161,14 +165,15 @@ def test_a_checkpoint_without_a_tokenizer_has_none(tmp_path):
 
 async def test_who_waits_for_a_grammar_while_the_target_closes():
     """Those that wait already get theirs, later ones are refused; none is cancelled or waits for ever."""
-    reading, params = threading.Event(), StructuredOutputsParams(choice=["yes"])
+    begun, reading, params = threading.Event(), threading.Event(), StructuredOutputsParams(choice=["yes"])
 
-    def slow():
+    def slow_read():
+        begun.set()
         assert reading.wait(10)
 
-    compiler = GrammarCompiler(slow, max_waiting=2)
+    compiler = GrammarCompiler(slow_read, max_waiting=2)
     waiting = [asyncio.create_task(compiler.compile(params)) for _ in range(2)]
-    await asyncio.sleep(0)
+    await until(begun.is_set)
     with pytest.raises(Overloaded):
         await compiler.compile(params)
     compiler.close()
@@ -215,7 +220,7 @@ async def test_the_process_that_checks_grammars_is_replaced(compiler):
     await compiler.compile(StructuredOutputsParams(choice=["one"]))
     killed = compiler.guard
     killed.close()
-    with pytest.raises(Unavailable, match="process that checks grammars"):
+    with pytest.raises(Unavailable, match=r"process that checks grammars cannot be asked \(.*file descriptor"):
         await killed.refusal('start: "a"')
     await compiler.compile(StructuredOutputsParams(choice=["two"]))
     assert compiler.guard is not killed
@@ -244,6 +249,102 @@ async def test_a_refused_grammar_is_not_compiled_again(make_compiler, monkeypatc
     assert compiler.guard is not guard
 
 
+async def test_what_keeps_a_grammar_from_being_checked_is_named(compiler, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    await compiler.compile(StructuredOutputsParams(choice=["one"]))
+    for name in ("socketpair", "send_fds"):
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, name, fail)
+            with pytest.raises(Unavailable, match="Too many open files"):
+                await compiler.guard.refusal('start: "a"')
+    assert not await compiler.guard.refusal('start: "a"')
+
+
+@pytest.fixture
+async def busy(make_compiler):
+    """A compiler, the process that checks its grammars, and what stops the copies that compile: those there are."""
+    compiler, before = make_compiler(), psutil.Process().children()
+    await compiler.compile(StructuredOutputsParams(choice=["kept"]))
+    (process,) = {*psutil.Process().children()} - {*before}
+    stopped = set()
+
+    def stop():
+        copies = process.children()
+        for copy in copies:
+            copy.suspend()
+        stopped.update(copies)
+        return copies
+
+    yield compiler, process, stop
+    for copy in stopped:
+        with suppress(psutil.NoSuchProcess):
+            copy.kill()
+
+
+def end(copies):
+    """As if their CPU seconds were over."""
+    for copy in copies:
+        copy.send_signal(signal.SIGPROF)
+        copy.resume()
+
+
+def slow(number):
+    return StructuredOutputsParams(grammar=SLOW["grammar"].replace("19999993", str(19999993 + number)))
+
+
+async def test_a_compilation_holds_its_slot_though_nobody_waits_for_it(busy, caplog):
+    """A request that is cancelled frees no slot: no more than four copies compile. What becomes of them is kept."""
+    compiler, process, stop = busy
+    for number in range(12):
+        request = asyncio.create_task(compiler.compile(slow(number)))
+        await asyncio.sleep(0.02)
+        request.cancel()
+        assert len(stop()) <= 4
+    await until(lambda: len(stop()) == 4)
+    end(process.children())
+    await until(lambda: not process.children())
+    # Slots are free again, and nothing is left to compile what was refused.
+    await compiler.compile(StructuredOutputsParams(choice=["another"]))
+    compiler.guard.close()
+    for number in range(4):
+        with pytest.raises(InvalidRequest, match=r"more than 1\.0 s"):
+            await compiler.compile(slow(number))
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+async def test_what_is_known_waits_for_no_slot(busy):
+    compiler, _, stop = busy
+    refused = StructuredOutputsParams(regex="(")
+    with pytest.raises(InvalidRequest) as first:
+        await compiler.compile(refused)
+    requests = [asyncio.create_task(compiler.compile(slow(number))) for number in range(8)]
+    await until(lambda: len(stop()) == 4)
+    async with asyncio.timeout(30):
+        with pytest.raises(InvalidRequest) as again:
+            await compiler.compile(refused)
+        await compiler.compile(StructuredOutputsParams(choice=["kept"]))
+    assert str(again.value) == str(first.value)
+    copies = stop()
+    compiler.close()
+    end(copies)
+    for each in await asyncio.gather(*requests, return_exceptions=True):
+        assert isinstance(each, InvalidRequest | Unavailable)
+
+
+async def test_a_lack_of_memory_is_no_fault_of_the_grammar(busy):
+    """The copy has no room for the stack of its thread. It ends before it has read all of the grammar."""
+    compiler, process, _ = busy
+    params = StructuredOutputsParams(grammar='start: "a" //' + "x" * 400_000)
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (process.memory_info().vms + 2**26, resource.RLIM_INFINITY))
+    with pytest.raises(Overloaded, match="memory may be short"):
+        await compiler.compile(params)
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    await compiler.compile(params)
+
+
 async def test_the_process_that_checks_grammars_tells_what_ended_a_compilation(tokenizer):
     """The copy of itself waits for the end of its grammar, until it is ended."""
     requests, theirs = socket.socketpair()
@@ -270,10 +371,15 @@ async def test_the_process_that_checks_grammars_tells_what_ended_a_compilation(t
 def test_why_a_grammar_is_refused_that_ends_its_process():
     assert refusal_of(0) == ""
     assert "more than 1.0 s" in refusal_of(-signal.SIGPROF)
-    assert "(SIGSEGV)" in refusal_of(-signal.SIGSEGV)
+    for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
+        assert f"({number.name})" in refusal_of(-number)
     assert "(exit status 1)" in refusal_of(1)
-    with pytest.raises(Unavailable, match="killed"):  # perhaps not because of the grammar
-        refusal_of(-signal.SIGKILL)
+
+
+@pytest.mark.parametrize("code", [-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGRTMIN, os.EX_TEMPFAIL])
+def test_what_ends_the_process_from_outside_refuses_no_grammar(code):
+    with pytest.raises(Overloaded, match=f"{abs(code)}.*try again later"):
+        refusal_of(code)
 
 
 def test_hostile_grammars_cost_little(compile_grammar, tokenizer):
