@@ -338,10 +338,11 @@ async def test_a_lack_of_memory_is_no_fault_of_the_grammar(busy):
     """The copy has no room for the stack of its thread. It ends before it has read all of the grammar."""
     compiler, process, _ = busy
     params = StructuredOutputsParams(grammar='start: "a" //' + "x" * 400_000)
-    resource.prlimit(process.pid, resource.RLIMIT_AS, (process.memory_info().vms + 2**26, resource.RLIM_INFINITY))
+    limits = resource.prlimit(process.pid, resource.RLIMIT_AS)
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (process.memory_info().vms + 2**26, limits[1]))
     with pytest.raises(Overloaded, match="memory may be short"):
         await compiler.compile(params)
-    resource.prlimit(process.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    resource.prlimit(process.pid, resource.RLIMIT_AS, limits)
     await compiler.compile(params)
 
 
