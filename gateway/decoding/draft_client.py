@@ -116,10 +116,10 @@ class DraftClient:
 
     @property
     def method(self) -> str:
-        """The method of the draft that is asked next; empty where none can be."""
+        """The method of the open draft, or of the one that is asked next; empty where none can be."""
         if self._method != "":
             return self._method or ""
-        replica = self._router.pick_draft(self._state.session_id)
+        replica = self._router.pick_draft(self._state.session_id) if self._draft is None else self._draft.replica
         return "" if replica is None or replica.info is None else replica.info.method
 
     def prepare(self) -> None:

@@ -79,6 +79,8 @@ class Decoding:
         )
         self._lookup = LookupClient([context.lookups[each] for each in self._drafters.lookups], self._state)
         self._pace: Pace = FixedPace(0)
+        self._paced_method = ""
+        self._replica: Replica[TargetBackend] | None = None
         self._lookup_pace = LookupPace(LookupPacer())
         #: The round of the latest verdict; None: it had no drafted tokens.
         self.answered: RoundRequest | None = None
@@ -180,9 +182,8 @@ class Decoding:
     async def _open(self, replica: Replica[TargetBackend]) -> Verdict:
         """Open a session on the target picked; its first verdict."""
         target, draft = self._target, self._draft
-        self._pace.leave()
-        limit = 0 if draft.off else self.request.num_speculative_tokens
-        self._pace = self._context.pace(replica, limit, draft.method)
+        self._replica = replica
+        self._choose_pace()
         self._lookup_pace = self._context.lookup_pace(
             replica, self._drafters.lookups, is_predicted=bool(self.request.prediction)
         )
@@ -203,6 +204,14 @@ class Decoding:
         self._pace.record(first, 0, time.perf_counter_ns())
         self.answered = None
         return first
+
+    def _choose_pace(self) -> None:
+        """Pace the drafter that is used now on the target that is used now."""
+        assert self._replica is not None, "pick a target first"
+        self._pace.leave()
+        self._paced_method = self._draft.method
+        limit = 0 if self._draft.off else self.request.num_speculative_tokens
+        self._pace = self._context.pace(self._replica, limit, self._paced_method)
 
     async def _ask(self) -> None:
         """Ask for a round as soon as its proposal is there, or for the rest of the text where there is none."""
@@ -234,6 +243,8 @@ class Decoding:
             self._start_fitting()
         is_sent = await draft.request(self._num_draft_tokens(self._state.num_remaining))
         if draft.k:
+            if draft.method != self._paced_method:  # it replaces a lost one
+                self._choose_pace()
             target.end_multi_step()  # the draft is asked again at its last token, and waited for
         elif target.is_idle:
             target.multi_step_decode(self._state.num_remaining)

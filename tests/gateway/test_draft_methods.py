@@ -7,6 +7,7 @@ import grpc
 import httpx
 import pytest
 
+from gateway.decoding.draft_client import DraftClient
 from gateway.decoding.drafters import Drafters
 from gateway.generation import Generation
 from gateway.routing import Replica
@@ -23,6 +24,7 @@ from specdec.v1 import types_pb2
 from tests.draft_first import draft_first
 from tests.gateway.conftest import router_of, serve
 from tests.gateway.fake_draft import FakeDraft, draft_info
+from tests.gateway.fakes import Faults
 from tests.gateway.rest.test_rest import body_of, chat_of, post
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
@@ -114,6 +116,27 @@ async def test_pacing_is_told_what_drafts(two_drafts, make_generation):
     for name in ("eagle3", "suffix+draft_model", "suffix"):
         await generate(generation, name)
     assert paced == ["eagle3", "draft_model", ""]
+
+
+async def test_pacing_is_told_when_a_draft_of_another_method_goes_on(
+    two_drafts, make_generation, monkeypatch, short_pauses
+):
+    request = DraftClient.request
+
+    async def request_when_open(self, k):
+        if self._opening is not None and self.has_proposed:
+            await asyncio.wait((self._opening,))
+        return await request(self, k)
+
+    monkeypatch.setattr(DraftClient, "request", request_when_open)
+    for draft in two_drafts:
+        draft.faults = Faults(propose={3: Unavailable("gone")})
+    generation, paced = make_generation(), []
+    pace = generation.context.pace
+    generation.context.pace = lambda replica, limit, drafter: paced.append(drafter) or pace(replica, limit, drafter)
+    await generate(generation)
+    assert len(paced) >= 2
+    assert {*paced[:2]} == {*MODELS}
 
 
 async def test_hidden_states_are_those_of_the_method(two_drafts, backends, make_generation):
