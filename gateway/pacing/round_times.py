@@ -93,9 +93,7 @@ class RoundTimes:
             self.round_at_ns, self._was_rounds = now_ns, True
         self.plain_ns = median(self._plain) if self._plain else 0.0
         if self._round and self._plain:
-            # Of fewer than three rounds' windows the best counts: the first rounds of a text open its draft's session.
-            round_ns = median(self._round) if len(self._round) == MEMORY else min(self._round)
-            self._round_cost = round_ns / self.plain_ns
+            self._round_cost = median(self._round) / self.plain_ns
         self._clear()
 
     def _clear(self) -> None:

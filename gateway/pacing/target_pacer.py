@@ -28,6 +28,11 @@ TRIAL_PAUSE_TOKENS: Final = 512
 TRIAL_WINDOWS: Final = 8
 #: Texts that say what is usual. The first one was never seen, so the optimism ends after eight bad texts.
 RECENT_TEXTS: Final = 8
+#: A text is compared with the bad ones of them, too, once these are so many standard deviations away from the good ones
+#: and had so many rounds, all together: fewer deviations are chance where speculation just pays, fewer rounds where
+#: nearly all tokens are accepted.
+APART: Final = 3.0
+POOR_ROUNDS: Final = 4
 
 
 class TargetPacer:
@@ -62,6 +67,10 @@ class DrafterPacer:
         self.trial: Mode | None = None
         #: Acceptance rates by position that are usual in the recent texts for which speculation pays.
         self.usual: list[float] = []
+        #: Those of the other recent texts; empty where there are none, or where they may be usual ones by chance.
+        self._poor: list[float] = []
+        #: Logarithm of how many of these there are for each usual one.
+        self._odds = 0.0
         self._times: defaultdict[int, RoundTimes] = defaultdict(RoundTimes)
         self._first = TextAcceptance.first(MAX_SPECULATIVE_TOKENS)
         self._recent = deque((self._first,), maxlen=RECENT_TEXTS)
@@ -89,6 +98,16 @@ class DrafterPacer:
         times = self.times
         return [1.0, *(tokens / times.round_cost(k) for k, tokens in enumerate(expected) if k)]
 
+    def expected_tokens(self, text: TextAcceptance, num_tokens: int) -> list[float]:
+        """Tokens that rounds of a text with 0, 1, … ``num_tokens`` drafted ones are expected to commit."""
+        return text.expected_tokens(num_tokens, self.usual, 0.0 if self._is_poor(text) else SURPRISE)
+
+    def _is_poor(self, text: TextAcceptance) -> bool:
+        """Whether a text is more likely one of the recent texts for which speculation does not pay."""
+        if not self._poor or text.is_empty:
+            return False
+        return text.log_likelihood(self._poor) + self._odds > text.log_likelihood(self.usual)
+
     def may_start(self, num_remaining: int) -> bool:
         """Whether the first rounds of a text are worth their cost, if it is like one of the recent texts.
 
@@ -115,17 +134,27 @@ class DrafterPacer:
         if self._compared is not None and self._compared[0] is times and now_ns - self._compared[1] < WINDOW_NS:
             return
         self._compared = times, now_ns
-        self._prospects, good = [], []
+        self._prospects = []
+        good: list[TextAcceptance] = []
+        poor: list[TextAcceptance] = []
         pool = TextAcceptance.pooled(self._recent).rates(MAX_SPECULATIVE_TOKENS)
         for text in self._recent:
             # To tell texts from each other takes less than to give one up; the first one is always itself.
             num_deviations = 0.0 if text is self._first else SURPRISE / 2.0
-            speedups = self.speedups(text.expected_tokens(limit, pool, num_deviations))
+            like = self._poor if self._is_poor(text) else pool
+            speedups = self.speedups(text.expected_tokens(limit, like, num_deviations))
             k = max(range(1, len(speedups)), key=speedups.__getitem__)
             self._prospects.append((speedups[k], times.round_cost(k)))
-            if speedups[k] > 1.0:
-                good.append(text)
+            (good if speedups[k] > 1.0 else poor).append(text)
         self.usual = TextAcceptance.pooled(good or self._recent).rates(MAX_SPECULATIVE_TOKENS)
+        self._poor, others = [], TextAcceptance.pooled(poor)
+        if good and others.num_rounds >= POOR_ROUNDS and not others.is_like(self.usual, APART):
+            self._poor, self._odds = others.rates(MAX_SPECULATIVE_TOKENS), math.log(len(poor) / len(good))
+
+    def end_late_trial(self, now_ns: int) -> None:
+        """End a trial whose time is over, though no window closed: its sessions have left."""
+        if self.trial is not None and now_ns > self._trial_end_ns:
+            self.trial, self._trial_end_ns = None, now_ns
 
     def _update_trial(self, now_ns: int) -> None:
         """Begin a trial that is due, end one that is over."""
@@ -177,6 +206,8 @@ class SessionPace:
     def num_draft_tokens(self, num_remaining: int, now_ns: int) -> int:
         """See :class:`~gateway.pacing.pace.Pace`."""
         limit = max(0, min(self._limit, num_remaining - 1))
+        if self._last_ns is None:
+            self._drafter.end_late_trial(now_ns)
         if self.k or self._num_changes != self._drafter.num_changes:
             self._num_changes, self.speedup = self._drafter.num_changes, 1.0
             self.k = self._choose(limit, num_remaining, now_ns) if limit else 0
@@ -233,9 +264,9 @@ class SessionPace:
         """Speed of rounds with 0, 1, … ``limit`` drafted tokens over plain decoding; of trees only whole ones count."""
         drafter = self._drafter
         if drafter.tree_depth is None:
-            return drafter.speedups(self._acceptance.expected_tokens(limit, drafter.usual))
+            return drafter.speedups(drafter.expected_tokens(self._acceptance, limit))
         depth = min(drafter.tree_depth, self._limit)
-        whole = self._acceptance.expected_tokens(depth, drafter.usual)[-1]
+        whole = drafter.expected_tokens(self._acceptance, depth)[-1]
         return [1.0, whole / drafter.times.round_cost(self._limit)]
 
     def _trial_loss_ns(self, num_tokens: int, num_asked: int) -> float:

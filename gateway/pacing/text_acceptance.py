@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Final, Self
 
@@ -16,6 +17,9 @@ POOLED_ROUNDS: Final = 8.0
 #: an accepted token where most are accepted, or one long copy where few are. Rounds of a text are alike, so fewer
 #: deviations would take a few bad rounds of a good text for a bad one.
 SURPRISE: Final = 4.0
+
+#: Rates that were learned are never taken for 0 or 1.
+RARE: Final = 0.001
 
 
 class TextAcceptance:
@@ -50,9 +54,14 @@ class TextAcceptance:
         return pool
 
     @property
+    def num_rounds(self) -> float:
+        """Rounds seen, older ones for less than one."""
+        return self._tried[0] if self._tried else 0.0
+
+    @property
     def is_empty(self) -> bool:
         """Whether no round was seen."""
-        return not self._tried
+        return not self.num_rounds
 
     def observe(self, num_tokens: int, num_accepted: int) -> None:
         """A round asked for ``num_tokens`` drafted tokens and ``num_accepted`` of them were accepted.
@@ -83,6 +92,14 @@ class TextAcceptance:
             excess += accepted - tried * rate
             variance += tried * rate * (1.0 - rate)
         return excess * excess < num_deviations**2 * variance or not self._tried
+
+    def log_likelihood(self, rates: Sequence[float]) -> float:
+        """Logarithm of the probability of this text's rounds in one with these ``rates``."""
+        result = 0.0
+        for tried, accepted, rate in zip(self._tried, self._accepted, rates, strict=False):
+            bounded = min(max(rate, RARE), 1.0 - RARE)
+            result += accepted * math.log(bounded) + (tried - accepted) * math.log(1.0 - bounded)
+        return result
 
     def expected_tokens(self, num_tokens: int, usual: Sequence[float], num_deviations: float = SURPRISE) -> list[float]:
         """Tokens that a round of 0, 1, … ``num_tokens`` drafted tokens is expected to commit: 1 + the sum of their

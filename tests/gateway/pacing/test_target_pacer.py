@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from gateway.pacing.pace import FixedPace
+from gateway.pacing.round_times import WINDOW_NS
 from gateway.pacing.stats import Mode
-from gateway.pacing.target_pacer import TargetPacer
+from gateway.pacing.target_pacer import TRIAL_WINDOWS, TargetPacer
 from specdec.types import RoundTimings, Verdict
 from tests.gateway.pacing.simulation import Simulation, World, adaptive, fixed, plain
 
@@ -80,9 +81,10 @@ def test_a_fixed_length_would_be_slower():
 )  # fmt: skip
 def test_nearly_as_fast_as_the_best_fixed_length(kind, rate, sessions):
     of = world(kind, rate, sessions)
-    best = max(throughput(fixed(k), of) for k in (2, 4))
-    assert best > 1.1 * throughput(plain, of)  # 1.28 to 2.57
-    assert throughput(adaptive, of) > 0.9 * best  # 0.927 to 1.01
+    num_steps = 6000 if kind == "small" else 0  # in 2000 steps one window more or less is 0.03
+    best = max(throughput(fixed(k), of, num_steps) for k in (2, 4))
+    assert best > 1.1 * throughput(plain, of, num_steps)  # 1.28 to 2.57
+    assert throughput(adaptive, of, num_steps) > 0.9 * best  # 0.921 to 1.01
 
 
 def sequence(acceptance, sessions=1, k=16):
@@ -112,7 +114,7 @@ def test_one_odd_request_is_forgotten_at_once():
 
 def test_easy_and_hard_texts_at_the_same_time_draft_apart():
     of = sequence(lambda _, number: 0.95 if number % 2 else 0.1)
-    assert throughput(adaptive, of, 9000) > 1.2 * throughput(plain, of, 9000)  # 1.22, 1.33
+    assert throughput(adaptive, of, 9000) > 1.2 * throughput(plain, of, 9000)  # 1.29
     assert throughput(fixed(16), of) < 0.6 * throughput(plain, of)  # 0.46, 0.50, 0.49
 
 
@@ -127,8 +129,10 @@ def test_easy_after_hard_and_hard_after_easy():
         speeds = [simulation.run(3.0) / reference.run(3.0) for _ in range(8)]
         hard += speeds[2::2]
         easy += speeds[1::2]
-    assert sum(hard) > 0.9 * len(hard)  # 0.92, 0.93, 0.94: they begin as easy ones ended
-    assert sum(easy) > 1.35 * len(easy)  # 1.52, 1.49, 1.43
+    # Hard phases begin with rounds, as easy ones ended. Texts that are given up sooner gain less once they are easy.
+    assert min(hard) > 0.9  # 0.94 to 0.99 with 20 seeds
+    assert sum(hard) > 0.95 * len(hard)  # 0.965, 0.971, 0.976
+    assert sum(easy) > 1.3 * len(easy)  # 1.57, 1.47, 1.40
 
 
 def test_pauses_between_requests_do_not_start_the_search_anew():
@@ -230,6 +234,28 @@ def test_a_session_that_may_not_draft_is_measured_but_not_counted():
         pace.record(verdict(), 0, step * 10 * MS)
     assert pacer.of().times.plain_ns == pytest.approx(10 * MS)
     assert (pacer.stats.num_verdicts[Mode.PLAIN], pacer.stats.busy_s) == (0, 0.0)
+
+
+def test_a_trial_that_its_sessions_have_left_is_over_for_the_next_one():
+    pacer, now = TargetPacer(), 0
+    drafter = pacer.of()
+
+    def decode(pace):
+        nonlocal now
+        k = pace.num_draft_tokens(1000, now)
+        now += (5 + (k > 0)) * MS
+        pace.record(verdict(k, k), k, now)
+        return k
+
+    pace = pacer.session(4)
+    while drafter.trial is not Mode.PLAIN:
+        decode(pace)
+    pace.leave()
+    begun, pace = now, pacer.session(4)
+    assert decode(pace) == 0, "the trial goes on"
+    pace.leave()
+    now = begun + 2 * TRIAL_WINDOWS * WINDOW_NS
+    assert decode(pacer.session(4)) == 4
 
 
 def test_drafters_are_measured_apart():

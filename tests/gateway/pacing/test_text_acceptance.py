@@ -49,3 +49,10 @@ def test_no_text_outweighs_the_others_where_they_are_pooled():
 def test_a_text_changes():
     text = text_of(*[(4, 4)] * 100, *[(4, 0)] * 100)
     assert text.rates(1)[0] < 0.1
+
+
+def test_the_likelihood_tells_a_bad_round_from_a_good_text():
+    good, bad = [0.95] * 16, [0.1] * 16
+    assert text_of((16, 0)).log_likelihood(bad) > text_of((16, 0)).log_likelihood(good)
+    assert text_of((16, 3)).log_likelihood(bad) < text_of((16, 3)).log_likelihood(good)
+    assert text_of((4, 0)).log_likelihood([1.0] * 4) < text_of((4, 4)).log_likelihood([1.0] * 4) <= 0.0
