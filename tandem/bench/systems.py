@@ -214,4 +214,4 @@ class EmbeddedSystem:
 def metrics_of(message: pb.SpeculationMetrics) -> dict[str, Any]:
     """The metrics by name; repeated fields as lists."""
     values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
-    return {name: value if isinstance(value, int | float) else list(value) for name, value in values.items()}
+    return {name: value if isinstance(value, int | float | str) else list(value) for name, value in values.items()}

@@ -65,8 +65,11 @@ async def test_collecting_pieces() -> None:
 
 
 def test_metrics_come_by_name() -> None:
-    metrics = metrics_of(pb.SpeculationMetrics(num_spec_steps=3, acceptance_histogram=[1, 2]))
+    metrics = metrics_of(
+        pb.SpeculationMetrics(num_spec_steps=3, acceptance_histogram=[1, 2], no_speculation_reason="off")
+    )
     assert metrics["num_spec_steps"] == 3
+    assert metrics["no_speculation_reason"] == "off"
     assert metrics["acceptance_histogram"] == [1, 2]
     assert metrics["num_rejections"] == 0
 
