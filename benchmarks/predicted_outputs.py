@@ -41,6 +41,8 @@ class Timed:
     text: str
     tokens_per_s: float
     usage: dict[str, Any]
+    #: Of a round, beyond the target's queue and work.
+    wire_ms: float
 
 
 def ask(client: httpx.Client, body: dict[str, Any]) -> Timed:
@@ -48,7 +50,9 @@ def ask(client: httpx.Client, body: dict[str, Any]) -> Timed:
     started = time.perf_counter()
     answer = client.post("/v1/completions", json=body).raise_for_status().json()
     seconds = time.perf_counter() - started
-    return Timed(answer["choices"][0]["text"], answer["usage"]["completion_tokens"] / seconds, answer["usage"])
+    metrics = answer["metrics"]["speculative_decoding"]
+    wire_ms = metrics["wire_ns"] / max(metrics["num_spec_steps"], 1) / 1e6
+    return Timed(answer["choices"][0]["text"], answer["usage"]["completion_tokens"] / seconds, answer["usage"], wire_ms)
 
 
 def wrong_predictions(written: str, other: str, seed: int) -> Iterator[tuple[str, str]]:
@@ -97,6 +101,7 @@ def measure(client: httpx.Client, given: argparse.Namespace) -> list[dict[str, A
                         "prediction": name, "temperature": temperature, "lines": written.count("\n"),
                         **{arm: round(speed) for arm, speed in speeds.items()},
                         "ratio": round(speeds["predicted"] / speeds["without"], 3),
+                        "wire_ms": round(statistics.median(each.wire_ms for each in answers["predicted"]), 2),
                         **answers["predicted"][-1].usage["completion_tokens_details"],
                     }
                 )  # fmt: skip

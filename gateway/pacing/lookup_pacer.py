@@ -19,7 +19,9 @@ from specdec.types import RoundTimings, Verdict
 #: Nanoseconds that the messages of a round take from the decoding of tokens. With 0 and with 1.2 ms eight sessions of
 #: prose reach 0.97 and 1.00 of plain decoding, with this 1.10 (suffix and n-gram, medians of four windows each).
 ROUND_NS: Final = 400_000
-#: What it takes besides where the target waits for a session that is alone: 0.9 ms in all between two steps.
+#: What it takes besides where the target waits for a session that is alone: 0.9 ms in all between two steps. It is
+#: ``wire_ms`` of ``python -m benchmarks.predicted_outputs --files 1 --edits 1``: 0.7 and 1.3. Among eight sessions that
+#: time is 11 to 27 ms a round, for it contains the steps of the others: no price can be learned from it.
 WAIT_NS: Final = 500_000
 
 
