@@ -19,9 +19,21 @@ pytestmark = pytest.mark.usefixtures("short_pauses")
 LAYERS = (2, -1)
 
 
-def reader(**options):
+class LateDraft(FakeDraft):
+    """Opens no session before it may."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.may_open = asyncio.Event()
+
+    async def open(self, spec):
+        await self.may_open.wait()
+        return await super().open(spec)
+
+
+def reader(kind=FakeDraft, **options):
     changes = {name: options.pop(name) for name in ("hidden_state_layers", "last_hidden_state_only") if name in options}
-    return FakeDraft(info=draft_info(8, **{"hidden_state_layers": LAYERS, **changes}), **options)
+    return kind(info=draft_info(8, **{"hidden_state_layers": LAYERS, **changes}), **options)
 
 
 @pytest.mark.parametrize("quality", [0.0, 0.5, 1.0])
@@ -40,8 +52,9 @@ async def test_every_row_comes_once_with_its_tokens(quality, temperature):
 
 
 async def test_states_wait_for_a_draft_that_is_late():
-    target, draft = FakeTarget(latency_s=0.001), reader(quality=1.0, open_latency_s=0.02)
-    out, run_ = await run(context_of([target], [draft]), request_of(4, max_tokens=80))
+    target, draft = FakeTarget(latency_s=0.001), reader(LateDraft, quality=1.0)
+    run_ = Decoding(context_of([target], [draft]), request_of(4, max_tokens=80))
+    out = await run_with(run_, 20, draft.may_open.set)
     assert out == reference(PROMPT, run_.request.params)
     (session,) = draft.sessions
     assert session.known_states == set(range(len(session.token_ids) - 1))
@@ -51,8 +64,9 @@ async def test_states_wait_for_a_draft_that_is_late():
 
 async def test_only_the_newest_row_is_kept_where_that_is_enough():
     target = FakeTarget(latency_s=0.001)
-    draft = reader(quality=0.5, last_hidden_state_only=True, open_latency_s=0.01)
-    out, run_ = await run(context_of([target], [draft]), request_of(4, max_tokens=60))
+    draft = reader(LateDraft, quality=0.5, last_hidden_state_only=True)
+    run_ = Decoding(context_of([target], [draft]), request_of(4, max_tokens=60))
+    out = await run_with(run_, 10, draft.may_open.set)
     assert out == reference(PROMPT, run_.request.params)
     assert target.specs[0].last_hidden_state_only
     (session,) = draft.sessions
@@ -98,8 +112,9 @@ async def test_a_target_that_was_lost_sends_the_prompts_states_again():
 
 async def test_what_waits_is_bounded_and_the_oldest_goes(monkeypatch):
     monkeypatch.setattr(state_buffer.StateBuffer.__init__, "__defaults__", (10 * 8,))
-    target, draft = FakeTarget(latency_s=0.001), reader(quality=1.0, open_latency_s=0.03)
-    out, run_ = await run(context_of([target], [draft]), request_of(2, max_tokens=100))
+    target, draft = FakeTarget(latency_s=0.001), reader(LateDraft, quality=1.0)
+    run_ = Decoding(context_of([target], [draft]), request_of(2, max_tokens=100))
+    out = await run_with(run_, 30, draft.may_open.set)
     assert out == reference(PROMPT, run_.request.params)
     (session,) = draft.sessions
     first = min(session.known_states)
