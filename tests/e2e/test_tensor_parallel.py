@@ -128,10 +128,12 @@ def test_torchrun():
 
 
 def test_serve_starts_the_ranks_and_starts_them_again():
-    command = [sys.executable, "-m", "tandem", "serve", "python-12m", "-tp", "2", "--num-threads", "1", "--port", "0"]
+    command = [sys.executable, "-m", "tandem", "serve", "python-12m", "-tp", "2", "--num-threads", "1"]
+    # A busy machine takes long to start the ranks again.
+    flags = ["--port", "0", "--grpc-port", "0", "--target-wait-s", "100"]
     log = []
     with subprocess.Popen(
-        [*command, "--grpc-port", "0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+        [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
     ) as served:
         try:
             for line in served.stdout:
