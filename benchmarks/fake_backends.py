@@ -15,6 +15,7 @@ from typing import Any, Final
 import grpc.aio
 
 from specdec import codec
+from specdec.errors import InternalError
 from specdec.rpc.lifecycle import run
 from specdec.rpc.server import RpcServer
 from specdec.settings import ServerSettings
@@ -129,6 +130,11 @@ class FakeService:
     async def start(self) -> None:
         """Nothing to load."""
 
+    async def wait_failed(self) -> InternalError:
+        """Never."""
+        never: asyncio.Future[InternalError] = asyncio.get_running_loop().create_future()
+        return await never
+
     async def drain(self) -> None:
         """Nothing to finish."""
 
@@ -142,8 +148,10 @@ def main() -> int:
     parser.add_argument("--message-tokens", type=int, default=8, help="tokens of a message in plain decoding")
     parser.add_argument("--pause-ms", type=float, default=0.0, help="before each message of a session")
     parser.add_argument("--max-sessions", type=int, default=1024)
+    parser.add_argument("--socket", help="unix:/path to listen on, as well")
     args = parser.parse_args()
-    settings = ServerSettings(port=0, max_concurrent_rpcs=2 * args.max_sessions + 64, drain_s=0.0)
+    most = 2 * args.max_sessions + 64
+    settings = ServerSettings(port=0, socket=args.socket, max_concurrent_rpcs=most, max_connections=most, drain_s=0.0)
     return run(lambda: FakeService(FakeBackends(args.message_tokens, args.pause_ms / 1e3)), settings)
 
 

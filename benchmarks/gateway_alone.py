@@ -10,12 +10,14 @@ import argparse
 import asyncio
 import json
 import resource
+import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from itertools import product, starmap
+from typing import Final, NamedTuple
 
 import psutil
 import uvloop
@@ -174,18 +176,31 @@ async def measure(
         return await OpenStreams(ask, num_streams, max_tokens).hold(process, process.memory_info().rss, seconds)
 
 
-def measure_started(over: str, k: int, num_streams: int, max_tokens: int, seconds: float) -> GatewayCosts:
+class Case(NamedTuple):
+    """Transports to the clients and to target and draft, drafted tokens, and streams."""
+
+    over: str
+    backends_over: str
+    k: int
+    num_streams: int
+
+
+def measure_started(case: Case, max_tokens: int, seconds: float) -> GatewayCosts:
     """Start what is needed, and measure."""
+    num_streams = case.num_streams
     pause_ms = 1e3 * num_streams / MESSAGES_PER_S
     limits = ("--max-concurrent-sequences", f"{num_streams + 64}")
     connections = ("--max-connections", f"{num_streams + 64}", "--max-client-connections", f"{num_streams + 64}")
     backends = ("--pause-ms", f"{pause_ms}", "--max-sessions", f"{num_streams + 64}")
-    with service("benchmarks.fake_backends", *backends) as fakes:
-        places = ("--targets", fakes.address, "--drafts", fakes.address, "--port", "0", "--grpc-port", "0")
-        drafting = ("--fixed-draft-length", "--num-speculative-tokens", f"{k}")
+    with tempfile.TemporaryDirectory(prefix="tandem-") as folder, ExitStack() as stack:
+        socket = f"unix:{folder}/fakes.sock"
+        fakes = stack.enter_context(service("benchmarks.fake_backends", *backends, "--socket", socket))
+        address = socket if case.backends_over == "frames" else fakes.address
+        places = ("--targets", address, "--drafts", address, "--port", "0", "--grpc-port", "0")
+        drafting = ("--fixed-draft-length", "--num-speculative-tokens", f"{case.k}")
         tokenizer = ("--tokenizer", find_checkpoint(TARGET))
         with service("gateway", *places, *drafting, *tokenizer, *limits, *connections) as gateway:
-            job = measure(gateway, over, num_streams=num_streams, max_tokens=max_tokens, seconds=seconds)
+            job = measure(gateway, case.over, num_streams=num_streams, max_tokens=max_tokens, seconds=seconds)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(job)
 
@@ -194,7 +209,10 @@ def main() -> int:
     """Measure and print a line each."""
     parser = argparse.ArgumentParser(prog="benchmarks.gateway_alone", description=__doc__)
     parser.add_argument("--streams", type=numbers, default=(10, 1000, 10_000), help="open at once")
-    parser.add_argument("--over", type=names(("grpc", "rest")), default=("grpc", "rest"))
+    parser.add_argument("--over", type=names(("grpc", "rest")), default=("grpc", "rest"), help="from the clients")
+    parser.add_argument(
+        "--backends-over", type=names(("frames", "grpc")), default=("frames",), help="to target and draft"
+    )
     parser.add_argument(
         "--k", type=lambda text: tuple(map(int, text.split(","))), default=(0, 4), help="drafted tokens"
     )
@@ -209,17 +227,15 @@ def main() -> int:
         parser.error(
             f"REST takes {most} streams here: lower --streams, or raise the hard limit of open files (ulimit -Hn)"
         )
-    for over in args.over:
-        for k in args.k or (0, 4):
-            for num_streams in args.streams:
-                found = measure_started(over, k, num_streams, args.max_tokens, args.seconds)
-                requests = f", {found.requests_per_core:,.0f} requests/s" if found.num_requests else ""
-                print(
-                    f"{over} k={k} {num_streams:6} streams: {found.num_messages / found.seconds:,.0f} messages/s,"
-                    f" {found.message_us:.0f} µs each; a core: {found.tokens_per_core:,.0f} tokens/s{requests};"
-                    f" {found.memory_kib:.0f} KiB a stream",
-                    flush=True,
-                )
+    for case in starmap(Case, product(args.over, args.backends_over, args.k, args.streams)):
+        found = measure_started(case, args.max_tokens, args.seconds)
+        requests = f", {found.requests_per_core:,.0f} requests/s" if found.num_requests else ""
+        print(
+            f"{case.over}, {case.backends_over}, k={case.k}, {case.num_streams} streams:"
+            f" {found.num_messages / found.seconds:,.0f} messages/s, {found.message_us:.0f} µs each;"
+            f" a core: {found.tokens_per_core:,.0f} tokens/s{requests}; {found.memory_kib:.0f} KiB a stream",
+            flush=True,
+        )
     return 0
 
 

@@ -1,35 +1,31 @@
-"""A draft service over gRPC."""
+"""A draft service behind its gRPC API."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 
 import grpc.aio
 
-from gateway.backends.info import ServerInfo
+from gateway.backends.info import ModelServer
 from specdec import codec, trees
 from specdec.errors import Unavailable
 from specdec.hidden_state_buffer import pieces
-from specdec.rpc.session_stream import SessionStream
+from specdec.rpc.session_stream import MessageStream
 from specdec.types import DraftOpened, HiddenStates, Proposal, SessionSpec
 from specdec.v1 import draft_service_pb2 as pb
-from specdec.v1 import draft_service_pb2_grpc as pb_grpc
 
 
-class GrpcDraft(ServerInfo):
+class GrpcDraft(ModelServer):
     """Opens sessions on one draft replica."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._stub = pb_grpc.DraftServiceStub(channel)
-        super().__init__(channel, self._stub.GetModelInfo)
+    def __init__(self, channel: grpc.aio.Channel, address: str = "") -> None:
+        """``address`` is where the channel leads."""
+        super().__init__(channel, "specdec.v1.DraftService", address)
 
     async def open(self, spec: SessionSpec) -> GrpcDraftSession:
         """Admit and prefill. Cancelling leaves nothing behind."""
-        stream: SessionStream[pb.DraftRequest, pb.DraftResponse] = SessionStream(
-            partial(self._stub.Draft, metadata=spec.trace_headers or None)
-        )
+        stream = await self._stream("Draft", pb.DraftRequest, pb.DraftResponse, spec.trace_headers)
         try:
             answer = await stream.exchange(codec.encode_open_draft(spec))
             if answer.WhichOneof("kind") != "opened":
@@ -43,7 +39,7 @@ class GrpcDraft(ServerInfo):
 class GrpcDraftSession:
     """One open stream."""
 
-    def __init__(self, stream: SessionStream[pb.DraftRequest, pb.DraftResponse], opened: DraftOpened) -> None:
+    def __init__(self, stream: MessageStream[pb.DraftRequest, pb.DraftResponse], opened: DraftOpened) -> None:
         self._stream = stream
         self._arrived: deque[Proposal] = deque()
         self.opened = opened

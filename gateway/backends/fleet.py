@@ -44,7 +44,7 @@ class _Role:
     name: str
     discovery: Discovery
     pool: Pool[Any]
-    connect: Callable[[grpc.aio.Channel], Any]
+    connect: Callable[[grpc.aio.Channel, str], Any]
     up: Callable[[Replica[Any], ModelInfo], None]
 
 
@@ -124,7 +124,7 @@ class Fleet:
         channel = open_channel(
             endpoint.address, certificates=self._certificates, host_name=endpoint.host_name, role=role.name
         )
-        return role.connect(channel)
+        return role.connect(channel, endpoint.address)
 
     def _watch_all(self) -> None:
         for member in self._members:

@@ -1,29 +1,43 @@
-"""What every model server tells about itself."""
+"""What the gateway asks of every model server: its health, its description, and streams."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from typing import Any, Final
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import grpc.aio
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec import codec
 from specdec.errors import Unavailable
-from specdec.rpc.session_stream import call_unary
+from specdec.rpc.framed.server import framed_path, has_socket
+from specdec.rpc.framed.stream import FramedStream
+from specdec.rpc.session_stream import MessageStream, SessionStream, call_unary
 from specdec.types import ModelInfo, ServerLoad
 from specdec.v1 import types_pb2 as pb
+
+Q = TypeVar("Q", bound=Message)  # request message
+R = TypeVar("R", bound=Message)  # response message
 
 #: Seconds a server may take to describe itself.
 INFO_TIMEOUT_S: Final = 10.0
 
 
-class ServerInfo:
-    """The part both backends share. ``method`` is the stub's GetModelInfo."""
+class ModelServer:
+    """The part both backends share."""
 
-    def __init__(self, channel: grpc.aio.Channel, method: Callable[..., Any]) -> None:
+    def __init__(self, channel: grpc.aio.Channel, service: str, address: str = "") -> None:
+        """``service`` is the full name of the gRPC service, ``address`` where the channel leads."""
         self._channel = channel
-        self._get_model_info = method
+        self._service = service
+        self._framed_path = framed_path(address)
+        self._get_model_info: Callable[..., Any] = channel.unary_unary(
+            f"/{service}/GetModelInfo",
+            request_serializer=pb.GetModelInfoRequest.SerializeToString,
+            response_deserializer=pb.GetModelInfoResponse.FromString,
+        )
 
     async def health(self) -> AsyncGenerator[bool, None]:
         """Whether it serves: now, and whenever that changes. Waits for a server that cannot be reached.
@@ -40,6 +54,18 @@ class ServerInfo:
             raise Unavailable(error.details() or "the connection was lost") from error
         finally:
             call.cancel()
+
+    async def _stream(
+        self, name: str, request: type[Q], response: type[R], metadata: Sequence[tuple[str, str]]
+    ) -> MessageStream[Q, R]:
+        """Begin a call of the streaming method ``name``: framed where the server is on this machine, else over gRPC."""
+        method = f"/{self._service}/{name}"
+        if self._framed_path is not None and has_socket(self._framed_path):
+            return await FramedStream.open(self._framed_path, method, response.FromString, metadata)
+        call = self._channel.stream_stream(
+            method, request_serializer=request.SerializeToString, response_deserializer=response.FromString
+        )
+        return SessionStream(partial(call, metadata=metadata or None))
 
     async def close(self) -> None:
         """Close the channel."""

@@ -1,34 +1,30 @@
-"""A target service over gRPC."""
+"""A target service behind its gRPC API."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import grpc.aio
 
-from gateway.backends.info import ServerInfo
+from gateway.backends.info import ModelServer
 from specdec import codec
 from specdec.errors import Unavailable
 from specdec.hidden_state_buffer import StateBuffer
-from specdec.rpc.session_stream import SessionStream
+from specdec.rpc.session_stream import MessageStream
 from specdec.types import Proposal, SessionSpec, TargetOpened, Verdict
 from specdec.v1 import target_service_pb2 as pb
-from specdec.v1 import target_service_pb2_grpc as pb_grpc
 
 
-class GrpcTarget(ServerInfo):
+class GrpcTarget(ModelServer):
     """Opens sessions on one target replica."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._stub = pb_grpc.TargetServiceStub(channel)
-        super().__init__(channel, self._stub.GetModelInfo)
+    def __init__(self, channel: grpc.aio.Channel, address: str = "") -> None:
+        """``address`` is where the channel leads."""
+        super().__init__(channel, "specdec.v1.TargetService", address)
 
     async def open(self, spec: SessionSpec) -> GrpcTargetSession:
         """Admit and prefill; returns once the first token is there. Cancelling leaves nothing behind."""
-        stream: SessionStream[pb.VerifyRequest, pb.VerifyResponse] = SessionStream(
-            partial(self._stub.Verify, metadata=spec.trace_headers or None)
-        )
+        stream = await self._stream("Verify", pb.VerifyRequest, pb.VerifyResponse, spec.trace_headers)
         try:
             answer = await stream.exchange(codec.encode_open_target(spec))
             states = StateBuffer()
@@ -54,7 +50,7 @@ class GrpcTargetSession:
 
     def __init__(
         self,
-        stream: SessionStream[pb.VerifyRequest, pb.VerifyResponse],
+        stream: MessageStream[pb.VerifyRequest, pb.VerifyResponse],
         epoch: int,
         opened: TargetOpened,
         states: StateBuffer,

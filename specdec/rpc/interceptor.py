@@ -113,7 +113,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         kind = ("stream" if handler.request_streaming else "unary") + (
             "_stream" if handler.response_streaming else "_unary"
         )
-        guard = self._guard_health if method.startswith(HEALTH) else self._guard
+        guard = self._guard_health if method.startswith(HEALTH) else self.guard
         wrapped = _wrap(handler, getattr(handler, kind), partial(guard, method=method))
         # Served as a stream of requests, whatever the client sends: gRPC waits for ever for a single one, and answers
         # one that it cannot decode with UNKNOWN and a traceback.
@@ -122,7 +122,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return make(wrapped, decoder, handler.response_serializer)
 
     @asynccontextmanager
-    async def _guard(self, context: Context, method: str) -> AsyncIterator[Call]:
+    async def guard(self, context: Context, method: str) -> AsyncIterator[Call]:
         """Count the call, refuse it while the server drains or is full, and end it with a status."""
         call = Call(context, self._release, self._slots)
         self._calls.add(call)

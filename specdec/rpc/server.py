@@ -19,6 +19,7 @@ from specdec.process.open_files import cap_connections
 from specdec.process.ports import check_port
 from specdec.rpc.certificates import Certificates
 from specdec.rpc.channel import KEEPALIVE_OPTIONS, MESSAGE_OPTIONS, MIN_PING_INTERVAL_MS
+from specdec.rpc.framed.server import FramedServer, Handlers, framed_path, streaming_handlers
 from specdec.rpc.health import HealthServicer
 from specdec.rpc.interceptor import CallInterceptor, CallLimits, EnterCall, enter_anyone
 from specdec.rpc.metadata_limit import limit_metadata
@@ -93,6 +94,9 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._server.add_generic_rpc_handlers((self._health.list_handler(),))
         self._names: list[str] = []
+        self._streaming: Handlers = {}
+        #: Serves the streams of clients on this machine.
+        self._framed: FramedServer | None = None
         #: Probes have no certificates.
         self._health_server: grpc.aio.Server | None = None
         self.health_port = 0
@@ -123,6 +127,7 @@ class RpcServer:
     def add(self, add_to_server: Callable[[Any, Any], None], servicer: object, name: str) -> None:
         """Add a service before the start: its generated ``add_…_to_server``, its servicer and its full name."""
         add_to_server(servicer, self._server)
+        self._streaming |= streaming_handlers(add_to_server, servicer)
         self._names.append(name)
 
     async def start(self) -> None:
@@ -140,17 +145,21 @@ class RpcServer:
             credentials = Certificates(tls).server_credentials() if tls else None
             self.port = _listen(self._server, settings.host, settings.port, "port", credentials)
         if settings.socket is not None:
-            self._listen_on_socket(settings.socket)
+            await self._listen_on_socket(settings.socket)
         if self._health_server is not None:
             self.health_port = _listen(self._health_server, settings.host, settings.health_port or 0, "health_port")
             await self._health_server.start()
         await self._server.start()
 
-    def _listen_on_socket(self, address: str) -> None:
+    async def _listen_on_socket(self, address: str) -> None:
         try:
             self._server.add_insecure_port(address)
             if (path := address.removeprefix("unix:")) != address:
                 os.chmod(path, 0o600)
+            if (framed := framed_path(address)) is not None and self._streaming:
+                limit = cap_connections(self.settings.max_connections, num_servers=2)
+                self._framed = FramedServer(framed, self._streaming, self._calls.guard, max_connections=limit)
+                await self._framed.start()
         except (RuntimeError, OSError) as error:
             raise InvalidRequest(
                 f"cannot listen on {address}: the name is taken, too long or not allowed; choose another socket",
@@ -183,6 +192,8 @@ class RpcServer:
     async def stop(self) -> None:
         """End what is left with UNAVAILABLE, wait for the handlers to clean up, and close the port."""
         await self._calls.evict()
+        if self._framed is not None:
+            await self._framed.stop()
         if self._health_server is not None:
             await self._health_server.stop(grace=None)
         await self._server.stop(grace=None)

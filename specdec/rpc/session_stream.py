@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -21,6 +21,28 @@ UNDECODABLE: Final = "the server sent a message that cannot be decoded"
 
 Q = TypeVar("Q", bound=Message)  # request message
 R = TypeVar("R")  # response message
+Q_contra = TypeVar("Q_contra", bound=Message, contravariant=True)
+R_co = TypeVar("R_co", covariant=True)
+
+
+class MessageStream(Protocol[Q_contra, R_co]):
+    """A session's messages out and in, over whichever transport. See :class:`SessionStream`."""
+
+    def post(self, message: Q_contra) -> None:
+        """Send one message without waiting."""
+        ...
+
+    async def receive(self) -> R_co:
+        """The next message."""
+        ...
+
+    async def exchange(self, message: Q_contra) -> R_co:
+        """Send a message and return the next one."""
+        ...
+
+    async def close(self) -> None:
+        """End the call."""
+        ...
 
 
 class SessionStream(Generic[Q, R]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -32,8 +33,12 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Excepti
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> TandemError:
     """The domain error behind a failed call."""
-    rebuilt = error_from_status(error.code().name, error.details() or error.code().name)
-    metadata = dict(error.trailing_metadata() or ())
+    return rebuild_error(error.code().name, error.details() or "", dict(error.trailing_metadata() or ()))
+
+
+def rebuild_error(code: str, text: str, metadata: Mapping[str, str | bytes]) -> TandemError:
+    """The domain error behind the name of a status, its text and its metadata."""
+    rebuilt = error_from_status(code, text or code)
     if isinstance(rebuilt, Overloaded) and (seconds := metadata.get(RETRY_AFTER_KEY)) is not None:
         rebuilt.retry_after_s = float(seconds)
     elif isinstance(rebuilt, InvalidRequest) and (param := metadata.get(PARAM_KEY)) is not None:

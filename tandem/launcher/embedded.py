@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Self
 
 from transformers.utils import logging as transformers_logging
@@ -77,6 +78,16 @@ async def _serve(deployment: Deployment) -> None:
     embedded = await Embedded.start(deployment)
     try:
         gateway = Gateway(deployment.gateway, router=embedded.generation.router)
-        await serve(gateway, on_ready=lambda: print(deployment.ready_line({}), flush=True))
+        stop = asyncio.Event()
+        watch = asyncio.create_task(_stop_after_failure(embedded.target, stop))
+        await serve(gateway, stop=stop, on_ready=lambda: print(deployment.ready_line({}), flush=True))
+        watch.cancel()
+        if embedded.target.failure is not None:
+            raise embedded.target.failure
     finally:
         await embedded.close()
+
+
+async def _stop_after_failure(target: TargetCore, stop: asyncio.Event) -> None:
+    await target.failed.wait()
+    stop.set()

@@ -34,9 +34,9 @@ def files(folder: Path, service: str) -> TlsFiles:
 
 
 @asynccontextmanager
-async def serving(folder: Path, service: str = "target"):
+async def serving(folder: Path, service: str = "target", host: str = "127.0.0.1"):
     tls = files(folder, service)
-    settings = ServerSettings(ssl_certfile=tls.certfile, ssl_keyfile=tls.keyfile, ssl_ca_certs=tls.ca_certs)
+    settings = ServerSettings(host=host, ssl_certfile=tls.certfile, ssl_keyfile=tls.keyfile, ssl_ca_certs=tls.ca_certs)
     server = RpcServer(settings)
     await server.start()
     await server.set_serving(True)
@@ -46,9 +46,9 @@ async def serving(folder: Path, service: str = "target"):
         await server.stop()
 
 
-async def ask(address: str, certificates: Certificates | None) -> str:
+async def ask(address: str, certificates: Certificates | None, role: str = "") -> str:
     """ "SERVING", or the name of the error."""
-    async with open_channel(address, certificates=certificates) as channel:
+    async with open_channel(address, certificates=certificates, role=role) as channel:
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         except grpc.aio.AioRpcError as error:
@@ -61,6 +61,16 @@ def replace_files(folder: Path, source: Path) -> None:
     for path in source.glob("*/*.pem"):
         shutil.copy(path, folder / "new.pem")
         (folder / "new.pem").replace(folder / path.relative_to(source))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_roles_are_told_at_every_address(folder: Path, host: str) -> None:
+    async with serving(folder, host=host) as address:
+        port = address.rpartition(":")[2]
+        at = f"[::1]:{port}" if host == "::1" else address
+        gateway = Certificates(files(folder, "gateway"))
+        assert await ask(at, gateway, "target") == "SERVING"
+        assert await ask(at, gateway, "draft") == "UNAVAILABLE"
 
 
 async def test_health_has_a_port_in_plain_text_where_nothing_else_is(folder: Path) -> None:

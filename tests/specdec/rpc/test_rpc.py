@@ -193,7 +193,7 @@ async def test_too_many_calls_are_refused():
                     await three.exchange(open_message())
 
 
-@pytest.mark.parametrize("limit_ms", [100, 300_000])
+@pytest.mark.parametrize("limit_ms", [100, pytest.param(300_000, marks=pytest.mark.exhaustive)])
 async def test_an_idle_watch_outlives_its_pings(monkeypatch, limit_ms):
     """The limit on pings is really read: one of gRPC's five minutes cuts this watch with the second ping too many."""
     options = dict(server_module.SERVER_OPTIONS)

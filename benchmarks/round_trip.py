@@ -1,0 +1,183 @@
+"""Where the time of a round goes: ``python -m benchmarks.round_trip``.
+
+One session drafts k tokens in every round. The round is followed through gateway, draft and target, station by station
+(:mod:`benchmarks.stations`), over frames and over gRPC, beside the same round in one process and bare echos.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.command import run
+from benchmarks.pairs import TARGETS, pair
+from benchmarks.stations import GRPC_ONLY, STATIONS
+from specdec.errors import InternalError
+from specdec.flags import Parser
+from specdec.params import SamplingParams
+
+if TYPE_CHECKING:
+    from tandem.bench.systems import System
+    from tandem.launcher.deployment import Deployment
+
+PROMPT: Final = "def fibonacci(n):\n"
+#: Share of the rounds that must have passed each station once, in order.
+MIN_SHARE: Final = 0.5
+FIRST: Final = next(iter(STATIONS))
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Medians over the rounds of one transport, in microseconds."""
+
+    transport: str
+    num_rounds: int
+    round_us: float
+    #: From the station before to each station; the first one's is from the last one.
+    station_us: Mapping[str, float]
+
+
+async def follow(deployment: Deployment, transport: str, seconds: float) -> Rounds:
+    """Rounds of one session for so many seconds."""
+    if transport == "one process":
+        from tandem.bench.systems import start_system  # noqa: PLC0415 (torch)
+
+        async with start_system("embedded", deployment) as system:
+            times = await _stream(system, deployment.gateway.num_speculative_tokens, seconds)
+        return Rounds(transport, len(times), 1e6 * median(times), {})
+    with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+        times = await _stream_from_processes(deployment, transport, seconds, Path(folder))
+        num_rounds, station_us = durations(_read(Path(folder)))
+    return Rounds(transport, num_rounds, 1e6 * median(times), station_us)
+
+
+def _read(folder: Path) -> list[tuple[str, int]]:
+    """What all services noted, in order of time."""
+    noted = [(station, at) for log in folder.glob("*.json") for station, at in json.loads(log.read_text())]
+    return sorted(noted, key=lambda event: event[1])
+
+
+async def _stream_from_processes(deployment: Deployment, transport: str, seconds: float, folder: Path) -> list[float]:
+    from specdec.rpc.channel import open_channel  # noqa: PLC0415
+    from tandem.bench.systems import GrpcSystem  # noqa: PLC0415
+    from tandem.launcher.deployment import services_of  # noqa: PLC0415
+    from tandem.launcher.supervisor import Supervisor  # noqa: PLC0415
+
+    free = replace(deployment, gateway=replace(deployment.gateway, port=0, grpc_port=0)).with_ports()
+    services = [
+        replace(
+            service,
+            module="benchmarks.stations",
+            arguments=(str(folder / f"{service.name}.json"), service.module, *service.arguments),
+            environment={**service.environment, GRPC_ONLY: "1" if transport == "grpc" else ""},
+        )
+        for service in services_of(free, folder)
+    ]
+    lines: list[str] = []
+    async with (
+        Supervisor(services, drain_s=2.0, log=lambda name, line: lines.append(f"[{name}] {line}")),
+        open_channel(f"{free.gateway.host}:{free.gateway.grpc_port}") as channel,
+    ):
+        return await _stream(GrpcSystem(channel), deployment.gateway.num_speculative_tokens, seconds)
+
+
+async def _stream(system: System, k: int, seconds: float) -> list[float]:
+    """Seconds between two pieces of an answer."""
+    params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    is_warm = False
+    while time.perf_counter() < end or not times:
+        async with aclosing(system.stream(PROMPT, params, None, k)) as pieces:
+            at = [piece.at async for piece in pieces]
+        if is_warm:
+            # Without the first token, and without the rounds until the draft has joined.
+            times += [after - before for before, after in pairwise(at[3:])]
+        is_warm = True
+    return times
+
+
+def durations(events: Sequence[tuple[str, int]]) -> tuple[int, dict[str, float]]:
+    """How many rounds passed each station once and in order, and the median microseconds to each of their stations.
+
+    Raises:
+        InternalError: most rounds did not; the stations are not those of the services any more.
+    """
+    order = list(STATIONS)
+    begins = [index for index, (station, _) in enumerate(events) if station == FIRST]
+    rounds = [events[begin : end + 1] for begin, end in pairwise(begins)]
+    whole = [each for each in rounds if [station for station, _ in each] == [*order, FIRST]]
+    if len(whole) < MIN_SHARE * len(rounds) or not whole:
+        raise InternalError(f"only {len(whole)} of {len(rounds)} rounds passed the stations in order")
+    steps = {
+        station: median((each[index][1] - each[index - 1][1]) / 1e3 for each in whole)
+        for index, station in enumerate([*order, FIRST])
+        if index
+    }
+    return len(whole), steps
+
+
+def table_of(results: Sequence[Rounds]) -> Table:
+    """A column for each transport, a row for each station."""
+    table = Table("µs since the station before", *(each.transport for each in results))
+    for station in (*list(STATIONS)[1:], FIRST):
+        table.add_row(station, *(f"{each.station_us[station]:.0f}" if each.station_us else "" for each in results))
+    table.add_section()
+    table.add_row("round, at the client", *(f"{each.round_us:.0f}" for each in results))
+    table.add_row("over one process", *(f"{each.round_us / results[-1].round_us:.2f}" for each in results))
+    table.add_row("rounds", *(f"{each.num_rounds}" for each in results))
+    return table
+
+
+def main() -> int:
+    """Measure and print."""
+    from benchmarks import echo  # noqa: PLC0415 (gRPC reads the environment that the command has set)
+    from specdec.process.cores import usable_cores  # noqa: PLC0415
+
+    parser = Parser("python -m benchmarks.round_trip", description=__doc__)
+    parser.add_argument("--model", choices=TARGETS, default="bundled", help="the target (default: bundled)")
+    parser.add_argument("--k", type=int, default=4, help="drafted tokens a round (default: 4)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each transport (default: 8)")
+    parser.add_argument("--echos", type=int, default=2000, help="echos over each transport (default: 2000)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    args = parser.parse_args()
+    console = Console()
+    results = asyncio.run(_follow_all(args))
+    console.print(table_of(results))
+    echos = {}
+    with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+        for num_busy in (0, usable_cores()):
+            with echo.busy_cores(num_busy):
+                (place := Path(folder) / str(num_busy)).mkdir()
+                echos[f"{num_busy} busy cores"] = echo.measure(place, args.echos)
+    table = Table("µs of an echo", *echos)
+    for name in echo.TRANSPORTS:
+        table.add_row(name, *(f"{medians[name]:.0f}" for medians in echos.values()))
+    console.print(table)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"rounds": [asdict(each) for each in results], "echos": echos}))
+    return 0
+
+
+async def _follow_all(args: argparse.Namespace) -> list[Rounds]:
+    with tempfile.TemporaryDirectory() as scratch:
+        deployment = pair(args.model, "good", args.k, Path(scratch))
+    deployment = replace(deployment, gateway=replace(deployment.gateway, fixed_draft_length=True))
+    return [await follow(deployment, each, args.seconds) for each in ("frames", "grpc", "one process")]
+
+
+if __name__ == "__main__":
+    run("round_trip", main)
