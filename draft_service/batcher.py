@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Final, Generic
 
 from draft_service.draft_ahead import DraftAhead
 from draft_service.draft_request import DraftRequest, InflightBatch
 from draft_service.drafters.base import Draft, Drafter, DraftJob, S
-from specdec.errors import Unavailable
-from specdec.process.tasks import log_failure
+from specdec.errors import InternalError, Unavailable
+from specdec.process.tasks import failing
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,10 @@ class DraftBatcher(Generic[S]):
         drafter: Drafter[S],
         max_rows: int,
         ahead: DraftAhead | None = None,
+        *,
+        fail: Callable[[InternalError], None] = lambda _: None,
     ) -> None:
+        """``fail`` is called once if an unexpected error ends the batcher itself: nothing is drafted from then on."""
         self._drafter = drafter
         self._max_rows = max_rows
         self._max_chunk = max(1, max_rows // 4)
@@ -46,6 +51,8 @@ class DraftBatcher(Generic[S]):
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
+        self._fail = fail
+        self._failure: InternalError | None = None
         self._last_draft_ns = -_BUSY_NS
         #: Batches run since the start, and the nanoseconds they took.
         self.num_batches = 0
@@ -61,12 +68,15 @@ class DraftBatcher(Generic[S]):
 
         Raises:
             Unavailable: the batcher is closed.
+            InternalError: an unexpected error has ended it.
         """
+        if self._failure is not None:
+            raise self._failure
         if self._closed:
             raise Unavailable("the draft service is shutting down")
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="draft-batcher")
-            self._task.add_done_callback(log_failure)
+            self._task.add_done_callback(failing(self._end))
         self._queue.append(request)
         self._wake.set()
         if self.in_flight is not None:
@@ -101,6 +111,13 @@ class DraftBatcher(Generic[S]):
                 await self._wake.wait()
         for request in self._queue:
             request.resolve(Unavailable("the draft service is shutting down"))
+
+    def _end(self, error: InternalError) -> None:
+        """Fail what is queued, and what will be."""
+        self._failure = error
+        for request in self._queue:
+            request.resolve(error)
+        self._fail(error)
 
     def _next_batch(self) -> list[tuple[DraftRequest[S], DraftJob[S]]]:
         """The next batch: drafts that are ready, then chunks of prompts in the rows that are left for them."""
@@ -157,17 +174,19 @@ class DraftBatcher(Generic[S]):
         self.num_batches += 1
         self.busy_ns += spent_ns
         self.in_flight = None
-        drafts = [] if isinstance(outcome, Exception) else outcome
-        num_steps = max((len(draft.token_ids) + bool(draft.next_guesses) for draft in drafts), default=0)
-        self._ahead.record(in_flight, num_steps, spent_ns)
         for request, _ in batch:
             request.batch = None
-            request.queue_ns = request.queue_ns or started_ns - request.submitted_ns
-            request.draft_ns += spent_ns
-        for index, (request, job) in enumerate(batch):
-            if isinstance(outcome, Exception):
-                request.resolve(outcome)
-            elif job.num_tokens == request.num_tokens and not (request.state.num_pending and not request.assumed):
-                request.resolve(outcome[index])
-        for callback in in_flight.on_finished:
-            callback()
+        with ExitStack() as finished:
+            for callback in reversed(in_flight.on_finished):
+                finished.callback(callback)
+            drafts = [] if isinstance(outcome, Exception) else outcome
+            num_steps = max((len(draft.token_ids) + bool(draft.next_guesses) for draft in drafts), default=0)
+            self._ahead.record(in_flight, num_steps, spent_ns)
+            for request, _ in batch:
+                request.queue_ns = request.queue_ns or started_ns - request.submitted_ns
+                request.draft_ns += spent_ns
+            for index, (request, job) in enumerate(batch):
+                if isinstance(outcome, Exception):
+                    request.resolve(outcome)
+                elif job.num_tokens == request.num_tokens and not (request.state.num_pending and not request.assumed):
+                    request.resolve(outcome[index])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final, Self
 
 from draft_service.ahead.scheduler import AheadScheduler
@@ -10,7 +11,7 @@ from draft_service.draft_ahead import DraftAhead
 from draft_service.drafters.base import Drafter, DraftState
 from draft_service.drafters.registry import load_drafter
 from draft_service.session import CoreSession, check_tokens
-from specdec.errors import InvalidRequest, Unavailable
+from specdec.errors import InternalError, InvalidRequest, Unavailable
 from specdec.scheduling.admission import Admission
 from specdec.settings import DraftSettings, SchedulerSettings
 from specdec.tree_shape import TreeShape
@@ -38,7 +39,9 @@ class DraftCore:
         drafter.use_session_cache(self.ahead.session_cache)
         self._max_num_seqs = scheduler.max_num_seqs
         self._sessions: set[CoreSession] = set()
-        self.batcher: DraftBatcher[Any] = DraftBatcher(drafter, scheduler.max_num_batched_tokens, self.ahead)
+        self.batcher: DraftBatcher[Any] = DraftBatcher(
+            drafter, scheduler.max_num_batched_tokens, self.ahead, fail=self._fail
+        )
         self._admission: Admission[DraftState] = Admission(
             max_open=scheduler.max_num_seqs,
             max_waiting=scheduler.max_waiting,
@@ -48,6 +51,8 @@ class DraftCore:
         )
         self._num_stale = 0
         self._draining = False
+        self.failure: InternalError | None = None
+        self.failed = asyncio.Event()
 
     @classmethod
     async def start(cls, settings: DraftSettings) -> Self:
@@ -126,6 +131,14 @@ class DraftCore:
         self._sessions.discard(session)
         self.drafter.close(session.state, park_as)
         self._admission.leave(session.client)
+
+    def _fail(self, error: InternalError) -> None:
+        """Nothing is drafted any more: end every session, and open no new ones."""
+        self.failure = error
+        self.drain()
+        for session in self._sessions:
+            session.fail(error)
+        self.failed.set()
 
     def _check(self, spec: SessionSpec) -> None:
         if self._draining:

@@ -14,7 +14,7 @@ from draft_service.draft_ahead import DraftAhead, SessionDraftAhead
 from draft_service.draft_request import DraftRequest, InflightBatch
 from draft_service.drafters.base import Draft, Drafter, DraftState
 from draft_service.proposal_queue import ProposalQueue
-from specdec.errors import Cancelled, InvalidRequest, StaleSession
+from specdec.errors import Cancelled, InvalidRequest, StaleSession, TandemError
 from specdec.tree_shape import TreeShape
 from specdec.types import DraftOpened, HiddenStates, Proposal, SessionSpec
 
@@ -206,6 +206,10 @@ class CoreSession:
     def received_more(self) -> list[Proposal]:
         """The proposals that :meth:`receive` would return without waiting; they count as received."""
         return self._proposals.drain()
+
+    def fail(self, error: TandemError) -> None:
+        """Nothing can be drafted for the session any more; :meth:`receive` raises ``error``."""
+        self._proposals.put(error)
 
     async def close(self) -> None:
         """Release or park the cache, as soon as no batch uses it. Idempotent."""

@@ -18,7 +18,7 @@ from engine.hidden_states import STATE_DTYPE
 from engine.kv_sequence import KVSequence
 from engine.parallel.ranks import Place
 from engine.sampling.state import SamplingState
-from specdec.errors import InvalidRequest, Unavailable
+from specdec.errors import InternalError, InvalidRequest, Unavailable
 from specdec.hidden_state_buffer import MAX_BYTES
 from specdec.process.lifecycle import finish
 from specdec.process.tasks import log_failure
@@ -55,7 +55,7 @@ class TargetCore:
         self._device = device
         self._settings = settings
         self._verifier = Verifier(num_threads=engine.num_threads)
-        self._batcher = StepBatcher(self._run_steps, scheduler.max_num_batched_tokens)
+        self._batcher = StepBatcher(self._run_steps, scheduler.max_num_batched_tokens, self._fail)
         self._admission: Admission[KVSequence] = Admission(
             max_open=scheduler.max_num_seqs,
             max_waiting=scheduler.max_waiting,
@@ -72,6 +72,8 @@ class TargetCore:
         self._holders: dict[KVSequence, tuple[str, int]] = {}
         self._blocks_of: Counter[str] = Counter()
         self._draining = False
+        self.failure: InternalError | None = None
+        self.failed = asyncio.Event()
         self._num_stale = 0
         self._num_superseded = 0
         self._expiry: asyncio.TimerHandle | None = None
@@ -211,7 +213,10 @@ class TargetCore:
 
     def ready(self, session: Session) -> None:
         """Hand a session that has tokens to feed to the batcher."""
-        self._batcher.add(session)
+        if self.failure is not None:
+            session.fail(self.failure)
+        else:
+            self._batcher.add(session)
 
     def count_stale(self) -> None:
         """Count a dropped message that did not fit its session's state."""
@@ -239,6 +244,15 @@ class TargetCore:
         self._admission.leave(session.spec.client)
 
     # --- inside ---
+
+    def _fail(self, error: InternalError) -> None:
+        """No step runs any more: end every session, and open no new ones."""
+        self.failure = error
+        self.drain()
+        self._admission.refuse(error)
+        for session in list(self._sessions):
+            session.crash(error)
+        self.failed.set()
 
     async def _send_heartbeats(self, pause_s: float) -> None:
         """Tell the other ranks now and then that this one is there, until they are lost."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
+
+from specdec.errors import InternalError
 
 logger = logging.getLogger(__name__)
 
@@ -13,3 +16,14 @@ def log_failure(task: asyncio.Task[Any]) -> None:
     """A done callback: log the error that ended a task. asyncio does so only once nobody holds the task any more."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.critical("task %s ended by an unexpected error", task.get_name(), exc_info=error)
+
+
+def failing(fail: Callable[[InternalError], object]) -> Callable[[asyncio.Task[Any]], None]:
+    """A done callback: log the error that ended a task, and call ``fail`` with an :class:`InternalError` of it."""
+
+    def done(task: asyncio.Task[Any]) -> None:
+        log_failure(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            fail(InternalError(f"{task.get_name()} ended by an unexpected error: {error}"))
+
+    return done

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc.aio
 
 from specdec import codec
-from specdec.errors import Unavailable
+from specdec.errors import InternalError, Unavailable
 from specdec.rpc.server import RpcServer
 from specdec.types import ModelInfo, ServerLoad
 from specdec.v1 import types_pb2
@@ -18,6 +19,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 class Core(Protocol):
     """What a service serves."""
+
+    #: Set once nothing can be computed any more, and why that is. All sessions have ended then.
+    failed: asyncio.Event
+    failure: InternalError | None
 
     async def info(self) -> ModelInfo:
         """Describe the model."""
@@ -94,6 +99,13 @@ class CoreService(Generic[C]):
     async def start(self) -> None:
         """Load and warm up the model."""
         self._servicer.core = await self._start()
+
+    async def wait_failed(self) -> InternalError:
+        """Return once the core can compute nothing any more."""
+        core = self._servicer.require_core()
+        await core.failed.wait()
+        assert core.failure is not None
+        return core.failure
 
     async def drain(self) -> None:
         """Open no new sessions."""

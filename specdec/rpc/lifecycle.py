@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from specdec.errors import TandemError
+from specdec.errors import InternalError, TandemError
 from specdec.process.lifecycle import print_ready, run_main, run_until_stopped
 from specdec.rpc.call_span import span_of_call
 from specdec.rpc.interceptor import enter_anyone
@@ -34,6 +34,10 @@ class Service(Protocol):
         """Load and warm up. Health becomes SERVING when this returns."""
         ...
 
+    async def wait_failed(self) -> InternalError:
+        """Return once nothing can be served any more: the process ends. Called after :meth:`start`."""
+        ...
+
     async def drain(self) -> None:
         """Open no new sessions; return at once, open ones continue."""
         ...
@@ -50,8 +54,13 @@ class ServiceProcess:
     health NOT_SERVING, let open streams end for ``drain_s``, cancel the rest, release.
     """
 
-    def __init__(self, service: Service, settings: ServerSettings) -> None:
+    def __init__(self, service: Service, settings: ServerSettings, stop: asyncio.Event) -> None:
+        """``stop`` is set when the service fails."""
         self._service = service
+        self._stop = stop
+        self._watch: asyncio.Task[None] | None = None
+        #: What ended the service.
+        self.failure: InternalError | None = None
         self._tracing = tracing = start_tracing(settings.otlp_traces_endpoint, service.name)
         enter = enter_anyone if tracing is None else partial(span_of_call, tracing, f"{service.name} session")
         self._server = RpcServer(settings, enter=enter)
@@ -62,6 +71,11 @@ class ServiceProcess:
         await self._server.start()
         await self._service.start()
         await self._server.set_serving(True)
+        self._watch = asyncio.create_task(self._wait_failed(), name="failure of the service")
+
+    async def _wait_failed(self) -> None:
+        self.failure = await self._service.wait_failed()
+        self._stop.set()
 
     def print_ready(self) -> None:
         """Print the ready line."""
@@ -76,6 +90,8 @@ class ServiceProcess:
 
     async def close(self) -> None:
         """End what is left and release the service."""
+        if self._watch is not None:
+            self._watch.cancel()
         await self._server.stop()
         await self._service.stop()
         if self._tracing is not None:
@@ -92,14 +108,19 @@ async def serve(
     """Run a service until SIGTERM, SIGINT or ``stop``; ``on_ready`` replaces the ready line.
 
     Raises:
-        TandemError: the service cannot start.
+        TandemError: the service cannot start, or an unexpected error has ended it.
     """
-    process = ServiceProcess(service, settings)
+    stop = stop or asyncio.Event()
+    process = ServiceProcess(service, settings, stop)
     await run_until_stopped(process, on_ready=on_ready or process.print_ready, stop=stop)
+    if process.failure is not None:
+        raise process.failure
 
 
 def run(make_service: Callable[[], Service], settings: ServerSettings) -> int:
-    """Serve in this process until it is told to stop; returns the exit status (0, or 1 when it could not start)."""
+    """Serve in this process until it is told to stop; returns the exit status: 0, or 1 where the start or the service
+    failed.
+    """
     try:
         run_main(lambda: serve(make_service(), settings), log_level=settings.log_level, log_format=settings.log_format)
     except TandemError as error:

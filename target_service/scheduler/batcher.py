@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeAlias
 
 from specdec.errors import InternalError, TandemError
-from specdec.process.tasks import log_failure
+from specdec.process.tasks import failing
 from specdec.scheduling.costs import StepCost
 from target_service.scheduler.composition import prefill_room, share_prefill, take_rounds
 from target_service.scheduler.round_coalescer import RoundCoalescer
@@ -40,8 +40,10 @@ class StepBatcher:
     difference (medians of alternating windows, several runs).
     """
 
-    def __init__(self, run: RunSteps, max_num_batched_tokens: int) -> None:
-        """``run`` runs steps on the device thread; ``max_num_batched_tokens`` limits the tokens of one step."""
+    def __init__(self, run: RunSteps, max_num_batched_tokens: int, fail: Callable[[InternalError], None]) -> None:
+        """``run`` runs steps on the device thread; ``max_num_batched_tokens`` limits the tokens of one step. ``fail``
+        is called once if an unexpected error ends the batcher itself: no step runs from then on.
+        """
         self._run = run
         self._max_tokens = max_num_batched_tokens
         self._step_cost = StepCost()
@@ -51,7 +53,7 @@ class StepBatcher:
         self._wake = asyncio.Event()
         self._closed = False
         self._task = asyncio.get_running_loop().create_task(self._loop(), name="target-batcher")
-        self._task.add_done_callback(log_failure)
+        self._task.add_done_callback(failing(fail))
         #: Steps run since the start, and the device's time in them.
         self.num_steps = 0
         self.busy_ns = 0

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from engine.kv_pool import KVPool
-from specdec.errors import Cancelled, InvalidRequest, ModelNotSupported, StaleSession
+from specdec.errors import Cancelled, InternalError, InvalidRequest, ModelNotSupported, StaleSession, Unavailable
 from specdec.rules import Rule
 from specdec.types import ModelInfo
 from specdec.vocabulary import check_compatible
@@ -282,4 +282,30 @@ async def test_a_draft_that_fails_is_reported_and_the_session_continues(start_co
             with pytest.raises(RuntimeError, match="planted"):
                 await session.receive()
         assert (await propose(session, 7, [2], 4)).token_ids == greedy([*PROMPT, 1, 2], 4)
+        await session.close()
+
+
+@pytest.mark.parametrize("name", ["_next_batch", "_finish"])
+async def test_an_error_of_the_batcher_itself_ends_all_sessions(start_core, spec, monkeypatch, name):
+    def fail(*given):
+        raise ZeroDivisionError
+
+    async with start_core() as core:
+        idle, session = await core.open(spec(PROMPT)), await core.open(spec(PROMPT))
+        waiting = asyncio.create_task(idle.receive())
+        if name == "_finish":  # while outcomes are delivered
+            monkeypatch.setattr(core.ahead, "record", fail)
+        else:
+            monkeypatch.setattr(core.batcher, name, fail)
+        async with asyncio.timeout(30):
+            for task in (propose(session, 6, [1, 2, 3], 4), waiting):
+                with pytest.raises(InternalError, match="draft-batcher ended by an unexpected error"):
+                    await task
+            await core.failed.wait()
+            await session.advance(9, [4], 4)
+            with pytest.raises(InternalError):
+                await session.receive()
+        with pytest.raises(Unavailable):
+            await core.open(spec(PROMPT))
+        await idle.close()
         await session.close()

@@ -2,6 +2,7 @@
 real servicers and without torch, so that they start in a moment."""
 
 import argparse
+import asyncio
 import sys
 
 from draft_service.servicer import DraftServicer
@@ -62,6 +63,9 @@ class FakeService:
 
     async def start(self):
         pass
+
+    async def wait_failed(self):
+        await asyncio.Event().wait()
 
     async def drain(self):
         self._backend.is_draining = True

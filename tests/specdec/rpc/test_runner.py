@@ -28,6 +28,8 @@ class Fake(target_grpc.TargetServiceServicer):
         self.events = []
         self.start_s = start_s
         self.error = error
+        self.failure = None
+        self.failed = asyncio.Event()
 
     def register(self, server):
         self.server = server
@@ -42,6 +44,10 @@ class Fake(target_grpc.TargetServiceServicer):
             raise
         if self.error is not None:
             raise self.error
+
+    async def wait_failed(self):
+        await self.failed.wait()
+        return self.failure
 
     async def drain(self):
         self.events.append("drain")
@@ -87,6 +93,17 @@ async def test_a_start_that_fails_is_cleaned_up():
     with pytest.raises(errors.ModelNotSupported):
         await serve(service, ServerSettings())
     assert service.events == ["start", "stop"]
+
+
+async def test_a_service_that_fails_ends_the_process(capsys):
+    service, ready = Fake(), asyncio.Event()
+    task = asyncio.create_task(serve(service, ServerSettings(), on_ready=ready.set))
+    await ready.wait()
+    service.failure = errors.InternalError("broken")
+    service.failed.set()
+    with pytest.raises(errors.InternalError, match="broken"):
+        await task
+    assert service.events == ["start", "drain", "stop"]
 
 
 async def test_open_streams_hold_up_the_stop_until_a_second_signal():

@@ -2,15 +2,25 @@
 
 import asyncio
 import time
+from functools import partial
 
 import pytest
 
 from specdec.errors import InternalError, TandemError, Unavailable
 from specdec.types import FinishReason, Proposal
 from target_service.scheduler import round_coalescer
+from target_service.scheduler.batcher import StepBatcher
 from target_service.scheduler.composition import MIN_CHUNK, prefill_room, share_prefill, take_rounds
 from target_service.stop_criteria import StopCriteria, Truncation
-from tests.target_service.conftest import decode, make_prompt, make_spec, multi_step_decode, until_clean, verify
+from tests.target_service.conftest import (
+    decode,
+    make_prompt,
+    make_spec,
+    multi_step_decode,
+    num_waiting,
+    until_clean,
+    verify,
+)
 from tests.target_service.scheduler.watch import Watch
 from tests.until import until
 
@@ -238,6 +248,27 @@ async def test_closing_the_core_ends_its_sessions(start_core):
                 await task
         with pytest.raises(Unavailable):
             await core.open(make_spec(make_prompt(0), 4))
+        await session.close()
+
+
+async def test_an_error_of_the_batcher_itself_ends_all_sessions(start_core, monkeypatch):
+    def fail(batcher):
+        raise ZeroDivisionError
+
+    async with start_core(max_num_seqs=2) as core:
+        idle, session = await core.open(make_spec(make_prompt(0), 200)), await core.open(make_spec(make_prompt(1), 200))
+        waiting = asyncio.create_task(idle.receive())
+        queued = asyncio.create_task(core.open(make_spec(make_prompt(2), 4)))
+        await until(partial(num_waiting, core))
+        monkeypatch.setattr(StepBatcher, "_schedule", fail)
+        async with asyncio.timeout(30):
+            for task in (verify(session, session.first.committed_len), waiting, queued):
+                with pytest.raises(InternalError, match="target-batcher ended by an unexpected error"):
+                    await task
+            await core.failed.wait()
+        with pytest.raises(Unavailable):
+            await core.open(make_spec(make_prompt(0), 4))
+        await idle.close()
         await session.close()
 
 
