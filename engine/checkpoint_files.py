@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.weight_map import INDEXES, read_weight_map
+from specdec.checkpoint_config import read_config
 from specdec.errors import InvalidRequest
 
 #: The library's own limit of a header, in bytes.
@@ -56,19 +57,7 @@ class CheckpointFiles:
         Raises:
             InvalidRequest: it is missing, cannot be read, or is no JSON object.
         """
-        path = self.folder / "config.json"
-        if not path.is_file():
-            raise InvalidRequest(
-                f"{self.folder} has no config.json; give the folder of a checkpoint in Hugging Face format",
-                param="model",
-            )
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, RecursionError, ValueError) as error:
-            raise InvalidRequest(f"{path} cannot be read: {error}", param="model") from None
-        if not isinstance(value, dict):
-            raise InvalidRequest(f"{path} is no JSON object", param="model")
-        return value
+        return read_config(self.folder)
 
     @cached_property
     def architectures(self) -> tuple[str, ...]:

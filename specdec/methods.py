@@ -5,7 +5,6 @@ Reads files, loads no weights. The classes that draft are in :mod:`draft_service
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from specdec.checkpoint_config import read_config
 from specdec.errors import InvalidRequest, ModelNotSupported
 
 
@@ -126,10 +126,8 @@ def method_of(folder: str) -> str:
         ModelNotSupported: the config names a kind of drafter that is not known here.
     """
     try:
-        config = json.loads((Path(folder) / "config.json").read_text())
-    except (OSError, RecursionError, ValueError):
-        return "draft_model"
-    if not isinstance(config, dict):
+        config = read_config(folder)
+    except InvalidRequest:
         return "draft_model"
     return method_of_config(config) or _method_of_tensors(Path(folder), config) or "draft_model"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec.checkpoint_config import read_config
+from specdec.errors import InvalidRequest
 from tandem.checkpoints import MODELS, OLDER_WEIGHTS, bundled_models
 
 
@@ -73,7 +74,6 @@ def _checkpoint(name: str, place: str, folder: Path) -> KnownCheckpoint:
 def _config(folder: Path) -> dict[str, Any]:
     """What config.json holds; a broken one is reported where the checkpoint is loaded."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_config(folder)
+    except InvalidRequest:
         return {}
-    return config if isinstance(config, dict) else {}

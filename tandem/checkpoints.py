@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from engine.refused_checkpoints import check_config
+from specdec.checkpoint_config import read_text_config
 from specdec.errors import InvalidRequest, ModelNotSupported, TandemError
-from specdec.methods import HEAD_METHODS
+from specdec.methods import HEAD_METHODS, method_of
 
 MODELS: Final = Path(__file__).with_name("models")
 #: The bundled pair: served when no model is named.
@@ -72,7 +72,8 @@ def fetch_checkpoint(name: str) -> str:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 (slow to import, rarely needed)
 
     try:
-        check_config(snapshot_download(name, allow_patterns=["*.json"]))
+        configs = snapshot_download(name, allow_patterns=["*.json"])
+        check_config(configs, is_head=method_of(configs) in HEAD_METHODS)
         folder = snapshot_download(name, allow_patterns=list(_HUB_FILES))
         if not any(Path(folder).glob("*.safetensors")):  # as with many heads
             folder = snapshot_download(name, allow_patterns=[*_HUB_FILES, *OLDER_WEIGHTS])
@@ -129,12 +130,4 @@ def _vocabulary(folder: str) -> dict[str, int] | None:
 
 
 def _vocab_size(folder: str) -> int | None:
-    return _config(folder).get("vocab_size")
-
-
-def _config(folder: str) -> dict[str, Any]:
-    try:
-        config = json.loads((Path(folder) / "config.json").read_text())
-    except (OSError, RecursionError, ValueError) as error:
-        raise InvalidRequest(f"{folder}/config.json cannot be read: {error}", param="model") from None
-    return dict(config.get("text_config") or config)
+    return read_text_config(folder).get("vocab_size")

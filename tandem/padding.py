@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from specdec.checkpoint_config import read_config
 from specdec.errors import InvalidRequest, ModelNotSupported
 
 #: Layers of the padded target of the documentation's tables.
@@ -48,7 +49,7 @@ def pad_checkpoint(source: str, num_parameters: int, *, num_layers: int = NUM_LA
     """
     folder = Path(source)
     weights = _read_weights(folder)
-    config = json.loads((folder / "config.json").read_text())
+    config = read_config(folder)
     key = _fingerprint(folder, num_parameters, num_layers)
     result = (cache or cache_folder()) / "padded" / f"{folder.name}-{num_parameters / 1e6:g}M-{key}"
     if (result / "config.json").is_file():

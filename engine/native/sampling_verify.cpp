@@ -1,5 +1,5 @@
-// Verification of drafted chains and trees on a CPU: what target_service/verification/verifier.py does with tensors, for all rounds of a
-// step in one call. The rules are those of target_service/verification/rules, where their sources are named.
+// Verification of drafted chains and trees on a CPU: what target_service/verification/tensor_verifier.py does with
+// tensors, for all rounds of a step in one call. The rules are those of target_service/verification/rules, where their sources are named.
 #include <algorithm>
 #include <atomic>
 #include <new>
@@ -430,8 +430,9 @@ class Verification {
     return share * std::max(1 - named, 0.0) + above;
   }
 
-  // The token where the running sum of max(scale p - q, 0), or what is left after all siblings, first exceeds u times the total, or of p where rounding leaves
-  // nothing of that: rules/residual.py. The sum runs over spans, then within the one it ends in. at.spans is used up.
+  // The token where the running sum of max(scale p - q, 0), or what is left after all siblings, first exceeds u times the
+  // total, or of p where rounding leaves nothing of that: rules/residual.py. The sum runs over spans, then within the one
+  // it ends in. at.spans is used up.
   static int64_t draw(const Place& at, double scale, bool less_q, double u) {
     const int64_t num_spans = (at.row.size + kSpan - 1) / kSpan;
     for (int64_t s = 0; s < num_spans; s++) at.spans[s] = at.spans[s] / at.row.total * scale;

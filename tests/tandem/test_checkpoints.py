@@ -58,6 +58,17 @@ def test_without_tokenizer_files_the_sizes_count(tmp_path: Path) -> None:
         check_pair(str(TARGET), str(tmp_path / "draft"))
 
 
+def test_a_head_of_a_model_of_images_is_fetched_as_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vision_config": {"depth": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **given: str(tmp_path))
+    assert find_checkpoint("somebody/head") == str(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlavaForCausalLM"]}))
+    with pytest.raises(ModelNotSupported, match="a model of images or sound"):
+        find_checkpoint("somebody/model")
+
+
 def test_what_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidRequest, match=r"no config\.json"):
         find_checkpoint(str(tmp_path))

@@ -11,22 +11,18 @@ from specdec.errors import InvalidRequest
 from tandem import LLM, SamplingParams
 from tests.gateway.text import memories
 from tests.gateway.text.formats import ARGUMENTS, FORMATS, TOOLS
-from tests.gateway.text.newer_formats import NEWER_FORMATS
 
 QUESTION = [{"role": "user", "content": "add 1 and x"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=200)
 SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
 
 
-#: The other newer ones differ from these in their markers.
-TRIED = {"kimi_k2", "deepseek_v3_2", "mistral_v13", "minicpm"}
-
-
-OTHERS = NEWER_FORMATS.keys() - TRIED
+#: Calls as JSON, as XML, as Python, in channels and between special tokens. The others differ in their markers.
+TRIED = {"hermes", "qwen_xml", "lfm2", "gpt_oss", "kimi_k2", "deepseek_v3_2", "mistral_v13"}
 
 
 @pytest.fixture(
-    params=[pytest.param(name, marks=pytest.mark.exhaustive) if name in OTHERS else name for name in FORMATS]
+    params=[pytest.param(name, marks=pytest.mark.exhaustive) if name not in TRIED else name for name in FORMATS]
 )
 def model(request, tmp_path):
     form = FORMATS[request.param]

@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Generic, Protocol, Self, TypeVar
 
 import torch
@@ -20,12 +19,12 @@ from engine.chains import StopFlags
 from engine.device import resolve_device
 from engine.device_thread import DeviceThread
 from engine.heads.files.checkpoint import read_head
-from engine.heads.files.tensors import text_config
 from engine.heads.head import DraftHead
 from engine.loading import checkpoint, refusals
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.state import SamplingState
 from specdec import __version__
+from specdec.checkpoint_config import read_text_config
 from specdec.errors import InvalidRequest
 from specdec.params import SamplingParams
 from specdec.process.cores import usable_cores
@@ -277,7 +276,7 @@ def _context_of(target: str) -> int:
     Raises:
         InvalidRequest: its config does not say.
     """
-    config = text_config(Path(target))
+    config = read_text_config(target)
     length = config.get("max_position_embeddings") or config.get("n_positions")
     if not isinstance(length, int):
         raise InvalidRequest("the target's config names no longest sequence; set max_model_len", param="max_model_len")

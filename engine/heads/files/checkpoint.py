@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from engine.heads.files.head_format import HeadFormat
-from engine.heads.files.tensors import TargetTensors, read_config, read_tensors
+from engine.heads.files.tensors import TargetTensors, read_tensors
 from engine.heads.head import DraftHead
 from engine.refused_checkpoints import check_checkpoint
+from specdec.checkpoint_config import read_config
 from specdec.errors import InvalidRequest
 from specdec.methods import METHODS, method_of
 

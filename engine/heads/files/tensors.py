@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from engine.weight_map import INDEXES, read_weight_map
+from specdec.checkpoint_config import read_text_config
 from specdec.errors import InvalidRequest, ModelNotSupported
 
 H = TypeVar("H", bound=nn.Module)
@@ -89,9 +89,9 @@ class TargetTensors:
     """The few tensors of a target's checkpoint that heads share; only these are read."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the config only; raises like :func:`read_config`."""
+        """Read the config only; raises like :func:`read_text_config`."""
         self._folder = folder
-        self.config = text_config(folder)
+        self.config = read_text_config(folder)
 
     @property
     def hidden_size(self) -> int:
@@ -155,28 +155,6 @@ class TargetTensors:
 
 def _is_quantised(tensor: Tensor) -> bool:
     return not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json``.
-
-    Raises:
-        InvalidRequest: it is missing or no JSON object.
-    """
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, RecursionError, ValueError) as error:
-        raise InvalidRequest(f"{folder}/config.json cannot be read: {error}", param="model") from None
-    if not isinstance(config, dict):
-        raise InvalidRequest(f"{folder}/config.json is no JSON object", param="model")
-    return config
-
-
-def text_config(folder: Path) -> dict[str, Any]:
-    """The language model's part of ``config.json``; raises like :func:`read_config`."""
-    config = read_config(folder)
-    inner = config.get("text_config")
-    return {**config, **inner} if isinstance(inner, dict) else config
 
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:

@@ -58,7 +58,9 @@ def test_a_round_commits_two_and_a_half_tokens_of_unseen_source() -> None:
     assert length >= 2.5
 
 
-@pytest.mark.parametrize(("method", "least"), [("eagle3", 2.5), ("mlp_speculator", 1.7)])
+@pytest.mark.parametrize(
+    ("method", "least"), [pytest.param("eagle3", 2.5, marks=pytest.mark.exhaustive), ("mlp_speculator", 1.7)]
+)
 def test_a_bundled_head_is_small_and_drafts_what_it_was_trained_for(method: str, least: float) -> None:
     folder = MODELS / f"python-12m-{method}"
     assert bundled_drafter(None, [method]) == folder.name
