@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -40,6 +39,7 @@ from gateway.text.processor import TextProcessor
 from gateway.text.stop_strings import StopStrings
 from gateway.text.tokenizer import TextTokenizer
 from gateway.workers.pool import WorkerPool
+from gateway.workers.threads import FairThreads
 from specdec.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, quote
 from specdec.scheduling.admission import Admission
 from specdec.settings import GatewaySettings
@@ -111,7 +111,15 @@ class Generation:
         self._preparation = Preparation(self.settings, tokenizer, self.draft_methods)
         self.text = TextProcessor(tokenizer, self.settings)
         self._workers = workers
-        self._chat_reader = ThreadPoolExecutor(1, "chat-reader")
+        if problem := self.text.replies.problem:
+            logger.warning("an example conversation cannot be rendered: %s", problem)
+        #: One thread: all chats share the process of the chat template.
+        self._chat_reader = FairThreads(
+            1,
+            "chats",
+            max_waiting=self.settings.max_concurrent_sequences + self.settings.max_queued_requests,
+            max_wait_s=self.settings.max_queue_wait_s,
+        )
         self._sessions = ParkedSessions(router, self.metrics.prefixes, reuse_prefixes=self.settings.reuse_prefixes)
 
     @property
@@ -303,17 +311,18 @@ class Generation:
         has_chat: bool = True,
     ) -> T:
         """``function(text, raw, model, is_large)``, in a worker where ``raw`` is large. ``buffer`` counts ``raw``; with
-        ``has_chat`` the chat template may be rendered, for which a thread waits.
+        ``has_chat`` the chat template may be rendered, for which a thread waits. Both queues are fair by client.
 
         Raises:
-            Overloaded: too many large requests wait to be read.
+            Overloaded: too many large requests, or chats, wait to be read.
         """
         model = self.router.model()
         if len(raw) <= SMALL_REQUEST or self._workers is None:
             if not has_chat:
                 return function(self.text, raw, model, False)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._chat_reader, function, self.text, raw, model, False)
+            return await self._chat_reader.run(
+                function, self.text, raw, model, False, client=buffer.client, on_begin=buffer.keep_until
+            )
         return await self._workers.run(function, raw, model, True, client=buffer.client, on_begin=buffer.keep_until)
 
     async def _sample(

@@ -71,6 +71,6 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "tandem gateway") -> 
 
 
 async def _serve(settings: GatewaySettings) -> None:
-    from gateway.app import Gateway, serve  # noqa: PLC0415 - FastAPI: after the settings have been checked
+    from gateway.app import Gateway, serve  # noqa: PLC0415 - Starlette: after the settings have been checked
 
     await serve(Gateway(settings))

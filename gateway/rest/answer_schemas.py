@@ -365,19 +365,3 @@ class RootAnswer(VersionAnswer):
     name: str
     api: str
     docs: str
-
-
-#: By method and path: the answer, and one event of its stream where it has one.
-ANSWERS: dict[tuple[str, str], tuple[type[Answer], type[Answer] | None]] = {
-    ("post", "/v1/completions"): (CompletionAnswer, CompletionEvent),
-    ("post", "/v1/chat/completions"): (ChatAnswer, ChatEvent),
-    ("get", "/v1/models"): (ModelList, None),
-    ("get", "/v1/models/{name}"): (ModelCard, None),
-    ("post", "/tokenize"): (TokenizeAnswer, None),
-    ("post", "/detokenize"): (DetokenizeAnswer, None),
-    ("get", "/tokenizer_info"): (TokenizerAnswer, None),
-    ("get", "/health"): (HealthAnswer, None),
-    ("get", "/services"): (ServicesAnswer, None),
-    ("get", "/version"): (VersionAnswer, None),
-    ("get", "/"): (RootAnswer, None),
-}

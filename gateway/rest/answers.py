@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Request
+from starlette.requests import Request
 
 from gateway.access.request_id import current_request_id, use_request_id
 from gateway.decoding.metrics import SpeculationMetrics

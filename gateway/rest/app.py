@@ -1,28 +1,48 @@
-"""The REST face: OpenAI's endpoints, vLLM's beside them, health and metrics."""
+"""The REST face: OpenAI's endpoints, Anthropic's and vLLM's beside them, health and metrics."""
 
 from __future__ import annotations
 
-import time
-from functools import partial
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
+from functools import cache, partial
+from typing import Any, Final
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from gateway.access.keys import KeyRing
 from gateway.generation import Generation
-from gateway.rest import errors
 from gateway.rest.access import KeyCheck
+from gateway.rest.answer_schemas import (
+    ChatAnswer,
+    ChatEvent,
+    CompletionAnswer,
+    CompletionEvent,
+    DetokenizeAnswer,
+    HealthAnswer,
+    ModelCard,
+    ModelList,
+    RootAnswer,
+    ServicesAnswer,
+    TokenizeAnswer,
+    TokenizerAnswer,
+    VersionAnswer,
+)
 from gateway.rest.chat import create_chat_completion
 from gateway.rest.completions import create_completion
+from gateway.rest.errors import HANDLERS
 from gateway.rest.hosts import HostCheck
 from gateway.rest.limits import BodyLimit
+from gateway.rest.messages.answers import InputTokenCount, MessageAnswer, MessageEvent
 from gateway.rest.messages.call import create_message
 from gateway.rest.messages.schemas import CountTokensBody, MessagesBody
+from gateway.rest.models import Models
 from gateway.rest.openapi import describe
 from gateway.rest.playground import Playground
+from gateway.rest.responses.answers import InputItems, ResponseAnswer, ResponseDeleted, ResponseEvent
 from gateway.rest.responses.routes import (
     cancel_response,
     create_response,
@@ -32,161 +52,99 @@ from gateway.rest.responses.routes import (
 )
 from gateway.rest.responses.schemas import ResponseBody
 from gateway.rest.responses.store import ResponseStore
-from gateway.rest.route import body_route
-from gateway.rest.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.rest.route import ApiRoute, BodyRoute
+from gateway.rest.schemas import AnsweredBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.rest.services import describe_services
 from specdec import __version__
-from specdec.errors import NotFound, Unavailable
-from specdec.settings import AccessSettings
+from specdec.errors import Unavailable
+
+_ROOT: Final = {"name": "tandem", "version": __version__, "api": "/v1", "docs": "/openapi.json"}
 
 
-def make_app(generation: Generation, keys: KeyRing) -> FastAPI:
+def make_app(generation: Generation, keys: KeyRing) -> Starlette:
     """The ASGI application over one generation module, for the holders of ``keys``."""
-    # FastAPI's own pages load scripts from elsewhere, on the origin where the playground keeps a key.
-    app = FastAPI(
-        title="Tandem",
-        version=__version__,
-        description="Speculative decoding as a service",
-        docs_url=None,
-        redoc_url=None,
+    routes = api_routes(generation)
+    return Starlette(
+        routes=[
+            *routes,
+            Route("/health", partial(_health, generation), methods=["HEAD"]),
+            Route("/openapi.json", _object(cache(partial(describe, routes)))),
+        ],
+        middleware=list(_middleware(generation, keys)),
+        exception_handlers=HANDLERS,
     )
-    app.add_middleware(BodyLimit, max_bytes=lambda: generation.max_body_bytes)
-    app.add_middleware(KeyCheck, keys=keys)
-    if not generation.settings.disable_playground:
-        app.add_middleware(Playground)  # outside of the check of keys: the page asks for one
-    _allow_origins(app, generation.settings)  # outside of the check of keys: browsers ask first without one
-    if generation.settings.checks_hosts:
-        app.add_middleware(
-            HostCheck,
-            allowed_hosts=generation.settings.allowed_hosts,
-            allowed_origins=generation.settings.allowed_origins,
-        )
-    app.router.route_class = body_route(generation)
-    errors.install(app)
-    _add_generation(app, generation)
-    _add_responses(app, generation)
-    _add_messages(app, generation)
-    _add_text(app, generation)
-    _add_state(app, generation)
-    app.openapi = partial(describe, app)  # type: ignore[method-assign]
-    return app
 
 
-def _allow_origins(app: FastAPI, settings: AccessSettings) -> None:
-    if settings.allowed_origins:
-        app.add_middleware(
+def api_routes(generation: Generation) -> list[ApiRoute]:
+    """What the description lists."""
+    get, delete, post = partial(ApiRoute, "GET"), partial(ApiRoute, "DELETE"), partial(BodyRoute, generation)
+    models, store = Models(generation), ResponseStore(generation.settings.max_stored_response_bytes)
+    new_response, response = partial(create_response, store), "/v1/responses/{response_id}"
+    items, cancel = partial(get_input_items, store), partial(cancel_response, store)
+    return [
+        post("/v1/completions", "completions", create_completion, CompletionBody, CompletionAnswer, CompletionEvent),
+        post("/v1/chat/completions", "chat_completions", create_chat_completion, ChatBody, ChatAnswer, ChatEvent),
+        get("/v1/models", "models", models.list_all, ModelList),
+        get("/v1/models/{name:path}", "model", models.get, ModelCard),
+        post("/v1/responses", "responses", new_response, ResponseBody, ResponseAnswer, ResponseEvent),
+        get(response, "response", partial(get_response, store), ResponseAnswer),
+        get(f"{response}/input_items", "input_items", items, InputItems),
+        ApiRoute("POST", f"{response}/cancel", "cancel", cancel, ResponseAnswer),
+        delete(response, "forget_response", partial(delete_response, store), ResponseDeleted),
+        post("/v1/messages", "messages", create_message, MessagesBody, MessageAnswer, MessageEvent),
+        post("/v1/messages/count_tokens", "count_message_tokens", _give_answer, CountTokensBody, InputTokenCount),
+        post("/tokenize", "tokenize", _give_answer, TokenizeBody, TokenizeAnswer),
+        post("/detokenize", "detokenize", _give_answer, DetokenizeBody, DetokenizeAnswer),
+        get("/tokenizer_info", "tokenizer_info", _object(generation.text.describe_tokenizer), TokenizerAnswer),
+        get("/health", "health", partial(_health, generation), HealthAnswer),
+        get("/services", "services", _object(partial(describe_services, generation)), ServicesAnswer),
+        get("/version", "version", _object(lambda: {"version": __version__}), VersionAnswer),
+        get("/metrics", "metrics", partial(_metrics, generation), None),
+        get("/", "root", _object(lambda: _ROOT), RootAnswer),
+    ]
+
+
+def _middleware(generation: Generation, keys: KeyRing) -> Iterator[Middleware]:
+    """From the outside to the inside."""
+    settings = generation.settings
+    if settings.checks_hosts:
+        yield Middleware(HostCheck, allowed_hosts=settings.allowed_hosts, allowed_origins=settings.allowed_origins)
+    if settings.allowed_origins:  # outside of the check of keys: browsers ask first without one
+        yield Middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
             allow_methods=settings.allowed_methods or ("*",),
             allow_headers=settings.allowed_headers or ("*",),
             allow_credentials=settings.allow_credentials,
         )
+    if not settings.disable_playground:
+        yield Middleware(Playground)  # outside of the check of keys: the page asks for one
+    yield Middleware(KeyCheck, keys=keys)
+    yield Middleware(BodyLimit, max_bytes=lambda: generation.max_body_bytes)
 
 
-def _add_generation(app: FastAPI, generation: Generation) -> None:
-    created = int(time.time())
+def _object(make: Callable[[], dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint that answers with what ``make`` returns."""
 
-    @app.post("/v1/completions")
-    async def completions(body: CompletionBody, request: Request) -> Response:
-        return await create_completion(generation, body, request)
+    async def answer(request: Request) -> Response:
+        return JSONResponse(make())
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await create_chat_completion(generation, body, request)
-
-    def describe(name: str) -> dict[str, Any]:
-        model = generation.router.model()
-        return {
-            "id": name, "object": "model", "created": created, "owned_by": "tandem", "root": model.name,
-            "max_model_len": model.max_model_len,
-        }  # fmt: skip
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        generation.check_model("")
-        return {"object": "list", "data": [describe(name) for name in generation.model_names]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        if not name:
-            raise NotFound("the model's name is empty")
-        return describe(generation.check_model(name))
+    return answer
 
 
-def _add_responses(app: FastAPI, generation: Generation) -> None:
-    store = ResponseStore(generation.settings.max_stored_response_bytes)
-
-    @app.post("/v1/responses")
-    async def responses(body: ResponseBody, request: Request) -> Response:
-        return await create_response(generation, store, body, request)
-
-    @app.get("/v1/responses/{response_id}")
-    async def response(response_id: str, request: Request) -> Response:
-        return get_response(store, response_id, request)
-
-    @app.get("/v1/responses/{response_id}/input_items")
-    async def input_items(response_id: str, request: Request) -> dict[str, Any]:
-        return get_input_items(store, response_id, request)
-
-    @app.post("/v1/responses/{response_id}/cancel")
-    async def cancel(response_id: str) -> None:
-        cancel_response(store, response_id)
-
-    @app.delete("/v1/responses/{response_id}")
-    async def forget_response(response_id: str) -> dict[str, Any]:
-        return delete_response(store, response_id)
+async def _give_answer(generation: Generation, body: AnsweredBody, request: Request) -> Response:
+    generation.check_model(body.model or "")
+    return Response(body.answer, media_type="application/json")
 
 
-def _add_messages(app: FastAPI, generation: Generation) -> None:
-    @app.post("/v1/messages")
-    async def messages(body: MessagesBody, request: Request) -> Response:
-        return await create_message(generation, body, request)
-
-    @app.post("/v1/messages/count_tokens")
-    async def count_message_tokens(body: CountTokensBody, request: Request) -> Response:
-        generation.check_model(body.model or "")
-        return Response(body.answer, media_type="application/json")
+async def _health(generation: Generation, request: Request) -> Response:
+    if generation.draining:
+        raise Unavailable("the gateway is shutting down")
+    if not generation.router.ready:
+        raise Unavailable("no target can be used now; GET /services tells why")
+    return JSONResponse({"status": "ok"})
 
 
-def _add_text(app: FastAPI, generation: Generation) -> None:
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        generation.check_model(body.model or "")
-        return Response(body.answer, media_type="application/json")
-
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-        generation.check_model(body.model or "")
-        return Response(body.answer, media_type="application/json")
-
-    @app.get("/tokenizer_info")
-    async def tokenizer_info() -> dict[str, Any]:
-        return generation.text.describe_tokenizer()
-
-
-def _add_state(app: FastAPI, generation: Generation) -> None:
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health")
-    async def health() -> dict[str, Any]:
-        if generation.draining:
-            raise Unavailable("the gateway is shutting down")
-        if not generation.router.ready:
-            raise Unavailable("no target can be used now; GET /services tells why")
-        return {"status": "ok"}
-
-    @app.get("/services")
-    async def services() -> dict[str, Any]:
-        return describe_services(generation)
-
-    @app.get("/version")
-    async def version() -> dict[str, Any]:
-        return {"version": __version__}
-
-    @app.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        content, content_type = generation.metrics.render_as(request.headers.get("accept", ""))
-        return Response(content, media_type=content_type)
-
-    @app.get("/")
-    async def root() -> JSONResponse:
-        return JSONResponse({"name": "tandem", "version": __version__, "api": "/v1", "docs": "/openapi.json"})
+async def _metrics(generation: Generation, request: Request) -> Response:
+    content, content_type = generation.metrics.render_as(request.headers.get("accept", ""))
+    return Response(content, media_type=content_type)

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastapi import Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.generation import Generation

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, Final
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -95,26 +95,22 @@ def response_of(error: Exception) -> ErrorResponse:
     return ErrorResponse(status, body, headers, name=name_of(error))
 
 
-def install(app: FastAPI) -> None:
-    """Add the handlers to an application."""
+async def _on_error(request: Request, error: Exception) -> ErrorResponse:
+    return response_of(error)
 
-    @app.exception_handler(TandemError)
-    async def on_tandem_error(request: Request, error: TandemError) -> ErrorResponse:
-        return response_of(error)
 
-    @app.exception_handler(Exception)
-    async def on_error(request: Request, error: Exception) -> ErrorResponse:
-        return response_of(error)
+async def _on_http_error(request: Request, error: HTTPException) -> ErrorResponse:
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    text = str(error.detail)
+    if error.status_code == 404:
+        served = [route.path for route in request.app.routes if isinstance(route, Route)]
+        text = say_unknown(request.url.path, served)
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        text = f"{request.method} does not work on {quote(request.url.path)}; use {allowed}"
+    body = error_body(text, kind, error.status_code)
+    return ErrorResponse(error.status_code, body, error.headers)
 
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> ErrorResponse:
-        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        text = str(error.detail)
-        if error.status_code == 404:
-            served = [route.path for route in app.routes if isinstance(route, Route)]
-            text = say_unknown(request.url.path, served)
-        elif error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "another method")
-            text = f"{request.method} does not work on {quote(request.url.path)}; use {allowed}"
-        body = error_body(text, kind, error.status_code)
-        return ErrorResponse(error.status_code, body, error.headers)
+
+#: What an application does with its exceptions. Those of ``Exception`` are raised again after the answer.
+HANDLERS: Final[Mapping[Any, Any]] = {TandemError: _on_error, Exception: _on_error, HTTPException: _on_http_error}

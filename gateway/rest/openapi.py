@@ -1,25 +1,25 @@
-"""The OpenAPI description: what FastAPI finds out of the code, with the real answers, errors and meanings of fields."""
+"""The OpenAPI description: the routes, with their bodies, answers and errors, and the meanings of fields."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from gateway.rest.answer_schemas import ANSWERS, ErrorAnswer
+from gateway.rest.answer_schemas import Answer, ErrorAnswer
 from gateway.rest.anthropic_errors import is_anthropics
 from gateway.rest.body import MEANINGFUL, Body, Refused, kinds_of
-from gateway.rest.messages.answers import MESSAGES_ANSWERS, AnthropicErrorAnswer, MessageEvent
+from gateway.rest.messages.answers import AnthropicErrorAnswer, MessageEvent
 from gateway.rest.request_id import REQUEST_ID_HEADER
-from gateway.rest.responses.answers import RESPONSE_ANSWERS, ResponseEvent
+from gateway.rest.responses.answers import ResponseEvent
 from gateway.rest.responses.items import QUERY
+from gateway.rest.route import ApiRoute
+from specdec import __version__
 from specdec.params import parameters
 
-_ANSWERS: Final = ANSWERS | RESPONSE_ANSWERS | MESSAGES_ANSWERS
 #: Values that mean the default of a field.
 _EMPTY: Final[list[Any]] = ["", [], {}]
 #: Values outside of the range of a sampling parameter that mean its default as well.
@@ -39,47 +39,64 @@ _BODY_ERRORS: Final[Mapping[str, str]] = {
 }
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
-    """The description of an application; made once."""
-    if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        models = {model for pair in _ANSWERS.values() for model in pair if model is not None}
-        models |= {ErrorAnswer, AnthropicErrorAnswer}
-        _, made = models_json_schema(
-            [(model, "serialization") for model in models], ref_template="#/components/schemas/{model}"
-        )
-        components = schema["components"]["schemas"]
-        for unused in ("HTTPValidationError", "ValidationError"):
-            components.pop(unused, None)
-        for body in _kinds_of_body(Body):
-            if body.__name__ in components:
-                _describe_body(body, components[body.__name__])
-        components.update(made["$defs"])
-        for path, operations in schema["paths"].items():
-            for method, operation in operations.items():
-                operation["responses"] = _responses(method, path)
-        _describe_kept_responses(schema["paths"])
-        app.openapi_schema = schema
-    return app.openapi_schema
+def describe(routes: Sequence[ApiRoute]) -> dict[str, Any]:
+    """The description of these routes."""
+    bodies = [route.body for route in routes if route.body is not None]
+    answers: set[type[Answer]] = {ErrorAnswer, AnthropicErrorAnswer}
+    answers.update(model for route in routes for model in (route.answer, route.event) if model is not None)
+    _, made = models_json_schema(
+        [*((model, "validation") for model in bodies), *((model, "serialization") for model in answers)],
+        ref_template="#/components/schemas/{model}",
+    )
+    components = made["$defs"]
+    for body in _kinds_of_body(Body):
+        if body.__name__ in components:
+            _describe_body(body, components[body.__name__])
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path_format, {})[route.method.lower()] = _operation(route)
+    _describe_kept_responses(paths)
+    info = {"title": "Tandem", "version": __version__, "description": "Speculative decoding as a service"}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
 
 
-def _responses(method: str, path: str) -> dict[str, Any]:
-    answer, event = _ANSWERS.get((method, path), (None, None))
+def _operation(route: ApiRoute) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "summary": _title(route.name),
+        "operationId": re.sub(r"\W", "_", f"{route.name}{route.path_format}_{route.method.lower()}"),
+        "responses": _responses(route),
+    }
+    if route.param_convertors:
+        result["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "title": _title(name)}}
+            for name in route.param_convertors
+        ]
+    if route.body is not None:
+        content = {"application/json": {"schema": _reference(route.body)}}
+        result["requestBody"] = {"required": True, "content": content}
+    return result
+
+
+def _title(name: str) -> str:
+    return name.replace("_", " ").title()
+
+
+def _responses(route: ApiRoute) -> dict[str, Any]:
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
-    if answer is not None:
-        content = {"application/json": {"schema": _reference(answer)}}
-    if event is not None:
+    if route.answer is not None:
+        content = {"application/json": {"schema": _reference(route.answer)}}
+    if route.event is not None:
         # With stream. OpenAPI 3.2 has itemSchema, 3.1 nothing.
         data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json"}
-        if event in (MessageEvent, ResponseEvent):
-            data["contentSchema"] = _reference(event)
+        if route.event in (MessageEvent, ResponseEvent):
+            data["contentSchema"] = _reference(route.event)
         else:
-            data["contentSchema"] = {"anyOf": [_reference(event), _reference(ErrorAnswer)]}
+            data["contentSchema"] = {"anyOf": [_reference(route.event), _reference(ErrorAnswer)]}
             data = {"anyOf": [data, {"const": "[DONE]"}]}
         content["text/event-stream"] = {"itemSchema": {"type": "object", "properties": {"data": data}}}
-    errors = dict(_ERRORS) | (dict(_BODY_ERRORS) if method == "post" else {})
+    errors = dict(_ERRORS) | (dict(_BODY_ERRORS) if route.method == "POST" else {})
     named = {REQUEST_ID_HEADER: {"schema": {"type": "string"}}}
-    error = AnthropicErrorAnswer if is_anthropics(path) else ErrorAnswer
+    error = AnthropicErrorAnswer if is_anthropics(route.path) else ErrorAnswer
     failed = {"application/json": {"schema": _reference(error)}}
     return {
         "200": {"description": "the answer", "headers": named, "content": content},
@@ -119,6 +136,8 @@ def _describe_body(body: type[Body], schema: dict[str, Any]) -> None:
     rows = {row.name: row for row in parameters() if row.number is not None}
     for name, kind in kinds_of(body).items():
         field = schema["properties"][name]
+        if field.get("default") is None:  # as everywhere in bodies
+            field.pop("default", None)
         if isinstance(kind, Refused):
             schema["properties"][name] = {"enum": [None, *_EMPTY, False, *kind.allowed], "description": "not supported"}
         elif kind is not MEANINGFUL and "anyOf" in field:

@@ -345,6 +345,8 @@ class ChatBody(SamplingBody):
 class AnsweredBody(Body):
     """A body whose answer is made where it is read."""
 
+    model: str | None = None
+
     _answer: bytes = PrivateAttr()
 
     @property
@@ -361,7 +363,6 @@ class AnsweredBody(Body):
 class TokenizeBody(AnsweredBody):
     """``POST /tokenize``: a prompt, or messages."""
 
-    model: str | None = None
     prompt: Annotated[str | None, MEANINGFUL] = None
     messages: Annotated[list[Message], FAIL_FAST] | None = None
     add_special_tokens: bool | None = None
@@ -374,5 +375,4 @@ class TokenizeBody(AnsweredBody):
 class DetokenizeBody(AnsweredBody):
     """``POST /detokenize``."""
 
-    model: str | None = None
     tokens: TokenIds

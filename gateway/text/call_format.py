@@ -10,6 +10,10 @@ CALL_ID: Final = "\ue000"
 CALL_NUMBER: Final = "\ue001"
 
 
+#: What a response template makes of a call whose marker holds the name.
+NAMED_CALL: Final = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+
+
 @dataclass(frozen=True, slots=True)
 class ArgumentsFormat:
     """Arguments one by one: ``first key assign value end next key assign value end last``, where a value is JSON. A

@@ -39,6 +39,8 @@ _TOOL: Final = {
 _THOUGHTS: Final = (("<think>", "</think>"), ("<|START_THINKING|>", "<|END_THINKING|>"), ("[THINK]", "[/THINK]"))
 #: A marker: a tag, or a word in brackets.
 TAG: Final = re.compile(r"<[^<>\s][^<>]*>|\[/?[A-Z][A-Z_ ]*\]")
+#: What no prose holds: a marker, signs in a row, or a word between two signs of no alphabet.
+UNMISTAKABLE: Final = re.compile(rf"{TAG.pattern}|[<>|@~^]{{2,}}|([^\w\s\x00-\x7f])[A-Z_]+\1")
 #: Renders messages with these tools: ``render(messages, tools, add_generation_prompt)``.
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
 

@@ -7,15 +7,14 @@ character.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from gateway.text.call_format import CALL_ID, CALL_NUMBER, ArgumentsFormat, CallFormat
-from gateway.text.chat_probe import TAG, Markers, common_beginning, common_end
+from gateway.text.call_format import CALL_ID, CALL_NUMBER, NAMED_CALL, ArgumentsFormat, CallFormat
+from gateway.text.chat_probe import TAG, UNMISTAKABLE, Markers, common_beginning, common_end
 from gateway.text.response_template import PYTHON_CALLS
 
 _NAME: Final = r"(?P<name>[\w.:/-]{1,128}?)"
-_NAMED_CALL: Final = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _JSON_CALL: Final = {"type": "function", "function": "{content}"}
 #: The end of an opening that begins an object with the name, perhaps in a list.
 _JSON_OPENING: Final = re.compile(r'\[?\s*\{[^{}]*"(?:name|tool_name)"\s*:\s*"\Z')
@@ -27,10 +26,19 @@ _UNWRITTEN: Final = ("<|python_tag|>", "<|python_start|>", "<|tool_call|>", "fun
 _WHOLE: Final = re.compile(rf"(\s+|{CALL_ID}|{CALL_NUMBER})")
 
 
-def derive(markers: Markers, calls: CallFormat | None, known: Sequence[str] = ()) -> Mapping[str, Any] | None:
+def derive(
+    markers: Markers,
+    calls: CallFormat | None,
+    known: Sequence[str] = (),
+    added: Sequence[str] = (),
+) -> Mapping[str, Any] | None:
     """The response template; None where an answer has no parts. ``known``: those of :data:`_UNWRITTEN` that the model
-    may write.
+    may write; ``added``: the texts of its tokens that are markers.
     """
+
+    def is_marker(text: str) -> bool:
+        return UNMISTAKABLE.search(text) is not None or any(each in text for each in added)
+
     fields: dict[str, Any] = {}
     content: dict[str, Any] = {}
     opens, closes = markers.thoughts
@@ -38,7 +46,7 @@ def derive(markers: Markers, calls: CallFormat | None, known: Sequence[str] = ()
         fields["reasoning_content"] = {"open": opens, "close": closes}
     if markers.content[1]:
         fields["response"] = {"open": markers.content[0], "close": markers.content[1], "repeats": True}
-    found = None if calls is None else _tool_calls(calls, markers, known)
+    found = None if calls is None else _tool_calls(calls, markers, known, is_marker)
     if found is not None:
         fields["tool_calls"], end = found
         content = {"close": end} if end else {}
@@ -54,7 +62,9 @@ def unwritten(sources: Sequence[str]) -> list[str]:
     return [mark for mark in _UNWRITTEN if any(mark in source for source in sources)]
 
 
-def _tool_calls(calls: CallFormat, markers: Markers, known: Sequence[str]) -> tuple[dict[str, Any], str] | None:
+def _tool_calls(
+    calls: CallFormat, markers: Markers, known: Sequence[str], is_marker: Callable[[str], bool]
+) -> tuple[dict[str, Any], str] | None:
     """The field of calls, and what ends all of them; None where nothing tells calls from text."""
     closes = markers.thoughts[1]
     opening = (calls.opening.rpartition(closes)[2] if closes else calls.opening).lstrip()
@@ -75,11 +85,15 @@ def _tool_calls(calls: CallFormat, markers: Markers, known: Sequence[str]) -> tu
         return _region(opens, _first_tag(end), content="json", transform=_JSON_CALL), _first_tag(section_end)
     if not call.strip() or (end.strip() and not _last_tag(end)):
         return None
+    # Where the marker holds the name, nothing else makes text of what is no call. An argument's key need not follow.
+    after = calls.between if form is None else form.first.removesuffix(form.next.strip())
+    if not is_marker(f"{call}name{after}"):
+        return None
     opens = f"{_optional(section)}{_flexible(call.lstrip())}{_NAME}"
     more = _named(calls.between) if form is None else _listed(form, _first_tag(end))
     if more is None:
         return None
-    field = _region(opens + more.pop("opens"), _last_tag(end), transform=_NAMED_CALL, **more)
+    field = _region(opens + more.pop("opens"), _last_tag(end), transform=NAMED_CALL, **more)
     return field, _first_tag(section_end)
 
 

@@ -56,29 +56,48 @@ class MessageDelta:
             self.calls.append(piece)
 
 
-@dataclass(slots=True)
 class ReadCall:
     """A whole call, as it was read from the text."""
 
-    id: str
-    name: str
-    arguments: str
+    def __init__(self, call_id: str, name: str, arguments: str) -> None:
+        self.id = call_id
+        self.name = name
+        self._arguments = [arguments]
+
+    @property
+    def arguments(self) -> str:
+        """JSON, as the model wrote it."""
+        return "".join(self._arguments)
+
+    def add(self, arguments: str) -> None:
+        """Append a piece of the arguments."""
+        self._arguments.append(arguments)
 
 
-@dataclass(slots=True)
 class AssistantMessage:
-    """All pieces so far."""
+    """All pieces so far, joined when they are asked for: there may be hundreds of thousands."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ReadCall] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self.calls: list[ReadCall] = []
+
+    @property
+    def content(self) -> str:
+        """The text."""
+        return "".join(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        """The thoughts."""
+        return "".join(self._reasoning)
 
     def add(self, delta: MessageDelta) -> None:
         """Append a piece."""
-        self.content += delta.content
-        self.reasoning += delta.reasoning
+        self._content.append(delta.content)
+        self._reasoning.append(delta.reasoning)
         for piece in delta.calls:
             if piece.id:
                 self.calls.append(ReadCall(piece.id, piece.name, piece.arguments))
             else:
-                self.calls[piece.index].arguments += piece.arguments
+                self.calls[piece.index].add(piece.arguments)

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Final
 
 from gateway.text.call_format import CallFormat
@@ -52,6 +51,30 @@ class ReplyPlan:
         return params if wanted is None else replace(params, structured_outputs=wanted)
 
 
+class _Probe:
+    """Renders example conversations. After one that is too expensive it refuses all others: there are twenty."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        #: What was wrong with that one; empty: nothing.
+        self.problem = ""
+
+    def renderer(self, variables: Mapping[str, Any]) -> Render:
+        """Renders with these variables of the template."""
+
+        def render(messages: Sequence[Any], tools: Sequence[Any], add_generation_prompt: bool) -> str:
+            if self.problem:
+                raise InvalidRequest(self.problem, param="chat_template")
+            given = {**variables, "tools": list(tools)}
+            try:
+                return self._template.render(messages, add_generation_prompt=add_generation_prompt, variables=given)
+            except TooExpensive as error:
+                self.problem = str(error)
+                raise
+
+        return render
+
+
 class Replies:
     """What is known of a model's answers."""
 
@@ -74,8 +97,17 @@ class Replies:
             for token_id, text in self._added.items()
             if tokenizer is not None and (tokenizer.is_special(token_id) or _MARKER.fullmatch(text))
         }
-        self._is_expensive = False
-        self.template = self._choose(tokenizer, response_template)
+        #: How the chat template reads calls of earlier messages.
+        self.earlier_calls = EarlierCalls()
+        #: Why no example conversation can be rendered; empty: they can.
+        self.problem = ""
+        if chat_template is None:
+            self.template = self._given(tokenizer, response_template)
+        else:
+            probe = _Probe(chat_template)
+            self.earlier_calls = earlier_calls(probe.renderer({}))
+            self.template = self._given(tokenizer, response_template) or self._of(chat_template, probe)
+            self.problem = probe.problem
         self._kept: dict[bool, frozenset[int]] = {}
         #: How the chat template writes calls, by its variables.
         self._formats: dict[str, CallFormat | None] = {}
@@ -98,11 +130,6 @@ class Replies:
         return MessageParser(
             self.template, plan.begun, plan.schemas, max_calls=plan.max_calls, streams=plan.streams, **more
         )
-
-    @cached_property
-    def earlier_calls(self) -> EarlierCalls:
-        """How the chat template reads calls of earlier messages."""
-        return EarlierCalls() if self._chat_template is None else earlier_calls(self._probe({}))
 
     def read_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """A message of a conversation, in OpenAI's form, as the chat template reads it."""
@@ -206,31 +233,6 @@ class Replies:
             None if written is None else StructuredOutputsParams(grammar=written),
         )
 
-    def _renderer(self, variables: Mapping[str, Any]) -> Callable[..., str]:
-        template = self._chat_template
-        assert template is not None
-
-        def render(messages: Sequence[Any], tools: Sequence[Any], add_generation_prompt: bool) -> str:
-            given = {**variables, "tools": list(tools)}
-            return template.render(messages, add_generation_prompt=add_generation_prompt, variables=given)
-
-        return render
-
-    def _probe(self, variables: Mapping[str, Any]) -> Callable[..., str]:
-        """A renderer of known messages. It refuses all of them after one that is too expensive: there are twenty."""
-        render = self._renderer(variables)
-
-        def probe(*given: Any) -> str:
-            if self._is_expensive:
-                raise InvalidRequest("the chat template takes too long", param="chat_template")
-            try:
-                return render(*given)
-            except TooExpensive:
-                self._is_expensive = True
-                raise
-
-        return probe
-
     def _grammar(self, variables: Mapping[str, Any], end_token_ids: Sequence[int]) -> CallGrammar | None:
         template = self.template
         if template is None or self._chat_template is None:
@@ -242,7 +244,9 @@ class Replies:
         if key not in self._formats:
             if len(self._formats) >= _MAX_FORMATS:
                 self._formats.clear()
-            self._formats[key] = self._call_format(self._renderer(variables), template.begun_in, end)
+            self._formats[key] = self._call_format(
+                _Probe(self._chat_template).renderer(variables), template.begun_in, end
+            )
         found = self._formats[key]
         if found is None:
             return None
@@ -261,20 +265,22 @@ class Replies:
         source = "" if self._chat_template is None else self._chat_template.source
         return "\n".join([source, *self._added.values()])
 
-    def _choose(self, tokenizer: TextTokenizer | None, path: str | None) -> ResponseTemplate | None:
-        """That of the option, of the tokenizer, of the chat template's family, or what the chat template shows."""
+    def _given(self, tokenizer: TextTokenizer | None, path: str | None) -> ResponseTemplate | None:
+        """That of the option, or of the tokenizer."""
         if path is not None:
             return ResponseTemplate.read(path)
         if tokenizer is not None and tokenizer.response_template is not None:
             return ResponseTemplate(tokenizer.response_template, "response_template of tokenizer_config.json")
-        if self._chat_template is None:
-            return None
-        found = family_of(self._chat_template.source) or self._derive()
+        return None
+
+    def _of(self, chat_template: ChatTemplate, probe: _Probe) -> ResponseTemplate | None:
+        """That of the chat template's family, or what the chat template shows."""
+        found = family_of(chat_template.source) or self._derive(probe)
         return None if found is None else ResponseTemplate(found, "response template", is_limited=False)
 
-    def _derive(self) -> Mapping[str, Any] | None:
+    def _derive(self, probe: _Probe) -> Mapping[str, Any] | None:
         thinking = {"enable_thinking": True, "thinking": True}
-        found = markers([self._probe({}), self._probe(thinking)], self._texts.__contains__)
+        found = markers([probe.renderer({}), probe.renderer(thinking)], self._texts.__contains__)
         opens, closes = found.thoughts
         begun = re.compile(rf"{re.escape(opens)}\s*(?:{re.escape(closes)}\s*)?\Z") if closes else None
 
@@ -282,5 +288,6 @@ class Replies:
             match = None if begun is None else begun.search(prompt)
             return "" if match is None else match[0]
 
-        calls = self._call_format(self._probe({}), begun_in, closes)
-        return derive(found, calls, unwritten([self._texts]))
+        calls = self._call_format(probe.renderer({}), begun_in, closes)
+        added = [self._added[token_id] for token_id in self._markers]
+        return derive(found, calls, unwritten([self._texts]), added)

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from gateway.text.call_format import PYTHON_ARGUMENTS, CallFormat
-
-_NAMED_CALL: Final = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+from gateway.text.call_format import NAMED_CALL, PYTHON_ARGUMENTS, CallFormat
 
 #: gpt-oss: channels of the harmony format.
 _GPT_OSS: Final = {
@@ -31,7 +29,7 @@ _GPT_OSS: Final = {
             "close": "<|call|>",
             "repeats": True,
             "content": "json",
-            "transform": _NAMED_CALL,
+            "transform": NAMED_CALL,
         },
     },
 }
@@ -47,7 +45,7 @@ _GEMMA: Final = {
             "repeats": True,
             "content": "json",
             "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-            "transform": _NAMED_CALL,
+            "transform": NAMED_CALL,
         },
         "content": {},
     },

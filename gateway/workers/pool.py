@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from gateway.workers.connection import Closed
 from gateway.workers.process import WorkerProcess
+from gateway.workers.threads import FairThreads
 from gateway.workers.worker import TOO_LARGE, WorkerLimits
 from specdec.errors import InvalidRequest
-from specdec.process.logs import log_bug
-from specdec.scheduling.admission import Admission
 
 T = TypeVar("T")
 
@@ -30,14 +28,7 @@ class WorkerPool:
         """Each worker calls ``make(*arguments)`` once, and functions get the result. Everything must be picklable."""
         self._workers = [WorkerProcess(WorkerLimits(), make, *arguments) for _ in range(size)]
         self._idle = [*self._workers]
-        self._admission: Admission[WorkerProcess] = Admission(
-            max_open=size,
-            max_waiting=max_waiting,
-            max_wait_s=max_wait_s,
-            undo=self._idle.append,
-            describe=lambda: f"{self._admission.num_waiting} large requests wait to be read",
-        )
-        self._threads = ThreadPoolExecutor(size, "worker")
+        self._threads = FairThreads(size, "large requests", max_waiting=max_waiting, max_wait_s=max_wait_s)
 
     async def run(
         self,
@@ -59,34 +50,27 @@ class WorkerPool:
             Overloaded: too many calls wait, or the call waited for too long.
             InvalidRequest: the call takes too much memory.
         """
-        worker = await self._admission.admit(self._idle.pop, client=client)
-        call: asyncio.Future[T] = asyncio.ensure_future(self._call(worker, client, function, raw, arguments))
-        call.add_done_callback(log_bug)
-        on_begin(call)
-        return await asyncio.shield(call)
+        return await self._threads.run(self._call, function, raw, arguments, client=client, on_begin=on_begin)
 
-    async def _call(
-        self, worker: WorkerProcess, client: str, function: Callable[..., Any], raw: bytes, arguments: Any
-    ) -> Any:
-        loop = asyncio.get_running_loop()
+    def _call(self, function: Callable[..., T], raw: bytes, arguments: Any) -> T:
+        worker = self._idle.pop()  # there are as many as threads
         try:
             # One that had ended or was killed from outside is started again; what ends two of them is the work.
             for _ in range(2):
                 with suppress(Closed):
-                    result, error = await loop.run_in_executor(self._threads, worker.call, function, raw, *arguments)
+                    result, error = worker.call(function, raw, *arguments)
                     if error is not None:
                         raise error
-                    return result
+                    return result  # type: ignore[no-any-return]
             raise InvalidRequest(TOO_LARGE)
         finally:
             self._idle.append(worker)
-            self._admission.leave(client)
 
     async def close(self) -> None:
         """End all workers, whatever they do."""
-        self._threads.shutdown(wait=False)
+        self._threads.close(wait=False)
         for worker in self._workers:
             worker.kill()
-        await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.to_thread(self._threads.close)
         for worker in self._workers:
             worker.end()

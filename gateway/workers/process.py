@@ -34,7 +34,10 @@ class WorkerProcess:
         Raises:
             Closed: the process had ended, or ended meanwhile.
             TooSlow: it took too much CPU time.
+            RuntimeError: it was killed, for good.
         """
+        if self._is_killed:
+            raise RuntimeError("a worker is called after shutdown")
         if self._process is not None and self._process.poll() is not None:
             self.end()
         if self._connection is None:

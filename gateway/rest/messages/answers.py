@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from gateway.rest.answer_schemas import Answer, Metrics
 
@@ -92,10 +92,3 @@ class AnthropicErrorAnswer(Answer):
 
     type: Literal["error"]
     error: dict[str, str]
-
-
-#: As :data:`gateway.rest.answer_schemas.ANSWERS`.
-MESSAGES_ANSWERS: Final[dict[tuple[str, str], tuple[type[Answer], type[Answer] | None]]] = {
-    ("post", "/v1/messages"): (MessageAnswer, MessageEvent),
-    ("post", "/v1/messages/count_tokens"): (InputTokenCount, None),
-}

@@ -6,9 +6,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import Request
-from fastapi.responses import JSONResponse
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from gateway.access.request_id import current_request_id
 from gateway.generation import Generation

@@ -13,13 +13,14 @@ class MessageWriter:
     """Makes the events of one message. Its blocks come one after another: thoughts, text, calls."""
 
     def __init__(self, message: dict[str, Any]) -> None:
-        """``message`` is the object that is answered; its ``content`` is kept up to date."""
+        """``message`` is the object that is answered; its ``content`` has each block once that has ended."""
         self.message = message
         self._content: list[dict[str, Any]] = message["content"]
         self._is_open = False
-        #: The number of the call in progress, and its arguments so far.
+        #: The number of the call in progress.
         self._call = -1
-        self._arguments = ""
+        #: Pieces of the block in progress: of its text, or of the arguments of its call.
+        self._pieces: list[str] = []
 
     def begin(self, usage: dict[str, Any]) -> Iterator[Event]:
         """The first events."""
@@ -32,11 +33,11 @@ class MessageWriter:
         delta = choice["delta"]
         if thoughts := delta.get("reasoning_content"):
             yield from self._open("thinking", thinking="", signature="")
-            self._content[-1]["thinking"] += thoughts
+            self._pieces.append(thoughts)
             yield self._delta("thinking_delta", thinking=thoughts)
         if text := delta.get("content"):
             yield from self._open("text", text="")
-            self._content[-1]["text"] += text
+            self._pieces.append(text)
             yield self._delta("text_delta", text=text)
         for call in delta.get("tool_calls") or ():
             yield from self._add_call(call)
@@ -79,16 +80,19 @@ class MessageWriter:
             self._call = call["index"]
             yield from self._open("tool_use", id=call["id"], name=function["name"], input={})
         if arguments := function.get("arguments"):
-            self._arguments += arguments
+            self._pieces.append(arguments)
             yield self._delta("input_json_delta", partial_json=arguments)
 
     def _close(self) -> Iterator[Event]:
         """End the block in progress."""
         if not self._is_open:
             return
-        if self._content[-1]["type"] == "tool_use":
-            self._content[-1]["input"] = _read_input(self._arguments)
-            self._arguments = ""
+        block, text = self._content[-1], "".join(self._pieces)
+        self._pieces.clear()
+        if block["type"] == "tool_use":
+            block["input"] = _read_input(text)
+        else:
+            block[block["type"]] = text
         self._is_open = False
         yield {"type": "content_block_stop", "index": len(self._content) - 1}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from gateway.rest.answer_schemas import Answer, ChatPosition, Metrics
 
@@ -199,13 +199,3 @@ class InputItems(Answer):
     has_more: bool
     first_id: str | None
     last_id: str | None
-
-
-#: As :data:`gateway.rest.answer_schemas.ANSWERS`.
-RESPONSE_ANSWERS: Final[dict[tuple[str, str], tuple[type[Answer], type[Answer] | None]]] = {
-    ("post", "/v1/responses"): (ResponseAnswer, ResponseEvent),
-    ("get", "/v1/responses/{response_id}"): (ResponseAnswer, None),
-    ("get", "/v1/responses/{response_id}/input_items"): (InputItems, None),
-    ("post", "/v1/responses/{response_id}/cancel"): (ResponseAnswer, None),
-    ("delete", "/v1/responses/{response_id}"): (ResponseDeleted, None),
-}

@@ -14,13 +14,17 @@ class ResponseWriter:
     """Makes the events of one response. Its items come one after another: thoughts, a message, calls."""
 
     def __init__(self, response: dict[str, Any]) -> None:
-        """``response`` is the object that the events carry; ``status`` and ``output`` are kept up to date."""
+        """``response`` is the object that the events carry; ``status`` and ``output`` are kept up to date, but for
+        the text of an item in progress.
+        """
         self.response = response
         self._num_events = 0
         self._output: list[dict[str, Any]] = response["output"]
         #: The item in progress, and the number of its call.
         self._item: dict[str, Any] | None = None
         self._call = -1
+        #: Pieces of its text, or of its arguments.
+        self._pieces: list[str] = []
 
     def begin(self) -> Iterator[Event]:
         """The first events."""
@@ -51,6 +55,7 @@ class ResponseWriter:
 
     def fail(self, code: str, message: str) -> Event:
         """The last event after an error."""
+        self._complete_text()
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
         return self._event("response.failed", response=self.response)
 
@@ -97,7 +102,7 @@ class ResponseWriter:
             yield from self._open_message()
         assert self._item is not None, "a message was opened"
         part = self._item["content"][0]
-        part["text"] += text
+        self._pieces.append(text)
         part["logprobs"] += logprobs
         if text or logprobs:
             yield self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
@@ -107,7 +112,7 @@ class ResponseWriter:
             yield from self._open("reasoning", "rs", summary=[], content=[])
             yield from self._open_part({"type": "reasoning_text", "text": ""})
         assert self._item is not None, "thoughts were opened"
-        self._item["content"][0]["text"] += text
+        self._pieces.append(text)
         yield self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
 
     def _add_call(self, call: dict[str, Any]) -> Iterator[Event]:
@@ -117,8 +122,16 @@ class ResponseWriter:
             yield from self._open("function_call", "fc", call_id=call["id"], name=function["name"], arguments="")
         assert self._item is not None, "a call was opened"
         if arguments := function.get("arguments"):
-            self._item["arguments"] += arguments
+            self._pieces.append(arguments)
             yield self._of_item("response.function_call_arguments.delta", delta=arguments)
+
+    def _complete_text(self) -> None:
+        """Write the pieces into the item in progress."""
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        if self._item is not None:
+            place, key = (self._item, "arguments") if "arguments" in self._item else (self._item["content"][0], "text")
+            place[key] += text
 
     def _close(self, status: str) -> Iterator[Event]:
         """End the item in progress. It changes no more, so the events carry it and no copy."""
@@ -126,6 +139,7 @@ class ResponseWriter:
         if item is None:
             return
         item["status"] = status
+        self._complete_text()
         if item["type"] == "function_call":
             yield self._of_item("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         else:

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, NoReturn
 
-from fastapi import Request
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from gateway.access.caller import current_caller
 from gateway.generation import SMALL_REQUEST, Generation
@@ -28,7 +28,7 @@ from specdec.errors import InvalidRequest, NotFound, Overloaded
 
 
 async def create_response(
-    generation: Generation, store: ResponseStore, body: ResponseBody, request: Request
+    store: ResponseStore, generation: Generation, body: ResponseBody, request: Request
 ) -> Response:
     """Answer ``POST /v1/responses``."""
     call = ResponseCall(generation, store, body)
@@ -41,32 +41,36 @@ async def create_response(
     return Response(content, media_type="application/json", headers=headers)
 
 
-def get_response(store: ResponseStore, response_id: str, request: Request) -> Response:
+async def get_response(store: ResponseStore, request: Request) -> Response:
     """Answer ``GET /v1/responses/{id}``."""
     if request.query_params.get("stream", "false") != "false":
         raise InvalidRequest("stream is not supported: what is kept is complete; leave it out", param="stream")
-    stored = store.get(current_caller().key, response_id)
-    return Response(stored.content, media_type="application/json")
+    return Response(_stored(store, request).content, media_type="application/json")
 
 
-def delete_response(store: ResponseStore, response_id: str) -> dict[str, Any]:
+async def delete_response(store: ResponseStore, request: Request) -> Response:
     """Answer ``DELETE /v1/responses/{id}``."""
+    response_id = request.path_params["response_id"]
     store.delete(current_caller().key, response_id)
-    return {"id": response_id, "object": "response", "deleted": True}
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
-def get_input_items(store: ResponseStore, response_id: str, request: Request) -> dict[str, Any]:
+async def get_input_items(store: ResponseStore, request: Request) -> Response:
     """Answer ``GET /v1/responses/{id}/input_items``."""
-    return list_items(store.get(current_caller().key, response_id), request.query_params)
+    return JSONResponse(list_items(_stored(store, request), request.query_params))
 
 
-def cancel_response(store: ResponseStore, response_id: str) -> NoReturn:
+async def cancel_response(store: ResponseStore, request: Request) -> NoReturn:
     """Answer ``POST /v1/responses/{id}/cancel``: what is kept is complete."""
-    store.get(current_caller().key, response_id)
+    _stored(store, request)
     raise InvalidRequest(
         "the response is complete; one in progress ends when its connection is closed, and background is not supported",
         param="response_id",
     )
+
+
+def _stored(store: ResponseStore, request: Request) -> StoredResponse:
+    return store.get(current_caller().key, request.path_params["response_id"])
 
 
 class ResponseCall:

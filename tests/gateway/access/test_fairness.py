@@ -25,7 +25,7 @@ async def test_a_single_request_is_served_beside_hundreds(info, script, in_gatew
     settings = {"api_key": ("crowd", "single"), "max_concurrent_sequences": in_gateway, "max_queued_requests": 1000}
     async with serve(([target], [FakeDraft()]), info, script, **settings) as stand:
         stand.http = httpx.AsyncClient(base_url=stand.url, timeout=60, limits=httpx.Limits(max_connections=None))
-        crowd = [asyncio.create_task(post(stand, "crowd", n=2)) for _ in range(150)]
+        crowd = [asyncio.create_task(post(stand, "crowd", n=2)) for _ in range(80)]
         await until(lambda: len(target.open_sessions) == 4)
         await until(lambda: sum(task.done() for task in crowd) >= 4)
         assert await post(stand, "single") == 200

@@ -8,23 +8,26 @@ import httpx
 
 from gateway.app import Gateway
 from specdec.settings import GatewaySettings
+from tests.gateway.quick_stops import quick_stops
 from tests.until import until
 
 
 @contextlib.asynccontextmanager
 async def gateway_to(*addresses, tokenizer_folder, is_ready=True, **settings):
     given = {"port": 0, "grpc_port": 0, "drain_s": 2.0, "tokenizer_pool_size": 0} | settings
-    gateway = Gateway(GatewaySettings(targets=addresses, tokenizer=str(tokenizer_folder), **given))
-    try:
-        await gateway.start()
-        if is_ready:
-            async with asyncio.timeout(10):
-                await gateway.wait_ready()
-            await until(lambda: all(each.usable for each in gateway.generation.router.targets.replicas))
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=60) as http:
-            yield gateway, http
-    finally:
-        await gateway.stop()
+    with quick_stops():
+        gateway = Gateway(GatewaySettings(targets=addresses, tokenizer=str(tokenizer_folder), **given))
+        try:
+            await gateway.start()
+            if is_ready:
+                async with asyncio.timeout(10):
+                    await gateway.wait_ready()
+                await until(lambda: all(each.usable for each in gateway.generation.router.targets.replicas))
+            address = f"http://127.0.0.1:{gateway.port}"
+            async with httpx.AsyncClient(base_url=address, timeout=60, verify=False) as http:
+                yield gateway, http
+        finally:
+            await gateway.stop()
 
 
 async def ask(http, prompt="Hello", **body):

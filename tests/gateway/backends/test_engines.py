@@ -268,7 +268,7 @@ async def test_new_certificates_reach_an_engine_and_its_open_session(
 
         monkeypatch.setattr(ssl, "create_default_context", fail_first)
         replace_files(old, new)
-        await until(lambda: num_made > 1)
+        await until(lambda: num_made > 1 and replica.usable)
         assert await ids_of(http, max_tokens=3) == expected(3)
         assert replica.backend is backend
         assert engine.num_open == 1

@@ -59,9 +59,17 @@ def throughput(policy, of, num_steps=0):
 
 @pytest.mark.parametrize(
     ("kind", "rate", "sessions"),
-    [("small", 0.0, 1), ("small", 0.0, 8), ("small", 0.4, 8), ("small", 0.6, 8),
-     ("large", 0.0, 1), ("large", 0.4, 8), ("large", 0.4, 32), ("accelerator", 0.0, 2), ("accelerator", 0.0, 32)],
-)  # fmt: skip
+    [
+        *(("small", 0.0, 8), ("small", 0.6, 8), ("large", 0.4, 8), ("accelerator", 0.0, 2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                *(("small", 0.0, 1), ("small", 0.4, 8), ("large", 0.0, 1), ("large", 0.4, 32)),
+                ("accelerator", 0.0, 32),
+            )
+        ),
+    ],
+)
 def test_never_slower_than_plain_decoding(kind, rate, sessions):
     of = world(kind, rate, sessions)
     # 0.975 to 0.999. One trial more or less in so short a time: 0.02.
@@ -76,9 +84,14 @@ def test_a_fixed_length_would_be_slower():
 
 @pytest.mark.parametrize(
     ("kind", "rate", "sessions"),
-    [("small", 0.8, 1), ("small", 0.95, 2), ("large", 0.5, 1), ("large", 0.8, 2), ("large", 0.95, 8),
-     ("accelerator", 0.8, 8)],
-)  # fmt: skip
+    [
+        *(("small", 0.8, 1), ("large", 0.8, 2), ("accelerator", 0.8, 8)),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (("small", 0.95, 2), ("large", 0.5, 1), ("large", 0.95, 8))
+        ),
+    ],
+)
 def test_nearly_as_fast_as_the_best_fixed_length(kind, rate, sessions):
     of = world(kind, rate, sessions)
     num_steps = 6000 if kind == "small" else 0  # in 2000 steps one window more or less is 0.03
@@ -92,7 +105,7 @@ def sequence(acceptance, sessions=1, k=16):
     return world("small", 0.0, sessions, acceptance=acceptance, k=k, tokens=128)
 
 
-@pytest.mark.parametrize("sessions", [1, 8])
+@pytest.mark.parametrize("sessions", [pytest.param(1, marks=pytest.mark.exhaustive), 8])
 def test_copies_of_many_tokens_gain_at_every_load(sessions):
     of = sequence(lambda *_: 0.95, sessions)
     best = throughput(fixed(16), of)
@@ -313,7 +326,10 @@ def test_a_fixed_pace_asks_for_all_that_is_allowed():
     assert pace.num_draft_tokens(100, 0) == 4
 
 
-@pytest.mark.parametrize(("kind", "rate", "sessions"), [("small", 0.0, 8), ("large", 0.5, 8), ("accelerator", 0.0, 1)])
+@pytest.mark.parametrize(
+    ("kind", "rate", "sessions"),
+    [("small", 0.0, 8), pytest.param("large", 0.5, 8, marks=pytest.mark.exhaustive), ("accelerator", 0.0, 1)],
+)
 def test_trees_are_never_slower_either(kind, rate, sessions):
     of = world(kind, rate, sessions, k=12, depth=4)
     assert throughput(adaptive, of) >= 0.95 * throughput(plain, of)  # 0.962 to 0.997

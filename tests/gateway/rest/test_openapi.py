@@ -1,12 +1,14 @@
 """The OpenAPI description is that of the real answers."""
 
+import json
+import re
+
 import pytest
 
 from gateway.decoding.metrics import METRICS
-from gateway.rest.answer_schemas import ANSWERS, ErrorAnswer, SpeculativeDecoding
-from gateway.rest.messages.answers import MESSAGES_ANSWERS
+from gateway.rest.answer_schemas import ErrorAnswer, SpeculativeDecoding
+from gateway.rest.app import api_routes
 from gateway.rest.messages.schemas import CountTokensBody, MessagesBody
-from gateway.rest.responses.answers import RESPONSE_ANSWERS
 from gateway.rest.responses.schemas import ResponseBody
 from gateway.rest.schemas import ChatBody, CompletionBody
 from gateway.text.chat_template import ChatTemplate
@@ -32,34 +34,35 @@ CALLS = [
 
 @pytest.mark.parametrize(("path", "body"), CALLS)
 async def test_generated_answers_are_as_described(stand, path, body):
-    answer, event = ANSWERS["post", path]
+    route = {each.path: each for each in api_routes(stand.generation)}[path]
     for piece in await events(stand, path, **body):
-        event.model_validate(piece, strict=True)
+        route.event.model_validate(piece, strict=True)
     whole = {name: value for name, value in body.items() if name != "stream_options"}
-    answer.model_validate((await post(stand, path, **whole)).json(), strict=True)
+    route.answer.model_validate((await post(stand, path, **whole)).json(), strict=True)
 
 
 async def test_other_answers_are_as_described(stand):
     sent = {"/tokenize": {"prompt": "a b", "return_token_strs": True}, "/detokenize": {"tokens": [5]}}
-    for (method, path), (answer, event) in ANSWERS.items():
-        if event is None:
-            url = path.replace("{name}", "toy-model")
-            response = await (post(stand, url, **sent[url]) if method == "post" else stand.http.get(url))
-            answer.model_validate(response.json(), strict=True)
+    for route in api_routes(stand.generation):
+        url = route.path.replace("{name:path}", "toy-model")
+        if url in sent or (route.method == "GET" and route.answer is not None and "{" not in url):
+            response = await (post(stand, url, **sent[url]) if url in sent else stand.http.get(url))
+            route.answer.model_validate(response.json(), strict=True)
     for response in (await post(stand), await stand.http.get("/none"), await stand.http.get("/v1/completions")):
         ErrorAnswer.model_validate(response.json(), strict=True)
 
 
 async def test_the_description_names_content_types_and_errors(stand):
     schema = (await stand.http.get("/openapi.json")).json()
-    paths = {path for _, path in ANSWERS | RESPONSE_ANSWERS | MESSAGES_ANSWERS} | {"/metrics"}
-    assert set(schema["paths"]) == paths
+    described = {(method.upper(), path) for path, methods in schema["paths"].items() for method in methods}
+    assert described == {(route.method, route.path_format) for route in api_routes(stand.generation)}
     responses = schema["paths"]["/v1/completions"]["post"]["responses"]
     assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
     assert set(responses) == {"200", "400", "401", "404", "413", "429", "4XX", "500", "503", "504"}
     assert set(schema["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
     components = schema["components"]["schemas"]
-    assert components["ErrorAnswer"]
+    named = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(schema)))
+    assert named <= components.keys()
     for body in (CompletionBody, ChatBody, ResponseBody, MessagesBody, CountTokensBody):
         assert set(components[body.__name__]["properties"]) == set(body.model_fields)
     temperature = components["ChatBody"]["properties"]["temperature"]["anyOf"]
@@ -76,6 +79,16 @@ async def test_fields_that_must_not_be_empty_and_values_beside_a_range_are_descr
     assert {"enum": ["", [], {}, -1]} in top_k
     assert components["ChatBody"]["properties"]["messages"]["minItems"] == 1
     assert components["ResponseBody"]["properties"]["input"]["anyOf"][1]["minItems"] == 1
+
+
+async def test_generated_clients_keep_their_names(stand):
+    paths = (await stand.http.get("/openapi.json")).json()["paths"]
+    completions, forget = paths["/v1/completions"]["post"], paths["/v1/responses/{response_id}"]["delete"]
+    assert (completions["operationId"], completions["summary"]) == ("completions_v1_completions_post", "Completions")
+    assert forget["operationId"] == "forget_response_v1_responses__response_id__delete"
+    assert forget["parameters"] == [
+        {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string", "title": "Response Id"}}
+    ]
 
 
 async def test_streams_end_as_described(stand):

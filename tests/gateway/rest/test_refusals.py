@@ -170,6 +170,8 @@ async def test_unknown_paths_and_methods_say_what_there_is(stand):
     assert "there is no '/v1/answers' here; /openapi.json lists the paths" in response.text
     response = await stand.http.get("/v1/completions")
     assert "GET does not work on '/v1/completions'; use POST" in response.text
+    response = await stand.http.head("/version")
+    assert (response.status_code, response.headers["allow"]) == (405, "GET")
 
 
 @pytest.mark.parametrize(("content", "words"), [

@@ -327,7 +327,9 @@ def test_a_chat_template_that_takes_too_long_is_probed_once(models, monkeypatch)
         raise TooExpensive("it takes too long", param="messages")
 
     monkeypatch.setattr(chat, "render", render)
-    assert Replies(chat, TextTokenizer(models("lfm2").tokenizer, {}), None).template is not None
+    replies = Replies(chat, TextTokenizer(models("lfm2").tokenizer, {}), None)
+    assert replies.template is not None
+    assert replies.problem == "it takes too long"
     assert len(renders) == 1
 
 

@@ -3,7 +3,7 @@
 import json
 import random
 import time
-from dataclasses import asdict
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -19,6 +19,7 @@ from gateway.text.response_template import ResponseTemplate
 from gateway.text.tokenizer import TextTokenizer
 from gateway.text.tools import ToolChoice, read_tools, with_alternatives
 from specdec.errors import InternalError, InvalidRequest
+from tests.gateway.text.form import CHATML
 from tests.gateway.text.formats import ARGUMENTS, FORMATS, TOOLS, config_of, tokenizer_of
 
 SCHEMAS = {tool.name: tool.parameters for tool in read_tools(TOOLS)}
@@ -38,9 +39,8 @@ def parse(template, text, cuts=(), begun="", schemas=SCHEMAS, *, is_cut=False, *
     message.add(parser.finish(is_cut=is_cut))
     assert parser.has_calls == bool(message.calls)
     assert len({call.id for call in message.calls}) == len(message.calls)
-    result = asdict(message)
-    result["calls"] = [(call.name, call.arguments) for call in message.calls]
-    return result
+    calls = [(call.name, call.arguments) for call in message.calls]
+    return {"content": message.content, "reasoning": message.reasoning, "calls": calls}
 
 
 def all_cuts(text, count=20):
@@ -214,10 +214,11 @@ def cpu_seconds(parser, pieces):
 @pytest.mark.parametrize("name", FORMATS)
 def test_white_space_costs_what_letters_cost(name):
     template = replies_of(name).template
-    text = "x" * 1500
-    assert cpu_seconds(MessageParser(template, "", SCHEMAS), text) * 10 > cpu_seconds(
-        MessageParser(template, "", SCHEMAS), " " * 1500 + "x"
+    letters, spaces = (
+        min(cpu_seconds(MessageParser(template, "", SCHEMAS), text) for _ in range(3))
+        for text in ("x" * 1500, " " * 1500 + "x")
     )
+    assert letters * 10 > spaces
 
 
 @pytest.mark.parametrize("wrong", ["<parameter=a>", "<parameter="])
@@ -339,6 +340,42 @@ def test_texts_that_chat_templates_do_not_write(name, text, content, calls):
     assert found | {"reasoning": ""} == wanted
     for cuts in all_cuts(text):
         assert parse(template, text, cuts) == found
+
+
+#: How a chat template writes a call, whether calls can be read, and text that begins like one.
+WORDS = [
+    ('Tool call: {"name": "NAME", "arguments": ARGUMENTS}', True, "Tool call: [see below] or Tool call: {1}."),
+    ('Action [{"name": "NAME", "arguments": ARGUMENTS}]', True, "Action [1] and Action {braces}"),
+    ("Calling NAME with ARGUMENTS", False, "Calling mom with {}, a name."),
+    ("call!NAME ARGUMENTS", False, "call!me {'a'}"),
+    ("I use NAME<arg>ARGUMENTS", True, "I use it {as told}."),
+    (">>>NAME\\nARGUMENTS", True, "> quoted {so}"),
+    ("✿FUNCTION✿: NAME\\n✿ARGS✿: ARGUMENTS", True, "FUNCTION: add"),
+    ("<function=NAME>ARGUMENTS</function>", True, "<function add>{}"),
+]
+
+
+@pytest.mark.parametrize(("call", "is_read", "prose"), WORDS, ids=range(len(WORDS)))
+def test_words_that_begin_calls_begin_text_too(call, is_read, prose):
+    written = call.replace("NAME", "' + call.function.name + '").replace(
+        "ARGUMENTS", "' + call.function.arguments | tojson + '"
+    )
+    template = CHATML.replace("CALL", "{{- '" + written + "' }}")
+    form = FORMATS["hermes"]
+    tokenizer = TextTokenizer(tokenizer_of(replace(form, others=("<think>", "</think>"))), config_of(form))
+    read = Replies(ChatTemplate(template, {}), tokenizer, None).template
+    text = call.replace("NAME", "add").replace("ARGUMENTS", ARGUMENTS).replace("\\n", "\n")
+    assert (parse(read, text)["calls"] == [("add", ARGUMENTS)]) is is_read
+    for each in (prose, f"So.\n{prose}"):
+        assert parse(read, each) == {"content": each, "reasoning": "", "calls": []}
+
+
+def test_an_added_token_is_a_marker():
+    form = replace(FORMATS["hermes"], others=("<think>", "</think>"), special=("<|im_start|>", "<|im_end|>", "call!"))
+    template = CHATML.replace("CALL", "{{- 'call!' + call.function.name + ' ' + call.function.arguments | tojson }}")
+    tokenizer = TextTokenizer(tokenizer_of(form), config_of(form))
+    read = Replies(ChatTemplate(template, {}), tokenizer, None).template
+    assert parse(read, f"call!add {ARGUMENTS}")["calls"] == [("add", ARGUMENTS)]
 
 
 def test_ids_tell_the_names_of_calls_where_the_chat_template_writes_nothing_else():

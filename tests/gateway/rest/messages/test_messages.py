@@ -4,14 +4,13 @@ import json
 
 import pytest
 
-from gateway.rest.messages.answers import MESSAGES_ANSWERS, AnthropicErrorAnswer
+from gateway.rest.messages.answers import AnthropicErrorAnswer, InputTokenCount, MessageAnswer, MessageEvent
 from tests.gateway.rest.test_rest import chat_of, post
 from tests.until import until
 
 PATH = "/v1/messages"
 COUNT = f"{PATH}/count_tokens"
 QUESTION = [{"role": "user", "content": "hi"}]
-MESSAGE, EVENT = MESSAGES_ANSWERS["post", PATH]
 TEXT = {"type": "text", "text": "hi"}
 
 
@@ -23,7 +22,7 @@ async def whole(stand, **body):
     """The message, checked to be as described."""
     response = await post(stand, PATH, **body)
     assert response.status_code == 200, response.text
-    MESSAGE.model_validate(response.json(), strict=True)
+    MessageAnswer.model_validate(response.json(), strict=True)
     return response.json()
 
 
@@ -38,7 +37,7 @@ async def streamed(stand, **body):
     for frame in frames:
         name, data = frame.split("\n")
         events.append(json.loads(data.removeprefix("data: ")))
-        EVENT.model_validate(events[-1], strict=True)
+        MessageEvent.model_validate(events[-1], strict=True)
         assert name == f"event: {events[-1]['type']}"
     return events
 
@@ -129,7 +128,7 @@ async def test_a_conversation_is_the_chat_it_means(stand):
     ours, chats = (spec.token_ids for spec in stand.targets[0].specs[-2:])
     assert ours == chats
     count = await post(stand, COUNT, model="toy-model", system=system, messages=turns)
-    MESSAGES_ANSWERS["post", COUNT][0].model_validate(count.json(), strict=True)
+    InputTokenCount.model_validate(count.json(), strict=True)
     assert count.json() == {"input_tokens": len(ours)} == {"input_tokens": response.json()["usage"]["input_tokens"]}
 
 

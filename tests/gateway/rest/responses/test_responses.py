@@ -7,7 +7,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from gateway.rest.responses.answers import RESPONSE_ANSWERS
+from gateway.rest.responses.answers import ResponseAnswer, ResponseEvent
 from gateway.rest.responses.events import ResponseWriter
 from gateway.rest.responses.schemas import messages_of
 from gateway.rest.responses.store import ResponseStore, StoredResponse
@@ -39,7 +39,7 @@ async def events_of(stand, **changes):
         name, data = frame.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
-        RESPONSE_ANSWERS["post", PATH][1].model_validate(event, strict=True)
+        ResponseEvent.model_validate(event, strict=True)
         TypeAdapter(ResponseStreamEvent).validate_python(event)
         events.append(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -82,7 +82,7 @@ async def test_events_are_openais(stand):
     assert last["output"][0]["content"][0]["logprobs"] == logprobs
     assert last["metadata"] == {"a": "b"}
     whole = (await post(stand, PATH, **body_of(include=[LOGPROBS], top_logprobs=2, metadata={"a": "b"}))).json()
-    RESPONSE_ANSWERS["post", PATH][0].model_validate(whole, strict=True)
+    ResponseAnswer.model_validate(whole, strict=True)
     Response.model_validate(whole)
     differing = {name for name in whole if whole[name] != last[name]}
     assert differing <= {"id", "created_at", "completed_at", "output", "metrics"}
