@@ -14,8 +14,9 @@ from draft_service.main import build_parser, make_service, settings_of
 from draft_service.servicer import DraftServicer
 from engine.sampling.sparse import unpack
 from specdec import codec
-from specdec.errors import InvalidRequest, Overloaded, StaleSession, Unavailable
+from specdec.errors import InternalError, InvalidRequest, Overloaded, StaleSession, Unavailable
 from specdec.rpc.channel import open_channel
+from specdec.rpc.lifecycle import serve
 from specdec.rpc.server import RpcServer
 from specdec.rpc.session_stream import call_unary
 from specdec.rules import Rule
@@ -327,3 +328,20 @@ async def test_a_call_that_is_cancelled_twice_closes_its_session():
         while backend.open_sessions:  # noqa: ASYNC110
             await asyncio.sleep(0)
     assert not complaints
+
+
+async def test_an_error_of_the_batcher_ends_the_process(monkeypatch):
+    """The client is told, whatever it waits for."""
+    service = make_service(DraftSettings(speculative=SpeculativeSettings(method="ngram")))
+    register, servers, ready = service.register, [], asyncio.Event()
+    monkeypatch.setattr(service, "register", lambda server: servers.append(server) or register(server))
+    process = asyncio.create_task(serve(service, ServerSettings(drain_s=60), on_ready=ready.set))
+    await ready.wait()
+    async with open_channel(servers[0].address) as channel, streaming(DraftServiceStub(channel).Draft) as stream:
+        await stream.exchange(opening(make_spec(PROMPT)))
+        monkeypatch.setattr(service.core.batcher, "_next_batch", lambda: 1 / 0)
+        async with asyncio.timeout(30):
+            with pytest.raises(InternalError):
+                await stream.exchange(advance(len(PROMPT), [1], 4))
+            with pytest.raises(InternalError, match="draft-batcher ended by an unexpected error"):
+                await process

@@ -11,7 +11,7 @@ from gateway.backends.draft import GrpcDraft
 from gateway.backends.target import GrpcTarget
 from target_service.core import TargetCore
 from tests.draft_first import draft_first
-from tests.e2e.servers import Stack, draft_process, target_process
+from tests.e2e.servers import ServerProcess, Stack, draft_process, target_process
 
 NODE_CLIENTS = Path(__file__).parent / "node"
 
@@ -33,6 +33,14 @@ def drafts_open_first():
     with pytest.MonkeyPatch.context() as patch:
         draft_first(TargetCore, DraftCore, patch.setattr)
         draft_first(GrpcTarget, GrpcDraft, patch.setattr)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_processes():
+    """Most services are forks: `python -m` and its imports are tested next to each service."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServerProcess, "is_forked", True)
         yield
 
 

@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.v1 import draft_service_pb2_grpc, generation_service_pb2_grpc, target_service_pb2_grpc, types_pb2
 from specdec.v1 import generation_service_pb2 as pb
+from tests.e2e.fork_server import ForkedProcess
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "tandem" / "models"
@@ -30,6 +31,9 @@ START_TIMEOUT_S = 120
 
 class ServerProcess:
     """``python -m MODULE ARGUMENT…`` and the line of JSON it prints once it serves."""
+
+    #: Whether modules run in forks of a process that has imported them, which takes seconds.
+    is_forked = False
 
     def __init__(self, module, *arguments):
         self.command = [sys.executable, "-m", module, *arguments]
@@ -48,9 +52,13 @@ class ServerProcess:
         """Start; several processes load side by side so."""
         self._is_ready.clear()
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
-        self._process = subprocess.Popen(
-            self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT
-        )
+        if self.is_forked:
+            _, _, module, *arguments = self.command
+            self._process = ForkedProcess(module, arguments, environment, ROOT)
+        else:
+            self._process = subprocess.Popen(
+                self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT
+            )
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()
 

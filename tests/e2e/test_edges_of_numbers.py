@@ -3,6 +3,7 @@ text or a refusal, never an internal error.
 """
 
 import asyncio
+import itertools
 import math
 
 import grpc
@@ -48,12 +49,12 @@ def edges_of(row):
 
 
 def bodies():
-    """Bodies with one value at an edge, greedy and sampled; of equal keys the last one counts."""
+    """Bodies with one value at an edge, greedy and sampled in turn; of equal keys the last one counts."""
     fields = {row.name: edges_of(row) for row in parameters() if row.in_rest} | MORE
-    for sampled in ('"temperature": 0', '"temperature": 0.7, "seed": 3'):
-        for name, texts in fields.items():
-            for text in texts:
-                yield f'{{"prompt": "def", "max_tokens": 4, {sampled}, "{name}": {text}}}'
+    kinds = itertools.cycle(['"temperature": 0', '"temperature": 0.7, "seed": 3'])
+    for (name, texts), half in itertools.product(fields.items(), (0, 1)):
+        for text, kind in zip(texts[half::2], kinds, strict=False):
+            yield f'{{"prompt": "def", "max_tokens": 4, {kind}, "{name}": {text}}}'
 
 
 async def one_by_one(call, items):

@@ -1,5 +1,7 @@
 """Draft heads on the bundled target: the text is the target's, whatever they draft."""
 
+import json
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -8,12 +10,19 @@ from tests.e2e.fitted_heads import write_heads
 from tests.e2e.servers import TARGET_MODEL, Stack, collect, draft_process, request_of
 from tests.e2e.servers import ids_of as ids_of_pieces
 
-NUM_TOKENS = 48
+NUM_TOKENS = 32
 METHODS = ("eagle", "eagle3", "medusa", "mlp_speculator")
 #: Heads of which a good part of what they draft is accepted.
 FITTED = ("eagle", "medusa")
+#: One that follows the target's states and one that does not; the exhaustive run takes all.
+SOME = [
+    pytest.param(method, marks=() if method in {"eagle", "medusa"} else pytest.mark.exhaustive) for method in METHODS
+]
 #: Lengths that only the exhaustive run takes.
-REST = [*((method, k) for method in ("eagle3", "mlp_speculator") for k in (1, 64)), ("eagle", 1), ("medusa", 64)]
+REST = [
+    *((method, k) for method in ("eagle3", "mlp_speculator") for k in (1, 64)),
+    *((method, k) for method in FITTED for k in (1, 64)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +39,27 @@ def heads(tmp_path_factory, prompts):
 
 
 @pytest.fixture(scope="module")
-def generate(heads, prompts):
+def llm_of():
+    """``llm_of(config, settings)``: requests of one drafter share its engine, until the next is asked for."""
+    last = {}
+
+    def run(config, settings):
+        key = json.dumps((config, settings), sort_keys=True)
+        if key not in last:
+            close()
+            last[key] = LLM(model=TARGET_MODEL, speculative_config=config, **settings)
+        return last[key]
+
+    def close():
+        while last:
+            last.popitem()[1].close()
+
+    yield run
+    close()
+
+
+@pytest.fixture(scope="module")
+def generate(heads, prompts, llm_of):
     """``generate(method, k, params)``: the first eight prompts' outputs, drafted by a head, or by none."""
 
     def run(method, k, params, *, count=8, repeats=True, speculative=None, **settings):
@@ -42,13 +71,12 @@ def generate(heads, prompts):
                 "num_speculative_tokens": k,
                 **(speculative or {}),
             }
-        settings = {"fixed_draft_length": True, "dtype": "float32"} | settings
-        with LLM(model=TARGET_MODEL, speculative_config=config, **settings) as llm:
-            inputs = [{"prompt_token_ids": ids[: 8 + 4 * i]} for i, ids in enumerate(prompts[:count])]
-            together = llm.generate(inputs, params, use_tqdm=False)
-            if repeats:
-                first = params[0] if isinstance(params, list) else params
-                assert ids_of(llm.generate(inputs[0], first, use_tqdm=False)) == ids_of(together)[:1]
+        llm = llm_of(config, {"fixed_draft_length": True, "dtype": "float32"} | settings)
+        inputs = [{"prompt_token_ids": ids[: 8 + 4 * i]} for i, ids in enumerate(prompts[:count])]
+        together = llm.generate(inputs, params, use_tqdm=False)
+        if repeats:
+            first = params[0] if isinstance(params, list) else params
+            assert ids_of(llm.generate(inputs[0], first, use_tqdm=False)) == ids_of(together)[:1]
         return together
 
     return run
@@ -74,7 +102,6 @@ def plain(generate):
     ("method", "k"),
     [
         *((method, 3) for method in METHODS),
-        *(("eagle", 64), ("medusa", 1)),
         *(pytest.param(method, k, marks=pytest.mark.exhaustive) for method, k in REST),
     ],
 )
@@ -95,7 +122,11 @@ def test_the_text_is_that_of_plain_decoding(generate, plain, method, k):
     ("method", "tree"),
     [
         ("eagle", {"tree_top_k": 3, "tree_depth": 3}),
-        ("medusa", {"speculative_token_tree": "[(0,),(1,),(2,),(0,0),(0,1),(1,0),(0,0,0)]"}),
+        pytest.param(
+            "medusa",
+            {"speculative_token_tree": "[(0,),(1,),(2,),(0,0),(0,1),(1,0),(0,0,0)]"},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_trees(generate, plain, method, tree):
@@ -111,16 +142,30 @@ def test_trees(generate, plain, method, tree):
     assert length["tree"] > length["chain"]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_to_the_context_limit(generate, method):
-    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
-    wanted = generate(None, 0, params, count=3, max_model_len=96)
-    outputs = generate(method, 4, params, count=3, max_model_len=96)
-    assert ids_of(outputs) == ids_of(wanted)
+TO_THE_LIMIT = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def plain_to_the_limit(generate):
+    return ids_of(generate(None, 0, TO_THE_LIMIT, count=3, max_model_len=96))
+
+
+@pytest.mark.parametrize("method", SOME)
+def test_to_the_context_limit(generate, plain_to_the_limit, method):
+    outputs = generate(method, 4, TO_THE_LIMIT, count=3, max_model_len=96)
+    assert ids_of(outputs) == plain_to_the_limit
     assert all(len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 96 for output in outputs)
 
 
-@pytest.mark.parametrize(("method", "rule"), list(zip(METHODS, ["token", "block"] * 2, strict=True)))
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [
+        ("eagle", "token"),
+        pytest.param("eagle3", "block", marks=pytest.mark.exhaustive),
+        pytest.param("medusa", "token", marks=pytest.mark.exhaustive),
+        ("mlp_speculator", "block"),
+    ],
+)
 def test_ratio_rules_take_the_rows_of_q(generate, method, rule):
     """That their text is distributed as the target's is tested where q is known to be what was drawn from."""
     params = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS)
@@ -134,10 +179,13 @@ def test_ratio_rules_take_the_rows_of_q(generate, method, rule):
     "config",
     [
         {"method": "eagle", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1},
-        {"method": "eagle3", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1},
+        pytest.param(
+            {"method": "eagle3", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1},
+            marks=pytest.mark.exhaustive,
+        ),
         {"folder": "mlp_speculator", "draft_tensor_parallel_size": 1},
-        {"folder": "eagle3"},
-        {"folder": "medusa", "num_speculative_tokens": 3},
+        pytest.param({"folder": "eagle3"}, marks=pytest.mark.exhaustive),
+        pytest.param({"folder": "medusa", "num_speculative_tokens": 3}, marks=pytest.mark.exhaustive),
     ],
     ids=["eagle", "eagle3", "mlp by its model alone", "eagle3 by its model alone", "medusa by its model"],
 )
@@ -160,7 +208,7 @@ def head_stack(stack, heads):
 @pytest.mark.e2e
 def test_killing_the_draft_changes_no_token(head_stack, prompts):
     """And processes start with a head. The states of the running request are lost: the rest of it is not drafted."""
-    request = request_of(prompts[0][:30], max_tokens=400, temperature=1.0, seed=77)
+    request = request_of(prompts[0][:30], max_tokens=200, temperature=1.0, seed=77)
     undisturbed = collect(head_stack, request)
     killed = collect(head_stack, request, acts={40: head_stack.drafts[0].kill})
     assert ids_of_pieces(killed) == ids_of_pieces(undisturbed)

@@ -21,8 +21,14 @@ CONFIGS = {
 }
 #: A single token of a lookup comes too late: the target has decoded on meanwhile.
 SHORTEST = {name: 1 if "model" in config else 2 for name, config in CONFIGS.items()}
-#: Each tries a shortest and a longest proposal in every run.
-ENDS = [("suffix", 32), ("suffix+draft_model", 1), ("ngram+draft_model", 32)]
+#: Every run tries each once, and a shortest and a longest proposal.
+TRIED = [("suffix", 5), ("suffix+draft_model", 1), ("ngram+draft_model", 32), ("ngram+suffix", 5)]
+#: A lookup alone, and one before a model; the exhaustive run takes all.
+SOME = [
+    pytest.param(name, marks=() if name in {"suffix", "ngram+draft_model"} else pytest.mark.exhaustive)
+    for name in CONFIGS
+]
+TO_THE_LIMIT = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 #: Greedy and seeded; a seed is verified by the coupled rule.
 PARAMS = [
     SamplingParams(temperature=temperature, max_tokens=60, seed=seed, ignore_eos=True)
@@ -62,10 +68,16 @@ def plain(texts):
         return [output.outputs[0].token_ids for output in generate(llm, texts, PARAMS)]
 
 
+@pytest.fixture(scope="module")
+def plain_to_the_limit(texts):
+    with make_llm(max_model_len=150) as llm:
+        return [output.outputs[0].token_ids for output in llm.generate(texts[:4], TO_THE_LIMIT, use_tqdm=False)]
+
+
 @pytest.mark.parametrize(
     ("name", "k"),
     [
-        pytest.param(name, k, marks=() if k == 5 or (name, k) in ENDS else pytest.mark.exhaustive)
+        pytest.param(name, k, marks=() if (name, k) in TRIED else pytest.mark.exhaustive)
         for name in CONFIGS
         for k in (SHORTEST[name], 5, 32)
     ],
@@ -77,7 +89,7 @@ def test_text_is_that_of_plain_decoding(texts, plain, name, k):
     assert sum(output.metrics.num_accepted_tokens for output in outputs) > 40
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", SOME)
 def test_text_drafted_ahead_of_verdicts(texts, plain, name):
     config = {**CONFIGS[name], "num_speculative_tokens": 5}
     with make_llm(config, num_ahead_proposals=4, min_offer_likelihood=0.1) as llm:
@@ -85,14 +97,11 @@ def test_text_drafted_ahead_of_verdicts(texts, plain, name):
     assert [output.outputs[0].token_ids for output in outputs] == plain
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_to_the_context_limit(texts, name):
-    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
-    with make_llm(max_model_len=150) as llm:
-        plain = [output.outputs[0].token_ids for output in llm.generate(texts[:4], params, use_tqdm=False)]
+@pytest.mark.parametrize("name", SOME)
+def test_to_the_context_limit(texts, plain_to_the_limit, name):
     with make_llm({**CONFIGS[name], "num_speculative_tokens": 32}, max_model_len=150) as llm:
-        outputs = llm.generate(texts[:4], params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == plain
+        outputs = llm.generate(texts[:4], TO_THE_LIMIT, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == plain_to_the_limit
     for output in outputs:
         assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 150
 
@@ -111,7 +120,7 @@ def test_processes_and_a_draft_that_is_killed(stack, texts):
     length = ("--num-speculative-tokens", "32")
     running = Stack.start(stack.targets, [draft_process(*methods, *length)], *length)
     try:
-        request = request_of(texts[1], max_tokens=600, temperature=1.0, seed=77)
+        request = request_of(texts[1], max_tokens=300, temperature=1.0, seed=77)
         undisturbed = collect(running, request)
         assert undisturbed[-1].speculation.num_accepted_draft_tokens > 0
         killed = collect(running, request, acts={60: running.drafts[0].kill})

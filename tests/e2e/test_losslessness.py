@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tandem import LLM, SamplingParams
 from tests.e2e.servers import DRAFT_MODEL, TARGET_MODEL
 
-NUM_TOKENS = 128
+NUM_TOKENS = 64
 #: Prompts of one length need no padding in Hugging Face's batches.
 PROMPT_LENGTHS = (8, 16, 24, 32, 40)
 #: A special token that a model never writes.
@@ -22,7 +22,7 @@ DRAFTERS = {
     "none": None,
 }
 #: Lengths that only the exhaustive run takes.
-REST = [("draft_model", 1), ("draft_model", 8), ("ngram", 1), ("ngram", 8)]
+REST = [("none", 0), ("window", 8), ("draft_model", 1), ("draft_model", 8), ("ngram", 1), ("ngram", 8)]
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +87,8 @@ def make_llm(drafter, k, **settings):
 @pytest.mark.parametrize(
     ("drafter", "k"),
     [
-        *(("none", 0), ("draft_model", 3), ("window", 8), ("ngram", 3)),
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in (("draft_model", 1), ("draft_model", 8), ("ngram", 1), ("ngram", 8))
-        ),
+        *(("draft_model", 3), ("ngram", 3)),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in REST),
     ],
 )
 def test_greedy_is_hugging_faces(reference, expected, drafter, k):
@@ -105,14 +102,14 @@ def test_greedy_is_hugging_faces(reference, expected, drafter, k):
 
 
 def test_greedy_to_the_context_limit(reference, expected):
-    with make_llm("draft_model", 4, max_model_len=200) as llm:
+    with make_llm("draft_model", 4, max_model_len=128) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in expected[:6]], params, use_tqdm=False)
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in expected[:3]], params, use_tqdm=False)
     for (prompt, _), output in zip(expected, outputs, strict=False):
-        assert len(prompt) + len(output.outputs[0].token_ids) == 200
+        assert len(prompt) + len(output.outputs[0].token_ids) == 128
         assert output.outputs[0].finish_reason == "length"
     wanted = [
-        (prompt, hf_generate(reference, [prompt], 200 - len(prompt), eos_token_id=-1)[0]) for prompt, _ in expected[:6]
+        (prompt, hf_generate(reference, [prompt], 128 - len(prompt), eos_token_id=-1)[0]) for prompt, _ in expected[:3]
     ]
     check_greedy(reference, wanted, outputs)
 
@@ -124,7 +121,7 @@ def test_seeded_text_is_the_same_with_any_drafter_and_k(expected):
         for i, (t, p, k) in enumerate([(1.0, 1.0, 0), (1.0, 0.9, 0), (0.7, 1.0, 40), (1.3, 0.95, 0)] * 2)
     ]
     texts = {}
-    for drafter, k in (("none", 0), ("draft_model", 1), ("draft_model", 4), ("window", 8), ("ngram", 5)):
+    for drafter, k in (("none", 0), ("draft_model", 4), ("window", 8), ("ngram", 5)):
         with make_llm(drafter, k) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             texts[drafter, k] = [tuple(output.outputs[0].token_ids) for output in outputs]

@@ -87,7 +87,7 @@ def test_complete_texts_fit(plain):
             assert fits(sample.text, params.structured_outputs)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["draft_model", "tree", pytest.param("ngram", marks=pytest.mark.exhaustive)])
 def test_text_is_that_of_plain_decoding(prompts, plain, name):
     with make_llm(CONFIGS[name]) as llm:
         outputs = generate(llm, prompts, PARAMS)
@@ -129,7 +129,7 @@ def check_required_calls(base_url):
         "model": "python-12m", "messages": [{"role": "user", "content": "files"}], "max_tokens": 800,
         "temperature": 0.7, "tools": [tool], "parallel_tool_calls": False,
     }  # fmt: skip
-    for seed in range(3):
+    for seed in range(2):
         with openai.OpenAI(base_url=base_url, api_key="none") as client:
             answer = client.chat.completions.create(**given, seed=seed, tool_choice="required")
             named = {"type": "function", "function": {"name": "record"}}

@@ -28,6 +28,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 PROMPTS = [("def add(a, b):\n", 0.0, None), ("class Stack:\n", 0.9, 11)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forked_processes():
+    """None: ranks are processes of their own from the start."""
+
+
 def ranks_of(pid):
     """The processes that follow the rank 0 that has this id."""
     return psutil.Process(pid).children()

@@ -16,7 +16,7 @@ from tests.e2e.servers import (
 
 pytestmark = pytest.mark.e2e
 
-KINDS = [(0.0, None), (1.0, 77)]
+KINDS = [pytest.param(0.0, None, marks=pytest.mark.exhaustive), (1.0, 77)]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def plain(request):
 
 @pytest.mark.parametrize(("temperature", "seed"), KINDS)
 def test_the_text_is_the_plain_one(trees, prompts, temperature, seed):
-    for prompt in prompts[:3]:
+    for prompt in prompts[:2]:
         request = request_of(prompt, max_tokens=120, temperature=temperature, seed=seed)
         pieces, without = collect(trees, request), collect(trees, plain(request))
         assert ids_of(pieces) == ids_of(without)
@@ -74,7 +74,7 @@ def test_eight_at_once(trees, prompts):
 
 
 def test_killing_the_draft_changes_no_token(trees, prompts):
-    request = request_of(prompts[0], max_tokens=400, temperature=1.0, seed=77)
+    request = request_of(prompts[0], max_tokens=300, temperature=1.0, seed=77)
     undisturbed = collect(trees, plain(request))
     killed = collect(trees, request, acts={60: trees.drafts[0].kill})
     assert ids_of(killed) == ids_of(undisturbed)

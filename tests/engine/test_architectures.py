@@ -43,7 +43,7 @@ SUPPORTED = [
     "mpt_six_heads",
 ]
 PROMPTS = (9, 2, 30)
-NEW_TOKENS = 24
+NEW_TOKENS = 10
 
 
 def greedy_ragged(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[torch.Tensor]]]:

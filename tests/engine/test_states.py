@@ -96,20 +96,20 @@ def test_each_segment_gets_the_rows_and_layers_it_asks_for(
         engine.pool.release(sequence)
 
 
-def test_every_path_of_the_cpu(
+def test_every_runner_of_the_cpu(
     load_engine: Callable[..., Engine],
     load_stock: Callable[[str], PreTrainedModel],
     tools: SimpleNamespace,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text, stock = tools.random_ids(20, seed=3), load_stock("llama")
-    paths = {"native decoder": {}, "native attention": {"enforce_eager": True}, "torch attention": {}}
-    for path, options in paths.items():
-        if path == "torch attention":
+    runners = {"native decoder": {}, "native attention": {"enforce_eager": True}, "torch attention": {}}
+    for name, options in runners.items():
+        if name == "torch attention":
             monkeypatch.setattr(acceleration, "native_attention", lambda: None)
             monkeypatch.setattr(NativeDecoder, "build", lambda *_, **__: None)
         engine = load_engine("llama", **options)
-        assert engine.runner.name == path
+        assert engine.runner.name == name
         sequence = engine.pool.open(20)
         ids: list[Sequence[int] | torch.Tensor] = [text[:13], torch.tensor(text[13:])]
         rows = [engine.forward_with_states([Segment(sequence, part, 1, len(part), ALL)])[1].of(0) for part in ids]

@@ -1,4 +1,4 @@
-"""Trees of rows through whole models, on every path of a CPU: against passes over each of their paths, and against a
+"""Trees of rows through whole models, on every runner of a CPU: against passes over each of their paths, and against a
 fresh prefill after many rounds of trees of which one path was kept."""
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from engine.engine import Engine
 from engine.loading import acceleration
 from tests.engine.paged import random_tree
 
-PATHS = ["native decoder", "native attention", "torch attention"]
+RUNNERS = ["native decoder", "native attention", "torch attention"]
 NAMES = ["llama", "mistral", "qwen2_window", "qwen3"]
 Load = Callable[..., Engine]
 
 
-@pytest.fixture(params=PATHS)
+@pytest.fixture(params=RUNNERS)
 def load(request: pytest.FixtureRequest, load_engine: Load, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Loads engines that run on one path, blocks of 4 tokens unless told otherwise."""
+    """Loads engines with one runner, blocks of 4 tokens unless told otherwise."""
 
-    def load_on_path(name: str, **options: Any) -> Engine:
+    def load_with_runner(name: str, **options: Any) -> Engine:
         if request.param == "torch attention":
             monkeypatch.setattr(acceleration, "native_attention", lambda: None)
         engine = load_engine(name, enforce_eager=request.param != "native decoder", **options)
         assert engine.runner.name == request.param
         return engine
 
-    return load_on_path
+    return load_with_runner
 
 
 def path_to(parents: Sequence[int], row: int) -> list[int]:

@@ -14,7 +14,7 @@ QUESTION = Question("x", 4, None, 0)
 
 
 def test_ten_streams_survive_faults_of_every_service_and_link(tmp_path):
-    report = asyncio.run(cause_chaos(toys, seed=7, seconds=6, num_tokens=200, folder=tmp_path, num_faults=5))
+    report = asyncio.run(cause_chaos(toys, seed=7, seconds=4, num_tokens=100, folder=tmp_path, num_faults=5))
     assert int(report.split(" faults")[0]) >= 5, report
 
 

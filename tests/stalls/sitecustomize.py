@@ -7,6 +7,7 @@ import asyncio
 import ctypes
 import importlib.abc
 import importlib.machinery
+import os
 import random
 import sys
 import threading
@@ -47,5 +48,11 @@ class LateDrafts(importlib.abc.MetaPathFinder):
         return spec
 
 
+def start():
+    """A process and each fork of it, whose threads are gone, stand still at times of their own."""
+    threading.Thread(target=stand_still_often, daemon=True).start()
+
+
 sys.meta_path.insert(0, LateDrafts())
-threading.Thread(target=stand_still_often, daemon=True).start()
+start()
+os.register_at_fork(after_in_child=start)

@@ -24,7 +24,18 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "window"), [*((kind, 0) for kind in KINDS), ("greedy", 24)])
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    [
+        *((kind, 0) for kind in ("greedy", "coupled-edits", "block")),
+        ("greedy", 24),
+        *(
+            pytest.param(kind, 0, marks=pytest.mark.exhaustive)
+            for kind in KINDS
+            if kind not in {"greedy", "coupled-edits", "block"}
+        ),
+    ],
+)
 async def test_every_proposal_ahead_is_the_fresh_one(start_core, spec, monkeypatch, kind, window):
     """Many rounds, each verdict one of those that were drafted for, or every fourth time another; every branch is
     compared."""

@@ -64,7 +64,13 @@ def test_it_equals_attention_by_hand(
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "value_dim", "block_size"),
-    [(2, 2, 16, 16, 16), (8, 1, 64, 64, 32), (7, 1, 24, 24, 16), (6, 2, 40, 8, 1), (20, 1, 8, 8, 5), (3, 3, 33, 17, 8)],
+    [
+        *((7, 1, 24, 24, 16), (6, 2, 40, 8, 1), (3, 3, 33, 17, 8)),
+        *(
+            pytest.param(*shape, marks=pytest.mark.exhaustive)
+            for shape in ((2, 2, 16, 16, 16), (8, 1, 64, 64, 32), (20, 1, 8, 8, 5))
+        ),
+    ],
 )
 def test_any_shape_of_heads_and_blocks(
     heads: int, kv_heads: int, head_dim: int, value_dim: int, block_size: int
@@ -74,7 +80,9 @@ def test_any_shape_of_heads_and_blocks(
         close(attend(case, window=40, num_programs=num_programs), case.expected(scale=0.4, window=40))
 
 
-@pytest.mark.parametrize("num_programs", [ONE, 20, 70, MANY])
+@pytest.mark.parametrize(
+    "num_programs", [ONE, 70, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in (20, MANY))]
+)
 def test_long_contexts_are_split_and_joined(num_programs: int) -> None:
     shapes: list[Shape] = [(1003, 5), (511, 1), (64, 1), (700, [-1, 0, 0, 1]), (0, 1)]
     case = Case(shapes, 2, 1, 16, 16, 32, device=DEVICE)

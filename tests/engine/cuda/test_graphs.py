@@ -290,17 +290,16 @@ def test_batches_of_a_bucket_launch_the_same(
             def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
                 def launch(*args: Any, **options: Any) -> None:
                     tensors = [arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args]
-                    launches.append((kernel.__name__, grid, tensors, options))
-                    kernel[grid](*args, **options)
+                    launches.append((kernel.__name__, grid, tensors, options))  # none needs to run
 
                 return launch
 
         return Watched()
 
-    for name in ("attend", "join", "write"):
-        monkeypatch.setattr(kernels, name, watched(getattr(kernels, name)))
     monkeypatch.setattr(acceleration, "native_attention", lambda: attention)
     engine = load_engine("llama", enforce_eager=True)
+    for name in ("attend", "join", "write"):
+        monkeypatch.setattr(kernels, name, watched(getattr(kernels, name)))
     engine.runner.graphs = GraphRunner(
         engine.runner.run_modules, rerun, vocab_size=97, max_model_len=128, block_size=4, device=engine.device
     )

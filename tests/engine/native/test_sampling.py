@@ -72,7 +72,16 @@ def test_rows_are_drawn_as_torch_draws_them(size: int, kinds: list[dict[str, Any
 
 
 @pytest.mark.parametrize("rule", list(Rule))
-@pytest.mark.parametrize("params", [{}, {"top_p": 0.8}, {"top_k": 40}, {"temperature": 0.6}, {"min_p": 0.02}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        *({}, {"top_p": 0.8}),
+        *(
+            pytest.param(params, marks=pytest.mark.exhaustive)
+            for params in ({"top_k": 40}, {"temperature": 0.6}, {"min_p": 0.02})
+        ),
+    ],
+)
 def test_thousands_of_rows(params: dict[str, Any], rule: Rule) -> None:
     size, count = 4096, 2000
     states = [state_of(size, seed, **params) for seed in range(count)]

@@ -227,7 +227,7 @@ def test_planted_bugs_are_refused(planted: PlantedVerifier, bug: str) -> None:
     rule = Rule.TOKEN if bug.startswith(("the", "token")) else Rule.BLOCK
     worlds = [world(3, 3, seed, kind) for seed, kind in enumerate(["random", "adversarial", "sparse", "ending"])]
     broken = planted.with_bug(bug)
-    assert max(error(w, rule, 3, broken)[0] for w in worlds) > 1e-3
+    assert any(error(w, rule, 3, broken)[0] > 1e-3 for w in worlds)
 
 
 def test_the_build_with_switches_is_right_while_none_is_on(planted: PlantedVerifier) -> None:

@@ -124,17 +124,17 @@ def error(w: World, parents: Sequence[int], kernels: Any) -> float:
 
 @pytest.mark.parametrize("kind", ["random", "adversarial", "aligned", "one-hot", "ending"])
 @pytest.mark.parametrize("parents", SHAPES)
-def test_the_joint_distribution_is_the_targets(kernels: Any, parents: Sequence[int], kind: str) -> None:
-    for seed in range(2):
-        w = world(4 if len(parents) < 4 else 3, max(trees.depths(parents)) + 1, seed, kind)
-        assert error(w, parents, kernels) < 1e-12
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_the_joint_distribution_is_the_targets(kernels: Any, seed: int, parents: Sequence[int], kind: str) -> None:
+    w = world(4 if len(parents) < 4 else 3, max(trees.depths(parents)) + 1, seed, kind)
+    assert error(w, parents, kernels) < 1e-12
 
 
 @pytest.mark.parametrize("bug", TREE_BUGS)
 def test_planted_bugs_are_refused(planted: PlantedVerifier, bug: str) -> None:
     worlds = [world(5, 1, seed, kind) for seed, kind in enumerate(["random", "adversarial", "sparse", "ending"], 2)]
     broken = planted.with_bug(bug)
-    assert max(error(w, (-1, -1, -1), broken) for w in worlds) > 1e-3
+    assert any(error(w, (-1, -1, -1), broken) > 1e-3 for w in worlds)
 
 
 def test_the_build_with_switches_is_right_while_none_is_on(planted: PlantedVerifier) -> None:
