@@ -39,6 +39,12 @@ logger = logging.getLogger(__name__)
 
 GOING_DOWN: Final = "the target is shutting down; use another replica"
 
+#: A step of rounds runs on the event loop if the latest one of as many rows took less than this, in nanoseconds. That
+#: saves two hand-overs between threads: with the processes of ``tandem serve`` on two cores a round of four drafted
+#: tokens takes 0.93 of the time at one session and 0.99 at eight (a mode for each second in turn). Messages wait for the
+#: event loop meanwhile; in longer steps they would wait for longer than a hand-over takes.
+MAX_INLINE_NS: Final = 4_000_000
+
 
 class TargetCore:
     """Implements :class:`specdec.backends.TargetBackend`. Made on a running event loop, used from it alone."""
@@ -76,6 +82,8 @@ class TargetCore:
         self.failed = asyncio.Event()
         self._num_stale = 0
         self._num_superseded = 0
+        #: Nanoseconds of the latest step by its rows.
+        self._step_ns: dict[int, int] = {}
         self._expiry: asyncio.TimerHandle | None = None
         ranks = engine.ranks
         self._heartbeats: asyncio.Task[None] | None = None
@@ -267,7 +275,17 @@ class TargetCore:
         def pass_on(result: StepResult) -> None:
             loop.call_soon_threadsafe(deliver, result)
 
-        return await self._device.run(run_steps, self.engine, self._verifier, parts, follow, pass_on)
+        work = partial(run_steps, self.engine, self._verifier, parts, follow, pass_on)
+        result = work() if self._is_short(parts) else await self._device.run(work)
+        timings = result.timings
+        self._step_ns[timings.batch_rows] = timings.forward_ns + timings.verify_ns
+        return result
+
+    def _is_short(self, parts: Sequence[ScheduledSequence]) -> bool:
+        """Whether a step should not block the event loop for long. No other step follows one with a round."""
+        if not self.engine.runner.brings_threads or not any(part.is_round for part in parts):
+            return False
+        return 0 < self._step_ns.get(sum(len(part.token_ids) for part in parts), 0) < MAX_INLINE_NS
 
     def _reserve(self, spec: SessionSpec, num_entries: int) -> KVSequence:
         """Blocks for all the entries the session may ever need, with what is parked for it where there is some."""

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 Follow: TypeAlias = Callable[[StepResult], Sequence[ScheduledSequence] | None]
 #: Gets, on the event loop, the result of a step that another one follows.
 Deliver: TypeAlias = Callable[[StepResult], None]
-#: Runs a step, and those that follow it, on the device thread; returns the result of the last one.
+#: Runs a step, and those that follow it; returns the result of the last one.
 RunSteps: TypeAlias = Callable[[Sequence[ScheduledSequence], Follow, Deliver], Awaitable[StepResult]]
 
 
@@ -41,7 +41,7 @@ class StepBatcher:
     """
 
     def __init__(self, run: RunSteps, max_num_batched_tokens: int, fail: Callable[[InternalError], None]) -> None:
-        """``run`` runs steps on the device thread; ``max_num_batched_tokens`` limits the tokens of one step. ``fail``
+        """``run`` runs steps; ``max_num_batched_tokens`` limits the tokens of one step. ``fail``
         is called once if an unexpected error ends the batcher itself: no step runs from then on.
         """
         self._run = run
@@ -82,8 +82,9 @@ class StepBatcher:
             scheduled = self._schedule()
             if scheduled:
                 await self._step(scheduled)
-                if any(session not in self._ready for session, _ in scheduled):
-                    # A session that got its verdict may have its next round at hand: let it into the next step.
+                if any(part.is_round or session not in self._ready for session, part in scheduled):
+                    # A session that got its verdict may have its next round at hand: let it into the next step. A step
+                    # of rounds may have held up the event loop.
                     await asyncio.sleep(0)
             else:
                 self._wake.clear()

@@ -1,5 +1,7 @@
 """Sessions on the core, without gRPC: rounds and limits against the stock model."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from engine.sampling.sparse import pack
 from specdec.rules import Rule
 from specdec.types import FinishReason, Proposal
+from target_service import core as core_module
 from target_service.verification import verifier
 from tests.target_service.conftest import (
     CONTEXT,
@@ -74,6 +77,40 @@ async def test_a_verdict_tells_what_was_accepted_and_the_cache_keeps_just_that(s
         assert (timings.batch_sessions, timings.batch_rows) == (1, 5)
         assert session.opened.prefill_ns > timings.forward_ns / 10
         await session.close()
+
+
+@pytest.mark.parametrize(
+    ("limit_ns", "brings_threads", "thread"),
+    [(10**12, True, "MainThread"), (0, True, "target-device"), (10**12, False, "target-device")],
+)
+async def test_short_steps_of_rounds_run_on_the_event_loop(  # noqa: PLR0917 (fixtures and parameters)
+    start_core, plain, monkeypatch, limit_ns, brings_threads, thread
+):
+    """Where the kernels belong to no thread; the first step of a size, prompts and multi-step decode never do."""
+    prompt, threads = make_prompt(6), []
+    run_steps = core_module.run_steps
+
+    def noted(engine, verifier, parts, *args):
+        threads.append((parts[0].is_round, threading.current_thread().name))
+        return run_steps(engine, verifier, parts, *args)
+
+    monkeypatch.setattr(core_module, "run_steps", noted)
+    monkeypatch.setattr(core_module, "MAX_INLINE_NS", limit_ns)
+    async with start_core() as core:
+        monkeypatch.setattr(type(core.engine.runner), "brings_threads", brings_threads)
+        session = await core.open(make_spec(prompt, 30))
+        output = [*session.first.token_ids]
+        for _ in range(3):
+            n = len(prompt) + len(output)
+            output += (
+                await verify(session, n, Proposal(1, n, plain(prompt, 30)[len(output) : len(output) + 3]))
+            ).token_ids
+        output += await multi_step_decode(session, len(prompt) + len(output), 5)
+        assert tuple(output) == plain(prompt, len(output))
+        await session.close()
+    rounds = [name for is_round, name in threads if is_round]
+    assert (rounds[0], {name for is_round, name in threads if not is_round}) == ("target-device", {"target-device"})
+    assert set(rounds[1:]) == {thread}
 
 
 async def test_an_assumption_that_came_true_is_taken(start_core, plain):
