@@ -25,11 +25,11 @@ GRPC_ONLY: Final = "TANDEM_BENCHMARK_GRPC_ONLY"
 #: that of the call or of its return.
 STATIONS: Final[Mapping[str, tuple[str, str, str]]] = {
     "gateway: verdict read": ("gateway", "gateway.backends.target:GrpcTargetSession.receive", "return"),
-    "gateway: draft asked": ("gateway", "gateway.backends.draft:GrpcDraftSession.advance", "return"),
+    "gateway: draft asked": ("gateway", "specdec.rpc.draft_stream:DraftStream.advance", "return"),
     "draft: request read": ("draft_service", "draft_service.session:CoreSession.advance", "call"),
     "draft: drafted": ("draft_service", "draft_service.session:CoreSession.send", "call"),
     "draft: proposal encoded": ("draft_service", "draft_service.servicer:_response", "return"),
-    "gateway: proposal read": ("gateway", "gateway.backends.draft:GrpcDraftSession.receive", "return"),
+    "gateway: proposal read": ("gateway", "specdec.rpc.draft_stream:DraftStream.receive", "return"),
     "gateway: round asked": ("gateway", "gateway.backends.target:GrpcTargetSession.offer", "return"),
     "target: round read": ("target_service", "target_service.session.session:Session.offer", "call"),
     "target: step begins": ("target_service", "target_service.core:run_steps", "call"),

@@ -129,7 +129,7 @@ class SampleAssembler:
         time_ns = round(1e9 * (time.monotonic() - self._started))
         if answered is None:
             return tuple(TokenMetrics(each, Origin.TARGET, time_ns=time_ns) for each in texts)
-        number, draft_ns = self._decoding.metrics.num_spec_steps, answered.proposal.draft_ns
+        number, draft_ns = self._decoding.metrics.num_spec_steps, answered.draft_ns
         return tuple(
             TokenMetrics(each, origin, number, draft_ns, answered.wait_ns, time_ns)
             for each, origin in zip(texts, answered.origins(verdict), strict=False)  # a stop string drops the rest

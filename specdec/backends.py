@@ -6,7 +6,7 @@ The cores of the services implement them in one process; the gateway's gRPC clie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from specdec.types import (
     DraftOpened,
@@ -66,6 +66,24 @@ class TargetSession(Protocol):
 
     async def close(self) -> None:
         """Release (or park) the cache. Idempotent; never raises for a peer that is gone."""
+        ...
+
+
+@runtime_checkable
+class DraftOpener(Protocol):
+    """A target session that can ask a draft for proposals itself."""
+
+    async def open_draft(self, address: str, spec: SessionSpec, timeout_s: float) -> DraftSession:
+        """Open a session on the draft at ``address``, with the tokens that are committed on the target by then in place
+        of those of ``spec``. The target's verdicts must be received meanwhile.
+
+        The target asks for as many tokens after each verdict as the latest ``advance`` of the result says; nothing else
+        of ``advance`` counts. ``receive`` of the result returns nothing; it raises once the draft is lost.
+        ``timeout_s``: how long a proposal may take.
+
+        Raises:
+            TandemError: the draft cannot be opened.
+        """
         ...
 
 

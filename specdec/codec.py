@@ -19,6 +19,7 @@ from specdec.params_codec import encode_sampling, read_parameters, write_paramet
 from specdec.rules import Rule, SparseRow
 from specdec.types import (
     ELEMENT_BYTES,
+    DraftedRound,
     DraftOpened,
     FinishReason,
     HiddenStates,
@@ -255,6 +256,7 @@ def decode_verdict_states(message: pb.HiddenStates) -> HiddenStates:
 
 def encode_verdict(verdict: Verdict) -> target_pb.Verdict:
     """What a round committed."""
+    drafted = verdict.drafted
     return target_pb.Verdict(
         epoch=verdict.epoch,
         base_len=verdict.base_len,
@@ -267,6 +269,7 @@ def encode_verdict(verdict: Verdict) -> target_pb.Verdict:
         timings=target_pb.RoundTimings(**_values(verdict.timings, RoundTimings)),
         hidden_states=map(encode_hidden_states, verdict.hidden_states),
         num_multi_step_left=verdict.num_multi_step_left,
+        drafted=None if drafted is None else target_pb.DraftedRound(**_values(drafted, DraftedRound)),
     )
 
 
@@ -284,6 +287,7 @@ def decode_verdict(message: target_pb.Verdict) -> Verdict:
         timings=RoundTimings(**_values(message.timings, RoundTimings)),
         hidden_states=tuple(map(decode_verdict_states, message.hidden_states)),
         num_multi_step_left=message.num_multi_step_left,
+        drafted=DraftedRound(**_values(message.drafted, DraftedRound)) if message.HasField("drafted") else None,
     )
 
 
@@ -296,6 +300,7 @@ def encode_target_opened(opened: TargetOpened) -> target_pb.TargetSessionOpened:
         queue_ns=opened.queue_ns,
         prefill_ns=opened.prefill_ns,
         verification=encode_rule(opened.rule),
+        asks_drafts=opened.asks_drafts,
     )
 
 
@@ -310,6 +315,7 @@ def decode_target_opened(message: target_pb.TargetSessionOpened) -> TargetOpened
         prompt_logprobs=decode_logprobs(message.prompt_logprobs),
         queue_ns=message.queue_ns,
         prefill_ns=message.prefill_ns,
+        asks_drafts=message.asks_drafts,
     )
 
 

@@ -172,6 +172,20 @@ class RoundTimings:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftedRound:
+    """The proposal of a round that the target asked a draft for."""
+
+    #: Its tokens, and those that were asked for.
+    num_tokens: int
+    num_asked: int
+    #: How long the draft computed, and how long the target waited for it.
+    draft_ns: int = 0
+    wait_ns: int = 0
+    #: Levels of the tree; 0: it was a chain.
+    depth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """The result of a round: the accepted drafted tokens, then the target's own token."""
 
@@ -189,6 +203,8 @@ class Verdict:
     hidden_states: tuple[HiddenStates, ...] = ()
     #: Tokens that the target still decodes in multi-step; 0: it waits for a request.
     num_multi_step_left: int = 0
+    #: Set for a round whose proposal the target asked a draft for.
+    drafted: DraftedRound | None = None
 
     @property
     def committed_len(self) -> int:
@@ -254,6 +270,8 @@ class TargetOpened:
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     queue_ns: int = 0
     prefill_ns: int = 0
+    #: Whether the session implements :class:`specdec.backends.DraftOpener`.
+    asks_drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ GOING_DOWN: Final = "the target is shutting down; use another replica"
 
 #: A step of rounds runs on the event loop if the latest one of as many rows took less than this, in nanoseconds. That
 #: saves two hand-overs between threads: with the processes of ``tandem serve`` on two cores a round of four drafted
-#: tokens takes 0.93 of the time at one session and 0.99 at eight (a mode for each second in turn). Messages wait for the
+#: tokens takes 0.93 of the time at one session and 0.99 at eight (one way in every other second). Messages wait for the
 #: event loop meanwhile; in longer steps they would wait for longer than a hand-over takes.
 MAX_INLINE_NS: Final = 4_000_000
 

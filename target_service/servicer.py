@@ -8,20 +8,25 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc.aio
 
 from specdec import codec
-from specdec.errors import InvalidRequest, TandemError
+from specdec.errors import InvalidRequest, TandemError, quote, status_of, text_of
 from specdec.hidden_state_buffer import pieces
 from specdec.process.cores import usable_cores
 from specdec.rpc.call_span import current_span
 from specdec.rpc.core_service import Context, CoreServicer
+from specdec.rpc.draft_stream import DRAFT_METHOD, DraftStream
+from specdec.rpc.framed.server import framed_path
+from specdec.rpc.framed.stream import FramedStream
 from specdec.rpc.stream_writer import StreamWriter
-from specdec.types import HiddenStates, Proposal, Verdict
+from specdec.types import DraftOpened, HiddenStates, Proposal, Verdict
+from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
+from target_service.direct_draft import DirectDraft
 
 if TYPE_CHECKING:  # they load torch
     from specdec.tracing.spans import Span
@@ -69,9 +74,12 @@ class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
             raise
         if (span := current_span()) is not None:
             _trace(span, session)
-        writer.post(pb.VerifyResponse(opened=codec.encode_target_opened(session.opened)))
+        asks_drafts = context.peer().startswith("unix:")
+        opened = replace(session.opened, asks_drafts=asks_drafts)
+        writer.post(pb.VerifyResponse(opened=codec.encode_target_opened(opened)))
         verdict = session.first
-        reading = asyncio.create_task(_read(core, session, context), name="target-stream")
+        requests = _Requests(core, session, writer, asks_drafts=asks_drafts)
+        reading = asyncio.create_task(requests.read(context), name="target-stream")
         reading.add_done_callback(lambda _: session.end())
         try:
             while True:
@@ -84,6 +92,7 @@ class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
             await reading  # what ended the session: an error of its own, or just the end of the requests
         finally:
             reading.cancel()
+            await requests.close()
             await session.close()
             await writer.close()
             with suppress(asyncio.CancelledError, Exception):  # the stream is over, whatever ended it
@@ -111,13 +120,6 @@ def _trace(span: Span, session: Session) -> None:
     )
 
 
-async def _read(core: TargetCore, session: Session, context: Context) -> None:
-    """Pass the client's requests on to the session; the caller sends its verdicts."""
-    while (request := await context.read()) is not grpc.aio.EOF:
-        _ask(core, session, request)
-        await asyncio.sleep(0)  # the step begins before the next read
-
-
 def _pass_on(writer: StreamWriter[pb.VerifyResponse], states: HiddenStates) -> None:
     """Send hidden states before the verdict they belong to, in messages of bounded size."""
     for piece in pieces([states]):
@@ -134,18 +136,77 @@ def _response(writer: StreamWriter[pb.VerifyResponse], verdict: Verdict) -> pb.V
     return pb.VerifyResponse(verdict=codec.encode_verdict(verdict))
 
 
-def _ask(core: TargetCore, session: Session, request: pb.VerifyRequest) -> None:
-    """Pass on one message; a stale one is counted and dropped."""
-    kind = request.WhichOneof("kind")
-    if kind is None or kind == "open":
-        raise InvalidRequest("only the first message of a stream is open; then send round or multi_step_decode")
-    message = request.round if kind == "round" else request.multi_step_decode
-    if message.epoch != session.spec.epoch:
-        core.count_stale()
-    elif kind == "multi_step_decode":
-        session.multi_step_decode(message.committed_len, request.multi_step_decode.num_tokens)
-    else:
-        session.offer(_proposal_of(request.round), request.round.multi_step_tokens)
+class _Requests:
+    """What the gateway asks of one session. The stream's handler sends the verdicts."""
+
+    def __init__(
+        self, core: TargetCore, session: Session, writer: StreamWriter[pb.VerifyResponse], *, asks_drafts: bool
+    ) -> None:
+        """``asks_drafts``: whether the session may ask a draft."""
+        self._core = core
+        self._session = session
+        self._writer = writer
+        self._asks_drafts = asks_drafts
+        self._draft: DirectDraft | None = None
+        self._draft_epoch = 0
+
+    async def read(self, context: Context) -> None:
+        """Pass requests on to the session until the stream ends."""
+        while (request := await context.read()) is not grpc.aio.EOF:
+            kind = request.WhichOneof("kind")
+            if kind is None or kind == "open":
+                raise InvalidRequest("only the first message of a stream is open; then send round or multi_step_decode")
+            message = getattr(request, kind)
+            if message.epoch != self._session.spec.epoch:
+                self._core.count_stale()
+            elif kind == "open_draft":
+                await self._open_draft(message)
+            else:
+                self._ask(kind, message)
+            await asyncio.sleep(0)  # the step begins before the next read
+
+    async def close(self) -> None:
+        """End the draft's session."""
+        if self._draft is not None:
+            await self._draft.close()
+
+    def draft_opened(self, opened: DraftOpened) -> None:
+        """Tell the gateway that the draft is open."""
+        self._writer.post(pb.VerifyResponse(draft_opened=codec.encode_draft_opened(opened)))
+
+    def draft_lost(self, error: TandemError) -> None:
+        """Tell the gateway why the draft is not asked any more."""
+        lost = pb.DraftLost(epoch=self._draft_epoch, code=status_of(error).grpc, text=text_of(error))
+        self._writer.post(pb.VerifyResponse(draft_lost=lost))
+
+    def _ask(self, kind: str, message: Any) -> None:
+        if kind == "multi_step_decode":
+            self._session.multi_step_decode(message.committed_len, message.num_tokens)
+        elif kind == "round":
+            self._session.offer(_proposal_of(message), message.multi_step_tokens)
+        elif self._draft is not None:
+            self._draft.draft(message.num_draft_tokens)
+
+    async def _open_draft(self, message: pb.OpenDraft) -> None:
+        path = framed_path(message.address)
+        if not self._asks_drafts or path is None:
+            raise InvalidRequest(
+                f"the draft {quote(message.address)} cannot be asked by this target: both must be reached over Unix"
+                " sockets, given as unix:/path",
+                param="address",
+            )
+        await self.close()
+        self._draft_epoch = message.session.epoch
+
+        async def connect(token_ids: tuple[int, ...]) -> DraftStream:
+            opening = message.session
+            opening.token_ids.extend(token_ids)
+            stream: FramedStream[draft_pb.DraftRequest, draft_pb.DraftResponse] = await FramedStream.open(
+                path, DRAFT_METHOD, draft_pb.DraftResponse.FromString, tuple(message.trace_headers.items())
+            )
+            return await DraftStream.open(stream, draft_pb.DraftRequest(open=opening))
+
+        self._draft = DirectDraft(self._session, connect, self, message.timeout_ms / 1e3)
 
 
 def _proposal_of(message: pb.Round) -> Proposal:

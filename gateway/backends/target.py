@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import grpc.aio
 
+from gateway.backends.direct_draft import DirectDraftSession
 from gateway.backends.info import ModelServer
 from specdec import codec
 from specdec.errors import Unavailable
 from specdec.hidden_state_buffer import StateBuffer
 from specdec.rpc.session_stream import MessageStream
+from specdec.rpc.status import rebuild_error
 from specdec.types import Proposal, SessionSpec, TargetOpened, Verdict
 from specdec.v1 import target_service_pb2 as pb
 
@@ -59,6 +61,8 @@ class GrpcTargetSession:
         self._stream = stream
         self._epoch = epoch
         self._states = states
+        #: The draft that the target asks.
+        self._draft: DirectDraftSession | None = None
         self.opened = opened
 
     def offer(self, proposal: Proposal, multi_step_tokens: int = 0) -> None:
@@ -76,12 +80,35 @@ class GrpcTargetSession:
         message = pb.MultiStepDecode(epoch=self._epoch, committed_len=committed_len, num_tokens=num_tokens)
         self._stream.post(pb.VerifyRequest(multi_step_decode=message))
 
+    async def open_draft(self, address: str, spec: SessionSpec, timeout_s: float) -> DirectDraftSession:
+        """See :class:`specdec.backends.DraftOpener`."""
+        self._draft = draft = DirectDraftSession(spec.epoch, self._post_length)
+        message = pb.OpenDraft(
+            epoch=self._epoch,
+            address=address,
+            session=codec.encode_open_draft(replace(spec, token_ids=())).open,
+            timeout_ms=round(1e3 * timeout_s),
+            trace_headers=dict(spec.trace_headers),
+        )
+        self._stream.post(pb.VerifyRequest(open_draft=message))
+        await draft.wait_opened()
+        return draft
+
+    def _post_length(self, num_draft_tokens: int) -> None:
+        message = pb.DraftLength(epoch=self._epoch, num_draft_tokens=num_draft_tokens)
+        self._stream.post(pb.VerifyRequest(draft_length=message))
+
     async def receive(self) -> Verdict:
         """The next verdict; those of another epoch are stale and dropped."""
         while True:
             answer = await self._stream.receive()
             kind = answer.WhichOneof("kind")
-            if kind == "hidden_states":
+            if self._draft is not None and kind == "draft_opened":
+                self._draft.open(codec.decode_draft_opened(answer.draft_opened))
+            elif self._draft is not None and kind == "draft_lost":
+                lost = answer.draft_lost
+                self._draft.lose(lost.epoch, rebuild_error(lost.code, lost.text, {}))
+            elif kind == "hidden_states":
                 self._states.add(codec.decode_verdict_states(answer.hidden_states))
             elif kind == "verdict" and answer.verdict.epoch == self._epoch:
                 verdict = codec.decode_verdict(answer.verdict)
@@ -91,4 +118,6 @@ class GrpcTargetSession:
 
     async def close(self) -> None:
         """Release (or park) the cache. Idempotent."""
+        if self._draft is not None:
+            self._draft.end()
         await self._stream.close()

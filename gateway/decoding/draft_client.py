@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -25,7 +25,7 @@ from specdec.errors import (
 )
 from specdec.hidden_state_buffer import StateBuffer
 from specdec.pending_proposals import MAX_PENDING_PROPOSALS, Path, PendingProposals, path_of
-from specdec.types import HiddenStates, Proposal
+from specdec.types import HiddenStates, Proposal, SessionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ NUM_PROPOSALS_TO_RECOVER: Final = 8
 OPEN_TIMEOUT_S: Final = 30.0
 
 OnProposal = Callable[[Path, Proposal], None]
+#: Has the target open the session of a draft that it then asks itself; None where it cannot.
+OpenDirect = Callable[[Replica[DraftBackend], SessionSpec], Awaitable[DraftSession | None]]
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +53,8 @@ class OpenDraft:
     known_len: int
     #: The target's hidden states that it reads.
     states: HiddenStateSpec = field(default_factory=HiddenStateSpec)
+    #: Whether the target asks it itself: no proposal comes here.
+    is_direct: bool = False
     #: Drafted tokens asked for in the next round; 0: none.
     k: int = 0
     #: Proposals it may send before the next verdict.
@@ -78,6 +82,7 @@ class DraftClient:
         num_ahead_proposals: int,
         timeout_s: float,
         on_proposal: OnProposal,
+        open_direct: OpenDirect,
     ) -> None:
         """``method``: see :attr:`Drafters.service`. ``num_ahead_proposals``: proposals that may be drafted before a
         verdict.
@@ -93,6 +98,7 @@ class DraftClient:
         self._num_ahead_proposals = num_ahead_proposals
         self._timeout_s = timeout_s
         self._on_proposal = on_proposal
+        self._open_direct = open_direct
         self._draft: OpenDraft | None = None
         #: Who waits for a proposal; done when it arrived or the draft was lost.
         self._arrival: asyncio.Future[None] | None = None
@@ -114,6 +120,11 @@ class DraftClient:
     def k(self) -> int:
         """Drafted tokens asked for in the next round."""
         return 0 if self._draft is None else self._draft.k
+
+    @property
+    def is_asked_by_target(self) -> bool:
+        """Whether rounds come without being asked for."""
+        return self._draft is not None and self._draft.is_direct and self._draft.k > 0
 
     @property
     def method(self) -> str:
@@ -163,10 +174,19 @@ class DraftClient:
         draft = self._draft
         if draft is None or not draft.k or (proposal := draft.pending.take()) is None:
             return None
+        self._count_proposal()
+        return proposal
+
+    def note_direct(self, num_tokens: int) -> None:
+        """The target verified a proposal of so many tokens that it had asked for."""
+        self._metrics.num_received_draft_tokens += num_tokens
+        self.has_proposed = True
+        self._count_proposal()
+
+    def _count_proposal(self) -> None:
         self._num_proposals += 1
         if self._num_proposals >= NUM_PROPOSALS_TO_RECOVER:
             self._num_failures = 0
-        return proposal
 
     async def request(self, k: int) -> bool:
         """Tell the draft what is committed, and ask for ``k`` tokens after it; 0 asks for nothing.
@@ -213,6 +233,11 @@ class DraftClient:
             self._lose(draft, error)
         finally:
             self._arrival = None
+
+    def leave_target(self) -> None:
+        """The target's session is lost, and with it that of a draft which it asked itself."""
+        if self._draft is not None and self._draft.is_direct:
+            self._drop(self._draft)
 
     def refuse(self, error: TandemError) -> None:
         """Give up drafting for good: the target cannot verify the proposals, or send what the draft reads."""
@@ -300,8 +325,14 @@ class DraftClient:
     def _lose(self, draft: OpenDraft, error: Exception) -> None:
         if self._draft is not draft:  # lost before
             return
-        self._draft = None
         self._note_failure(draft.replica, error)
+        # What a target refuses once it would refuse again.
+        self.off |= draft.is_direct and isinstance(error, InvalidRequest)
+        self._drop(draft)
+
+    def _drop(self, draft: OpenDraft) -> None:
+        """Go on without a draft, and close its session."""
+        self._draft = None
         self._end_wait()
         task = asyncio.create_task(self._end(draft))
         self._closing.add(task)
@@ -353,12 +384,15 @@ class DraftClient:
     async def _open(self, replica: Replica[DraftBackend]) -> OpenDraft:
         self._epoch += 1
         spec = self._state.spec(self._epoch)
-        async with asyncio.timeout(OPEN_TIMEOUT_S):
-            session = await replica.backend.open(spec)
+        states = HiddenStateSpec() if replica.info is None else HiddenStateSpec.of(replica.info)
+        session = None if states.layers or self._num_ahead_proposals else await self._open_direct(replica, spec)
+        is_direct = session is not None
+        if session is None:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                session = await replica.backend.open(spec)
         if session.opened.num_speculative_tokens == 0:
             self.off = True
-        states = HiddenStateSpec() if replica.info is None else HiddenStateSpec.of(replica.info)
-        return OpenDraft(session, replica, len(spec.token_ids), states)
+        return OpenDraft(session, replica, len(spec.token_ids), states, is_direct=is_direct)
 
 
 async def _cancel(task: asyncio.Task[object]) -> None:

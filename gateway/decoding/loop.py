@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from gateway.decoding.context import DecodingContext
 from gateway.decoding.draft_client import DraftClient
@@ -19,12 +19,12 @@ from gateway.decoding.lookup_client import LookupClient
 from gateway.decoding.metrics import SpeculationMetrics
 from gateway.decoding.plain_reason import PlainReason
 from gateway.decoding.request import DecodingRequest, RequestState
-from gateway.decoding.round import RoundRequest
+from gateway.decoding.round import DirectRound, Round, RoundRequest
 from gateway.decoding.target_client import TargetClient
 from gateway.pacing.lookup_pacer import LookupPace, LookupPacer
 from gateway.pacing.pace import FixedPace, Pace
 from gateway.placement.routing import HiddenStateSpec, Replica
-from specdec.backends import TargetBackend
+from specdec.backends import DraftBackend, DraftSession, TargetBackend
 from specdec.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -36,7 +36,7 @@ from specdec.errors import (
 )
 from specdec.params import parameters
 from specdec.pending_proposals import Path
-from specdec.types import FinishReason, Proposal, TargetOpened, Verdict
+from specdec.types import FinishReason, Proposal, SessionSpec, TargetOpened, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class Decoding:
             num_ahead_proposals=settings.num_ahead_proposals,
             timeout_s=settings.draft_timeout_s,
             on_proposal=self._on_proposal,
+            open_direct=self._open_direct,
         )
         self._lookup = LookupClient([context.lookups[each] for each in self._drafters.lookups], self._state)
         self._pace: Pace = FixedPace(0)
@@ -83,7 +84,7 @@ class Decoding:
         self._replica: Replica[TargetBackend] | None = None
         self._lookup_pace = LookupPace(LookupPacer())
         #: The round of the latest verdict; None: it had no drafted tokens.
-        self.answered: RoundRequest | None = None
+        self.answered: Round | None = None
         #: Since when the loop waits for a proposal; None while it does not.
         self._waiting_since_ns: int | None = None
         #: Whether drafted tokens were ever wanted, and whether ever too many sequences were open for them.
@@ -168,7 +169,7 @@ class Decoding:
             try:
                 if replica is not None:
                     return await self._open(replica)
-                if target.is_idle:
+                if self._is_idle:
                     await self._ask()
                 return self._record(*await target.receive())
             except InvalidRequest as error:
@@ -176,10 +177,32 @@ class Decoding:
                     raise
                 # The session was accepted, so what the target refuses is a proposal of the draft.
                 self._draft.refuse(error)
+                self._draft.leave_target()
                 self._lookup.stop()
                 await target.recover(error)
             except LOST as error:
+                self._draft.leave_target()
                 await target.recover(error)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nothing comes of the target without being asked for."""
+        return self._target.is_idle and not self._draft.is_asked_by_target
+
+    async def _open_direct(self, replica: Replica[DraftBackend], spec: SessionSpec) -> DraftSession | None:
+        """Have the target open a draft's session and ask the draft itself; None where that cannot be.
+
+        Both must be reached over Unix sockets: then they are on one machine. Lookups are compared with what the draft
+        brings, so the gateway asks both.
+        """
+        target, timeout_s = self._replica, self._context.settings.draft_timeout_s
+        if self._lookup.is_on or target is None or not (_is_local(target) and _is_local(replica)):
+            return None
+        try:
+            return await self._target.open_draft(replica.name, spec, timeout_s)
+        except Unavailable as error:
+            logger.debug("target %s does not reach draft %s: %s", target.name, replica.name, error)
+            return None
 
     async def _open(self, replica: Replica[TargetBackend]) -> Verdict:
         """Open a session on the target picked; its first verdict."""
@@ -244,11 +267,11 @@ class Decoding:
         if target.is_idle:
             self._start_fitting()
         is_sent = await draft.request(self._num_draft_tokens(self._state.num_remaining))
-        if draft.k:
-            if draft.method != self._paced_method:  # it replaces a lost one
-                self._choose_pace()
+        if draft.k and draft.method != self._paced_method:  # it replaces a lost one
+            self._choose_pace()
+        if draft.k and not draft.is_asked_by_target:
             target.end_multi_step()  # the draft is asked again at its last token, and waited for
-        elif target.is_idle:
+        elif self._is_idle:
             target.multi_step_decode(self._state.num_remaining)
         if is_sent or target.round is not None:
             await asyncio.sleep(0)  # the messages leave now
@@ -316,7 +339,7 @@ class Decoding:
         self._wanted_draft |= wanted > 0
         return wanted
 
-    def _record(self, answered: RoundRequest | None, verdict: Verdict) -> Verdict:
+    def _record(self, answered: Round | None, verdict: Verdict) -> Verdict:
         """Count a verdict, of a round or of multi-step decode."""
         now_ns = time.perf_counter_ns()
         if self._lookup.is_on:
@@ -326,7 +349,11 @@ class Decoding:
             self._pace.record(verdict, 0, now_ns)
             return verdict
         depth = answered.tree_depth(verdict)
-        self.metrics.draft_ns += answered.proposal.draft_ns
+        self.metrics.draft_ns += answered.draft_ns
+        if isinstance(answered, DirectRound):
+            self.metrics.num_direct_rounds += 1
+            self.metrics.draft_wait_ns += answered.wait_ns
+            self._draft.note_direct(answered.num_tokens)
         self.metrics.record(verdict, now_ns - answered.asked_ns, depth)
         if answered.is_predicted:
             self.metrics.num_accepted_predicted_tokens += verdict.num_accepted
@@ -349,3 +376,8 @@ class Decoding:
             await self._target.close()
         finally:
             await self._draft.close()
+
+
+def _is_local(replica: Replica[Any]) -> bool:
+    """Whether a replica is reached over a Unix socket."""
+    return replica.name.startswith("unix:")

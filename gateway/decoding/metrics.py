@@ -73,6 +73,9 @@ class SpeculationMetrics:
         "spec_decode_num_ahead_misses",
         label="rule",
     )
+    num_direct_rounds: int = _count(
+        "Rounds whose proposal the target itself asked the draft for", "spec_decode_num_direct_rounds"
+    )
     draft_ns: int = _count("Nanoseconds the draft computed for the proposals that were verified")
     draft_wait_ns: int = _count(
         "Time with a verdict but no proposal for the next round", "spec_decode_draft_wait_seconds", scale=1e-9

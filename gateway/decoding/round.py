@@ -1,13 +1,14 @@
-"""One round of a request: the proposal that the target was asked to verify, and what was asked for with it."""
+"""One round of a request: what was drafted, by whom, and what was asked for."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Self
+from typing import ClassVar, Self
 
-from specdec.types import Proposal, Verdict
+from specdec.types import DraftedRound, Proposal, Verdict
 
 
 class Origin(StrEnum):
@@ -23,21 +24,69 @@ class Origin(StrEnum):
     REJECTION = "rejection"
 
 
-@dataclass(frozen=True, slots=True)
-class RoundRequest:
-    """A proposal that the target verifies."""
+class Round(ABC):
+    """A round of drafted tokens, and what was asked for with it."""
 
-    proposal: Proposal
+    __slots__ = ()
+
     #: Drafted tokens asked for; a proposal may have fewer.
     num_asked: int
     #: Whether the gateway looked the tokens up; else a draft service drafted them.
-    is_looked_up: bool = False
+    is_looked_up: bool
     #: Whether they are of the client's prediction.
-    is_predicted: bool = False
+    is_predicted: bool
     #: When the round was asked for, or the verdict came that started a proposal which the target held already.
-    asked_ns: int = field(default_factory=time.perf_counter_ns)
+    asked_ns: int
     #: How long there was a verdict but no proposal.
+    wait_ns: int
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Tokens of its proposal."""
+
+    @property
+    @abstractmethod
+    def draft_ns(self) -> int:
+        """How long the draft computed."""
+
+    @abstractmethod
+    def tree_depth(self, verdict: Verdict) -> int | None:
+        """Levels of the verified tree; None for a chain."""
+
+    def num_tried(self, verdict: Verdict) -> int:
+        """Drafted tokens that were asked for, less those that the target cut off: these say nothing of acceptance."""
+        is_cut = verdict.num_draft_tokens < self.num_tokens
+        return verdict.num_draft_tokens if is_cut else max(self.num_asked, verdict.num_draft_tokens)
+
+    def origins(self, verdict: Verdict) -> tuple[Origin, ...]:
+        """Where each token of its verdict came from."""
+        accepted = Origin.LOOKUP if self.is_looked_up else Origin.DRAFT
+        most = self.tree_depth(verdict) or verdict.num_draft_tokens
+        own = Origin.REJECTION if verdict.num_accepted < most else Origin.TARGET
+        return tuple(accepted if i < verdict.num_accepted else own for i in range(len(verdict.token_ids)))
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRequest(Round):
+    """A proposal that the target is asked to verify."""
+
+    proposal: Proposal
+    num_asked: int
+    is_looked_up: bool = False
+    is_predicted: bool = False
+    asked_ns: int = field(default_factory=time.perf_counter_ns)
     wait_ns: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the proposal."""
+        return len(self.proposal.token_ids)
+
+    @property
+    def draft_ns(self) -> int:
+        """How long the draft computed."""
+        return self.proposal.draft_ns
 
     def after(self, token_ids: tuple[int, ...]) -> Self | None:
         """What is left of the round once these tokens are committed; None: nothing."""
@@ -46,20 +95,42 @@ class RoundRequest:
             return None
         return replace(self, proposal=proposal, num_asked=self.num_asked - len(token_ids))
 
-    def num_tried(self, verdict: Verdict) -> int:
-        """Drafted tokens that were asked for, less those that the target cut off: these say nothing of acceptance."""
-        is_cut = verdict.num_draft_tokens < len(self.proposal.token_ids)
-        return verdict.num_draft_tokens if is_cut else max(self.num_asked, verdict.num_draft_tokens)
-
     def tree_depth(self, verdict: Verdict) -> int | None:
         """Levels of the verified tree; None for a chain."""
         if not self.proposal.parents or not verdict.num_draft_tokens:
             return None
         return self.proposal.cut(verdict.num_draft_tokens).depth
 
-    def origins(self, verdict: Verdict) -> tuple[Origin, ...]:
-        """Where each token of its verdict came from."""
-        accepted = Origin.LOOKUP if self.is_looked_up else Origin.DRAFT
-        most = self.tree_depth(verdict) or verdict.num_draft_tokens
-        own = Origin.REJECTION if verdict.num_accepted < most else Origin.TARGET
-        return tuple(accepted if i < verdict.num_accepted else own for i in range(len(verdict.token_ids)))
+
+@dataclass(frozen=True, slots=True)
+class DirectRound(Round):
+    """A round whose proposal the target asked the draft for."""
+
+    drafted: DraftedRound
+    asked_ns: int
+    is_looked_up: ClassVar[bool] = False  # type: ignore[misc]  # the same for all
+    is_predicted: ClassVar[bool] = False  # type: ignore[misc]
+
+    @property
+    def num_asked(self) -> int:  # type: ignore[override]  # read only, too
+        """Drafted tokens asked for."""
+        return self.drafted.num_asked
+
+    @property
+    def wait_ns(self) -> int:  # type: ignore[override]
+        """How long the target waited for the proposal."""
+        return self.drafted.wait_ns
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the proposal."""
+        return self.drafted.num_tokens
+
+    @property
+    def draft_ns(self) -> int:
+        """How long the draft computed."""
+        return self.drafted.draft_ns
+
+    def tree_depth(self, verdict: Verdict) -> int | None:
+        """Levels of the verified tree; None for a chain."""
+        return self.drafted.depth if self.drafted.depth and verdict.num_draft_tokens else None

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 from typing import Final
 
 from gateway.decoding.closing import close_session
 from gateway.decoding.metrics import SpeculationMetrics
 from gateway.decoding.request import RequestState
-from gateway.decoding.round import RoundRequest
+from gateway.decoding.round import DirectRound, Round, RoundRequest
 from gateway.placement.routing import HiddenStateSpec, Replica, Router
-from specdec.backends import TargetBackend, TargetSession
+from specdec.backends import DraftOpener, DraftSession, TargetBackend, TargetSession
 from specdec.backoff import backoff_s
 from specdec.errors import InvalidRequest, Overloaded, StaleSession, TandemError, Unavailable
 from specdec.pending_proposals import Path, PendingProposals
-from specdec.types import Proposal, TargetOpened, Verdict
+from specdec.types import Proposal, SessionSpec, TargetOpened, Verdict
 
 logger = logging.getLogger(__name__)
 
 #: Seconds before a target session is opened again; doubled with every failure.
 FIRST_BACKOFF_S: Final = 0.05
 LAST_BACKOFF_S: Final = 2.0
+#: Seconds that the target may take to open the session of a draft; it decodes meanwhile.
+OPEN_DRAFT_TIMEOUT_S: Final = 30.0
 
 
 class TargetClient:
@@ -51,7 +54,11 @@ class TargetClient:
         self._early: list[RoundRequest] = []
         self._early_len = 0
         self._is_ending = False
+        #: Drafted tokens of a round that the target asks a draft for, at most.
+        self._num_direct = 0
+        self._verdict_ns = 0
         self._session: TargetSession | None = None
+        self._has_opened = asyncio.Event()
         self._replica: Replica[TargetBackend] | None = None
         self._epoch = 0
         self._overloaded: set[Replica[TargetBackend]] = set()
@@ -113,9 +120,28 @@ class TargetClient:
         self._session = session = await self._replica.backend.open(spec)
         self._multi_step_end = len(self._state) + 1 + num_multi_step
         first = self._checked(session.first)
+        self._verdict_ns = time.perf_counter_ns()
+        self._has_opened.set()
         self.num_multi_step_left = first.num_multi_step_left
         self._first_session = self._first_session or session
         return first
+
+    async def open_draft(self, address: str, spec: SessionSpec, timeout_s: float) -> DraftSession | None:
+        """Have the target open the session of a draft, which it asks itself then; None where it cannot. Waits for a
+        session of the target's own.
+
+        Raises:
+            TandemError: the draft cannot be opened.
+            TimeoutError: it takes too long.
+        """
+        await self._has_opened.wait()
+        session = self._open_session
+        if not session.opened.asks_drafts or not isinstance(session, DraftOpener):
+            return None
+        async with asyncio.timeout(OPEN_DRAFT_TIMEOUT_S):
+            draft = await session.open_draft(address, spec, timeout_s)
+        self._num_direct = draft.opened.num_speculative_tokens
+        return draft
 
     def start(self, round_: RoundRequest, multi_step_tokens: int = 0) -> None:
         """Ask for a round whose proposal fits the committed tokens, and for multi-step decode after it.
@@ -159,15 +185,18 @@ class TargetClient:
             self._is_ending = True
             self._open_session.multi_step_decode(len(self._state), 0)
 
-    async def receive(self) -> tuple[RoundRequest | None, Verdict]:
+    async def receive(self) -> tuple[Round | None, Verdict]:
         """The next verdict, and its round; None: it is multi-step decode's."""
         verdict = self._checked(await self._open_session.receive())
-        answered, num_tokens = self.round, verdict.num_draft_tokens
-        if answered is None and num_tokens:
+        answered: Round | None = self.round
+        num_tokens = verdict.num_draft_tokens
+        if verdict.drafted is not None:
+            answered = DirectRound(verdict.drafted, self._verdict_ns + verdict.drafted.wait_ns)
+        elif answered is None and num_tokens:
             # Near the limit the target drops drafted tokens; the newest of equal rounds counts.
             rounds = [early for early in reversed(self._early) if len(early.proposal.token_ids) >= num_tokens]
             answered = min(rounds, key=lambda early: len(early.proposal.token_ids))
-        self.round = None
+        self.round, self._verdict_ns = None, time.perf_counter_ns()
         self.num_multi_step_left = verdict.num_multi_step_left
         if not verdict.num_multi_step_left:
             self._forget_multi_step()
@@ -236,11 +265,13 @@ class TargetClient:
     def _is_possible(self, verdict: Verdict) -> bool:
         """Whether a verdict answers what was asked for; one that does not comes of a fault of the target."""
         rounds = self._early if self.round is None else [self.round]
-        num_asked = max((len(asked.proposal.token_ids) for asked in rounds), default=0)
-        token_ids, num_left = verdict.token_ids, verdict.num_multi_step_left
+        num_asked = max((len(asked.proposal.token_ids) for asked in rounds), default=self._num_direct)
+        token_ids, num_left, num_remaining = verdict.token_ids, verdict.num_multi_step_left, self._state.num_remaining
+        # A target that may ask a draft decodes in multi-step where it does not.
+        end = len(self._state) + num_remaining if self._num_direct else self._multi_step_end
         return (
-            len(token_ids) <= self._state.num_remaining
-            and (not num_left or verdict.base_len + len(token_ids) + num_left <= self._multi_step_end)
+            len(token_ids) <= num_remaining
+            and (not num_left or verdict.base_len + len(token_ids) + num_left <= end)
             and max(token_ids, default=0) < self._router.model().vocab_size
             and verdict.num_accepted <= verdict.num_draft_tokens <= num_asked
             and len(verdict.logprobs) in (0, len(token_ids))
@@ -253,6 +284,8 @@ class TargetClient:
         self.round, self.num_multi_step_left = None, 0
         self._forget_multi_step()
         self._offered.clear()
+        self._has_opened.clear()
+        self._num_direct = 0
         session, self._session = self._session, None
         if session is not None:
             task = asyncio.create_task(close_session(session))

@@ -661,6 +661,7 @@ class SpeculationMetrics(_message.Message):
     WIRE_NS_FIELD_NUMBER: _builtins.int
     NUM_STALE_FIELD_NUMBER: _builtins.int
     NO_SPECULATION_REASON_FIELD_NUMBER: _builtins.int
+    NUM_DIRECT_ROUNDS_FIELD_NUMBER: _builtins.int
     num_spec_steps: _builtins.int
     """Rounds that verified at least one drafted token."""
     num_draft_tokens: _builtins.int
@@ -693,6 +694,8 @@ class SpeculationMetrics(_message.Message):
     """Messages of draft or target that did not fit the state of the request."""
     no_speculation_reason: _builtins.str
     """Why nothing was speculated, such as "no_draft" or "pacing"; empty where something was."""
+    num_direct_rounds: _builtins.int
+    """Rounds whose proposal the target itself asked the draft for."""
     @_builtins.property
     def acceptance_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """acceptance_histogram[a] = rounds in which exactly a drafted tokens were accepted."""
@@ -717,10 +720,11 @@ class SpeculationMetrics(_message.Message):
         wire_ns: _builtins.int = ...,
         num_stale: _builtins.int = ...,
         no_speculation_reason: _builtins.str = ...,
+        num_direct_rounds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_ns", b"draft_ns", "draft_wait_ns", b"draft_wait_ns", "mean_acceptance_length", b"mean_acceptance_length", "no_speculation_reason", b"no_speculation_reason", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_ahead_hits", b"num_ahead_hits", "num_ahead_misses", b"num_ahead_misses", "num_draft_failures", b"num_draft_failures", "num_draft_tokens", b"num_draft_tokens", "num_rejections", b"num_rejections", "num_spec_steps", b"num_spec_steps", "num_stale", b"num_stale", "num_target_failures", b"num_target_failures", "num_wasted_draft_tokens", b"num_wasted_draft_tokens", "wire_ns", b"wire_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_ns", b"draft_ns", "draft_wait_ns", b"draft_wait_ns", "mean_acceptance_length", b"mean_acceptance_length", "no_speculation_reason", b"no_speculation_reason", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_ahead_hits", b"num_ahead_hits", "num_ahead_misses", b"num_ahead_misses", "num_direct_rounds", b"num_direct_rounds", "num_draft_failures", b"num_draft_failures", "num_draft_tokens", b"num_draft_tokens", "num_rejections", b"num_rejections", "num_spec_steps", b"num_spec_steps", "num_stale", b"num_stale", "num_target_failures", b"num_target_failures", "num_wasted_draft_tokens", b"num_wasted_draft_tokens", "wire_ns", b"wire_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

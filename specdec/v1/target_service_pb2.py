@@ -22,38 +22,51 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from specdec.v1 import draft_service_pb2 as specdec_dot_v1_dot_draft__service__pb2
 from specdec.v1 import types_pb2 as specdec_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspecdec/v1/target_service.proto\x12\nspecdec.v1\x1a\x16specdec/v1/types.proto\"\xa4\x01\n\rVerifyRequest\x12-\n\x04open\x18\x01 \x01(\x0b\x32\x1d.specdec.v1.OpenTargetSessionH\x00\x12\"\n\x05round\x18\x02 \x01(\x0b\x32\x11.specdec.v1.RoundH\x00\x12\x38\n\x11multi_step_decode\x18\x03 \x01(\x0b\x32\x1b.specdec.v1.MultiStepDecodeH\x00\x42\x06\n\x04kind\"\xc3\x04\n\x11OpenTargetSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x12\n\nprompt_len\x18\x04 \x01(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.specdec.v1.SamplingParams\x12\x32\n\x0cverification\x18\x06 \x01(\x0e\x32\x1c.specdec.v1.VerificationRule\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x1e\n\x16num_speculative_tokens\x18\x08 \x01(\r\x12\x0c\n\x04park\x18\t \x01(\x08\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11multi_step_tokens\x18\r \x01(\r\x12\x1f\n\x13hidden_state_layers\x18\x0e \x03(\x11\x42\x02\x10\x01\x12\x1e\n\x16last_hidden_state_only\x18\x0f \x01(\x08\x12\r\n\x05owner\x18\x10 \x01(\t\x12\x0e\n\x06\x63lient\x18\x11 \x01(\t\x12\x19\n\x0cmax_kv_share\x18\x12 \x01(\x01H\x02\x88\x01\x01\x12\x39\n\x12structured_outputs\x18\x13 \x01(\x0b\x32\x1d.specdec.v1.StructuredOutputsB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x0f\n\r_max_kv_shareJ\x04\x08\x0c\x10\r\"p\n\x05Round\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x15\n\rcommitted_len\x18\x02 \x01(\r\x12&\n\x08proposal\x18\x03 \x01(\x0b\x32\x14.specdec.v1.Proposal\x12\x19\n\x11multi_step_tokens\x18\x04 \x01(\r\"K\n\x0fMultiStepDecode\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x15\n\rcommitted_len\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"\xa6\x01\n\x0eVerifyResponse\x12\x31\n\x06opened\x18\x01 \x01(\x0b\x32\x1f.specdec.v1.TargetSessionOpenedH\x00\x12&\n\x07verdict\x18\x02 \x01(\x0b\x32\x13.specdec.v1.VerdictH\x00\x12\x31\n\rhidden_states\x18\x03 \x01(\x0b\x32\x18.specdec.v1.HiddenStatesH\x00\x42\x06\n\x04kind\"\xd0\x01\n\x13TargetSessionOpened\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x35\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1c.specdec.v1.PositionLogprobs\x12\x10\n\x08queue_ns\x18\x04 \x01(\x04\x12\x12\n\nprefill_ns\x18\x05 \x01(\x04\x12\x32\n\x0cverification\x18\x06 \x01(\x0e\x32\x1c.specdec.v1.VerificationRule\"\xff\x02\n\x07Verdict\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12.\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1c.specdec.v1.PositionLogprobs\x12)\n\x07timings\x18\n \x01(\x0b\x32\x18.specdec.v1.RoundTimings\x12/\n\rhidden_states\x18\x0b \x03(\x0b\x32\x18.specdec.v1.HiddenStates\x12\x1b\n\x13num_multi_step_left\x18\x0c \x01(\rB\x10\n\x0e_stop_token_idJ\x04\x08\t\x10\n\"\xb6\x01\n\x0cRoundTimings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x11\n\tverify_ns\x18\x03 \x01(\x04\x12\x16\n\x0e\x62\x61tch_sessions\x18\x04 \x01(\r\x12\x12\n\nbatch_rows\x18\x05 \x01(\r\x12\x15\n\rbatch_context\x18\x06 \x01(\x04\x12\x14\n\x0cmask_fill_ns\x18\x07 \x01(\x04\x12\x14\n\x0cmask_wait_ns\x18\x08 \x01(\x04\x32\xa7\x01\n\rTargetService\x12\x43\n\x06Verify\x12\x19.specdec.v1.VerifyRequest\x1a\x1a.specdec.v1.VerifyResponse(\x01\x30\x01\x12Q\n\x0cGetModelInfo\x12\x1f.specdec.v1.GetModelInfoRequest\x1a .specdec.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspecdec/v1/target_service.proto\x12\nspecdec.v1\x1a\x1especdec/v1/draft_service.proto\x1a\x16specdec/v1/types.proto\"\x82\x02\n\rVerifyRequest\x12-\n\x04open\x18\x01 \x01(\x0b\x32\x1d.specdec.v1.OpenTargetSessionH\x00\x12\"\n\x05round\x18\x02 \x01(\x0b\x32\x11.specdec.v1.RoundH\x00\x12\x38\n\x11multi_step_decode\x18\x03 \x01(\x0b\x32\x1b.specdec.v1.MultiStepDecodeH\x00\x12+\n\nopen_draft\x18\x04 \x01(\x0b\x32\x15.specdec.v1.OpenDraftH\x00\x12/\n\x0c\x64raft_length\x18\x05 \x01(\x0b\x32\x17.specdec.v1.DraftLengthH\x00\x42\x06\n\x04kind\"\xe3\x01\n\tOpenDraft\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12-\n\x07session\x18\x03 \x01(\x0b\x32\x1c.specdec.v1.OpenDraftSession\x12\x12\n\ntimeout_ms\x18\x04 \x01(\r\x12>\n\rtrace_headers\x18\x05 \x03(\x0b\x32\'.specdec.v1.OpenDraft.TraceHeadersEntry\x1a\x33\n\x11TraceHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"6\n\x0b\x44raftLength\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\"\xc3\x04\n\x11OpenTargetSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x12\n\nprompt_len\x18\x04 \x01(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.specdec.v1.SamplingParams\x12\x32\n\x0cverification\x18\x06 \x01(\x0e\x32\x1c.specdec.v1.VerificationRule\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x1e\n\x16num_speculative_tokens\x18\x08 \x01(\r\x12\x0c\n\x04park\x18\t \x01(\x08\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11multi_step_tokens\x18\r \x01(\r\x12\x1f\n\x13hidden_state_layers\x18\x0e \x03(\x11\x42\x02\x10\x01\x12\x1e\n\x16last_hidden_state_only\x18\x0f \x01(\x08\x12\r\n\x05owner\x18\x10 \x01(\t\x12\x0e\n\x06\x63lient\x18\x11 \x01(\t\x12\x19\n\x0cmax_kv_share\x18\x12 \x01(\x01H\x02\x88\x01\x01\x12\x39\n\x12structured_outputs\x18\x13 \x01(\x0b\x32\x1d.specdec.v1.StructuredOutputsB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x0f\n\r_max_kv_shareJ\x04\x08\x0c\x10\r\"p\n\x05Round\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x15\n\rcommitted_len\x18\x02 \x01(\r\x12&\n\x08proposal\x18\x03 \x01(\x0b\x32\x14.specdec.v1.Proposal\x12\x19\n\x11multi_step_tokens\x18\x04 \x01(\r\"K\n\x0fMultiStepDecode\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x15\n\rcommitted_len\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"\x8b\x02\n\x0eVerifyResponse\x12\x31\n\x06opened\x18\x01 \x01(\x0b\x32\x1f.specdec.v1.TargetSessionOpenedH\x00\x12&\n\x07verdict\x18\x02 \x01(\x0b\x32\x13.specdec.v1.VerdictH\x00\x12\x31\n\rhidden_states\x18\x03 \x01(\x0b\x32\x18.specdec.v1.HiddenStatesH\x00\x12\x36\n\x0c\x64raft_opened\x18\x04 \x01(\x0b\x32\x1e.specdec.v1.DraftSessionOpenedH\x00\x12+\n\ndraft_lost\x18\x05 \x01(\x0b\x32\x15.specdec.v1.DraftLostH\x00\x42\x06\n\x04kind\"6\n\tDraftLost\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\"\xe5\x01\n\x13TargetSessionOpened\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x35\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1c.specdec.v1.PositionLogprobs\x12\x10\n\x08queue_ns\x18\x04 \x01(\x04\x12\x12\n\nprefill_ns\x18\x05 \x01(\x04\x12\x32\n\x0cverification\x18\x06 \x01(\x0e\x32\x1c.specdec.v1.VerificationRule\x12\x13\n\x0b\x61sks_drafts\x18\x07 \x01(\x08\"\xaa\x03\n\x07Verdict\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12.\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1c.specdec.v1.PositionLogprobs\x12)\n\x07timings\x18\n \x01(\x0b\x32\x18.specdec.v1.RoundTimings\x12/\n\rhidden_states\x18\x0b \x03(\x0b\x32\x18.specdec.v1.HiddenStates\x12\x1b\n\x13num_multi_step_left\x18\x0c \x01(\r\x12)\n\x07\x64rafted\x18\r \x01(\x0b\x32\x18.specdec.v1.DraftedRoundB\x10\n\x0e_stop_token_idJ\x04\x08\t\x10\n\"g\n\x0c\x44raftedRound\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x11\n\tnum_asked\x18\x02 \x01(\r\x12\x10\n\x08\x64raft_ns\x18\x03 \x01(\x04\x12\x0f\n\x07wait_ns\x18\x04 \x01(\x04\x12\r\n\x05\x64\x65pth\x18\x05 \x01(\r\"\xb6\x01\n\x0cRoundTimings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x11\n\tverify_ns\x18\x03 \x01(\x04\x12\x16\n\x0e\x62\x61tch_sessions\x18\x04 \x01(\r\x12\x12\n\nbatch_rows\x18\x05 \x01(\r\x12\x15\n\rbatch_context\x18\x06 \x01(\x04\x12\x14\n\x0cmask_fill_ns\x18\x07 \x01(\x04\x12\x14\n\x0cmask_wait_ns\x18\x08 \x01(\x04\x32\xa7\x01\n\rTargetService\x12\x43\n\x06Verify\x12\x19.specdec.v1.VerifyRequest\x1a\x1a.specdec.v1.VerifyResponse(\x01\x30\x01\x12Q\n\x0cGetModelInfo\x12\x1f.specdec.v1.GetModelInfoRequest\x1a .specdec.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specdec.v1.target_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_OPENDRAFT_TRACEHEADERSENTRY']._loaded_options = None
+  _globals['_OPENDRAFT_TRACEHEADERSENTRY']._serialized_options = b'8\001'
   _globals['_OPENTARGETSESSION'].fields_by_name['token_ids']._loaded_options = None
   _globals['_OPENTARGETSESSION'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_OPENTARGETSESSION'].fields_by_name['hidden_state_layers']._loaded_options = None
   _globals['_OPENTARGETSESSION'].fields_by_name['hidden_state_layers']._serialized_options = b'\020\001'
   _globals['_VERDICT'].fields_by_name['token_ids']._loaded_options = None
   _globals['_VERDICT'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_VERIFYREQUEST']._serialized_start=72
-  _globals['_VERIFYREQUEST']._serialized_end=236
-  _globals['_OPENTARGETSESSION']._serialized_start=239
-  _globals['_OPENTARGETSESSION']._serialized_end=818
-  _globals['_ROUND']._serialized_start=820
-  _globals['_ROUND']._serialized_end=932
-  _globals['_MULTISTEPDECODE']._serialized_start=934
-  _globals['_MULTISTEPDECODE']._serialized_end=1009
-  _globals['_VERIFYRESPONSE']._serialized_start=1012
-  _globals['_VERIFYRESPONSE']._serialized_end=1178
-  _globals['_TARGETSESSIONOPENED']._serialized_start=1181
-  _globals['_TARGETSESSIONOPENED']._serialized_end=1389
-  _globals['_VERDICT']._serialized_start=1392
-  _globals['_VERDICT']._serialized_end=1775
-  _globals['_ROUNDTIMINGS']._serialized_start=1778
-  _globals['_ROUNDTIMINGS']._serialized_end=1960
-  _globals['_TARGETSERVICE']._serialized_start=1963
-  _globals['_TARGETSERVICE']._serialized_end=2130
+  _globals['_VERIFYREQUEST']._serialized_start=104
+  _globals['_VERIFYREQUEST']._serialized_end=362
+  _globals['_OPENDRAFT']._serialized_start=365
+  _globals['_OPENDRAFT']._serialized_end=592
+  _globals['_OPENDRAFT_TRACEHEADERSENTRY']._serialized_start=541
+  _globals['_OPENDRAFT_TRACEHEADERSENTRY']._serialized_end=592
+  _globals['_DRAFTLENGTH']._serialized_start=594
+  _globals['_DRAFTLENGTH']._serialized_end=648
+  _globals['_OPENTARGETSESSION']._serialized_start=651
+  _globals['_OPENTARGETSESSION']._serialized_end=1230
+  _globals['_ROUND']._serialized_start=1232
+  _globals['_ROUND']._serialized_end=1344
+  _globals['_MULTISTEPDECODE']._serialized_start=1346
+  _globals['_MULTISTEPDECODE']._serialized_end=1421
+  _globals['_VERIFYRESPONSE']._serialized_start=1424
+  _globals['_VERIFYRESPONSE']._serialized_end=1691
+  _globals['_DRAFTLOST']._serialized_start=1693
+  _globals['_DRAFTLOST']._serialized_end=1747
+  _globals['_TARGETSESSIONOPENED']._serialized_start=1750
+  _globals['_TARGETSESSIONOPENED']._serialized_end=1979
+  _globals['_VERDICT']._serialized_start=1982
+  _globals['_VERDICT']._serialized_end=2408
+  _globals['_DRAFTEDROUND']._serialized_start=2410
+  _globals['_DRAFTEDROUND']._serialized_end=2513
+  _globals['_ROUNDTIMINGS']._serialized_start=2516
+  _globals['_ROUNDTIMINGS']._serialized_end=2698
+  _globals['_TARGETSERVICE']._serialized_start=2701
+  _globals['_TARGETSERVICE']._serialized_end=2868
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from specdec.v1 import draft_service_pb2 as _draft_service_pb2
 from specdec.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -28,6 +29,8 @@ class VerifyRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
     MULTI_STEP_DECODE_FIELD_NUMBER: _builtins.int
+    OPEN_DRAFT_FIELD_NUMBER: _builtins.int
+    DRAFT_LENGTH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenTargetSession:
         """First message of a stream: prefill the tokens and answer with the first token."""
@@ -40,22 +43,126 @@ class VerifyRequest(_message.Message):
     def multi_step_decode(self) -> Global___MultiStepDecode:
         """Decode without proposals, several tokens from one request."""
 
+    @_builtins.property
+    def open_draft(self) -> Global___OpenDraft:
+        """Open a session on a draft, which the target itself asks for proposals then. It replaces an earlier one."""
+
+    @_builtins.property
+    def draft_length(self) -> Global___DraftLength:
+        """How long the proposals are that the target asks for."""
+
     def __init__(
         self,
         *,
         open: Global___OpenTargetSession | None = ...,
         round: Global___Round | None = ...,
         multi_step_decode: Global___MultiStepDecode | None = ...,
+        open_draft: Global___OpenDraft | None = ...,
+        draft_length: Global___DraftLength | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "multi_step_decode", b"multi_step_decode", "open", b"open", "round", b"round"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_length", b"draft_length", "kind", b"kind", "multi_step_decode", b"multi_step_decode", "open", b"open", "open_draft", b"open_draft", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "multi_step_decode", b"multi_step_decode", "open", b"open", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_length", b"draft_length", "kind", b"kind", "multi_step_decode", b"multi_step_decode", "open", b"open", "open_draft", b"open_draft", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "round", "multi_step_decode"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "round", "multi_step_decode", "open_draft", "draft_length"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___VerifyRequest: _TypeAlias = VerifyRequest  # noqa: Y015
+
+@_typing.final
+class OpenDraft(_message.Message):
+    """Opens a session on a draft on the target's machine. It is opened while the target decodes, and answered by draft_opened
+    or draft_lost. Until draft_length asks for tokens no round follows from it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TraceHeadersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    TRACE_HEADERS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Epoch of the target's session."""
+    address: _builtins.str
+    """Where the draft listens: unix:/path."""
+    timeout_ms: _builtins.int
+    """Milliseconds that a proposal may take."""
+    @_builtins.property
+    def session(self) -> _draft_service_pb2.OpenDraftSession:
+        """The opening, without token_ids: the target adds those that are committed."""
+
+    @_builtins.property
+    def trace_headers(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Trace context of the draft's call."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        address: _builtins.str = ...,
+        session: _draft_service_pb2.OpenDraftSession | None = ...,
+        timeout_ms: _builtins.int = ...,
+        trace_headers: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "session", b"session", "timeout_ms", b"timeout_ms", "trace_headers", b"trace_headers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenDraft: _TypeAlias = OpenDraft  # noqa: Y015
+
+@_typing.final
+class DraftLength(_message.Message):
+    """How many tokens the draft that the target asks is to draft in each round from now on. The target asks it after each
+    verdict, and verifies what comes, without further messages. Multi-step decode ends with its next token.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Epoch of the target's session."""
+    num_draft_tokens: _builtins.int
+    """Drafted tokens of a round; 0: after the round that was asked for the target decodes in multi-step, up to the limits
+    of the session.
+    """
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        num_draft_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_draft_tokens", b"num_draft_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftLength: _TypeAlias = DraftLength  # noqa: Y015
 
 @_typing.final
 class OpenTargetSession(_message.Message):
@@ -259,6 +366,8 @@ class VerifyResponse(_message.Message):
     OPENED_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
     HIDDEN_STATES_FIELD_NUMBER: _builtins.int
+    DRAFT_OPENED_FIELD_NUMBER: _builtins.int
+    DRAFT_LOST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___TargetSessionOpened:
         """The session is open; carries what prefilling found. A verdict with the first token follows."""
@@ -273,22 +382,64 @@ class VerifyResponse(_message.Message):
         `opened`, too.
         """
 
+    @_builtins.property
+    def draft_opened(self) -> _draft_service_pb2.DraftSessionOpened:
+        """The draft is open; the target can ask it for proposals."""
+
+    @_builtins.property
+    def draft_lost(self) -> Global___DraftLost:
+        """The draft is lost, or could not be opened. If draft_length had asked for tokens, the target now decodes in
+        multi-step, up to the limits of the session.
+        """
+
     def __init__(
         self,
         *,
         opened: Global___TargetSessionOpened | None = ...,
         verdict: Global___Verdict | None = ...,
         hidden_states: _types_pb2.HiddenStates | None = ...,
+        draft_opened: _draft_service_pb2.DraftSessionOpened | None = ...,
+        draft_lost: Global___DraftLost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hidden_states", b"hidden_states", "kind", b"kind", "opened", b"opened", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_lost", b"draft_lost", "draft_opened", b"draft_opened", "hidden_states", b"hidden_states", "kind", b"kind", "opened", b"opened", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hidden_states", b"hidden_states", "kind", b"kind", "opened", b"opened", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_lost", b"draft_lost", "draft_opened", b"draft_opened", "hidden_states", b"hidden_states", "kind", b"kind", "opened", b"opened", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["opened", "verdict", "hidden_states"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["opened", "verdict", "hidden_states", "draft_opened", "draft_lost"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___VerifyResponse: _TypeAlias = VerifyResponse  # noqa: Y015
+
+@_typing.final
+class DraftLost(_message.Message):
+    """Why the target cannot ask a draft any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Epoch of the draft's session."""
+    code: _builtins.str
+    """Name of a gRPC status code: INVALID_ARGUMENT where the target cannot verify what the draft sent."""
+    text: _builtins.str
+    """The cause, for logs."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        code: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "epoch", b"epoch", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftLost: _TypeAlias = DraftLost  # noqa: Y015
 
 @_typing.final
 class TargetSessionOpened(_message.Message):
@@ -302,6 +453,7 @@ class TargetSessionOpened(_message.Message):
     QUEUE_NS_FIELD_NUMBER: _builtins.int
     PREFILL_NS_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
+    ASKS_DRAFTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     num_cached_tokens: _builtins.int
@@ -312,6 +464,8 @@ class TargetSessionOpened(_message.Message):
     """Nanoseconds from admission to the first token."""
     verification: _types_pb2.VerificationRule.ValueType
     """The rule the session runs under."""
+    asks_drafts: _builtins.bool
+    """Whether the target takes open_draft on this stream."""
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]:
         """Log-probabilities of the prompt's tokens from the second on, when asked for."""
@@ -325,10 +479,11 @@ class TargetSessionOpened(_message.Message):
         queue_ns: _builtins.int = ...,
         prefill_ns: _builtins.int = ...,
         verification: _types_pb2.VerificationRule.ValueType = ...,
+        asks_drafts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "prefill_ns", b"prefill_ns", "prompt_logprobs", b"prompt_logprobs", "queue_ns", b"queue_ns", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks_drafts", b"asks_drafts", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "prefill_ns", b"prefill_ns", "prompt_logprobs", b"prompt_logprobs", "queue_ns", b"queue_ns", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -351,6 +506,7 @@ class Verdict(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     NUM_MULTI_STEP_LEFT_FIELD_NUMBER: _builtins.int
+    DRAFTED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     base_len: _builtins.int
@@ -383,6 +539,10 @@ class Verdict(_message.Message):
         the first is that of position base_len - 1. The first verdict's begin with the first position that was computed.
         """
 
+    @_builtins.property
+    def drafted(self) -> Global___DraftedRound:
+        """Set for a round whose proposal the target asked a draft for."""
+
     def __init__(
         self,
         *,
@@ -397,16 +557,55 @@ class Verdict(_message.Message):
         timings: Global___RoundTimings | None = ...,
         hidden_states: _abc.Iterable[_types_pb2.HiddenStates] | None = ...,
         num_multi_step_left: _builtins.int = ...,
+        drafted: Global___DraftedRound | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "drafted", b"drafted", "stop_token_id", b"stop_token_id", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "base_len", b"base_len", "epoch", b"epoch", "finish_reason", b"finish_reason", "hidden_states", b"hidden_states", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_draft_tokens", b"num_draft_tokens", "num_multi_step_left", b"num_multi_step_left", "stop_token_id", b"stop_token_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "base_len", b"base_len", "drafted", b"drafted", "epoch", b"epoch", "finish_reason", b"finish_reason", "hidden_states", b"hidden_states", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_draft_tokens", b"num_draft_tokens", "num_multi_step_left", b"num_multi_step_left", "stop_token_id", b"stop_token_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
+
+@_typing.final
+class DraftedRound(_message.Message):
+    """The proposal of a round that the target asked a draft for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ASKED_FIELD_NUMBER: _builtins.int
+    DRAFT_NS_FIELD_NUMBER: _builtins.int
+    WAIT_NS_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """Its tokens. Near the limits of the session fewer are verified."""
+    num_asked: _builtins.int
+    """Tokens that were asked for."""
+    draft_ns: _builtins.int
+    """Nanoseconds that the draft computed."""
+    wait_ns: _builtins.int
+    """Nanoseconds from the verdict before to the proposal."""
+    depth: _builtins.int
+    """Levels of the tree; 0: it was a chain."""
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        num_asked: _builtins.int = ...,
+        draft_ns: _builtins.int = ...,
+        wait_ns: _builtins.int = ...,
+        depth: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "draft_ns", b"draft_ns", "num_asked", b"num_asked", "num_tokens", b"num_tokens", "wait_ns", b"wait_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftedRound: _TypeAlias = DraftedRound  # noqa: Y015
 
 @_typing.final
 class RoundTimings(_message.Message):

@@ -146,13 +146,13 @@ class StepBatcher:
         follow = partial(self._follow, scheduled, may_follow=not self._coalescer.expects(time.perf_counter_ns()))
         try:
             result = await self._run([part for _, part in scheduled], follow, partial(self._pass_on, scheduled))
-            self._observe(scheduled, result)
         except Exception as error:
             logger.error("a step of %d sessions failed", len(scheduled), exc_info=error)
             for session, _ in scheduled:
                 session.crash(_failure(error))
         else:
             self._apply(scheduled, result, Session.finish_step, Session.crash)
+            self._observe(scheduled, result)
 
     def _follow(
         self, scheduled: Sequence[tuple[Session, ScheduledSequence]], result: StepResult, *, may_follow: bool

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from engine.kv_sequence import KVSequence
 from specdec.errors import TandemError, Unavailable
 from specdec.pending_proposals import Path, path_of
-from specdec.types import FinishReason, HiddenStates, PositionLogprobs, Proposal, TargetOpened, Verdict
+from specdec.types import DraftedRound, FinishReason, HiddenStates, PositionLogprobs, Proposal, TargetOpened, Verdict
 from target_service.session.offers import Fate, Offers
 from target_service.session.progress import Progress, State
 from target_service.session.verdict_queue import VerdictQueue
@@ -74,6 +74,10 @@ class Session:
         self.finish_reason: FinishReason | None = None
         self.in_flight = False
         self.num_cached_tokens = step_session.sequence.length
+        #: Called where nothing is asked of the session any more.
+        self.on_idle: Callable[[], None] | None = None
+        #: What the verdict of the round that is asked for tells of its proposal.
+        self.drafted: DraftedRound | None = None
         self._owner = owner
         self._admitted_ns = self._asked_ns = time.perf_counter_ns()
         self._queue_ns = self._admitted_ns - asked_ns
@@ -97,6 +101,20 @@ class Session:
     def committed_len(self) -> int:
         """Committed tokens, the prompt's included."""
         return self._progress.committed_len
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the session waits to be asked for something."""
+        return self._progress.state is State.IDLE and not self.in_flight
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that the session's limits still allow."""
+        return self.step_session.stop_criteria.max_len - self.committed_len
+
+    def committed_token_ids(self, start: int = 0) -> tuple[int, ...]:
+        """The committed tokens from ``start`` on."""
+        return tuple(self.step_session.state.token_ids[start : self.committed_len])
 
     @property
     def opened(self) -> TargetOpened:
@@ -344,6 +362,11 @@ class Session:
             progress.commit(len(token_ids), is_round=part.is_round)
         if self.finish_reason is not None:
             progress.end()
+        queue_ns = max(0, step.started_ns - self._asked_ns)
+        self._next_token_ns = now_ns + (now_ns - self._asked_ns)
+        self._asked_ns = now_ns  # of the next token when multi-step decode
+        drafted, self.drafted = self.drafted, None
+        self._proceed(token_ids)
         states = () if result.hidden_states is None else (result.hidden_states,)
         if states and part.is_prefill:
             self._verdicts.add_states(states[0])
@@ -358,25 +381,30 @@ class Session:
                 finish_reason=result.cut.finish_reason,
                 stop_token_id=result.cut.stop_token_id,
                 logprobs=result.logprobs,
-                timings=replace(step.timings, queue_ns=max(0, step.started_ns - self._asked_ns)),
+                timings=replace(step.timings, queue_ns=queue_ns),
                 hidden_states=states,
                 num_multi_step_left=progress.num_multi_step_left,
+                drafted=drafted if part.is_round else None,
             )
         )
-        self._next_token_ns = now_ns + (now_ns - self._asked_ns)
-        self._asked_ns = now_ns  # of the next token when multi-step decode
+        if not self._may_gather(self._verdicts.gather_until_ns):
+            self._verdicts.wake()
+
+    def _proceed(self, token_ids: tuple[int, ...]) -> None:
+        """Tokens were committed: drop what assumed other ones, and start what fits or ask for more."""
+        offers, progress = self._offers, self._progress
         if self.finish_reason is None:
-            dropped = self._offers.commit(token_ids, progress.committed_len, is_multi_step=progress.is_multi_step)
+            dropped = offers.commit(token_ids, progress.committed_len, is_multi_step=progress.is_multi_step)
         else:
-            dropped = self._offers.clear()
-        if (fitting := self._offers.pending.take()) is not None:
+            dropped = offers.clear()
+        if (fitting := offers.pending.take()) is not None:
             if self.has_round:  # multi-step decode continues
                 dropped += 1
             else:
                 self._start(fitting)
         self._owner.count_superseded(dropped)
-        if not self._may_gather(self._verdicts.gather_until_ns):
-            self._verdicts.wake()
+        if self.is_idle and self.on_idle is not None:
+            self.on_idle()
 
     # --- inside ---
 

@@ -122,6 +122,8 @@ class ServerProcess:
 
     @property
     def address(self):
+        if "--socket" in self.command:
+            return self.command[self.command.index("--socket") + 1]
         return f"127.0.0.1:{self.ready['port']}"
 
 

@@ -14,6 +14,7 @@ from specdec.params import MAX_LOGPROBS, SamplingParams
 from specdec.rules import Rule, SparseRow
 from specdec.types import (
     ELEMENT_BYTES,
+    DraftedRound,
     DraftOpened,
     FinishReason,
     HiddenStates,
@@ -131,8 +132,9 @@ verdicts = st.builds(
     logprobs=logprobs,
     timings=timings,
     hidden_states=st.lists(hidden_states(), max_size=2).map(tuple),
+    drafted=st.none() | st.builds(DraftedRound, uint32, uint32, uint64, uint64, uint32),
 )
-target_openeds = st.builds(TargetOpened, uint32, rules, uint32, logprobs, uint64, uint64)
+target_openeds = st.builds(TargetOpened, uint32, rules, uint32, logprobs, uint64, uint64, st.booleans())
 draft_openeds = st.builds(DraftOpened, uint32, uint32, uint32)
 model_infos = st.builds(
     ModelInfo,

@@ -1,9 +1,9 @@
-"""What a draft service sends over gRPC."""
+"""What a draft service sends."""
 
 import pytest
 
-from gateway.backends.draft import GrpcDraftSession
 from specdec.errors import InvalidRequest
+from specdec.rpc.draft_stream import DraftStream
 from specdec.types import DraftOpened
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import types_pb2 as pb
@@ -27,6 +27,6 @@ class Stream:
 async def test_proposals_whose_parts_do_not_fit(proposal, problem, is_first):
     proposals = [proposal, pb.Proposal()] if is_first else [pb.Proposal(), proposal]
     answer = draft_pb.DraftResponse(proposal=proposals[0], more_proposals=proposals[1:])
-    session = GrpcDraftSession(Stream(answer), DraftOpened(1, 0))
+    session = DraftStream(Stream(answer), DraftOpened(1, 0))
     with pytest.raises(InvalidRequest, match=problem):
         await session.receive()

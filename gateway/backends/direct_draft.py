@@ -1,0 +1,73 @@
+"""A draft's session that a target asks itself, as the gateway sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from specdec.errors import TandemError
+from specdec.types import DraftOpened, HiddenStates, Proposal
+
+
+class DirectDraftSession:
+    """What :meth:`specdec.backends.DraftOpener.open_draft` returns."""
+
+    opened: DraftOpened
+
+    def __init__(self, epoch: int, draft: Callable[[int], None]) -> None:
+        """``epoch``: of the opening. ``draft`` tells the target how many tokens to ask for."""
+        self._epoch = epoch
+        self._draft = draft
+        self._num_draft_tokens = 0
+        self._opening: asyncio.Future[DraftOpened] = asyncio.get_running_loop().create_future()
+        self._loss: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
+
+    async def wait_opened(self) -> None:
+        """Return once the draft is open.
+
+        Raises:
+            TandemError: it cannot be opened.
+            CancelledError: the target's session is over.
+        """
+        await asyncio.wait((self._opening, self._loss), return_when=asyncio.FIRST_COMPLETED)
+        if not self._opening.done():
+            raise self._loss.result()
+        self.opened = self._opening.result()
+
+    async def advance(
+        self,
+        base_len: int,
+        token_ids: Sequence[int],
+        num_draft_tokens: int,
+        num_ahead_proposals: int = 0,
+        hidden_states: Sequence[HiddenStates] = (),
+    ) -> None:
+        """Have the target ask for ``num_draft_tokens`` after each verdict; it knows the tokens."""
+        if num_draft_tokens != self._num_draft_tokens:
+            self._num_draft_tokens = num_draft_tokens
+            self._draft(num_draft_tokens)
+
+    async def receive(self) -> Proposal:
+        """Wait until the draft is lost, and raise why; ``CancelledError`` where the target's session is over."""
+        raise await asyncio.shield(self._loss)
+
+    async def close(self) -> None:
+        """Have the target ask for nothing; it closes the draft's session with its own."""
+        if not self._loss.done():
+            await self.advance(0, (), 0)
+
+    # --- what the target tells ---
+
+    def open(self, opened: DraftOpened) -> None:
+        """A draft is open."""
+        if opened.epoch == self._epoch and not self._opening.done():
+            self._opening.set_result(opened)
+
+    def lose(self, epoch: int, error: TandemError) -> None:
+        """A draft, which was opened with ``epoch``, cannot be asked any more."""
+        if epoch == self._epoch and not self._loss.done():
+            self._loss.set_result(error)
+
+    def end(self) -> None:
+        """The target's session is over."""
+        self._loss.cancel()

@@ -1,0 +1,92 @@
+"""A session on a draft service, over whichever transport: of a gateway, or of a target that asks the draft itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, Self
+
+from specdec import codec, trees
+from specdec.errors import Unavailable
+from specdec.hidden_state_buffer import pieces
+from specdec.rpc.session_stream import MessageStream
+from specdec.types import DraftOpened, HiddenStates, Proposal
+from specdec.v1 import draft_service_pb2 as pb
+
+#: The service, and the path of its method.
+DRAFT_SERVICE: Final = "specdec.v1.DraftService"
+DRAFT_METHOD: Final = f"/{DRAFT_SERVICE}/Draft"
+
+Stream = MessageStream[pb.DraftRequest, pb.DraftResponse]
+
+
+class DraftStream:
+    """One open stream. Implements :class:`specdec.backends.DraftSession`."""
+
+    def __init__(self, stream: Stream, opened: DraftOpened) -> None:
+        self._stream = stream
+        self._arrived: deque[Proposal] = deque()
+        self.opened = opened
+
+    @classmethod
+    async def open(cls, stream: Stream, opening: pb.DraftRequest) -> Self:
+        """Admit and prefill. Where that fails, or is cancelled, the stream is closed."""
+        try:
+            answer = await stream.exchange(opening)
+            if answer.WhichOneof("kind") != "opened":
+                raise Unavailable("the draft answered an opening with something else")
+        except BaseException:
+            await stream.close()
+            raise
+        return cls(stream, codec.decode_draft_opened(answer.opened))
+
+    async def advance(
+        self,
+        base_len: int,
+        token_ids: Sequence[int],
+        num_draft_tokens: int,
+        num_ahead_proposals: int = 0,
+        hidden_states: Sequence[HiddenStates] = (),
+    ) -> None:
+        """Commit tokens and ask for a proposal; returns at once."""
+        self.post_advance(base_len, token_ids, num_draft_tokens, num_ahead_proposals, hidden_states)
+
+    def post_advance(
+        self,
+        base_len: int,
+        token_ids: Sequence[int],
+        num_draft_tokens: int,
+        num_ahead_proposals: int = 0,
+        hidden_states: Sequence[HiddenStates] = (),
+    ) -> None:
+        """What :meth:`advance` does. Hidden states that are too large for its message are sent before it."""
+        states = [codec.encode_hidden_states(piece) for piece in pieces(hidden_states)]
+        for piece in states[:-1]:
+            self._stream.post(pb.DraftRequest(hidden_states=piece))
+        message = pb.Advance(
+            epoch=self.opened.epoch,
+            base_len=base_len,
+            token_ids=token_ids,
+            num_draft_tokens=num_draft_tokens,
+            num_ahead_proposals=num_ahead_proposals,
+            hidden_states=states[-1:],
+        )
+        self._stream.post(pb.DraftRequest(advance=message))
+
+    async def receive(self) -> Proposal:
+        """The next proposal, whose parts fit each other. After a cancelled call the stream is of no more use.
+
+        Raises:
+            InvalidRequest: they do not.
+        """
+        if not self._arrived:
+            answer = await self._stream.receive()
+            for message in (answer.proposal, *answer.more_proposals):
+                proposal = codec.decode_proposal(message)
+                trees.check(len(proposal.token_ids), proposal.parents, len(proposal.q_rows))
+                self._arrived.append(proposal)
+        return self._arrived.popleft()
+
+    async def close(self) -> None:
+        """Release (or park) the cache. Idempotent."""
+        await self._stream.close()
