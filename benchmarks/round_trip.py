@@ -1,7 +1,8 @@
 """Where the time of a round goes: ``python -m benchmarks.round_trip``.
 
 One session drafts k tokens in every round. The round is followed through gateway, draft and target, station by station
-(:mod:`benchmarks.stations`), over frames and over gRPC, beside the same round in one process and bare echos.
+(:mod:`benchmarks.stations`): where the target asks the draft itself, and where the gateway does over frames and over
+gRPC. Beside it: the same round in one process, and bare echos.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.command import run
 from benchmarks.pairs import TARGETS, pair
-from benchmarks.stations import GRPC_ONLY, STATIONS
+from benchmarks.stations import DIRECT, RELAYED, ROUTE, Stations
 from specdec.errors import InternalError
 from specdec.flags import Parser
 from specdec.params import SamplingParams
@@ -36,32 +37,33 @@ if TYPE_CHECKING:
 PROMPT: Final = "def fibonacci(n):\n"
 #: Share of the rounds that must have passed each station once, in order.
 MIN_SHARE: Final = 0.5
-FIRST: Final = next(iter(STATIONS))
+#: All stations, in the order of the table.
+STATIONS: Final = (*RELAYED, *(station for station in DIRECT if station not in RELAYED))
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Medians over the rounds of one transport, in microseconds."""
+    """Medians over the rounds of one route, in microseconds."""
 
-    transport: str
+    route: str
     num_rounds: int
     round_us: float
     #: From the station before to each station; the first one's is from the last one.
     station_us: Mapping[str, float]
 
 
-async def follow(deployment: Deployment, transport: str, seconds: float) -> Rounds:
+async def follow(deployment: Deployment, route: str, seconds: float) -> Rounds:
     """Rounds of one session for so many seconds."""
-    if transport == "one process":
+    if route == "one process":
         from tandem.bench.systems import start_system  # noqa: PLC0415 (torch)
 
         async with start_system("embedded", deployment) as system:
             times = await _stream(system, deployment.gateway.num_speculative_tokens, seconds)
-        return Rounds(transport, len(times), 1e6 * median(times), {})
+        return Rounds(route, len(times), 1e6 * median(times), {})
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
-        times = await _stream_from_processes(deployment, transport, seconds, Path(folder))
-        num_rounds, station_us = durations(_read(Path(folder)))
-    return Rounds(transport, num_rounds, 1e6 * median(times), station_us)
+        times = await _stream_from_processes(deployment, route, seconds, Path(folder))
+        num_rounds, station_us = durations(_read(Path(folder)), DIRECT if route == "direct" else RELAYED)
+    return Rounds(route, num_rounds, 1e6 * median(times), station_us)
 
 
 def _read(folder: Path) -> list[tuple[str, int]]:
@@ -70,7 +72,7 @@ def _read(folder: Path) -> list[tuple[str, int]]:
     return sorted(noted, key=lambda event: event[1])
 
 
-async def _stream_from_processes(deployment: Deployment, transport: str, seconds: float, folder: Path) -> list[float]:
+async def _stream_from_processes(deployment: Deployment, route: str, seconds: float, folder: Path) -> list[float]:
     from specdec.rpc.channel import open_channel  # noqa: PLC0415
     from tandem.bench.systems import GrpcSystem  # noqa: PLC0415
     from tandem.launcher.deployment import services_of  # noqa: PLC0415
@@ -82,7 +84,7 @@ async def _stream_from_processes(deployment: Deployment, transport: str, seconds
             service,
             module="benchmarks.stations",
             arguments=(str(folder / f"{service.name}.json"), service.module, *service.arguments),
-            environment={**service.environment, GRPC_ONLY: "1" if transport == "grpc" else ""},
+            environment={**service.environment, ROUTE: route},
         )
         for service in services_of(free, folder)
     ]
@@ -110,21 +112,22 @@ async def _stream(system: System, k: int, seconds: float) -> list[float]:
     return times
 
 
-def durations(events: Sequence[tuple[str, int]]) -> tuple[int, dict[str, float]]:
+def durations(events: Sequence[tuple[str, int]], stations: Stations) -> tuple[int, dict[str, float]]:
     """How many rounds passed each station once and in order, and the median microseconds to each of their stations.
 
     Raises:
         InternalError: most rounds did not; the stations are not those of the services any more.
     """
-    order = list(STATIONS)
-    begins = [index for index, (station, _) in enumerate(events) if station == FIRST]
+    order = list(stations)
+    first = order[0]
+    begins = [index for index, (station, _) in enumerate(events) if station == first]
     rounds = [events[begin : end + 1] for begin, end in pairwise(begins)]
-    whole = [each for each in rounds if [station for station, _ in each] == [*order, FIRST]]
+    whole = [each for each in rounds if [station for station, _ in each] == [*order, first]]
     if len(whole) < MIN_SHARE * len(rounds) or not whole:
         raise InternalError(f"only {len(whole)} of {len(rounds)} rounds passed the stations in order")
     steps = {
         station: median((each[index][1] - each[index - 1][1]) / 1e3 for each in whole)
-        for index, station in enumerate([*order, FIRST])
+        for index, station in enumerate([*order, first])
         if index
     }
     return len(whole), steps
@@ -132,9 +135,10 @@ def durations(events: Sequence[tuple[str, int]]) -> tuple[int, dict[str, float]]
 
 def table_of(results: Sequence[Rounds]) -> Table:
     """A column for each transport, a row for each station."""
-    table = Table("µs since the station before", *(each.transport for each in results))
-    for station in (*list(STATIONS)[1:], FIRST):
-        table.add_row(station, *(f"{each.station_us[station]:.0f}" if each.station_us else "" for each in results))
+    table = Table("µs since the station before", *(each.route for each in results))
+    for station in STATIONS:
+        found = [each.station_us.get(station) for each in results]
+        table.add_row(station, *("" if us is None else f"{us:.0f}" for us in found))
     table.add_section()
     table.add_row("round, at the client", *(f"{each.round_us:.0f}" for each in results))
     table.add_row("over one process", *(f"{each.round_us / results[-1].round_us:.2f}" for each in results))
@@ -150,7 +154,7 @@ def main() -> int:
     parser = Parser("python -m benchmarks.round_trip", description=__doc__)
     parser.add_argument("--model", choices=TARGETS, default="bundled", help="the target (default: bundled)")
     parser.add_argument("--k", type=int, default=4, help="drafted tokens a round (default: 4)")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each transport (default: 8)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each route (default: 8)")
     parser.add_argument("--echos", type=int, default=2000, help="echos over each transport (default: 2000)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     args = parser.parse_args()
@@ -176,7 +180,7 @@ async def _follow_all(args: argparse.Namespace) -> list[Rounds]:
     with tempfile.TemporaryDirectory() as scratch:
         deployment = pair(args.model, "good", args.k, Path(scratch))
     deployment = replace(deployment, gateway=replace(deployment.gateway, fixed_draft_length=True))
-    return [await follow(deployment, each, args.seconds) for each in ("frames", "grpc", "one process")]
+    return [await follow(deployment, each, args.seconds) for each in ("direct", "frames", "grpc", "one process")]
 
 
 if __name__ == "__main__":

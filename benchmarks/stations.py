@@ -16,25 +16,40 @@ import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-#: Set, the gateway uses gRPC on sockets, too.
-GRPC_ONLY: Final = "TANDEM_BENCHMARK_GRPC_ONLY"
+from specdec.errors import Unavailable
 
-#: Where a round passes, in this order from verdict to verdict: the service, its function, and whether the moment is
-#: that of the call or of its return.
-STATIONS: Final[Mapping[str, tuple[str, str, str]]] = {
-    "gateway: verdict read": ("gateway", "gateway.backends.target:GrpcTargetSession.receive", "return"),
-    "gateway: draft asked": ("gateway", "specdec.rpc.draft_stream:DraftStream.advance", "return"),
+#: How rounds go: "direct", "frames" or "grpc"; with the latter two the gateway asks the draft.
+ROUTE: Final = "TANDEM_BENCHMARK_ROUTE"
+
+#: The service, its function, and whether the moment is that of the call or of its return.
+Stations = Mapping[str, tuple[str, str, str]]
+_STEP: Final[Stations] = {
+    "target: step begins": ("target_service", "target_service.core:run_steps", "call"),
+    "target: step ends": ("target_service", "target_service.core:run_steps", "return"),
+}
+_DRAFT: Final[Stations] = {
     "draft: request read": ("draft_service", "draft_service.session:CoreSession.advance", "call"),
     "draft: drafted": ("draft_service", "draft_service.session:CoreSession.send", "call"),
     "draft: proposal encoded": ("draft_service", "draft_service.servicer:_response", "return"),
+}
+#: Where a round passes, in this order from step to step.
+DIRECT: Final[Stations] = {
+    **_STEP,
+    "target: draft asked": ("target_service", "specdec.rpc.draft_stream:DraftStream.post_advance", "return"),
+    **_DRAFT,
+    "target: proposal read": ("target_service", "target_service.session.session:Session.offer", "call"),
+}
+RELAYED: Final[Stations] = {
+    **_STEP,
+    "target: verdict encoded": ("target_service", "target_service.servicer:_response", "return"),
+    "gateway: verdict read": ("gateway", "gateway.backends.target:GrpcTargetSession.receive", "return"),
+    "gateway: draft asked": ("gateway", "specdec.rpc.draft_stream:DraftStream.post_advance", "return"),
+    **_DRAFT,
     "gateway: proposal read": ("gateway", "specdec.rpc.draft_stream:DraftStream.receive", "return"),
     "gateway: round asked": ("gateway", "gateway.backends.target:GrpcTargetSession.offer", "return"),
     "target: round read": ("target_service", "target_service.session.session:Session.offer", "call"),
-    "target: step begins": ("target_service", "target_service.core:run_steps", "call"),
-    "target: step ends": ("target_service", "target_service.core:run_steps", "return"),
-    "target: verdict encoded": ("target_service", "target_service.servicer:_response", "return"),
 }
 
 _events: list[tuple[str, int]] = []
@@ -42,7 +57,8 @@ _events: list[tuple[str, int]] = []
 
 def watch(module: str) -> None:
     """Wrap the functions of this service's stations."""
-    for station, (service, place, moment) in STATIONS.items():
+    stations = DIRECT if os.environ[ROUTE] == "direct" else RELAYED
+    for station, (service, place, moment) in stations.items():
         if service == module:
             owner_name, _, path = place.partition(":")
             *names, name = path.split(".")
@@ -75,14 +91,21 @@ def _watched(function: Callable[..., Any], station: str, *, at_call: bool) -> Ca
     return awaited if inspect.iscoroutinefunction(function) else called
 
 
+async def _refuse(*_: Any) -> NoReturn:
+    raise Unavailable("the gateway asks the draft")
+
+
 def main() -> None:
     """Run the module, then write what was noted."""
     log, module = Path(sys.argv[1]), sys.argv[2]
     sys.argv = [module, *sys.argv[3:]]
     watch(module)
-    if os.environ.get(GRPC_ONLY):
-        info: Any = import_module("gateway.backends.info")
-        info.has_socket = lambda path: False
+    if module == "gateway" and (route := os.environ[ROUTE]) != "direct":
+        gateway: Any = import_module("gateway.backends.target")
+        gateway.GrpcTargetSession.open_draft = _refuse
+        if route == "grpc":
+            info: Any = import_module("gateway.backends.info")
+            info.has_socket = lambda path: False
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:

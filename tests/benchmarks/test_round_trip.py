@@ -8,39 +8,40 @@ from importlib import import_module
 
 import pytest
 
-from benchmarks.round_trip import FIRST, durations
-from benchmarks.stations import STATIONS
+from benchmarks.round_trip import durations
+from benchmarks.stations import DIRECT, RELAYED
 from specdec.errors import InternalError
 
 
-@pytest.mark.parametrize("place", sorted({place for _, place, _ in STATIONS.values()}))
+@pytest.mark.parametrize("place", sorted({place for _, place, _ in (*DIRECT.values(), *RELAYED.values())}))
 def test_stations_are_functions_of_the_services(place):
     module, _, path = place.partition(":")
     assert callable(functools.reduce(getattr, path.split("."), import_module(module)))
 
 
-def passes(start_us, steps_us):
+def passes(stations, start_us, steps_us):
     """One round: its stations at the times that the steps between them add up to, in nanoseconds."""
-    times = [start_us + sum(steps_us[:index]) for index in range(len(STATIONS))]
-    return [(station, 1000 * at) for station, at in zip(STATIONS, times, strict=True)]
+    times = [start_us + sum(steps_us[:index]) for index in range(len(stations))]
+    return [(station, 1000 * at) for station, at in zip(stations, times, strict=True)]
 
 
-def test_medians_are_between_neighbours_and_rounds_out_of_order_do_not_count():
-    steps = list(range(10, 10 + len(STATIONS)))
+@pytest.mark.parametrize("stations", [DIRECT, RELAYED])
+def test_medians_are_between_neighbours_and_rounds_out_of_order_do_not_count(stations):
+    first, steps = next(iter(stations)), list(range(10, 10 + len(stations)))
     total = sum(steps)
-    events = [event for index in range(5) for event in passes(index * total, steps)]
-    late = passes(5 * total, [1000] * len(steps))
-    events += [late[0], late[2], late[1], *late[3:], (FIRST, 1000 * (5 * total + 99_999))]
-    num_rounds, medians = durations(events)
+    events = [event for index in range(5) for event in passes(stations, index * total, steps)]
+    late = passes(stations, 5 * total, [1000] * len(steps))
+    events += [late[0], late[2], late[1], *late[3:], (first, 1000 * (5 * total + 99_999))]
+    num_rounds, medians = durations(events, stations)
     assert num_rounds == 5
     assert list(medians.values()) == steps
-    assert list(medians)[-1] == FIRST
+    assert list(medians)[-1] == first
 
 
 def test_stations_that_no_round_passes_are_no_result():
-    events = [event for index in range(5) for event in passes(100 * index, [1] * len(STATIONS))]
+    events = [event for index in range(5) for event in passes(DIRECT, 100 * index, [1] * len(DIRECT))]
     with pytest.raises(InternalError, match="0 of 4 rounds"):
-        durations([event for event in events if event[0] != "draft: drafted"])
+        durations([event for event in events if event[0] != "draft: drafted"], DIRECT)
 
 
 @pytest.mark.e2e
@@ -50,9 +51,9 @@ def test_the_whole_command(tmp_path):
     command = [sys.executable, "-m", "benchmarks.round_trip", "--seconds", "1", "--echos", "20"]
     subprocess.run([*command, "--json", str(tmp_path / "out.json")], check=True, capture_output=True, timeout=200)
     result = json.loads((tmp_path / "out.json").read_text())
-    assert [each["transport"] for each in result["rounds"]] == ["frames", "grpc", "one process"]
-    for each in result["rounds"][:2]:
-        assert set(each["station_us"]) == set(STATIONS)
+    assert [each["route"] for each in result["rounds"]] == ["direct", "frames", "grpc", "one process"]
+    for each, stations in zip(result["rounds"], (DIRECT, RELAYED, RELAYED), strict=False):
+        assert set(each["station_us"]) == set(stations)
         # The stations are all of a round, so they add up to it, about: medians do not add up exactly.
         assert 0.5 < sum(each["station_us"].values()) / each["round_us"] < 1.5
     assert all(echo > 0 for echos in result["echos"].values() for echo in echos.values())
