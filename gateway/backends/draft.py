@@ -1,4 +1,4 @@
-"""A draft service behind its gRPC API."""
+"""A draft service as a backend: its sessions are streams of messages, over gRPC or framed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class GrpcDraftSession:
         self._stream.post(pb.DraftRequest(advance=message))
 
     async def receive(self) -> Proposal:
-        """The next proposal, whose parts fit each other. Cancelling the caller ends the stream.
+        """The next proposal, whose parts fit each other. After it is cancelled the session must be closed.
 
         Raises:
             InvalidRequest: they do not.
