@@ -150,8 +150,7 @@ def main() -> int:
     parser.add_argument("--max-sessions", type=int, default=1024)
     parser.add_argument("--socket", help="unix:/path to listen on, as well")
     args = parser.parse_args()
-    most = 2 * args.max_sessions + 64
-    settings = ServerSettings(port=0, socket=args.socket, max_concurrent_rpcs=most, max_connections=most, drain_s=0.0)
+    settings = ServerSettings(port=0, socket=args.socket, max_concurrent_rpcs=2 * args.max_sessions + 64, drain_s=0.0)
     return run(lambda: FakeService(FakeBackends(args.message_tokens, args.pause_ms / 1e3)), settings)
 
 

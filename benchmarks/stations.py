@@ -105,7 +105,7 @@ def main() -> None:
         gateway.GrpcTargetSession.open_draft = _refuse
         if route == "grpc":
             info: Any = import_module("gateway.backends.info")
-            info.has_socket = lambda path: False
+            info.framed_path = lambda address: None
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:

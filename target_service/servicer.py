@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc.aio
 
 from specdec import codec
-from specdec.errors import InvalidRequest, TandemError, quote, status_of, text_of
+from specdec.errors import InvalidRequest, TandemError, Unavailable, quote, status_of, text_of
 from specdec.hidden_state_buffer import pieces
 from specdec.process.cores import usable_cores
 from specdec.rpc.call_span import current_span
 from specdec.rpc.core_service import Context, CoreServicer
 from specdec.rpc.draft_stream import DRAFT_METHOD, DraftStream
-from specdec.rpc.framed.server import framed_path
+from specdec.rpc.framed.address import framed_path
 from specdec.rpc.framed.stream import FramedStream
 from specdec.rpc.stream_writer import StreamWriter
 from specdec.types import DraftOpened, HiddenStates, Proposal, Verdict
@@ -201,9 +201,12 @@ class _Requests:
         async def connect(token_ids: tuple[int, ...]) -> DraftStream:
             opening = message.session
             opening.token_ids.extend(token_ids)
-            stream: FramedStream[draft_pb.DraftRequest, draft_pb.DraftResponse] = await FramedStream.open(
-                path, DRAFT_METHOD, draft_pb.DraftResponse.FromString, tuple(message.trace_headers.items())
-            )
+            try:
+                stream: FramedStream[draft_pb.DraftRequest, draft_pb.DraftResponse] = await FramedStream.open(
+                    path, DRAFT_METHOD, draft_pb.DraftResponse.FromString, tuple(message.trace_headers.items())
+                )
+            except OSError as error:
+                raise Unavailable(f"the socket {path} cannot be reached: {error.strerror or error}") from None
             return await DraftStream.open(stream, draft_pb.DraftRequest(open=opening))
 
         self._draft = DirectDraft(self._session, connect, self, message.timeout_ms / 1e3)

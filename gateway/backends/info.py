@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
+from weakref import WeakSet
 
+import grpc
 import grpc.aio
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec import codec
 from specdec.errors import Unavailable
-from specdec.rpc.framed.server import framed_path, has_socket
+from specdec.rpc.framed.address import framed_path
 from specdec.rpc.framed.stream import FramedStream
 from specdec.rpc.session_stream import MessageStream, SessionStream, call_unary
 from specdec.types import ModelInfo, ServerLoad
@@ -33,6 +36,7 @@ class ModelServer:
         self._channel = channel
         self._service = service
         self._framed_path = framed_path(address)
+        self._framed: WeakSet[FramedStream[Any, Any]] = WeakSet()
         self._get_model_info: Callable[..., Any] = channel.unary_unary(
             f"/{service}/GetModelInfo",
             request_serializer=pb.GetModelInfoRequest.SerializeToString,
@@ -41,6 +45,8 @@ class ModelServer:
 
     async def health(self) -> AsyncGenerator[bool, None]:
         """Whether it serves: now, and whenever that changes. Waits for a server that cannot be reached.
+
+        Framed streams end with a lost connection: nothing else tells of a server that stopped without closing them.
 
         Raises:
             Unavailable: the connection was lost.
@@ -51,17 +57,24 @@ class ModelServer:
             async for answer in call:
                 yield answer.status == health_pb2.HealthCheckResponse.SERVING
         except grpc.aio.AioRpcError as error:
-            raise Unavailable(error.details() or "the connection was lost") from error
+            lost = Unavailable(error.details() or "the connection was lost")
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                for stream in tuple(self._framed):
+                    stream.give_up(lost)
+            raise lost from error
         finally:
             call.cancel()
 
     async def _stream(
         self, name: str, request: type[Q], response: type[R], metadata: Sequence[tuple[str, str]]
     ) -> MessageStream[Q, R]:
-        """Begin a call of the streaming method ``name``: framed where the server is on this machine, else over gRPC."""
+        """Begin a call of the streaming method ``name``: framed where the server listens so, else over gRPC."""
         method = f"/{self._service}/{name}"
-        if self._framed_path is not None and has_socket(self._framed_path):
-            return await FramedStream.open(self._framed_path, method, response.FromString, metadata)
+        if self._framed_path is not None:
+            with suppress(FileNotFoundError, ConnectionRefusedError):  # the name may be left of a killed server
+                stream = await FramedStream.open(self._framed_path, method, response.FromString, metadata)
+                self._framed.add(stream)
+                return stream
         call = self._channel.stream_stream(
             method, request_serializer=request.SerializeToString, response_deserializer=response.FromString
         )

@@ -1,4 +1,4 @@
-"""A target service behind its gRPC API."""
+"""A target service as a backend: its sessions are streams of messages, over gRPC or framed."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from specdec.process.open_files import cap_connections
 from specdec.process.ports import check_port
 from specdec.rpc.certificates import Certificates
 from specdec.rpc.channel import KEEPALIVE_OPTIONS, MESSAGE_OPTIONS, MIN_PING_INTERVAL_MS
-from specdec.rpc.framed.server import FramedServer, Handlers, framed_path, streaming_handlers
+from specdec.rpc.framed.address import framed_path
+from specdec.rpc.framed.server import FramedServer, Handlers, streaming_handlers
 from specdec.rpc.health import HealthServicer
 from specdec.rpc.interceptor import CallInterceptor, CallLimits, EnterCall, enter_anyone
 from specdec.rpc.metadata_limit import limit_metadata
@@ -38,6 +39,8 @@ MAX_IDLE_MS: Final = 300_000
 MAX_PROBES: Final = 256
 PROBE_IDLE_MS: Final = 5_000
 MAX_PROBE_BYTES: Final = 1024
+#: Connections of the framed socket that are no calls: they wait for headers, or to take a status.
+SPARE_CONNECTIONS: Final = 64
 #: Milliseconds a client may take to acknowledge the server's settings. Until then the core lets it send 16 MiB of
 #: headers, which take 45 MB of memory; it cannot acknowledge within them.
 SETTINGS_TIMEOUT_MS: Final = 5_000
@@ -157,8 +160,15 @@ class RpcServer:
             if (path := address.removeprefix("unix:")) != address:
                 os.chmod(path, 0o600)
             if (framed := framed_path(address)) is not None and self._streaming:
-                limit = cap_connections(self.settings.max_connections, num_servers=2)
-                self._framed = FramedServer(framed, self._streaming, self._calls.guard, max_connections=limit)
+                self._framed = FramedServer(
+                    framed,
+                    self._streaming,
+                    self._calls.guard,
+                    max_connections=cap_connections(
+                        self.settings.max_concurrent_rpcs + SPARE_CONNECTIONS, num_servers=2
+                    ),
+                    max_message_bytes=self.settings.max_message_bytes,
+                )
                 await self._framed.start()
         except (RuntimeError, OSError) as error:
             raise InvalidRequest(

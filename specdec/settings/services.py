@@ -85,10 +85,12 @@ class ServerSettings:
     log_level: str = option("info", "least severe messages in the log", choices=LEVELS)
     log_format: str = option("text", "lines of the log on stderr", choices=FORMATS)
     otlp_traces_endpoint: str | None = option(None, ENDPOINT, env=VARIABLES)
-    max_connections: int = option(4096, "connections at once; one more is refused", ge=1)
+    max_connections: int = option(4096, "gRPC connections at once; one more is refused", ge=1)
     max_message_bytes: int = option(64 * 2**20, "bytes of a message", ge=1, flag=False)
     max_receiving: int | None = option(None, "calls whose first message is received at once", ge=1, flag=False)
-    max_concurrent_rpcs: int = option(1024, "streams and calls at once; one more gets RESOURCE_EXHAUSTED", ge=1)
+    max_concurrent_rpcs: int = option(
+        1024, "streams and calls at once, also those of the framed socket; one more gets RESOURCE_EXHAUSTED", ge=1
+    )
     first_message_timeout_s: float = option(10.0, "seconds a call may take to send its first message", gt=0)
     write_timeout_s: float = option(30.0, "seconds a client may take to read a message before its call ends", gt=0)
 

@@ -8,7 +8,7 @@ import pytest
 
 from specdec import codec
 from specdec.errors import InvalidRequest, Unavailable
-from specdec.rpc.framed.server import framed_path
+from specdec.rpc.framed.address import framed_path
 from specdec.rpc.framed.stream import FramedStream
 from specdec.rpc.server import RpcServer
 from specdec.settings import ServerSettings

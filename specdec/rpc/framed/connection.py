@@ -7,6 +7,7 @@ from collections import deque
 from typing import Final, cast
 
 from specdec.errors import InvalidRequest
+from specdec.rpc.channel import MAX_MESSAGE_BYTES
 from specdec.rpc.framed.frame import FrameKind, FrameParser, encode_frame
 
 #: Bytes of messages that wait for the reader; then nothing more is taken from the peer.
@@ -16,15 +17,16 @@ MAX_WAITING_BYTES: Final = 2**20
 class FramedConnection(asyncio.Protocol):
     """The frames of one connection. Subclasses take what is no message, and learn of the end."""
 
-    def __init__(self) -> None:
-        self._parser = FrameParser()
+    def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        """``max_message_bytes``: of a message that the peer sends."""
+        self._parser = FrameParser(max_message_bytes)
         self._messages: deque[bytes] = deque()
         self._num_waiting_bytes = 0
         self._reader: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
         self._is_paused = False
         self._transport: asyncio.Transport | None = None
-        #: Whether nothing more can be sent or received.
+        #: Whether the connection is closed. Messages that came before can still be taken.
         self.is_over = False
 
     # --- for subclasses ---
@@ -38,10 +40,11 @@ class FramedConnection(asyncio.Protocol):
         raise InvalidRequest(f"{kind.name} may not come here")
 
     def on_broken(self, error: InvalidRequest) -> None:
-        """The peer sent what is no frame; the connection ends after it."""
+        """End the connection: the peer sent what is no frame, or may not come. No frame is taken after this."""
+        self.end()
 
     def on_lost(self) -> None:
-        """The connection is closed, by whichever side."""
+        """The connection was closed, by whichever side. Callers that waited go on after this."""
 
     # --- for its user ---
 
@@ -60,7 +63,7 @@ class FramedConnection(asyncio.Protocol):
             await asyncio.shield(self._writable)
 
     async def next_message(self) -> bytes | None:
-        """The next message; None once the connection is over or :meth:`wake` says so. For one caller at a time."""
+        """The next message; None once the connection is over. For one caller at a time."""
         if not self._messages and not self.is_over:
             self._reader = asyncio.get_running_loop().create_future()
             try:
@@ -75,11 +78,6 @@ class FramedConnection(asyncio.Protocol):
             self._is_paused = False
             self._transport.resume_reading()
         return message
-
-    def wake(self) -> None:
-        """Let the caller of :meth:`next_message` look again."""
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
 
     def end(self) -> None:
         """Close the connection once what was sent has left. Idempotent."""
@@ -111,10 +109,9 @@ class FramedConnection(asyncio.Protocol):
                     self.on_frame(kind, content)
         except InvalidRequest as error:
             self.on_broken(error)
-            self.end()
             return
         if self._messages:
-            self.wake()
+            self._wake()
             if self._num_waiting_bytes > MAX_WAITING_BYTES and not self._is_paused and self._transport is not None:
                 self._is_paused = True
                 self._transport.pause_reading()
@@ -133,5 +130,10 @@ class FramedConnection(asyncio.Protocol):
         """Nothing more comes."""
         self.is_over = True
         self.resume_writing()
-        self.wake()
+        self._wake()
         self.on_lost()
+
+    def _wake(self) -> None:
+        """Let the caller of :meth:`next_message` look again."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

@@ -1,8 +1,8 @@
 """The bytes of a framed call.
 
 A frame is the size of its content (uint32, little endian), its kind (uint8) and its content. The client sends HEADERS
-once, then MESSAGEs. The server sends MESSAGEs, then STATUS once. HEADERS and STATUS are JSON. Either side ends the call
-by closing the connection.
+once, then MESSAGEs. The server sends MESSAGEs, then STATUS once. HEADERS and STATUS are JSON. The client closes the
+connection, to end the call or after STATUS. If the server did, a client that writes would lose what it has not read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from enum import IntEnum
 from typing import Any, Final
 
 from specdec.errors import InvalidRequest
-from specdec.rpc.channel import MAX_MESSAGE_BYTES
 
 _PREFIX: Final = struct.Struct("<IB")
 #: Bytes of HEADERS and of STATUS at most.
@@ -44,7 +43,8 @@ def encode_json(kind: FrameKind, **fields: Any) -> bytes:
 class FrameParser:
     """Cuts what arrives into frames. What is missing of a frame is waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_message_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[FrameKind, bytes]]:
@@ -55,25 +55,24 @@ class FrameParser:
         """
         self._rest += data
         frames, begin = [], 0
-        rest = self._rest
-        while len(rest) - begin >= _PREFIX.size:
-            size, number = _PREFIX.unpack_from(rest, begin)
-            kind = _kind_of(number, size)
-            end = begin + _PREFIX.size + size
-            if end > len(rest):
-                break
-            frames.append((kind, bytes(rest[begin + _PREFIX.size : end])))
-            begin = end
-        del rest[:begin]
+        with memoryview(self._rest) as rest:
+            while len(rest) - begin >= _PREFIX.size:
+                size, number = _PREFIX.unpack_from(rest, begin)
+                kind = self._kind_of(number, size)
+                end = begin + _PREFIX.size + size
+                if end > len(rest):
+                    break
+                frames.append((kind, bytes(rest[begin + _PREFIX.size : end])))
+                begin = end
+        del self._rest[:begin]
         return frames
 
-
-def _kind_of(number: int, size: int) -> FrameKind:
-    try:
-        kind = FrameKind(number)
-    except ValueError:
-        raise InvalidRequest(f"a frame of the unknown kind {number} came; use one version of Tandem") from None
-    limit = MAX_MESSAGE_BYTES if kind is FrameKind.MESSAGE else MAX_HEADER_BYTES
-    if size > limit:
-        raise InvalidRequest(f"a {kind.name} of {size} bytes is above the limit of {limit}; send less")
-    return kind
+    def _kind_of(self, number: int, size: int) -> FrameKind:
+        try:
+            kind = FrameKind(number)
+        except ValueError:
+            raise InvalidRequest(f"a frame of the unknown kind {number} came; use one version of Tandem") from None
+        limit = self._max_message_bytes if kind is FrameKind.MESSAGE else MAX_HEADER_BYTES
+        if size > limit:
+            raise InvalidRequest(f"a {kind.name} of {size} bytes is above the limit of {limit}; send less")
+        return kind

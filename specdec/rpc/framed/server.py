@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import stat
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Final, NoReturn
@@ -16,16 +17,14 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from specdec.errors import InvalidRequest, Overloaded
-from specdec.rpc.call import STATUS_S, Call
+from specdec.rpc.call import Call
 from specdec.rpc.framed.connection import FramedConnection
 from specdec.rpc.framed.frame import FrameKind, Metadata, encode_json
 
 logger = logging.getLogger(__name__)
 
-#: What the socket's name adds to that of the gRPC socket.
-SUFFIX: Final = ".framed"
-#: Seconds that a new connection gets for its headers.
-HEADERS_TIMEOUT_S: Final = 10.0
+#: Seconds that a client has for its headers, and to take the status and close; more than its event loop is ever busy.
+CLIENT_TIMEOUT_S: Final = 10.0
 #: Connections that wait to be accepted.
 _BACKLOG: Final = 1024
 
@@ -33,16 +32,6 @@ _BACKLOG: Final = 1024
 Handlers = dict[str, Any]
 #: See ``CallInterceptor.guard``.
 Guard = Callable[[Any, str], AbstractAsyncContextManager[Call]]
-
-
-def framed_path(address: str) -> str | None:
-    """The path of the framed socket beside the gRPC socket ``unix:/path``; None at other kinds of addresses."""
-    return address.removeprefix("unix:") + SUFFIX if address.startswith("unix:/") else None
-
-
-def has_socket(path: str) -> bool:
-    """Whether a server listens there, or did until it was killed."""
-    return os.path.exists(path)
 
 
 def streaming_handlers(add_to_server: Callable[[Any, Any], None], servicer: object) -> Handlers:
@@ -69,11 +58,14 @@ class _Methods:
 class FramedServer:
     """Listens on a socket; each connection is one bidirectional call, served as the gRPC server would serve it."""
 
-    def __init__(self, path: str, handlers: Handlers, guard: Guard, *, max_connections: int) -> None:
+    def __init__(
+        self, path: str, handlers: Handlers, guard: Guard, *, max_connections: int, max_message_bytes: int
+    ) -> None:
         """``guard`` counts and limits a call, and makes statuses of its errors."""
         self.path = path
         self.handlers = handlers
         self.guard = guard
+        self.max_message_bytes = max_message_bytes
         self._max_connections = max_connections
         self._contexts: set[FramedContext] = set()
         self._server: asyncio.Server | None = None
@@ -87,7 +79,8 @@ class FramedServer:
         bound = socket.socket(socket.AF_UNIX)
         try:
             with suppress(FileNotFoundError):
-                os.unlink(self.path)  # of a server that was killed
+                if stat.S_ISSOCK(os.lstat(self.path).st_mode):  # of a server that was killed
+                    os.unlink(self.path)
             bound.bind(self.path)
             os.chmod(self.path, 0o600)
             loop = asyncio.get_running_loop()
@@ -126,12 +119,13 @@ class FramedContext(FramedConnection):
     """One call: what its handler uses of a ``grpc.aio.ServicerContext``."""
 
     def __init__(self, server: FramedServer) -> None:
-        super().__init__()
+        super().__init__(server.max_message_bytes)
         self._server = server
         self._metadata: Metadata = ()
         self._handler: Any = None
         self._task: asyncio.Task[None] | None = None
         self._late: asyncio.TimerHandle | None = None
+        self._has_status = False
 
     # --- what handlers and the interceptor use ---
 
@@ -174,21 +168,26 @@ class FramedContext(FramedConnection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Wait for the headers."""
         super().connection_made(transport)
-        self._late = asyncio.get_running_loop().call_later(HEADERS_TIMEOUT_S, self.end)
+        self._wait_for_client()
         try:
             self._server.joined(self)
         except Overloaded as error:
             self._end_with("RESOURCE_EXHAUSTED", str(error))
 
+    def data_received(self, data: bytes) -> None:
+        """Bytes came; none counts after the status."""
+        if not self._has_status:
+            super().data_received(data)
+
     def on_frame(self, kind: FrameKind, content: bytes) -> None:
         """The headers: begin the call."""
-        if kind is not FrameKind.HEADERS or self._handler is not None:
+        if kind is not FrameKind.HEADERS or self._handler is not None or self._has_status:
             super().on_frame(kind, content)
         try:
             headers = json.loads(content)
             method, metadata = headers["method"], tuple((str(key), str(value)) for key, value in headers["metadata"])
             handler = self._server.handlers.get(method)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise InvalidRequest("the headers of a framed call cannot be read; use one version of Tandem") from None
         if handler is None:
             self._end_with("UNIMPLEMENTED", f"{method!r} is no streaming method of this server")
@@ -200,15 +199,13 @@ class FramedContext(FramedConnection):
     def on_broken(self, error: InvalidRequest) -> None:
         """Say so, and end what runs."""
         self._end_with("INVALID_ARGUMENT", str(error))
-        if self._task is not None:
-            self._task.cancel()
+        self._cancel()
 
     def on_lost(self) -> None:
         """The client is gone."""
         self._server.left(self)
         self._drop_timer()
-        if self._task is not None:
-            self._task.cancel()
+        self._cancel()
 
     async def _serve(self, method: str, handler: Any) -> None:
         try:
@@ -218,15 +215,27 @@ class FramedContext(FramedConnection):
         except grpc.aio.AbortError:
             pass  # the status was sent
         except asyncio.CancelledError:
-            if not self.is_over:  # as gRPC ends a call whose handler is cancelled
-                self._end_with("CANCELLED", "the call was cancelled")
+            self._end_with("CANCELLED", "the call was cancelled")  # as gRPC ends a call whose handler is cancelled
         finally:
-            self.end()
+            if not self._has_status:
+                self.end()
+
+    def _cancel(self) -> None:
+        """Cancel the handler once: a second time would interrupt what it releases."""
+        if self._task is not None and not self._task.cancelling():
+            self._task.cancel()
 
     def _end_with(self, code: str, text: str, metadata: Metadata = ()) -> None:
-        self.write_frame(encode_json(FrameKind.STATUS, code=code, text=text, metadata=[*metadata]))
-        self.end()
-        asyncio.get_running_loop().call_later(STATUS_S, self.abort_connection)
+        """Send the first status; the client closes the connection, see ``frame.py``."""
+        if not self._has_status and not self.is_over:
+            self._has_status = True
+            self.write_frame(encode_json(FrameKind.STATUS, code=code, text=text, metadata=[*metadata]))
+            self._wait_for_client()
+
+    def _wait_for_client(self) -> None:
+        """Close the connection unless the client does its part in time."""
+        self._drop_timer()
+        self._late = asyncio.get_running_loop().call_later(CLIENT_TIMEOUT_S, self.abort_connection)
 
     def _drop_timer(self) -> None:
         if self._late is not None:

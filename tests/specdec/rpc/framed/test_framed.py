@@ -5,18 +5,25 @@ import json
 import os
 import socket
 import struct
+import tempfile
+import time
 from contextlib import asynccontextmanager
 
 import pytest
 
 from specdec import errors
+from specdec.rpc import server as rpc_server
+from specdec.rpc.channel import open_channel
 from specdec.rpc.framed import connection as connection_module
 from specdec.rpc.framed import server as server_module
+from specdec.rpc.framed.address import MAX_PATH_BYTES, framed_path
 from specdec.rpc.framed.frame import FrameKind, encode_frame, encode_json
-from specdec.rpc.framed.server import framed_path, has_socket
 from specdec.rpc.framed.stream import FramedStream
+from specdec.rpc.session_stream import SessionStream
 from specdec.v1 import target_service_pb2 as target_pb
+from specdec.v1 import target_service_pb2_grpc as target_grpc
 from tests.specdec.rpc.echo import NAME, Echo, open_message, round_message, serving
+from tests.specdec.rpc.framed.other_process import served_elsewhere
 from tests.until import until
 
 VERIFY = f"/{NAME}/Verify"
@@ -38,18 +45,43 @@ async def opened(path, method=VERIFY, metadata=()):
 
 
 async def raw_answer(path, *frames):
-    """The status that bytes of our own are answered with, once the server has closed the connection."""
+    """The status that bytes of our own are answered with."""
     reader, writer = await asyncio.open_unix_connection(path)
     try:
         for frame in frames:
             writer.write(frame)
-        async with asyncio.timeout(10):
-            content = await reader.read()
+        return await next_status(reader)
     finally:
         writer.close()
-    size, kind = struct.unpack_from("<IB", content)
-    assert (size, kind) == (len(content) - 5, FrameKind.STATUS)
-    return json.loads(content[5:])
+
+
+async def next_status(reader):
+    async with asyncio.timeout(10):
+        size, kind = struct.unpack("<IB", await reader.readexactly(5))
+        assert kind == FrameKind.STATUS
+        return json.loads(await reader.readexactly(size))
+
+
+@asynccontextmanager
+async def answering(folder, answer):
+    """The path of a server that sends these bytes to every client, and reads nothing."""
+    transports = []
+
+    class Server(asyncio.Protocol):
+        def connection_made(self, transport):
+            transports.append(transport)
+            transport.pause_reading()
+            transport.write(answer)
+
+    path = f"{folder}/fake"
+    server = await asyncio.get_running_loop().create_unix_server(Server, path)
+    try:
+        yield path
+    finally:
+        server.close()
+        for transport in transports:
+            transport.abort()
+        await asyncio.sleep(0)
 
 
 async def test_messages_on_one_stream(tmp_path):
@@ -66,8 +98,7 @@ async def test_messages_on_one_stream(tmp_path):
 async def test_only_its_user_may_connect_and_the_name_goes_with_the_server(tmp_path):
     async with framed(tmp_path) as (_, path):
         assert os.stat(path).st_mode & 0o777 == 0o600
-    assert not has_socket(path)
-    with pytest.raises(errors.Unavailable, match="cannot be reached"):
+    with pytest.raises(FileNotFoundError):
         await FramedStream.open(path, VERIFY, target_pb.VerifyResponse.FromString)
 
 
@@ -75,8 +106,35 @@ async def test_the_name_that_a_killed_server_left_is_taken(tmp_path):
     path = framed_path(f"unix:{tmp_path}/s")
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(path)
+    with pytest.raises(ConnectionRefusedError):
+        await FramedStream.open(path, VERIFY, target_pb.VerifyResponse.FromString)
     async with framed(tmp_path) as (_, path), opened(path) as stream:
         assert (await stream.exchange(open_message())).opened.epoch == 1
+
+
+async def test_a_file_at_the_name_is_kept(tmp_path):
+    path = tmp_path / "s.framed"
+    path.write_text("a file of somebody")
+    with pytest.raises(errors.InvalidRequest, match="name is taken"):
+        async with framed(tmp_path):
+            pass
+    assert path.read_text() == "a file of somebody"
+
+
+@pytest.mark.parametrize("num_bytes", [MAX_PATH_BYTES - 7, MAX_PATH_BYTES - 6, MAX_PATH_BYTES])
+async def test_a_path_that_is_too_long_for_the_framed_socket_serves_grpc(num_bytes):
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"unix:{folder}/".ljust(num_bytes + len("unix:"), "s")
+        path = framed_path(address)
+        assert (path is None) == (num_bytes > MAX_PATH_BYTES - 7)
+        async with serving(socket=address), open_channel(address) as channel:
+            stub = target_grpc.TargetServiceStub(channel)
+            stream = SessionStream(stub.Verify)
+            assert (await stream.exchange(open_message())).opened.epoch == 1
+            await stream.close()
+            if path is not None:
+                async with opened(path) as stream:
+                    assert (await stream.exchange(open_message())).opened.epoch == 1
 
 
 @pytest.mark.parametrize(
@@ -153,9 +211,117 @@ async def test_a_draining_server_refuses_new_calls_and_lets_open_ones_end(tmp_pa
         assert await draining
 
 
-async def test_too_many_calls_and_connections_are_refused(tmp_path):
-    settings = {"max_concurrent_rpcs": 2, "max_connections": 3}
-    async with framed(tmp_path, **settings) as (_, path), opened(path) as one, opened(path) as two:
+async def test_a_status_reaches_a_client_that_still_writes(tmp_path):
+    with served_elsewhere(tmp_path, max_concurrent_rpcs=1) as path:
+        async with opened(path) as stream:
+            assert (await stream.exchange(open_message())).opened.epoch == 1
+            for _ in range(3):
+                async with opened(path) as refused:
+                    time.sleep(0.1)  # noqa: ASYNC251 (encodes a long prompt; the server refuses the call meanwhile)
+                    with pytest.raises(errors.Overloaded, match="1 calls are open") as rebuilt:
+                        await refused.exchange(open_message())
+                    assert rebuilt.value.retry_after_s
+            stream.write_message(b"\xff")
+            time.sleep(0.1)  # noqa: ASYNC251
+            stream.post(round_message(1))
+            with pytest.raises(errors.InvalidRequest, match="cannot be decoded"):
+                await stream.receive()
+
+
+async def test_a_client_that_does_not_take_its_status_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "CLIENT_TIMEOUT_S", 0.2)
+    async with framed(tmp_path, max_concurrent_rpcs=1) as (_, path), opened(path) as one:
+        await one.exchange(open_message())
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(encode_json(FrameKind.HEADERS, method=VERIFY, metadata=[]))
+        assert (await next_status(reader))["code"] == "RESOURCE_EXHAUSTED"
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_call_ends_with_one_status_and_its_handler_releases_all(tmp_path):
+    class Slow(Echo):
+        async def Verify(self, request_iterator, context):
+            try:
+                await context.read()
+                await asyncio.Event().wait()
+            finally:
+                self.leaving = True
+                await self.released.wait()
+                self.ended.append("all is released")
+
+    echo = Slow()
+    echo.leaving = False
+    async with framed(tmp_path, echo) as (server, path):
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(encode_json(FrameKind.HEADERS, method=VERIFY, metadata=[]) + encode_frame(FrameKind.MESSAGE, b""))
+        await until(lambda: server.num_active_calls == 1)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n" * 2)
+        assert (await next_status(reader))["code"] == "INVALID_ARGUMENT"
+        await until(lambda: echo.leaving)
+        writer.write(b"and more of it")
+        other = await raw_answer(path, encode_frame(FrameKind.HEADERS, b"{"))  # the server has read both by now
+        assert other["code"] == "INVALID_ARGUMENT"
+        writer.write_eof()
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""  # no second status
+        writer.close()
+        echo.released.set()
+        await until(lambda: not server.num_active_calls)
+        assert echo.ended == ["all is released"]
+
+
+async def test_closing_does_not_wait_for_a_server_that_does_not_read(tmp_path):
+    async with answering(tmp_path, b"") as path, opened(path) as stream:
+        stream.post(open_message("s" * 8 * 2**20))
+        await stream.close()
+        async with asyncio.timeout(10):
+            with pytest.raises(errors.Unavailable, match="stream is over"):
+                await stream.receive()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"code": "OK"',
+        b'{"code": "INTERNAL", "text": "x"}',
+        b'{"code": "INTERNAL", "text": "x", "metadata": 5}',
+        b'{"code": "INVALID_ARGUMENT", "text": "x", "metadata": [["tandem-param", 5]]}',
+        b'{"code": "RESOURCE_EXHAUSTED", "text": "x", "metadata": [["tandem-retry-after-s", "soon"]]}',
+        b"[" * 60_000,
+        b"\xff",
+    ],
+)
+async def test_a_status_that_cannot_be_read_is_unavailable(tmp_path, content):
+    async with answering(tmp_path, encode_frame(FrameKind.STATUS, content)) as path, opened(path) as stream:
+        async with asyncio.timeout(10):
+            with pytest.raises(errors.Unavailable, match="cannot be decoded: its status"):
+                await stream.receive()
+
+
+async def test_a_stream_that_is_given_up_says_why(tmp_path):
+    async with answering(tmp_path, b"") as path, opened(path) as stream:
+        read = asyncio.create_task(stream.receive())
+        await asyncio.sleep(0)
+        stream.give_up(errors.Unavailable("the health watch was lost"))
+        async with asyncio.timeout(10):
+            with pytest.raises(errors.Unavailable, match="health watch"):
+                await read
+
+
+async def test_sessions_are_limited_as_calls_and_not_as_connections_of_the_port(tmp_path):
+    async with framed(tmp_path, max_connections=1) as (_, path), opened(path) as one, opened(path) as two:
+        for stream in (one, two):
+            assert (await stream.exchange(open_message())).opened.epoch == 1
+
+
+async def test_too_many_calls_and_connections_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(rpc_server, "SPARE_CONNECTIONS", 1)
+    async with framed(tmp_path, max_concurrent_rpcs=2) as (_, path), opened(path) as one, opened(path) as two:
         await one.exchange(open_message())
         await two.exchange(open_message())
         async with opened(path) as three:
@@ -180,12 +346,20 @@ async def test_messages_above_the_limit_are_refused_on_both_sides(tmp_path):
     assert "above the limit of 67108864" in status["text"]
 
 
+async def test_a_server_may_have_a_lower_limit_of_messages(tmp_path):
+    async with framed(tmp_path, max_message_bytes=1000) as (_, path), opened(path) as stream:
+        assert (await stream.exchange(open_message("s" * 900))).opened.epoch == 1
+        with pytest.raises(errors.InvalidRequest, match="above the limit of 1000"):
+            await stream.exchange(open_message("s" * 1000))
+
+
 @pytest.mark.parametrize(
     ("frames", "code"),
     [
         ([encode_json(FrameKind.HEADERS, method="/no.Such/Method", metadata=[])], "UNIMPLEMENTED"),
         ([encode_json(FrameKind.HEADERS, method=f"/{NAME}/GetModelInfo", metadata=[])], "UNIMPLEMENTED"),
         ([encode_frame(FrameKind.HEADERS, b"{")], "INVALID_ARGUMENT"),
+        ([encode_frame(FrameKind.HEADERS, b"[" * 60_000)], "INVALID_ARGUMENT"),
         ([encode_json(FrameKind.HEADERS, method=VERIFY)], "INVALID_ARGUMENT"),
         ([encode_json(FrameKind.HEADERS, method=[], metadata=[])], "INVALID_ARGUMENT"),
         ([encode_json(FrameKind.STATUS, code="OK")], "INVALID_ARGUMENT"),
@@ -222,7 +396,7 @@ async def test_frames_may_come_in_any_pieces(tmp_path):
 
 
 async def test_connections_without_headers_and_calls_without_a_message_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "HEADERS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server_module, "CLIENT_TIMEOUT_S", 0.2)
     async with framed(tmp_path, first_message_timeout_s=0.3) as (server, path):
         reader, writer = await asyncio.open_unix_connection(path)
         async with asyncio.timeout(10):
