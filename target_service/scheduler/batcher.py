@@ -11,7 +11,6 @@ from typing import TypeAlias
 
 from specdec.errors import InternalError, TandemError
 from specdec.process.tasks import failing
-from specdec.scheduling.costs import StepCost
 from target_service.scheduler.composition import prefill_room, share_prefill, take_rounds
 from target_service.scheduler.round_coalescer import RoundCoalescer
 from target_service.session.session import Session
@@ -46,7 +45,6 @@ class StepBatcher:
         """
         self._run = run
         self._max_tokens = max_num_batched_tokens
-        self._step_cost = StepCost()
         self._coalescer = RoundCoalescer()
         #: In order of arrival; a dict because a session may call twice.
         self._ready: dict[Session, None] = {}
@@ -91,14 +89,12 @@ class StepBatcher:
                 await self._wake.wait()
 
     async def _wait_for_rounds(self) -> None:
-        """Wait for rounds that are about to arrive, where one step with them is faster than two without."""
+        """Wait for rounds that are about to arrive, where that has been faster."""
         while self._ready and not self._closed:
-            tokens = [session.num_round_tokens for session in self._ready]
-            now_ns = time.perf_counter_ns()
-            if not all(tokens):
+            if not all(session.num_round_tokens for session in self._ready):
                 return  # prompts do not wait
-            context = sum(session.step_session.sequence.length for session in self._ready) / len(tokens)
-            until_ns = self._coalescer.wait_until(sum(tokens), len(tokens), now_ns, partial(self._step_ns, context))
+            now_ns = time.perf_counter_ns()
+            until_ns = self._coalescer.wait_until(now_ns)
             if until_ns <= now_ns:
                 return
             self._wake.clear()
@@ -107,10 +103,6 @@ class StepBatcher:
                     await self._wake.wait()
             except TimeoutError:
                 return
-
-    def _step_ns(self, context: float, num_tokens: int, num_sessions: int) -> float:
-        """Expected nanoseconds of a step of rounds; ``context``: mean cache entries of a session."""
-        return self._step_cost.predict(num_tokens, num_sessions, context * num_sessions)
 
     def _schedule(self) -> list[tuple[Session, ScheduledSequence]]:
         """Choose what the next step feeds, now in flight. Sessions that were not served in full stay ready."""
@@ -142,6 +134,7 @@ class StepBatcher:
     async def _step(self, scheduled: Sequence[tuple[Session, ScheduledSequence]]) -> None:
         """Run a step, and those that follow it. If one fails, its sessions are lost; all others live on."""
         self.num_steps += 1
+        self._coalescer.step_begins()
         self.num_multi_step = sum(part.is_multi_step for _, part in scheduled)
         follow = partial(self._follow, scheduled, may_follow=not self._coalescer.expects(time.perf_counter_ns()))
         try:
@@ -189,15 +182,18 @@ class StepBatcher:
                 fail(session, _failure(error))
 
     def _observe(self, scheduled: Sequence[tuple[Session, ScheduledSequence]], result: StepResult) -> None:
-        """Learn the step's cost, and which sessions should return with another round."""
+        """Learn which sessions should return with another round."""
         timings = result.timings
         spent_ns = timings.forward_ns + timings.verify_ns
         self.busy_ns += spent_ns
-        self._step_cost.observe(timings.batch_rows, timings.batch_sessions, timings.batch_context, spent_ns)
+        ended_ns, num_rounds, num_tokens = result.started_ns + spent_ns, 0, 0
         for (session, part), outcome in zip(scheduled, result.parts, strict=True):
+            num_tokens += len(outcome.cut.token_ids)
             is_over = outcome.error is not None or outcome.cut.finish_reason is not None
+            num_rounds += bool(part.proposed_token_ids)
             if part.proposed_token_ids and not is_over and session not in self._ready:
-                self._coalescer.left(session, len(part.token_ids), result.started_ns + spent_ns)
+                self._coalescer.left(session, ended_ns)
+        self._coalescer.step_ended(num_rounds, num_tokens, ended_ns)
 
 
 def _failure(error: Exception) -> TandemError:

@@ -136,6 +136,7 @@ class Simulation:
 
     def close(self, client: Client) -> None:
         client.closed = True
+        self.coalescer.forget(client)
         client.pace.leave()
         if client in self.ready:
             self.ready.remove(client)
@@ -186,12 +187,13 @@ class Simulation:
     def step(self) -> None:
         if self.running or not self.ready:
             return
-        rows, now_ns = sum(client.k + 1 for client in self.ready), int(self.now * MS)
-        until_ns = self.coalescer.wait_until(rows, len(self.ready), now_ns, self.step_ns)
+        now_ns = int(self.now * MS)
+        until_ns = self.coalescer.wait_until(now_ns)
         if until_ns > now_ns:
             self.at((until_ns + 1000) / MS, self.step)
             return
         self.running = True
+        self.coalescer.step_begins()
         batch, self.ready = self.ready, []
         rows = sum(client.k + 1 for client in batch)
         self.num_steps += 1
@@ -210,15 +212,14 @@ class Simulation:
         begun = self.now
         self.at(self.now + cost, lambda: self.finish_step(batch, timings, begun))
 
-    def step_ns(self, rows: int, sessions: int) -> float:
-        """What the target has learned of its steps, taken for exact here."""
-        return self.world.step(rows, sessions) * MS
-
     def finish_step(self, batch: list[Client], timings: RoundTimings, begun: float) -> None:
         self.running = False
+        num_rounds, num_left = sum(client.k > 0 for client in batch), sum(client.remaining for client in batch)
         for client in batch:
             if not client.closed:
                 self.commit(client, timings, begun)
+        num_tokens = num_left - sum(client.remaining for client in batch)
+        self.coalescer.step_ended(num_rounds, num_tokens, int(self.now * MS))
         self.at(self.now + 0.05, self.step)
 
     def commit(self, client: Client, timings: RoundTimings, begun: float) -> None:
@@ -233,7 +234,7 @@ class Simulation:
         verdict = Verdict(1, 1, (1,) * tokens, accepted, client.k, timings=replace(timings, queue_ns=max(queue_ns, 0)))
         asked, continues = client.k, False
         if asked and client.remaining:
-            self.coalescer.left(client, asked + 1, int(self.now * MS))
+            self.coalescer.left(client, int(self.now * MS))
         if not asked:
             client.multi_step -= 1
             client.unseen += 1
