@@ -18,11 +18,13 @@ import grpc
 import grpc.aio
 import uvloop
 
+from specdec.errors import InternalError
 from specdec.rpc.framed.connection import FramedConnection
 
 #: Bytes of a message: those of a round of four drafted tokens, about.
 MESSAGE: Final = b"x" * 60
 WARM_UP: Final = 200
+START_TIMEOUT_S: Final = 60.0
 METHOD: Final = "/echo/Echo"
 
 _spawn = multiprocessing.get_context("spawn")
@@ -35,7 +37,8 @@ def measure(folder: Path, count: int) -> dict[str, float]:
         path, ready = str(folder / name.replace(" ", "-")), _spawn.Event()
         server = _spawn.Process(target=serve, args=(path, ready), daemon=True)
         server.start()
-        ready.wait()
+        if not ready.wait(START_TIMEOUT_S):
+            raise InternalError(f"the echo server of {name} did not start within {START_TIMEOUT_S:g} s")
         medians[name] = 1e6 * median(ask(path, count + WARM_UP)[WARM_UP:])
         server.kill()
         server.join()
@@ -62,10 +65,13 @@ def _spin() -> None:
 
 
 class _Echo(FramedConnection):
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        while self._messages:
-            self.write_message(self._messages.popleft())
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._task = asyncio.get_running_loop().create_task(self._echo())
+
+    async def _echo(self) -> None:
+        while (message := await self.next_message()) is not None:
+            self.write_message(message)
 
 
 def _serve_frames(path: str, ready: Event) -> None:
@@ -86,6 +92,8 @@ def _ask_frames(path: str, count: int) -> list[float]:
             connection.write_message(MESSAGE)
             await connection.next_message()
             times.append(time.perf_counter() - began)
+        connection.abort_connection()
+        await connection.next_message()  # once it is closed
         return times
 
     return uvloop.run(ask())

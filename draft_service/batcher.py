@@ -11,13 +11,14 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Final, Generic
 
 from draft_service.draft_ahead import DraftAhead
 from draft_service.draft_request import DraftRequest, InflightBatch
 from draft_service.drafters.base import Draft, Drafter, DraftJob, S
 from specdec.errors import InternalError, Unavailable
-from specdec.process.tasks import failing
+from specdec.process.tasks import call_each, failing
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +116,8 @@ class DraftBatcher(Generic[S]):
     def _end(self, error: InternalError) -> None:
         """Fail what is queued, and what will be."""
         self._failure = error
-        for request in self._queue:
-            request.resolve(error)
         self._fail(error)
+        call_each([partial(request.resolve, error) for request in self._queue])
 
     def _next_batch(self) -> list[tuple[DraftRequest[S], DraftJob[S]]]:
         """The next batch: drafts that are ready, then chunks of prompts in the rows that are left for them."""

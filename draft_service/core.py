@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, Final, Self
 
 from draft_service.ahead.scheduler import AheadScheduler
@@ -12,6 +13,7 @@ from draft_service.drafters.base import Drafter, DraftState
 from draft_service.drafters.registry import load_drafter
 from draft_service.session import CoreSession, check_tokens
 from specdec.errors import InternalError, InvalidRequest, Unavailable
+from specdec.process.tasks import call_each
 from specdec.scheduling.admission import Admission
 from specdec.settings import DraftSettings, SchedulerSettings
 from specdec.tree_shape import TreeShape
@@ -74,6 +76,7 @@ class DraftCore:
             Overloaded: no place or memory, now and within the next moment.
             InvalidRequest: the tokens or parameters do not fit the model.
             Unavailable: the service is shutting down.
+            InternalError: an unexpected error has ended it.
         """
         self._check(spec)
         state = await self._admission.admit(lambda: self._reserve(spec), client=spec.client)
@@ -135,14 +138,14 @@ class DraftCore:
     def _fail(self, error: InternalError) -> None:
         """Nothing is drafted any more: end every session, and open no new ones."""
         self.failure = error
-        self.drain()
-        for session in self._sessions:
-            session.fail(error)
         self.failed.set()
+        self._draining = True
+        self._admission.refuse(error)
+        call_each([partial(session.fail, error) for session in self._sessions])
 
     def _check(self, spec: SessionSpec) -> None:
         if self._draining:
-            raise _shutting_down()
+            raise self.failure or _shutting_down()
         if not 1 <= spec.prompt_len <= len(spec.token_ids):
             raise InvalidRequest(
                 f"prompt_len is {spec.prompt_len}, outside [1, {len(spec.token_ids)}], the number of token_ids",

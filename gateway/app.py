@@ -38,6 +38,7 @@ from specdec.process.open_files import cap_connections
 from specdec.process.ports import bind
 from specdec.process.tasks import log_failure
 from specdec.rpc.certificates import Certificates
+from specdec.rpc.framed.address import framed_path
 from specdec.rpc.server import RpcServer
 from specdec.settings import GatewaySettings, ServerSettings
 from specdec.settings.listening import TlsFiles
@@ -207,8 +208,15 @@ class _Uvicorn(uvicorn.Server):
         return nullcontext()
 
 
+def _max_connections(settings: GatewaySettings) -> int:
+    """Of REST and of gRPC each. A session over a framed socket is a connection, too."""
+    num_framed = sum(any(map(framed_path, addresses)) for addresses in (settings.targets, settings.drafts))
+    num_files = num_framed * settings.max_concurrent_sequences
+    return cap_connections(settings.max_connections, num_servers=2, num_other_files=num_files)
+
+
 def _rest_server(settings: GatewaySettings, generation: Generation, keys: KeyRing) -> _Uvicorn:
-    connections = Connections(settings, max_connections=cap_connections(settings.max_connections, num_servers=2))
+    connections = Connections(settings, max_connections=_max_connections(settings))
     return _Uvicorn(
         uvicorn.Config(
             RequestIds(make_app(generation, keys), generation.request_log),
@@ -242,7 +250,7 @@ def _rpc_server(settings: GatewaySettings, generation: Generation, keys: KeyRing
             max_message_bytes=body_limit(settings),
             max_receiving=MAX_RECEIVING,
             max_concurrent_rpcs=2 * (settings.max_concurrent_sequences + settings.max_queued_requests),
-            max_connections=settings.max_connections,
+            max_connections=_max_connections(settings),
             first_message_timeout_s=settings.body_timeout_s,
             write_timeout_s=settings.write_timeout_s,
         ),

@@ -116,7 +116,7 @@ class Generation:
         #: One thread: all chats share the process of the chat template.
         self._chat_reader = FairThreads(
             1,
-            "chats",
+            "requests",
             max_waiting=self.settings.max_concurrent_sequences + self.settings.max_queued_requests,
             max_wait_s=self.settings.max_queue_wait_s,
         )
@@ -314,7 +314,7 @@ class Generation:
         ``has_chat`` the chat template may be rendered, for which a thread waits. Both queues are fair by client.
 
         Raises:
-            Overloaded: too many large requests, or chats, wait to be read.
+            Overloaded: too many requests wait to be read.
         """
         model = self.router.model()
         if len(raw) <= SMALL_REQUEST or self._workers is None:

@@ -21,7 +21,7 @@ from engine.sampling.state import SamplingState
 from specdec.errors import InternalError, InvalidRequest, Unavailable
 from specdec.hidden_state_buffer import MAX_BYTES
 from specdec.process.lifecycle import finish
-from specdec.process.tasks import log_failure
+from specdec.process.tasks import call_each, log_failure
 from specdec.scheduling.admission import Admission, ClientFull
 from specdec.settings import TargetSettings
 from specdec.tree_shape import MAX_SPECULATIVE_TOKENS
@@ -125,10 +125,11 @@ class TargetCore:
             InvalidRequest: the spec does not fit the model.
             Overloaded: there was no place or memory for too long, or too many are waiting.
             Unavailable: the target is shutting down.
+            InternalError: an unexpected error has ended it.
         """
         asked_ns = time.perf_counter_ns()
         if self._draining:
-            raise Unavailable(GOING_DOWN)
+            raise self.failure or Unavailable(GOING_DOWN)
         stop_criteria = self._check(spec)
         state = SamplingState(
             spec.params,
@@ -143,7 +144,7 @@ class TargetCore:
         if wanted is not None:
             grammar = await self._grammars.compile(wanted, spec.token_ids[spec.prompt_len :])
             if self._draining:
-                raise Unavailable(GOING_DOWN)
+                raise self.failure or Unavailable(GOING_DOWN)
         sequence = await self._admission.admit(
             partial(self._reserve, spec, stop_criteria.max_len - 1), client=spec.client
         )
@@ -256,11 +257,10 @@ class TargetCore:
     def _fail(self, error: InternalError) -> None:
         """No step runs any more: end every session, and open no new ones."""
         self.failure = error
+        self.failed.set()
         self.drain()
         self._admission.refuse(error)
-        for session in list(self._sessions):
-            session.crash(error)
-        self.failed.set()
+        call_each([partial(session.crash, error) for session in self._sessions])
 
     async def _send_heartbeats(self, pause_s: float) -> None:
         """Tell the other ranks now and then that this one is there, until they are lost."""

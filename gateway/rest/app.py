@@ -68,7 +68,7 @@ def make_app(generation: Generation, keys: KeyRing) -> Starlette:
         routes=[
             *routes,
             Route("/health", partial(_health, generation), methods=["HEAD"]),
-            Route("/openapi.json", _object(cache(partial(describe, routes)))),
+            Route("/openapi.json", _answer_with(cache(partial(describe, routes)))),
         ],
         middleware=list(_middleware(generation, keys)),
         exception_handlers=HANDLERS,
@@ -77,11 +77,16 @@ def make_app(generation: Generation, keys: KeyRing) -> Starlette:
 
 def api_routes(generation: Generation) -> list[ApiRoute]:
     """What the description lists."""
-    get, delete, post = partial(ApiRoute, "GET"), partial(ApiRoute, "DELETE"), partial(BodyRoute, generation)
-    models, store = Models(generation), ResponseStore(generation.settings.max_stored_response_bytes)
-    new_response, response = partial(create_response, store), "/v1/responses/{response_id}"
-    items, cancel = partial(get_input_items, store), partial(cancel_response, store)
-    return [
+    get = partial(ApiRoute, "GET")
+    delete = partial(ApiRoute, "DELETE")
+    post = partial(BodyRoute, generation)
+    models = Models(generation)
+    store = ResponseStore(generation.settings.max_stored_response_bytes)
+    new_response = partial(create_response, store)
+    items = partial(get_input_items, store)
+    cancel = partial(cancel_response, store)
+    response = "/v1/responses/{response_id}"
+    return [  # post: path, name, endpoint, body, answer, event of a stream; get, delete: path, name, endpoint, answer
         post("/v1/completions", "completions", create_completion, CompletionBody, CompletionAnswer, CompletionEvent),
         post("/v1/chat/completions", "chat_completions", create_chat_completion, ChatBody, ChatAnswer, ChatEvent),
         get("/v1/models", "models", models.list_all, ModelList),
@@ -95,12 +100,12 @@ def api_routes(generation: Generation) -> list[ApiRoute]:
         post("/v1/messages/count_tokens", "count_message_tokens", _give_answer, CountTokensBody, InputTokenCount),
         post("/tokenize", "tokenize", _give_answer, TokenizeBody, TokenizeAnswer),
         post("/detokenize", "detokenize", _give_answer, DetokenizeBody, DetokenizeAnswer),
-        get("/tokenizer_info", "tokenizer_info", _object(generation.text.describe_tokenizer), TokenizerAnswer),
+        get("/tokenizer_info", "tokenizer_info", _answer_with(generation.text.describe_tokenizer), TokenizerAnswer),
         get("/health", "health", partial(_health, generation), HealthAnswer),
-        get("/services", "services", _object(partial(describe_services, generation)), ServicesAnswer),
-        get("/version", "version", _object(lambda: {"version": __version__}), VersionAnswer),
+        get("/services", "services", _answer_with(partial(describe_services, generation)), ServicesAnswer),
+        get("/version", "version", _answer_with(lambda: {"version": __version__}), VersionAnswer),
         get("/metrics", "metrics", partial(_metrics, generation), None),
-        get("/", "root", _object(lambda: _ROOT), RootAnswer),
+        get("/", "root", _answer_with(lambda: _ROOT), RootAnswer),
     ]
 
 
@@ -123,7 +128,7 @@ def _middleware(generation: Generation, keys: KeyRing) -> Iterator[Middleware]:
     yield Middleware(BodyLimit, max_bytes=lambda: generation.max_body_bytes)
 
 
-def _object(make: Callable[[], dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
+def _answer_with(make: Callable[[], dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
     """An endpoint that answers with what ``make`` returns."""
 
     async def answer(request: Request) -> Response:

@@ -13,7 +13,7 @@ from specdec.errors import NotFound
 
 
 class Models:
-    """Those of one generation module, as OpenAI has them."""
+    """The models of one generation module, as OpenAI lists them."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation

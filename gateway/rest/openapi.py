@@ -136,7 +136,7 @@ def _describe_body(body: type[Body], schema: dict[str, Any]) -> None:
     rows = {row.name: row for row in parameters() if row.number is not None}
     for name, kind in kinds_of(body).items():
         field = schema["properties"][name]
-        if field.get("default") is None:  # as everywhere in bodies
+        if field.get("default") is None:  # null means the default in every body
             field.pop("default", None)
         if isinstance(kind, Refused):
             schema["properties"][name] = {"enum": [None, *_EMPTY, False, *kind.allowed], "description": "not supported"}

@@ -45,7 +45,7 @@ class ApiRoute(Route):
         """``name`` begins the operation's id; ``answer`` None: plain text; ``event``: one of the answer as a stream."""
         super().__init__(path, endpoint, methods=[method], name=name)
         self.method, self.answer, self.event, self.body = method, answer, event, body
-        self.methods = {method}  # Starlette adds HEAD to GET
+        self.methods = {method}  # Starlette would serve HEAD as well, which the description does not have
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,8 @@ def _tool_calls(
         return _region(opens, _first_tag(end), content="json", transform=_JSON_CALL), _first_tag(section_end)
     if not call.strip() or (end.strip() and not _last_tag(end)):
         return None
-    # Where the marker holds the name, nothing else makes text of what is no call. An argument's key need not follow.
+    # Text that looks like a call is taken for one here, so the marker must be unmistakable. The key of the first
+    # argument is left out, because a call may have none.
     after = calls.between if form is None else form.first.removesuffix(form.next.strip())
     if not is_marker(f"{call}name{after}"):
         return None

@@ -241,13 +241,15 @@ class Replies:
         begin, end = ("", "") if thoughts is None else (thoughts.open, thoughts.close)
         # Probing the chat template takes 2 ms, six times as long as the prompt itself.
         key = repr(sorted(variables.items()))
-        if key not in self._formats:
-            if len(self._formats) >= _MAX_FORMATS:
-                self._formats.clear()
-            self._formats[key] = self._call_format(
-                _Probe(self._chat_template).renderer(variables), template.begun_in, end
-            )
-        found = self._formats[key]
+        if key in self._formats:
+            found = self._formats[key]
+        else:
+            probe = _Probe(self._chat_template)
+            found = self._call_format(probe.renderer(variables), template.begun_in, end)
+            if not probe.problem:  # a busy machine may be too slow once
+                if len(self._formats) >= _MAX_FORMATS:
+                    self._formats.clear()
+                self._formats[key] = found
         if found is None:
             return None
         texts = {text: token_id for token_id, text in self._added.items() if token_id in self._markers}

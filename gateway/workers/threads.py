@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class FairThreads:
-    """Calls functions on threads. All methods belong to one event loop."""
+    """Calls functions on threads, for one event loop."""
 
     def __init__(self, size: int, what: str, *, max_waiting: int = 512, max_wait_s: float = 30.0) -> None:
         """``what`` waits, in messages of refused calls, such as "large requests"."""
-        self._threads = ThreadPoolExecutor(size, "worker")
+        self._threads = ThreadPoolExecutor(size, what)
         self._admission: Admission[bool] = Admission(
             max_open=size,
             max_waiting=max_waiting,

@@ -22,9 +22,13 @@ def raise_file_limit() -> None:
             return  # some systems allow fewer than they say; the limit is read again where it counts
 
 
-def cap_connections(wanted: int, *, num_servers: int) -> int:
-    """As many connections as wanted, or as there are files for where so many servers of this process share them."""
+def cap_connections(wanted: int, *, num_servers: int, num_other_files: int = 0) -> int:
+    """As many connections as wanted, or as there are files for where so many servers of this process share them.
+
+    ``num_other_files`` are left for others, but no more than half.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted
-    return max(1, min(wanted, (soft - RESERVE) // num_servers))
+    left = soft - RESERVE
+    return max(1, min(wanted, (left - min(num_other_files, left // 2)) // num_servers))

@@ -76,18 +76,21 @@ def serve_embedded(deployment: Deployment) -> int:
 
 async def _serve(deployment: Deployment) -> None:
     embedded = await Embedded.start(deployment)
+    stop = asyncio.Event()
+    cores = [core for core in (embedded.target, embedded.draft) if core is not None]
+    watches = [asyncio.create_task(_stop_after_failure(core, stop)) for core in cores]
     try:
         gateway = Gateway(deployment.gateway, router=embedded.generation.router)
-        stop = asyncio.Event()
-        watch = asyncio.create_task(_stop_after_failure(embedded.target, stop))
         await serve(gateway, stop=stop, on_ready=lambda: print(deployment.ready_line({}), flush=True))
-        watch.cancel()
-        if embedded.target.failure is not None:
-            raise embedded.target.failure
+        for core in cores:
+            if core.failure is not None:
+                raise core.failure
     finally:
+        for watch in watches:
+            watch.cancel()
         await embedded.close()
 
 
-async def _stop_after_failure(target: TargetCore, stop: asyncio.Event) -> None:
-    await target.failed.wait()
+async def _stop_after_failure(core: TargetCore | DraftCore, stop: asyncio.Event) -> None:
+    await core.failed.wait()
     stop.set()

@@ -5,8 +5,10 @@ import random
 
 import pytest
 
+from draft_service.draft_request import DraftRequest
+from draft_service.session import CoreSession
 from engine.kv_pool import KVPool
-from specdec.errors import Cancelled, InternalError, InvalidRequest, ModelNotSupported, StaleSession, Unavailable
+from specdec.errors import Cancelled, InternalError, InvalidRequest, ModelNotSupported, StaleSession
 from specdec.rules import Rule
 from specdec.types import ModelInfo
 from specdec.vocabulary import check_compatible
@@ -305,7 +307,38 @@ async def test_an_error_of_the_batcher_itself_ends_all_sessions(start_core, spec
             await session.advance(9, [4], 4)
             with pytest.raises(InternalError):
                 await session.receive()
-        with pytest.raises(Unavailable):
+        with pytest.raises(InternalError, match="draft-batcher ended"):
             await core.open(spec(PROMPT))
         await idle.close()
         await session.close()
+
+
+@pytest.mark.parametrize("name", ["fail", "resolve"])
+async def test_what_cannot_be_ended_holds_up_nothing_else(start_core, spec, monkeypatch, caplog, name):
+    owner = CoreSession if name == "fail" else DraftRequest
+    end, ended = getattr(owner, name), []
+
+    def end_once(self, outcome):
+        ended.append(self)
+        if len(ended) == 1:
+            raise ZeroDivisionError("of one")
+        end(self, outcome)
+
+    def fail(*given):
+        raise ZeroDivisionError
+
+    async with start_core() as core:
+        sessions = [await core.open(spec(PROMPT)) for _ in range(3)]
+        monkeypatch.setattr(core.batcher, "_next_batch", fail)
+        monkeypatch.setattr(owner, name, end_once)
+        async with asyncio.timeout(30):
+            for session in sessions:
+                await session.advance(6, [1, 2, 3], 4)
+            await core.failed.wait()
+            for session in sessions:
+                with pytest.raises(InternalError, match="draft-batcher ended"):
+                    await session.receive()
+        assert len(ended) == 3
+        for session in sessions:
+            await session.close()
+    assert "of one" in caplog.text

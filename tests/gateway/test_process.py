@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway import app
 from gateway.app import Gateway, serve
 from gateway.main import add_arguments, main, settings_of
 from specdec.errors import InvalidRequest
@@ -191,6 +192,26 @@ def test_flags():
     assert (given.num_speculative_tokens, given.request_timeout_s, given.seed) == (7, 2.5, 1)
     with pytest.raises(InvalidRequest, match="write host:port"):
         parse("--targets", "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("targets", "drafts", "num_files"),
+    [
+        (("unix:/a", "unix:/b"), ("unix:/c",), 20),
+        (("unix:/a",), ("host:1",), 10),
+        (("host:1",), (), 0),
+    ],
+)
+async def test_framed_sessions_are_files_that_connections_leave(monkeypatch, targets, drafts, num_files):
+    given = []
+
+    def cap(wanted, *, num_servers, num_other_files):
+        given.append((wanted, num_servers, num_other_files))
+        return wanted
+
+    monkeypatch.setattr(app, "cap_connections", cap)
+    Gateway(GatewaySettings(targets=targets, drafts=drafts, max_concurrent_sequences=10, max_connections=50))
+    assert given == [(50, 2, num_files)] * 2
 
 
 def test_mistakes_in_the_call(capsys, tmp_path):

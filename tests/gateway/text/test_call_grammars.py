@@ -333,6 +333,28 @@ def test_a_chat_template_that_takes_too_long_is_probed_once(models, monkeypatch)
     assert len(renders) == 1
 
 
+def test_a_chat_template_that_took_too_long_once_is_probed_again(models, monkeypatch):
+    model, given = models("hermes"), {"parallel": None, "wanted": None, "end_token_ids": ()}
+    replies = Replies(model.chat, TextTokenizer(model.tokenizer, {}), None)
+    render, is_slow, renders = model.chat.render, True, []
+
+    def render_slowly(*args, **named):
+        renders.append(1)
+        if is_slow:
+            raise TooExpensive("it takes too long", param="messages")
+        return render(*args, **named)
+
+    monkeypatch.setattr(model.chat, "render", render_slowly)
+    for _ in range(2):
+        replies.plan("", read_tools(TOOLS), ToolChoice("required"), {}, **given)
+    assert len(renders) == 2
+    is_slow = False
+    replies.plan("", read_tools(TOOLS), ToolChoice("required"), {}, **given)
+    num_renders = len(renders)
+    replies.plan("", read_tools(TOOLS), ToolChoice("required"), {}, **given)
+    assert 2 < len(renders) == num_renders
+
+
 def test_tokens_are_sorted_once():
     class Added(dict):
         num_read = 0

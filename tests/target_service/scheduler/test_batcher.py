@@ -11,6 +11,7 @@ from specdec.types import FinishReason, Proposal
 from target_service.scheduler import round_coalescer
 from target_service.scheduler.batcher import StepBatcher
 from target_service.scheduler.composition import MIN_CHUNK, prefill_room, share_prefill, take_rounds
+from target_service.session.session import Session
 from target_service.stop_criteria import StopCriteria, Truncation
 from tests.target_service.conftest import (
     decode,
@@ -266,10 +267,43 @@ async def test_an_error_of_the_batcher_itself_ends_all_sessions(start_core, monk
                 with pytest.raises(InternalError, match="target-batcher ended by an unexpected error"):
                     await task
             await core.failed.wait()
-        with pytest.raises(Unavailable):
+        with pytest.raises(InternalError, match="target-batcher ended"):
             await core.open(make_spec(make_prompt(0), 4))
         await idle.close()
         await session.close()
+
+
+async def test_a_session_that_cannot_be_ended_holds_up_no_other(start_core, monkeypatch, caplog):
+    crash, crashed = Session.crash, []
+
+    def crash_once(session, error):
+        crashed.append(session)
+        if len(crashed) == 1:
+            raise ZeroDivisionError("of a session")
+        crash(session, error)
+
+    def fail(batcher):
+        raise ZeroDivisionError
+
+    async with start_core(max_num_seqs=3) as core:
+        sessions = [await core.open(make_spec(make_prompt(index), 200)) for index in range(3)]
+        receiving = {session: asyncio.create_task(session.receive()) for session in sessions[:2]}
+        monkeypatch.setattr(Session, "crash", crash_once)
+        monkeypatch.setattr(StepBatcher, "_schedule", fail)
+        sessions[2].offer(Proposal(1, sessions[2].first.committed_len, ()))
+        async with asyncio.timeout(30):
+            await core.failed.wait()
+            assert set(crashed) == set(sessions)
+            for session, task in receiving.items():
+                if session is not crashed[0]:
+                    with pytest.raises(InternalError, match="target-batcher ended"):
+                        await task
+        for task in receiving.values():
+            task.cancel()
+        await asyncio.wait(receiving.values())
+        for session in sessions:
+            await session.close()
+    assert "of a session" in caplog.text
 
 
 # --- the pure parts ---
