@@ -74,8 +74,8 @@ class TargetClient:
 
     @property
     def takes_round(self) -> bool:
-        """Whether a round may be asked for: none is, and no other one was tried after the same tokens."""
-        return self.round is None and (not self.num_multi_step_left or self._early_len != len(self._state))
+        """Whether a round may be asked for: none is that may still be taken, and none was tried after the same tokens."""
+        return self.round is None and not self._early and (not self.num_multi_step_left or self._early_len != len(self._state))
 
     async def pick(self) -> Replica[TargetBackend]:
         """Choose the replica of the next opening. A session that was lost waits for a target to return.

@@ -101,7 +101,9 @@ class LookupPace:
         self._pacer = pacer.method(("prediction", *methods) if is_predicted else methods)
         self._is_fixed = is_fixed
         self._acceptance = MatchAcceptance(None if is_predicted else self._pacer.acceptance)
+        #: The latest match while all that followed was right, and how many tokens that were.
         self._match: Match | None = None
+        self._num_right = 0
         #: Of the cycle since the latest verdict: when and in which window it began, the rounds asked for in it, and the
         #: plain tokens that they should save.
         self._last_ns: int | None = None
@@ -120,12 +122,22 @@ class LookupPace:
         """
         self._pacer.target.record(verdict)
         self._record_time(len(verdict.token_ids), now_ns, is_plain=is_plain)
-        match, self._match = self._match, None
-        if match is None:
+        if self._match is None:
             return
-        pairs = list(zip(match.token_ids, verdict.token_ids, strict=False))
-        num_right = next((i for i, (found, token) in enumerate(pairs) if found != token), len(pairs))
-        self._acceptance.observe(match.length, len(pairs), num_right)
+        expected = self._match.token_ids[self._num_right :]
+        for found, token in zip(expected, verdict.token_ids, strict=False):
+            if found != token:
+                self._end_match(1)
+                return
+            self._num_right += 1
+        if len(expected) <= len(verdict.token_ids):
+            self._end_match()
+
+    def _end_match(self, num_wrong: int = 0) -> None:
+        """Learn how far the latest match was right; without a wrong token the rest is not known."""
+        if self._match is not None:
+            self._acceptance.observe(self._match.length, self._num_right + num_wrong, self._num_right)
+        self._match, self._num_right = None, 0
 
     def _record_time(self, num_tokens: int, now_ns: int, *, is_plain: bool) -> None:
         times, last_ns, window = self._pacer.times, self._last_ns, self._window
@@ -154,6 +166,7 @@ class LookupPace:
 
         ``speedup``: speed over plain decoding of the draft's rounds, which this one takes the place of; 1: none are.
         """
+        self._end_match()
         self._match = match
         count, target, times = len(match.token_ids), self._pacer.target, self._pacer.times
         if self._is_fixed:

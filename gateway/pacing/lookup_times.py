@@ -58,7 +58,7 @@ class LookupTimes:
 
     def _close(self) -> None:
         if self.is_off:
-            if self._num_tokens:
+            if self._num_tokens and self._ns:
                 self._plain.append(self._ns / self._num_tokens)
                 self.plain_ns = median(self._plain)
         else:
@@ -82,7 +82,7 @@ class LookupTimes:
                 tokens, ns = (sum(values) for values in zip(*self._speed, strict=True))
                 gain = tokens * self.plain_ns / ns - 1.0
             self._num_on = 1 + int(max(0.0, gain) / ALLOWED_LOSS)
-            self.is_off = False
+            self.is_off = not self.plain_ns
         else:
             self._num_on -= 1
             self.is_off = self._num_on <= 0
