@@ -19,7 +19,8 @@ from specdec.lookup.base import Match
 from specdec.scheduling.costs import StepCost
 from specdec.types import RoundTimings, Verdict
 
-#: Verdicts between two lookups of a text in which nothing is worth a round, at most: a copy that is worth rounds is longer.
+#: Verdicts between two lookups of a text in which nothing is worth a round, at most: copies that are worth rounds are
+#: longer.
 MAX_PAUSE: Final = 8
 
 
@@ -150,7 +151,7 @@ class LookupPace:
         self._num_rounds, self._saved = 0, 0.0
 
     def looks_up(self) -> bool:
-        """Whether to look for a match after this verdict: the longer none was worth a round, the more rarely, for looking
+        """Whether to look for a match after this verdict: the longer none was worth a round, the more rarely, for that
         takes time that the target may lack.
         """
         if self._is_fixed:

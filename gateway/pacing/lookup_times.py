@@ -18,7 +18,9 @@ MEMORY: Final = 16
 #: place of a token of multi-step decode, and the target is one token ahead of the message.
 FIRST_PRICE: Final = 1.0
 FIRST_WEIGHT: Final = 4.0
-#: Share of the time that windows without lookups may lose.
+#: Windows with lookups that tell what lookups bring at the moment: texts change.
+RECENT: Final = 4
+#: Share of the time that windows may lose which are of the slower kind, with or without lookups.
 ALLOWED_LOSS: Final = 0.01
 
 
@@ -29,16 +31,16 @@ class LookupTimes:
         self._plain: deque[float] = deque(maxlen=MEMORY)
         #: Of windows with lookups: nanoseconds that the rounds do not explain, and the rounds.
         self._excess: deque[tuple[float, int]] = deque(maxlen=MEMORY)
-        #: The same windows: tokens and nanoseconds.
-        self._speed: deque[tuple[int, int]] = deque(maxlen=MEMORY)
+        #: Tokens and nanoseconds of the latest of them.
+        self._speed: deque[tuple[int, int]] = deque(maxlen=RECENT)
         #: Time of a plain token; 0: unknown.
         self.plain_ns = 0.0
         #: Price of a round in plain tokens, beside its rows.
         self.price = FIRST_PRICE
         #: Whether nothing is looked up in this window.
         self.is_off = True
-        #: Windows with lookups until the next one without.
-        self._num_on = 0
+        #: Windows of the present kind until one of the other kind.
+        self._num_left = 1
         #: Counts the windows.
         self.number = 0
         self._clear()
@@ -75,17 +77,16 @@ class LookupTimes:
         self._clear()
 
     def _choose_next(self) -> None:
-        """Whether the next window has lookups: the less they gain, the more often plain tokens are measured."""
-        if self.is_off:
-            gain = 0.0
-            if self._speed:
-                tokens, ns = (sum(values) for values in zip(*self._speed, strict=True))
-                gain = tokens * self.plain_ns / ns - 1.0
-            self._num_on = 1 + int(max(0.0, gain) / ALLOWED_LOSS)
-            self.is_off = not self.plain_ns
-        else:
-            self._num_on -= 1
-            self.is_off = self._num_on <= 0
+        """Choose the kind of the next window: the more the slower kind loses, the fewer windows are of it."""
+        self._num_left -= 1
+        if self._num_left > 0 or not self.plain_ns:
+            return
+        self.is_off = not self.is_off
+        gain = 0.0
+        if self._speed:
+            tokens, ns = (sum(values) for values in zip(*self._speed, strict=True))
+            gain = tokens * self.plain_ns / ns - 1.0
+        self._num_left = 1 + int(max(0.0, -gain if self.is_off else gain) / ALLOWED_LOSS)
 
     def _clear(self) -> None:
         self._ns = self._num_verdicts = self._num_tokens = self._num_rounds = 0
