@@ -28,11 +28,16 @@ class LookupPacer:
     """What the sessions on one target have in common."""
 
     def __init__(self) -> None:
-        #: Open sessions, those that look nothing up included.
-        self.num_sessions = 0
+        #: Open sessions, those that look nothing up included; and their load, of which prices depend.
+        self.num_sessions = self.load = 0
         self._methods: dict[tuple[str, ...], MethodPacer] = {}
         self._cost = StepCost()
         self._step = RoundTimings()
+
+    def add_sessions(self, count: int) -> None:
+        """So many more are open."""
+        self.num_sessions += count
+        self.load = round(math.log2(max(self.num_sessions, 1)))
 
     def method(self, methods: tuple[str, ...] = ()) -> MethodPacer:
         """What the sessions that look up by these methods have in common: what they find differs."""
@@ -82,7 +87,7 @@ class MethodPacer:
     @property
     def times(self) -> LookupTimes:
         """Times at the present load: numbers of sessions within a factor of about 1.4 share them."""
-        return self._times[round(math.log2(max(self.target.num_sessions, 1)))]
+        return self._times[self.target.load]
 
 
 class LookupPace:
@@ -115,14 +120,16 @@ class LookupPace:
         self._pause, self._num_passed = 1, 0
         self._is_open = True
         self._pacer.num_sessions += 1
-        pacer.num_sessions += 1
+        pacer.add_sessions(1)
 
     def record(self, verdict: Verdict, now_ns: int, *, is_plain: bool = True) -> None:
         """A verdict arrived: compare it with the latest match. ``is_plain``: what is not looked up is decoded plainly,
         so the time since the verdict before is that of plain tokens and of rounds that were looked up.
         """
-        self._pacer.target.record(verdict)
-        self._record_time(len(verdict.token_ids), now_ns, is_plain=is_plain)
+        times = self._pacer.times
+        if not times.is_off or not is_plain:
+            self._pacer.target.record(verdict)
+        self._record_time(times, len(verdict.token_ids), now_ns, is_plain=is_plain)
         if self._match is None:
             return
         expected = self._match.token_ids[self._num_right :]
@@ -140,8 +147,8 @@ class LookupPace:
             self._acceptance.observe(self._match.length, self._num_right + num_wrong, self._num_right)
         self._match, self._num_right = None, 0
 
-    def _record_time(self, num_tokens: int, now_ns: int, *, is_plain: bool) -> None:
-        times, last_ns, window = self._pacer.times, self._last_ns, self._window
+    def _record_time(self, times: LookupTimes, num_tokens: int, now_ns: int, *, is_plain: bool) -> None:
+        last_ns, window = self._last_ns, self._window
         # What began in another window belongs to neither.
         if is_plain and last_ns is not None and window == (times, times.number):
             cycle_ns = now_ns - last_ns
@@ -196,4 +203,4 @@ class LookupPace:
         if self._is_open:
             self._is_open = False
             self._pacer.num_sessions -= 1
-            self._pacer.target.num_sessions -= 1
+            self._pacer.target.add_sessions(-1)

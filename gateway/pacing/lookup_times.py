@@ -18,6 +18,8 @@ MEMORY: Final = 16
 #: place of a token of multi-step decode, and the target is one token ahead of the message.
 FIRST_PRICE: Final = 1.0
 FIRST_WEIGHT: Final = 4.0
+#: A window that took longer than so many times the time of plain tokens counts as that: a stall is no price.
+STALL: Final = 3.0
 #: Windows with lookups that tell what lookups bring at the moment: texts change.
 RECENT: Final = 4
 #: Share of the time that windows may lose which are of the slower kind, with or without lookups.
@@ -64,10 +66,8 @@ class LookupTimes:
                 self._plain.append(self._ns / self._num_tokens)
                 self.plain_ns = median(self._plain)
         else:
-            known_ns = (self._num_tokens - self._saved) * self.plain_ns
-            # A stall of the machine is no price.
-            excess_ns = min(max(self._ns - known_ns, -0.5 * self._ns), 0.5 * self._ns)
-            self._excess.append((excess_ns, self._num_rounds))
+            spent_ns = min(self._ns, STALL * self._num_tokens * self.plain_ns)
+            self._excess.append((spent_ns - (self._num_tokens - self._saved) * self.plain_ns, self._num_rounds))
             self._speed.append((self._num_tokens, self._ns))
             num_rounds = sum(count for _, count in self._excess) + FIRST_WEIGHT
             spent = sum(ns for ns, count in self._excess if count) / self.plain_ns

@@ -100,7 +100,7 @@ def test_rows_cost_what_the_times_of_steps_tell():
     assert list(alone.row_prices(16))[16] < prices[16] / 2
 
 
-def cycles(times, *, sessions, token_ms, round_ms, saved=3.0, count=3000):
+def cycles(times, *, sessions, token_ms, round_ms, saved=3.0, count=20_000):
     """Sessions get a token at a time, and every fifth time a round, where lookups are on; it saves so many tokens."""
     for number in range(count):
         is_round = not times.is_off and number % 5 == 0
@@ -122,7 +122,7 @@ def test_a_price_that_is_not_paid_any_more_is_forgotten():
     times = LookupTimes()
     cycles(times, sessions=1, token_ms=2.0, round_ms=20.0)
     assert times.price > 5.0
-    for _ in range(3000):
+    for _ in range(10_000):
         times.record(1, 2 * MS, 1, 0, 0.0)
     assert times.price == FIRST_PRICE
 
