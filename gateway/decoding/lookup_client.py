@@ -57,6 +57,7 @@ class LookupClient:
 
         The first lookup with a long match counts, else the last one; with ``only_long`` none.
         """
+        self.commit()
         if num_tokens <= 0 or self._num_pending:
             return None
         match = Match()

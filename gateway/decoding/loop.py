@@ -209,6 +209,7 @@ class Decoding:
         target, draft = self._target, self._draft
         self._replica = replica
         self._choose_pace()
+        self._lookup_pace.leave()
         self._lookup_pace = self._context.lookup_pace(
             replica, self._drafters.lookups, is_predicted=bool(self.request.prediction)
         )
@@ -260,9 +261,10 @@ class Decoding:
         if target.num_multi_step_left and not self.request.num_speculative_tokens:
             return
         draft.commit(verdict.token_ids, verdict.hidden_states)
-        self._lookup.commit()
         if self._start_looked_up():
             await asyncio.sleep(0)  # the message leaves now
+            return
+        if draft.off and target.num_multi_step_left:
             return
         if target.is_idle:
             self._start_fitting()
@@ -298,6 +300,8 @@ class Decoding:
         and how much of it, depends on measured times and on the draft's pace, too, but never on tokens that were drawn.
         """
         if not self._lookup.is_on or not self._target.takes_round or self._context.crowded:
+            return False
+        if not self._lookup_pace.looks_up():
             return False
         match = self._lookup.find(self._state.num_remaining - 1, only_long=self._draft.k > 0)
         if match is None:
@@ -343,7 +347,7 @@ class Decoding:
         """Count a verdict, of a round or of multi-step decode."""
         now_ns = time.perf_counter_ns()
         if self._lookup.is_on:
-            self._lookup_pace.record(verdict)
+            self._lookup_pace.record(verdict, now_ns, is_plain=not self._draft.k)
         self.answered = answered if verdict.num_draft_tokens else None
         if answered is None:
             self._pace.record(verdict, 0, now_ns)
@@ -372,6 +376,7 @@ class Decoding:
 
     async def _close(self) -> None:
         self._pace.leave()
+        self._lookup_pace.leave()
         try:
             await self._target.close()
         finally:

@@ -49,10 +49,9 @@ class TargetClient:
         self.num_multi_step_left = self._multi_step_end = 0
         #: Proposals the target holds for rounds after the one in progress.
         self._offered = PendingProposals()
-        #: Rounds asked for in place of multi-step tokens, without what was committed since, and the length that the
-        #: latest one continues: the target takes one or drops it.
+        #: Rounds asked for in place of multi-step tokens, without what was committed since: the target takes one or
+        #: drops it.
         self._early: list[RoundRequest] = []
-        self._early_len = 0
         self._is_ending = False
         #: Drafted tokens of a round that the target asks a draft for, at most.
         self._num_direct = 0
@@ -81,8 +80,8 @@ class TargetClient:
 
     @property
     def takes_round(self) -> bool:
-        """Whether a round may be asked for: none is, and no other one was tried after the same tokens."""
-        return self.round is None and (not self.num_multi_step_left or self._early_len != len(self._state))
+        """Whether a round may be asked for: none is that the target may still take."""
+        return self.round is None and not self._early
 
     async def pick(self) -> Replica[TargetBackend]:
         """Choose the replica of the next opening. A session that was lost waits for a target to return.
@@ -159,7 +158,7 @@ class TargetClient:
             self._is_ending = False
         if self.num_multi_step_left:
             self._early.append(replace(round_, proposal=proposal))
-            self._early_len, self._multi_step_end = length, max(self._multi_step_end, end)
+            self._multi_step_end = max(self._multi_step_end, end)
         else:
             self.round, self._multi_step_end = round_, end
 
@@ -278,7 +277,7 @@ class TargetClient:
         )
 
     def _forget_multi_step(self) -> None:
-        self._early, self._early_len, self._multi_step_end, self._is_ending = [], 0, 0, False
+        self._early, self._multi_step_end, self._is_ending = [], 0, False
 
     async def _drop(self) -> None:
         self.round, self.num_multi_step_left = None, 0

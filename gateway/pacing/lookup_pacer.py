@@ -1,71 +1,93 @@
 """Pacing of lookups: how many tokens of a match are worth a round at this load.
 
-Looking up costs nothing, and how often matches are right is learned from what the target decodes by itself. So there
-are no trials. A round is worth it where the tokens it is expected to bring are more than all sessions of the step lose:
-by its rows, whose price the times of steps tell, and by its messages.
+Looking up costs nothing, and how often matches are right is learned from what the target decodes by itself. A round is
+worth it where the tokens it is expected to bring are more than all sessions lose by it: by its rows, whose price the
+times of steps tell, and by the rest, which windows with and without lookups tell
+(:class:`~gateway.pacing.lookup_times.LookupTimes`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Final
 
+from gateway.pacing.lookup_times import LookupTimes
 from gateway.pacing.match_acceptance import MatchAcceptance
 from specdec.lookup.base import Match
 from specdec.scheduling.costs import StepCost
 from specdec.types import RoundTimings, Verdict
 
-#: Nanoseconds that the messages of a round take from the decoding of tokens. With 0 and with 1.2 ms eight sessions of
-#: prose reach 0.97 and 1.00 of plain decoding, with this 1.10 (suffix and n-gram, medians of four windows each).
-ROUND_NS: Final = 400_000
-#: What it takes besides where the target waits for a session that is alone: 0.9 ms in all between two steps. It is
-#: ``wire_ms`` of ``python -m benchmarks.predicted_outputs --files 1 --edits 1``: 0.7 and 1.3. Among eight sessions that
-#: time is 11 to 27 ms a round, for it contains the steps of the others: no price can be learned from it.
-WAIT_NS: Final = 500_000
+#: Verdicts between two lookups of a text in which nothing is worth a round, at most: copies that are worth rounds are
+#: longer.
+MAX_PAUSE: Final = 8
 
 
 class LookupPacer:
     """What the sessions on one target have in common."""
 
     def __init__(self) -> None:
-        #: By the methods that look up: what they find differs.
-        self._acceptances: defaultdict[tuple[str, ...], MatchAcceptance] = defaultdict(MatchAcceptance)
+        #: Open sessions, those that look nothing up included; and their load, of which prices depend.
+        self.num_sessions = self.load = 0
+        self._methods: dict[tuple[str, ...], MethodPacer] = {}
         self._cost = StepCost()
         self._step = RoundTimings()
 
+    def add_sessions(self, count: int) -> None:
+        """So many more are open."""
+        self.num_sessions += count
+        self.load = round(math.log2(max(self.num_sessions, 1)))
+
+    def method(self, methods: tuple[str, ...] = ()) -> MethodPacer:
+        """What the sessions that look up by these methods have in common: what they find differs."""
+        if methods not in self._methods:
+            self._methods[methods] = MethodPacer(self)
+        return self._methods[methods]
+
     def record(self, verdict: Verdict) -> None:
-        """Learn what a step took."""
-        timings = verdict.timings
-        if not timings.batch_rows:
-            return
+        """Learn what a step took; its sessions tell the same."""
+        timings, last = verdict.timings, self._step
         spent_ns = timings.forward_ns + timings.verify_ns
+        if not timings.batch_rows or spent_ns == last.forward_ns + last.verify_ns:
+            return
         self._cost.observe(timings.batch_rows, timings.batch_sessions, timings.batch_context, spent_ns)
         self._step = timings
-
-    def acceptance(self, methods: tuple[str, ...] = ()) -> MatchAcceptance:
-        """How far matches that these methods found in other texts are right."""
-        return self._acceptances[methods]
 
     @property
     def is_alone(self) -> bool:
         """Whether the latest step had one session: then a round costs least if the target waits for it."""
         return self._step.batch_sessions <= 1
 
-    def prices(self, num_tokens: int) -> Iterator[float]:
-        """Tokens that all sessions lose by rounds of 0, 1, … ``num_tokens`` drafted ones, increasing; each takes
-        microseconds.
+    def row_prices(self, num_tokens: int) -> Iterator[float]:
+        """Plain tokens that all sessions lose by the rows of 0, 1, … ``num_tokens`` drafted tokens, increasing; each
+        takes microseconds.
         """
         sessions, rows, context = self._step.batch_sessions, self._step.batch_rows, self._step.batch_context
         if not sessions:
             yield from [0.0] * (num_tokens + 1)
             return
-        round_ns = ROUND_NS + WAIT_NS * self.is_alone
         step_ns = self._cost.predict(sessions, sessions, context)
-        yield round_ns * sessions / step_ns
-        before_ns = self._cost.predict(rows, sessions, context) - round_ns
-        for count in range(1, num_tokens + 1):
+        before_ns = self._cost.predict(rows, sessions, context)
+        for count in range(num_tokens + 1):
             yield (self._cost.predict(rows + count, sessions, context) - before_ns) * sessions / step_ns
+
+
+class MethodPacer:
+    """What the sessions on one target that look up by the same methods have in common."""
+
+    def __init__(self, target: LookupPacer) -> None:
+        self.target = target
+        #: Open sessions that look up by these methods.
+        self.num_sessions = 0
+        #: How far matches in other texts are right.
+        self.acceptance = MatchAcceptance()
+        self._times: defaultdict[int, LookupTimes] = defaultdict(LookupTimes)
+
+    @property
+    def times(self) -> LookupTimes:
+        """Times at the present load: numbers of sessions within a factor of about 1.4 share them."""
+        return self._times[self.target.load]
 
 
 class LookupPace:
@@ -82,39 +104,103 @@ class LookupPace:
         """``methods``: what looks up. ``is_fixed``: all that is found is drafted. ``is_predicted``: it is a client's
         prediction, of which other texts tell nothing.
         """
-        self._pacer = pacer
+        self._pacer = pacer.method(("prediction", *methods) if is_predicted else methods)
         self._is_fixed = is_fixed
-        self._acceptance = MatchAcceptance(None if is_predicted else pacer.acceptance(methods))
+        self._acceptance = MatchAcceptance(None if is_predicted else self._pacer.acceptance)
+        #: The latest match while all that followed was right, and how many tokens that were.
         self._match: Match | None = None
+        self._num_right = 0
+        #: Of the cycle since the latest verdict: when and in which window it began, the rounds asked for in it, and the
+        #: plain tokens that they should save.
+        self._last_ns: int | None = None
+        self._is_plain = True
+        self._window: tuple[LookupTimes, int] | None = None
+        self._num_rounds, self._saved = 0, 0.0
+        #: Verdicts from one lookup to the next, and since the latest one.
+        self._pause, self._num_passed = 1, 0
+        self._is_open = True
+        self._pacer.num_sessions += 1
+        pacer.add_sessions(1)
 
-    def record(self, verdict: Verdict) -> None:
-        """A verdict arrived: compare it with the latest match."""
-        self._pacer.record(verdict)
-        match, self._match = self._match, None
-        if match is None:
+    def record(self, verdict: Verdict, now_ns: int, *, is_plain: bool = True) -> None:
+        """A verdict arrived: compare it with the latest match. ``is_plain``: what is not looked up is decoded plainly,
+        so the time since the verdict before is that of plain tokens and of rounds that were looked up.
+        """
+        times = self._pacer.times
+        if not times.is_off or not is_plain:
+            self._pacer.target.record(verdict)
+        self._record_time(times, len(verdict.token_ids), now_ns, is_plain=is_plain)
+        if self._match is None:
             return
-        pairs = list(zip(match.token_ids, verdict.token_ids, strict=False))
-        num_right = next((i for i, (found, token) in enumerate(pairs) if found != token), len(pairs))
-        self._acceptance.observe(match.length, len(pairs), num_right)
+        expected = self._match.token_ids[self._num_right :]
+        for found, token in zip(expected, verdict.token_ids, strict=False):
+            if found != token:
+                self._end_match(1)
+                return
+            self._num_right += 1
+        if len(expected) <= len(verdict.token_ids):
+            self._end_match()
+
+    def _end_match(self, num_wrong: int = 0) -> None:
+        """Learn how far the latest match was right; without a wrong token the rest is not known."""
+        if self._match is not None:
+            self._acceptance.observe(self._match.length, self._num_right + num_wrong, self._num_right)
+        self._match, self._num_right = None, 0
+
+    def _record_time(self, times: LookupTimes, num_tokens: int, now_ns: int, *, is_plain: bool) -> None:
+        last_ns, window = self._last_ns, self._window
+        # What began in another window belongs to neither.
+        if is_plain and last_ns is not None and window == (times, times.number):
+            cycle_ns = now_ns - last_ns
+            times.record(self._pacer.num_sessions, cycle_ns, num_tokens, self._num_rounds, self._saved)
+        self._is_plain = is_plain
+        self._last_ns, self._window = now_ns if is_plain else None, (times, times.number)
+        self._num_rounds, self._saved = 0, 0.0
+
+    def looks_up(self) -> bool:
+        """Whether to look for a match after this verdict: the longer none was worth a round, the more rarely, for that
+        takes time that the target may lack.
+        """
+        if self._is_fixed:
+            return True
+        self._num_passed += 1
+        if self._num_passed < self._pause or (self._is_plain and self._pacer.times.is_off):
+            return False
+        self._num_passed, self._pause = 0, min(2 * self._pause, MAX_PAUSE)
+        return True
 
     def num_draft_tokens(self, match: Match, speedup: float) -> tuple[int, bool]:
         """How many tokens of a match to draft, zero included, and whether the target is to wait for the next round.
 
         ``speedup``: speed over plain decoding of the draft's rounds, which this one takes the place of; 1: none are.
         """
+        self._end_match()
         self._match = match
-        count = len(match.token_ids)
+        count, target, times = len(match.token_ids), self._pacer.target, self._pacer.times
         if self._is_fixed:
             return count, True
         survival, following = self._acceptance.rates(match.length)
-        best, gain, tokens = 0, 0.0, 1.0
+        best, gain, saved, tokens = 0, 0.0, 0.0, 1.0
         most = 1.0 + survival / max(1.0 - following, 1.0 / count)  # no length brings more
-        for num_tokens, price in enumerate(self._pacer.prices(count)):
-            cost = speedup * (1.0 + price)
+        if most <= speedup * (1.0 + times.price):
+            return 0, False
+        for num_tokens, rows in enumerate(target.row_prices(count)):
+            cost = speedup * (1.0 + times.price + rows)
             if tokens - cost > gain:
-                best, gain = num_tokens, tokens - cost
+                best, gain, saved = num_tokens, tokens - cost, tokens - 1.0 - rows
             if most - cost <= gain:
                 break  # longer rounds cost more
             tokens += survival
             survival *= following
-        return best, self._pacer.is_alone
+        if best:
+            self._pause = 1
+            self._num_rounds += 1
+            self._saved += saved
+        return best, target.is_alone
+
+    def leave(self) -> None:
+        """The session is over. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._pacer.num_sessions -= 1
+            self._pacer.target.add_sessions(-1)

@@ -51,15 +51,32 @@ class System(Protocol):
         ...
 
 
+class LocalSystem(System, Protocol):
+    """One that runs here: of every request it takes all that speculation can be told."""
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        rule: Rule | None,
+        k: int | None,
+        *,
+        method: str = "",
+        prediction: str = "",
+    ) -> AsyncGenerator[Piece, None]:
+        """The same with a method of drafting and a prediction; empty: the server's own method, and none."""
+        ...
+
+
 @asynccontextmanager
-async def start_system(kind: str, deployment: Deployment) -> AsyncIterator[System]:
+async def start_system(kind: str, deployment: Deployment) -> AsyncIterator[LocalSystem]:
     """Start the services of one deployment, ``"grpc"`` or ``"embedded"``, and stop them at the end."""
     async with start_systems(kind, {"": deployment}) as systems:
         yield systems[""]
 
 
 @asynccontextmanager
-async def start_systems(kind: str, deployments: Mapping[str, Deployment]) -> AsyncIterator[Mapping[str, System]]:
+async def start_systems(kind: str, deployments: Mapping[str, Deployment]) -> AsyncIterator[Mapping[str, LocalSystem]]:
     """Start deployments that differ in their drafters alone; they share the target of the first.
 
     Where they cannot be used, during the measurement too, the error (:class:`Unavailable`) ends with what they logged.
@@ -75,11 +92,11 @@ async def start_systems(kind: str, deployments: Mapping[str, Deployment]) -> Asy
 
 async def _start_embedded(
     deployments: Mapping[str, Deployment], stack: AsyncExitStack, _: list[str]
-) -> Mapping[str, System]:
+) -> Mapping[str, LocalSystem]:
     from draft_service.core import DraftCore  # noqa: PLC0415 (torch: seconds that services as processes do not need)
     from tandem.launcher.embedded import Embedded  # noqa: PLC0415
 
-    systems: dict[str, System] = {}
+    systems: dict[str, LocalSystem] = {}
     first: Embedded | None = None
     for name, deployment in deployments.items():
         if first is None:
@@ -99,7 +116,7 @@ async def _start_embedded(
 
 async def _start_processes(
     deployments: Mapping[str, Deployment], stack: AsyncExitStack, lines: list[str]
-) -> Mapping[str, System]:
+) -> Mapping[str, LocalSystem]:
     services: list[ServiceSpec] = []
     gateways: dict[str, tuple[str, str, list[str]]] = {}
     target = ""
@@ -113,7 +130,7 @@ async def _start_processes(
         services += added if len(deployments) == 1 else [_named(service, name) for service in added]
     supervisor = Supervisor(services, drain_s=2.0, log=lambda name, line: lines.append(f"[{name}] {line}"))
     await stack.enter_async_context(supervisor)
-    systems: dict[str, System] = {}
+    systems: dict[str, LocalSystem] = {}
     for name, (address, url, drafts) in gateways.items():
         channel = open_channel(address)
         stack.push_async_callback(channel.close)
@@ -153,7 +170,14 @@ class GrpcSystem:
         self.url = url
 
     async def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams, rule: Rule | None, k: int | None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        rule: Rule | None,
+        k: int | None,
+        *,
+        method: str = "",
+        prediction: str = "",
     ) -> AsyncGenerator[Piece, None]:
         """One streamed call; leaving it early cancels it."""
         given: dict[str, Any] = (
@@ -168,7 +192,10 @@ class GrpcSystem:
                 ignore_eos=params.ignore_eos,
                 seed=params.seed,
                 structured_outputs=None if language is None else types_pb.StructuredOutputs(json=str(language.json)),
-                speculation=pb.SpeculationOptions(num_speculative_tokens=k, verification=codec.encode_rule(rule)),
+                speculation=pb.SpeculationOptions(
+                    num_speculative_tokens=k, verification=codec.encode_rule(rule), method=method
+                ),
+                prediction=prediction,
             ),
             metadata=self._metadata,
         )
@@ -201,10 +228,19 @@ class EmbeddedSystem:
         self.router: Router | None = generation.router
 
     async def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams, rule: Rule | None, k: int | None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        rule: Rule | None,
+        k: int | None,
+        *,
+        method: str = "",
+        prediction: str = "",
     ) -> AsyncGenerator[Piece, None]:
         """One streamed request."""
-        request = GenerationRequest(prompt=prompt, params=params, rule=rule, num_speculative_tokens=k)
+        request = GenerationRequest(
+            prompt=prompt, params=params, rule=rule, num_speculative_tokens=k, method=method, prediction=prediction
+        )
         async with aclosing(self._generation.stream(request)) as chunks:
             async for chunk in chunks:
                 metrics = None if chunk.final is None else asdict(chunk.final.speculation)

@@ -44,10 +44,11 @@ class Whim(LookupPace):
     """Drafts now and then, some tokens, and waits for the next round or not, at random."""
 
     def __init__(self, random):
+        super().__init__(LookupPacer())
         self.random = random
 
-    def record(self, verdict):
-        pass
+    def looks_up(self):
+        return True
 
     def num_draft_tokens(self, match, speedup):
         return self.random.choice((0, 1, 3, len(match.token_ids))), self.random.random() < 0.5
@@ -164,6 +165,9 @@ async def test_past_outputs_are_drafts_for_the_same_key_only():
 @pytest.mark.parametrize(("step", "reason"), [(1, PlainReason.NO_PROPOSAL), (0, PlainReason.PACING)])
 async def test_why_nothing_was_speculated(step, reason):
     class Never(LookupPace):
+        def looks_up(self):
+            return True
+
         def num_draft_tokens(self, match, speedup):
             return 0, False
 

@@ -1,17 +1,23 @@
 """Pacing of lookups: learned without a trial, and a round only where it brings more than it costs."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from gateway.pacing.lookup_pacer import ROUND_NS, WAIT_NS, LookupPace, LookupPacer
+from gateway.pacing import lookup_pacer
+from gateway.pacing.lookup_pacer import MAX_PAUSE, LookupPace, LookupPacer
+from gateway.pacing.lookup_times import FIRST_PRICE, LookupTimes
 from gateway.pacing.match_acceptance import MatchAcceptance
 from specdec.lookup.base import Match
 from specdec.lookup.prediction import PredictionLookup
 from specdec.params import SamplingParams
 from specdec.types import RoundTimings, SessionSpec, Verdict
+from tests.gateway.pacing.lookup_simulation import World, speed
 
 MS = 1_000_000
+#: What a round takes beside its rows, in milliseconds.
+ROUND_MS = 0.9
 
 
 def plain_step(sessions, ms, rows=None):
@@ -30,7 +36,7 @@ def steps(pacer, sessions, *, row_ms, fixed_ms=1.0, count=200):
 def show(pace, *, right, length, num_tokens=8):
     """A match is found, and so many of its tokens are what comes next; what the pace would have drafted."""
     num_drafted, _ = pace.num_draft_tokens(Match((5,) * num_tokens, length), 1.0)
-    pace.record(Verdict(1, 10, (*(5,) * right, 6)))
+    pace.record(Verdict(1, 10, (*(5,) * right, 6)), 0)
     return num_drafted
 
 
@@ -80,18 +86,103 @@ def test_long_matches_are_drafted_and_short_ones_are_not_at_the_same_time():
     assert (long, short) == (8, 0)
 
 
-def test_the_price_is_that_of_rows_and_messages():
+def test_rows_cost_what_the_times_of_steps_tell():
     pacer = LookupPacer()
-    assert list(pacer.prices(16))[8] == 0.0  # of a target that was never seen
+    assert list(pacer.row_prices(16))[8] == 0.0  # of a target that was never seen
     steps(pacer, 8, row_ms=0.1)
     step_ms = 1.0 + 0.1 * 8
     pacer.record(plain_step(8, step_ms))
-    prices = list(pacer.prices(16))
-    assert prices[0] == pytest.approx(0.4 * 8 / step_ms, rel=0.1)
-    assert prices[16] - prices[0] == pytest.approx(1.6 * 8 / step_ms, rel=0.25)
+    prices = list(pacer.row_prices(16))
+    assert prices[0] == 0.0
+    assert prices[16] == pytest.approx(1.6 * 8 / step_ms, rel=0.25)
     alone = LookupPacer()
     steps(alone, 1, row_ms=0.1)
-    assert list(alone.prices(16))[16] < prices[16] / 2
+    assert list(alone.row_prices(16))[16] < prices[16] / 2
+
+
+def cycles(times, *, sessions, token_ms, round_ms, saved=3.0, count=20_000):
+    """Sessions get a token at a time, and every fifth time a round, where lookups are on; it saves so many tokens."""
+    for number in range(count):
+        is_round = not times.is_off and number % 5 == 0
+        num_tokens = 1 + round(saved) * is_round
+        times.record(sessions, int((token_ms + round_ms * is_round) * MS), num_tokens, int(is_round), saved * is_round)
+
+
+@pytest.mark.parametrize("sessions", [1, 8])
+@pytest.mark.parametrize("round_ms", [0.0, 0.4, 9.0])
+def test_the_price_is_measured_against_windows_of_plain_tokens(sessions, round_ms):
+    times = LookupTimes()
+    assert times.price == FIRST_PRICE
+    cycles(times, sessions=sessions, token_ms=2.0, round_ms=round_ms)
+    assert times.plain_ns == pytest.approx(2.0 * MS)
+    assert times.price == pytest.approx(round_ms / 2.0, rel=0.1, abs=0.1)
+
+
+def test_a_price_that_is_not_paid_any_more_is_forgotten():
+    times = LookupTimes()
+    cycles(times, sessions=1, token_ms=2.0, round_ms=20.0)
+    assert times.price > 5.0
+    for _ in range(10_000):
+        times.record(1, 2 * MS, 1, 0, 0.0)
+    assert times.price == FIRST_PRICE
+
+
+def test_windows_without_lookups_lose_a_hundredth_of_what_lookups_gain():
+    times, num_off = LookupTimes(), 0
+    for number in range(20_000):
+        num_off += times.is_off
+        is_round = not times.is_off and number % 2 == 0
+        times.record(1, 2 * MS, 1 + 8 * is_round, int(is_round), 8.0 * is_round)
+    assert 0 < num_off / 20_000 < 0.01
+
+
+def test_one_stall_is_no_price():
+    times = LookupTimes()
+    cycles(times, sessions=1, token_ms=2.0, round_ms=0.4)
+    price = times.price
+    times.record(1, 2000 * MS, 1, 1, 3.0)
+    cycles(times, sessions=1, token_ms=2.0, round_ms=0.4, count=100)
+    assert times.price < price + 10.0
+
+
+def test_a_text_without_matches_is_looked_up_rarely():
+    pacer = LookupPacer()
+    steps(pacer, 1, row_ms=0.1)
+    pace, looked = LookupPace(pacer), 0
+    for number in range(1000):
+        pace.record(plain_step(1, 1.1), number * MS)
+        looked += pace.looks_up()
+    assert 1000 / MAX_PAUSE / 4 < looked < 1000 / MAX_PAUSE + 10
+
+
+#: Targets, networks and gateways that have nothing in common but the rule.
+WORLDS = {
+    "many rows are slow": World(step=lambda rows: 0.6 + 0.09 * rows),
+    "rows cost nothing, far away": World(step=lambda rows: 8.0 + 0.002 * rows, network=3.0),
+    "messages take longer than steps": World(step=lambda rows: 1.0 + 0.01 * rows, network=4.0),
+    "a slow gateway": World(step=lambda rows: 0.6 + 0.05 * rows, round=1.5),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("sessions", [1, 8])
+def test_lookups_are_never_slower_than_plain_decoding(name, sessions):
+    world = replace(WORLDS[name], sessions=sessions)
+    for acceptance in (0.1, 0.5):
+        assert speed(replace(world, acceptance=acceptance), seconds=4.0 / sessions)[0] >= 0.97
+    assert speed(replace(world, copied=0.9), seconds=4.0 / sessions)[0] > 1.2
+
+
+def test_a_price_that_is_not_measured_is_slower(monkeypatch):
+    """The twin that must fail."""
+
+    class Guess(LookupTimes):
+        def record(self, *_):
+            self.is_off = False
+
+    world = replace(WORLDS["a slow gateway"], sessions=8, acceptance=0.5)
+    monkeypatch.setattr(lookup_pacer, "LookupTimes", Guess)
+    assert speed(world, seconds=0.5)[0] < 0.5
 
 
 def test_one_step_that_was_short_ends_no_lookups():
@@ -103,7 +194,7 @@ def test_one_step_that_was_short_ends_no_lookups():
         for _ in range(10):
             show(pace, right=8, length=9)
         pacer.record(plain_step(1, ms))
-        assert list(pacer.prices(8)) == sorted(pacer.prices(8))
+        assert list(pacer.row_prices(8)) == sorted(pacer.row_prices(8))
         assert pace.num_draft_tokens(Match((5,) * 8, 9), 1.0)[0] == 8
 
 
@@ -113,8 +204,8 @@ def test_matches_that_were_never_wrong_at_any_length_are_drafted():
     steps(pacer, 1, row_ms=0.1)
     for length in (1, 3, 7, 15, 31, 63):
         for _ in range(100):
-            pacer.acceptance().observe(length, 31, 31)
-    assert pacer.acceptance().rates(63)[1] == 1.0
+            pacer.method().acceptance.observe(length, 31, 31)
+    assert pacer.method().acceptance.rates(63)[1] == 1.0
     assert LookupPace(pacer).num_draft_tokens(Match((5,) * 31, 63), 1.0)[0] == 31
 
 
@@ -132,6 +223,7 @@ def test_methods_are_measured_apart():
 def test_the_target_waits_for_the_next_round_of_a_session_alone(sessions):
     pacer = LookupPacer()
     steps(pacer, sessions, row_ms=0.01)
+    pacer.method().acceptance.observe(20, 8, 8)
     _, waits = LookupPace(pacer).num_draft_tokens(Match((5,) * 8, 20), 1.0)
     assert waits is (sessions == 1)
 
@@ -151,18 +243,18 @@ def decode(text, prediction, *, row_ms, speedup=1.0, told=None):
     at, num_rejected, spent_ms, token_ms = 0, 0, 0.0, 1.0 + row_ms
     while at < len(text):
         state.ingest(state.num_pending)
-        match = lookup.look_up(state, 32)
-        count, _ = pace.num_draft_tokens(match, told or speedup)
+        match = lookup.look_up(state, 32) if pace.looks_up() else Match()
+        count, _ = pace.num_draft_tokens(match, told or speedup) if match.token_ids else (0, False)
         pairs = zip(match.token_ids[:count], text[at:], strict=False)
         num_right = next((i for i, (drafted, token) in enumerate(pairs) if drafted != token), count)
         committed = tuple(text[at : at + (num_right + 1 if count or speedup == 1.0 else 3)])
         step_ms = 1.0 + row_ms * (1 + count)
         timings = RoundTimings(forward_ns=int(step_ms * MS), batch_sessions=1, batch_rows=1 + count)
-        pace.record(Verdict(1, 10, committed, timings=timings))
+        spent_ms += step_ms + ROUND_MS if count else len(committed) * token_ms / speedup
+        pace.record(Verdict(1, 10, committed, timings=timings), int(spent_ms * MS), is_plain=speedup == 1.0)
         state.replace(len(state.token_ids), committed)
         at += len(committed)
         num_rejected += count - num_right
-        spent_ms += step_ms + (ROUND_NS + WAIT_NS) / MS if count else len(committed) * token_ms / speedup
     return num_rejected, spent_ms * speedup / (token_ms * len(text))
 
 
@@ -186,9 +278,9 @@ def test_a_wrong_prediction_costs_a_few_rounds(row_ms, speedup):
 
 
 def test_a_prediction_that_is_compared_with_plain_decoding_slows_a_draft_down():
-    """The twin that must fail: two of three tokens of a prediction are right, which brings less than a draft does."""
+    """The twin that must fail: four of five tokens of a prediction are right, which brings less than a draft does."""
     source = random.Random(0)
     text = [source.randrange(4000) for _ in range(1000)]
-    prediction = [token for i in range(0, 1000, 2) for token in (*text[i : i + 2], source.randrange(4000))]
-    assert decode(text, prediction, row_ms=0.005, speedup=1.4)[1] <= 1.01
-    assert decode(text, prediction, row_ms=0.005, speedup=1.4, told=1.0)[1] > 1.2
+    prediction = [token for i in range(0, 1000, 4) for token in (*text[i : i + 4], source.randrange(4000))]
+    assert decode(text, prediction, row_ms=0.005, speedup=3.0)[1] <= 1.01
+    assert decode(text, prediction, row_ms=0.005, speedup=3.0, told=1.0)[1] > 1.2

@@ -1,0 +1,93 @@
+"""What rounds of looked-up tokens cost at one load: windows in which sessions look up against windows of plain tokens.
+
+Times are sums over all sessions that look up by one method. So a round is charged with all that it costs: its message,
+the multi-step decode that it interrupts, what it was late for, and the time that other sessions wait for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+from typing import Final
+
+from gateway.pacing.round_times import WINDOW_NS, WINDOW_VERDICTS
+
+#: Windows that count. A price is a small difference of long times, so it takes more of them than a round of a draft.
+MEMORY: Final = 16
+#: Price of a round in plain tokens where none was measured, and the rounds that this guess weighs. A round takes the
+#: place of a token of multi-step decode, and the target is one token ahead of the message.
+FIRST_PRICE: Final = 1.0
+FIRST_WEIGHT: Final = 4.0
+#: A window that took longer than so many times the time of plain tokens counts as that: a stall is no price.
+STALL: Final = 3.0
+#: Windows with lookups that tell what lookups bring at the moment: texts change.
+RECENT: Final = 4
+#: Share of the time that windows may lose which are of the slower kind, with or without lookups.
+ALLOWED_LOSS: Final = 0.01
+
+
+class LookupTimes:
+    """Nanoseconds of session time that a plain token takes, and what a round costs beside its rows."""
+
+    def __init__(self) -> None:
+        self._plain: deque[float] = deque(maxlen=MEMORY)
+        #: Of windows with lookups: nanoseconds that the rounds do not explain, and the rounds.
+        self._excess: deque[tuple[float, int]] = deque(maxlen=MEMORY)
+        #: Tokens and nanoseconds of the latest of them.
+        self._speed: deque[tuple[int, int]] = deque(maxlen=RECENT)
+        #: Time of a plain token; 0: unknown.
+        self.plain_ns = 0.0
+        #: Price of a round in plain tokens, beside its rows.
+        self.price = FIRST_PRICE
+        #: Whether nothing is looked up in this window.
+        self.is_off = True
+        #: Windows of the present kind until one of the other kind.
+        self._num_left = 1
+        #: Counts the windows.
+        self.number = 0
+        self._clear()
+
+    def record(self, num_sessions: int, cycle_ns: int, num_tokens: int, num_rounds: int, saved: float) -> None:
+        """One of ``num_sessions`` got ``num_tokens`` in ``cycle_ns``; meanwhile it asked for ``num_rounds`` rounds that
+        were expected to save so many plain tokens, less the price of their rows.
+        """
+        self._ns += cycle_ns
+        self._num_verdicts += 1
+        self._num_tokens += num_tokens
+        self._num_rounds += num_rounds
+        self._saved += saved
+        least_ns = WINDOW_NS if self.plain_ns else 0
+        if self._ns >= least_ns * num_sessions and self._num_verdicts >= 2 * WINDOW_VERDICTS * num_sessions:
+            self._close()
+
+    def _close(self) -> None:
+        if self.is_off:
+            if self._num_tokens and self._ns:
+                self._plain.append(self._ns / self._num_tokens)
+                self.plain_ns = median(self._plain)
+        else:
+            spent_ns = min(self._ns, STALL * self._num_tokens * self.plain_ns)
+            self._excess.append((spent_ns - (self._num_tokens - self._saved) * self.plain_ns, self._num_rounds))
+            self._speed.append((self._num_tokens, self._ns))
+            num_rounds = sum(count for _, count in self._excess) + FIRST_WEIGHT
+            spent = sum(ns for ns, count in self._excess if count) / self.plain_ns
+            self.price = max(0.0, (spent + FIRST_WEIGHT * FIRST_PRICE) / num_rounds)
+        self._choose_next()
+        self.number += 1
+        self._clear()
+
+    def _choose_next(self) -> None:
+        """Choose the kind of the next window: the more the slower kind loses, the fewer windows are of it."""
+        self._num_left -= 1
+        if self._num_left > 0 or not self.plain_ns:
+            return
+        self.is_off = not self.is_off
+        gain = 0.0
+        if self._speed:
+            tokens, ns = (sum(values) for values in zip(*self._speed, strict=True))
+            gain = tokens * self.plain_ns / ns - 1.0
+        self._num_left = 1 + int(max(0.0, -gain if self.is_off else gain) / ALLOWED_LOSS)
+
+    def _clear(self) -> None:
+        self._ns = self._num_verdicts = self._num_tokens = self._num_rounds = 0
+        self._saved = 0.0
