@@ -11,6 +11,7 @@ from engine.refused_checkpoints import check_checkpoint
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.flags import Parser, add_grouped_flags, settings_from
 from specdec.methods import HEAD_METHODS, method_of
+from specdec.process.imports import large_imports
 from specdec.process.logs import start_log
 from specdec.settings import (
     DraftSettings,
@@ -29,12 +30,17 @@ logger = logging.getLogger(__name__)
 
 def make_service(settings: DraftSettings) -> CoreService[DraftCore]:
     """What the process serves."""
-    # Importing gRPC takes a second: settings are checked before.
-    from draft_service.core import DraftCore  # noqa: PLC0415
-    from draft_service.servicer import DraftServicer  # noqa: PLC0415
-    from specdec.rpc.core_service import CoreService  # noqa: PLC0415
-    from specdec.v1 import draft_service_pb2 as pb  # noqa: PLC0415
-    from specdec.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server  # noqa: PLC0415
+    # Importing torch takes seconds: settings are checked before.
+    with large_imports():
+        from draft_service.core import DraftCore  # noqa: PLC0415
+        from draft_service.drafters.registry import drafter_class  # noqa: PLC0415
+        from draft_service.servicer import DraftServicer  # noqa: PLC0415
+        from specdec.rpc.core_service import CoreService  # noqa: PLC0415
+        from specdec.v1 import draft_service_pb2 as pb  # noqa: PLC0415
+        from specdec.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server  # noqa: PLC0415
+
+        for method in settings.speculative.methods:
+            drafter_class(method)  # imports torch, if it needs it
 
     return CoreService(
         "draft",

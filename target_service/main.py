@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from engine.refused_checkpoints import check_checkpoint
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.flags import Parser, add_grouped_flags, settings_from
+from specdec.process.imports import large_imports
 from specdec.process.logs import start_log
 from specdec.settings import ModelSettings, SchedulerSettings, ServerSettings, TargetSettings
 
@@ -25,11 +26,12 @@ logger = logging.getLogger(__name__)
 def make_service(settings: TargetSettings, place: Place | None) -> CoreService[TargetCore]:
     """What the process serves."""
     # Importing torch takes seconds: settings are checked before.
-    from specdec.rpc.core_service import CoreService  # noqa: PLC0415
-    from specdec.v1 import target_service_pb2 as pb  # noqa: PLC0415
-    from specdec.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_server  # noqa: PLC0415
-    from target_service.core import TargetCore  # noqa: PLC0415
-    from target_service.servicer import TargetServicer  # noqa: PLC0415
+    with large_imports():
+        from specdec.rpc.core_service import CoreService  # noqa: PLC0415
+        from specdec.v1 import target_service_pb2 as pb  # noqa: PLC0415
+        from specdec.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_server  # noqa: PLC0415
+        from target_service.core import TargetCore  # noqa: PLC0415
+        from target_service.servicer import TargetServicer  # noqa: PLC0415
 
     return CoreService(
         "target",
@@ -84,9 +86,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "tandem target") -> i
     start_log(server.log_level, server.log_format)
     logger.info("target: starting with %s", target.model.model)
     # Importing torch takes seconds.
-    from engine.parallel.ranks import Place  # noqa: PLC0415
-    from specdec.rpc.lifecycle import run  # noqa: PLC0415
-    from target_service.rank_processes import run_follower  # noqa: PLC0415
+    with large_imports():
+        from engine.parallel.ranks import Place  # noqa: PLC0415
+        from specdec.rpc.lifecycle import run  # noqa: PLC0415
+        from target_service.rank_processes import run_follower  # noqa: PLC0415
 
     try:
         place = Place.of(os.environ, target.model.tensor_parallel_size)

@@ -11,6 +11,7 @@ from typing import Any, Final
 from specdec.errors import InvalidRequest
 from specdec.flags import METAVARS, Parser
 from specdec.params import Parameter, SamplingParams, parameters
+from specdec.process.imports import large_imports
 from tandem.cli.answer import AnswerPart, PrintedAnswer, show
 from tandem.cli.flags import add_deployment_flags, add_key_flag, client_key
 from tandem.launcher.deployment import deployment_of
@@ -153,7 +154,8 @@ def open_model(args: argparse.Namespace) -> Iterator[RemoteModel | LocalModel]:
     if not args.quiet:
         print(f"loading {deployment.describe()}", file=sys.stderr, flush=True)
     tune_environment()
-    from tandem.llm import LLM  # noqa: PLC0415 (torch)
+    with large_imports():
+        from tandem.llm import LLM  # noqa: PLC0415 (torch)
 
     with LLM.of(deployment) as llm:
         yield LocalModel(llm, params)

@@ -7,6 +7,7 @@ import asyncio
 
 from specdec.errors import InvalidRequest
 from specdec.flags import Parser, add_grouped_flags, flag_of
+from specdec.process.imports import large_imports
 from specdec.process.lifecycle import run_until_stopped
 from specdec.settings import GatewaySettings
 from specdec.settings.option import options_of
@@ -65,8 +66,10 @@ def run(args: argparse.Namespace) -> int:
     for note in notes:
         log("serve", note)
     if args.embedded:
+        log("tandem", f"starting in this process: {deployment.describe()}")
         tune_environment()
-        from tandem.launcher.embedded import serve_embedded  # noqa: PLC0415 (torch)
+        with large_imports():
+            from tandem.launcher.embedded import serve_embedded  # noqa: PLC0415 (torch)
 
         return serve_embedded(deployment)
     return asyncio.run(serve(deployment, log, startup_timeout_s=args.startup_timeout_s))

@@ -227,6 +227,8 @@ def test_embedded(launch: type[Launcher]) -> None:
         "[serve] --allow-credentials",
     )
     assert all(reasons)
+    # What it does is said before torch is imported.
+    assert launcher.lines[len(flags)].startswith("[tandem] starting in this process: python-12m, drafted by python-1m")
     assert launcher.children() == {}
     assert complete(launcher.server)
     assert launcher.end(signal.SIGTERM) == 0
