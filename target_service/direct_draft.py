@@ -38,8 +38,8 @@ class DirectDraft:
     drafted holds from the next one on: what is verified never depends on the tokens that were drawn. With the length 0,
     and once the draft is lost, the session decodes in multi-step up to its limits.
 
-    With the processes of ``tandem serve`` on two cores a round of four drafted tokens takes 0.00 of the time that it
-    takes through the gateway.
+    With the processes of ``tandem serve`` on two cores a round of four drafted tokens takes 0.86 of the time that it
+    takes through the gateway, at one session and at eight (requests of both kinds in turn).
     """
 
     def __init__(

@@ -12,7 +12,7 @@ def large_imports() -> Iterator[None]:
     """Import without garbage collection, and leave what there is then out of every later one.
 
     torch and transformers make a million objects that stay. A full collection looks at all of them, and an import runs
-    several: without them a target imports its modules in 2.6 s, with them in 3.4 s (one core of a Xeon). Later, each
+    several: without them a target imports its modules in 2.6 s, with them in 3.4 s. Later, each
     full collection would stop a service for 0.3 s.
     """
     gc.disable()
