@@ -126,13 +126,17 @@ class DirectDraft:
     def _verify(self, proposal: Proposal) -> None:
         """A proposal came."""
         session = self._session
-        if not self._num_asked or proposal.base_len != session.committed_len or proposal.assumed_token_ids:
+        if not self._num_asked or proposal.base_len != self._known_len or proposal.assumed_token_ids:
             return  # it belongs to no question
         self._drop_timer()
+        num_asked, self._num_asked = self._num_asked, 0
+        if session.committed_len != self._known_len:  # it was told to decode meanwhile
+            if session.is_idle:
+                self._on_idle()
+            return
         wait_ns = time.perf_counter_ns() - self._asked_ns
         depth = proposal.depth if proposal.parents else 0
-        session.drafted = DraftedRound(len(proposal.token_ids), self._num_asked, proposal.draft_ns, wait_ns, depth)
-        self._num_asked = 0
+        session.drafted = DraftedRound(len(proposal.token_ids), num_asked, proposal.draft_ns, wait_ns, depth)
         try:
             session.offer(replace(proposal, epoch=session.spec.epoch))
         except InvalidRequest as error:

@@ -268,11 +268,14 @@ class Decoding:
             return
         if target.is_idle:
             self._start_fitting()
+        was_direct = draft.is_asked_by_target
         is_sent = await draft.request(self._num_draft_tokens(self._state.num_remaining))
         if draft.k and draft.method != self._paced_method:  # it replaces a lost one
             self._choose_pace()
         if draft.k and not draft.is_asked_by_target:
             target.end_multi_step()  # the draft is asked again at its last token, and waited for
+        elif was_direct and not draft.is_asked_by_target:
+            target.expect_multi_step(self._state.num_remaining)
         elif self._is_idle:
             target.multi_step_decode(self._state.num_remaining)
         if is_sent or target.round is not None:

@@ -173,10 +173,14 @@ class TargetClient:
 
     def multi_step_decode(self, num_tokens: int) -> None:
         """Have the target decode so many more tokens without proposals; it drops those it holds."""
+        self.expect_multi_step(num_tokens)
+        self._open_session.multi_step_decode(len(self._state), num_tokens)
+
+    def expect_multi_step(self, num_tokens: int) -> None:
+        """The target goes over to decoding so many more tokens without proposals by itself."""
         self._offered.clear()
         self.num_multi_step_left, self._is_ending = num_tokens, False
         self._multi_step_end = len(self._state) + num_tokens
-        self._open_session.multi_step_decode(len(self._state), num_tokens)
 
     def end_multi_step(self) -> None:
         """Have multi-step decode end with its next token."""

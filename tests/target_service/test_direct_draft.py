@@ -31,7 +31,9 @@ class ScriptedDraft(draft_grpc.DraftServiceServicer):
     def __init__(self, answer):
         """``answer``: of the committed tokens and the number asked for, the proposals that are sent."""
         self.answer = answer
-        self.opened = self.ended = 0
+        self.opened = self.ended = self.num_asked = 0
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self.known = None
         self.tasks = []
 
@@ -48,6 +50,8 @@ class ScriptedDraft(draft_grpc.DraftServiceServicer):
                 advance = request.advance
                 assert advance.base_len == len(self.known)
                 self.known += advance.token_ids
+                self.num_asked += 1
+                await self.may_answer.wait()
                 for proposal in self.answer(self.known, advance.num_draft_tokens):
                     proposal.epoch = opening.epoch
                     await context.write(draft_pb.DraftResponse(proposal=proposal))
@@ -207,6 +211,31 @@ async def test_without_drafted_tokens_the_target_decodes_to_the_end(start_core, 
             verdicts = await client.rest()
         assert tokens_of(client.first, verdicts) == text
         assert [verdict.num_draft_tokens for verdict in verdicts if verdict.drafted] == [K]
+
+
+async def test_a_session_that_is_told_to_decode_while_the_draft_works(start_core, serve, plain, tmp_path):
+    """The proposal comes too late then. It is no failure of the draft, which is asked again."""
+    prompt = make_prompt(13)
+    text = plain(prompt, NUM_TOKENS)
+    draft = ScriptedDraft(drafts(text, prompt))
+    draft.may_answer.clear()
+    async with start_core() as core, serving_draft(draft, tmp_path) as address:
+        async with session(serve, core, tmp_path, prompt) as client:
+            await client.open_draft(address)
+            await client.until_told("draft_opened")
+            client.draft(K)
+            await until(lambda: draft.num_asked == 1)
+            length = client.first.committed_len
+            decode = pb.MultiStepDecode(epoch=1, committed_len=length, num_tokens=5)
+            client.stream.post(pb.VerifyRequest(multi_step_decode=decode))
+            verdicts = [await client.verdict()]
+            while verdicts[-1].committed_len < length + 5:
+                verdicts.append(await client.verdict())
+            draft.may_answer.set()
+            verdicts += await client.rest()
+        assert tokens_of(client.first, verdicts) == text
+        assert not client.told
+        assert verdicts[-2].drafted is not None
 
 
 def silent(known, count):
