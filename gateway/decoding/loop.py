@@ -19,7 +19,7 @@ from gateway.decoding.lookup_client import LookupClient
 from gateway.decoding.metrics import SpeculationMetrics
 from gateway.decoding.plain_reason import PlainReason
 from gateway.decoding.request import DecodingRequest, RequestState
-from gateway.decoding.round import DirectRound, Round, RoundRequest
+from gateway.decoding.round import AskedRound, DirectRound, RoundRequest
 from gateway.decoding.target_client import TargetClient
 from gateway.pacing.lookup_pacer import LookupPace, LookupPacer
 from gateway.pacing.pace import FixedPace, Pace
@@ -84,7 +84,7 @@ class Decoding:
         self._replica: Replica[TargetBackend] | None = None
         self._lookup_pace = LookupPace(LookupPacer())
         #: The round of the latest verdict; None: it had no drafted tokens.
-        self.answered: Round | None = None
+        self.answered: AskedRound | None = None
         #: Since when the loop waits for a proposal; None while it does not.
         self._waiting_since_ns: int | None = None
         #: Whether drafted tokens were ever wanted, and whether ever too many sequences were open for them.
@@ -346,7 +346,7 @@ class Decoding:
         self._wanted_draft |= wanted > 0
         return wanted
 
-    def _record(self, answered: Round | None, verdict: Verdict) -> Verdict:
+    def _record(self, answered: AskedRound | None, verdict: Verdict) -> Verdict:
         """Count a verdict, of a round or of multi-step decode."""
         now_ns = time.perf_counter_ns()
         if self._lookup.is_on:

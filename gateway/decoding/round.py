@@ -24,7 +24,7 @@ class Origin(StrEnum):
     REJECTION = "rejection"
 
 
-class Round(ABC):
+class AskedRound(ABC):
     """A round of drafted tokens, and what was asked for with it."""
 
     __slots__ = ()
@@ -68,7 +68,7 @@ class Round(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundRequest(Round):
+class RoundRequest(AskedRound):
     """A proposal that the target is asked to verify."""
 
     proposal: Proposal
@@ -103,7 +103,7 @@ class RoundRequest(Round):
 
 
 @dataclass(frozen=True, slots=True)
-class DirectRound(Round):
+class DirectRound(AskedRound):
     """A round whose proposal the target asked the draft for."""
 
     drafted: DraftedRound

@@ -11,7 +11,7 @@ from typing import Final
 from gateway.decoding.closing import close_session
 from gateway.decoding.metrics import SpeculationMetrics
 from gateway.decoding.request import RequestState
-from gateway.decoding.round import DirectRound, Round, RoundRequest
+from gateway.decoding.round import AskedRound, DirectRound, RoundRequest
 from gateway.placement.routing import HiddenStateSpec, Replica, Router
 from specdec.backends import DraftOpener, DraftSession, TargetBackend, TargetSession
 from specdec.backoff import backoff_s
@@ -188,10 +188,10 @@ class TargetClient:
             self._is_ending = True
             self._open_session.multi_step_decode(len(self._state), 0)
 
-    async def receive(self) -> tuple[Round | None, Verdict]:
+    async def receive(self) -> tuple[AskedRound | None, Verdict]:
         """The next verdict, and its round; None: it is multi-step decode's."""
         verdict = self._checked(await self._open_session.receive())
-        answered: Round | None = self.round
+        answered: AskedRound | None = self.round
         num_tokens = verdict.num_draft_tokens
         if verdict.drafted is not None:
             answered = DirectRound(verdict.drafted, self._verdict_ns + verdict.drafted.wait_ns)

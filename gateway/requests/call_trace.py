@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from gateway.access.request_id import current_request_id
 from gateway.access.trace_context import current_trace_context
 from gateway.decoding.metrics import SpeculationMetrics
-from gateway.decoding.round import Round
+from gateway.decoding.round import AskedRound
 from specdec.params import SamplingParams
 from specdec.tracing.headers import TraceHeaders
 from specdec.types import TargetOpened, Verdict
@@ -38,7 +38,7 @@ class SampleTrace:
         #: What makes spans of targets and drafts children of the sample's.
         self.headers: TraceHeaders = span.headers
 
-    def record(self, verdict: Verdict, answered: Round | None, opened: TargetOpened | None, now_ns: int) -> None:
+    def record(self, verdict: Verdict, answered: AskedRound | None, opened: TargetOpened | None, now_ns: int) -> None:
         """A verdict came, that of ``answered`` where that is a round with drafts."""
         if not self._is_open:
             self._is_open = True
@@ -58,7 +58,7 @@ class SampleTrace:
             self._record_round(verdict, answered, now_ns)
         self._num_rounds += 1
 
-    def _record_round(self, verdict: Verdict, answered: Round, now_ns: int) -> None:
+    def _record_round(self, verdict: Verdict, answered: AskedRound, now_ns: int) -> None:
         span, timings = self._span.child("round", start_ns=answered.asked_ns - answered.wait_ns), verdict.timings
         span.set(
             {

@@ -49,7 +49,7 @@ class RoundCoalescer:
         self._turnaround_ns = self._deviation_ns = 0.0
         self._num_seen = 0
         self._ways: defaultdict[int, _Ways] = defaultdict(_Ways)
-        #: The window that runs: its load, when it was settled, and what steps did since.
+        #: The window that runs: its load (-1: nobody drafts), when it was settled, and what steps did since.
         self._load = -1
         self._num_in_window = self._num_tokens = 0
         self._since_ns = 0
@@ -105,10 +105,12 @@ class RoundCoalescer:
     def step_ended(self, num_rounds: int, num_tokens: int, now_ns: int) -> None:
         """A step has committed ``num_tokens`` tokens, in ``num_rounds`` rounds and otherwise."""
         num_open = len(self._sessions)
-        load = round(2 * math.log2(num_open)) if num_open > 1 else 0
+        load = round(2 * math.log2(num_open)) if num_open else -1
         if load != self._load:
             self._load = load
             self._begin_window()
+        if not num_open:
+            return
         self._num_in_window += num_rounds
         if not self._since_ns:
             if self._num_in_window >= SETTLING_ROUNDS * num_open:
@@ -116,7 +118,7 @@ class RoundCoalescer:
             return
         self._num_tokens += num_tokens
         if self._num_in_window >= WINDOW_ROUNDS * num_open:
-            self._ways[load].record(self._num_tokens / max(1, now_ns - self._since_ns))
+            self._ways[load].record(max(1, self._num_tokens) / max(1, now_ns - self._since_ns))
             self._begin_window()
 
     def _begin_window(self) -> None:

@@ -82,6 +82,19 @@ def test_a_session_is_expected_for_a_while_after_its_verdict():
         assert not coalescer.expects(now_ns + 10 * turnaround_ms * MS)
 
 
+def test_steps_without_sessions_that_draft_are_no_window():
+    coalescer = RoundCoalescer()
+    for now_ns in range(100):
+        coalescer.step_begins()
+        coalescer.step_ended(0, 0, now_ns)
+        coalescer.step_ended(0, 5, now_ns)
+    coalescer.left("a", 100)
+    coalescer.step_ended(1, 0, 100)
+    coalescer.forget("a")
+    coalescer.step_ended(0, 0, 100)
+    assert coalescer.wait_until(100) == 100
+
+
 class Always(RoundCoalescer):
     """Waits in every window."""
 
