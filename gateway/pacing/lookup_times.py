@@ -10,9 +10,12 @@ from collections import deque
 from statistics import median
 from typing import Final
 
+from gateway.pacing.round_times import MEMORY as PLAIN_MEMORY
 from gateway.pacing.round_times import WINDOW_NS, WINDOW_VERDICTS
 
-#: Windows that count. A price is a small difference of long times, so it takes more of them than a round of a draft.
+#: Windows with lookups that count. A price is a small difference of long times, so it takes more of them than that of a
+#: draft's rounds. Where rounds seem to cost nothing, or less than nothing, the machine may have become faster: then
+#: plain tokens are measured after as many windows.
 MEMORY: Final = 16
 #: Price of a round in plain tokens where none was measured, and the rounds that this guess weighs. A round takes the
 #: place of a token of multi-step decode, and the target is one token ahead of the message.
@@ -22,6 +25,8 @@ FIRST_WEIGHT: Final = 4.0
 STALL: Final = 3.0
 #: Windows with lookups that tell what lookups bring at the moment: texts change.
 RECENT: Final = 4
+#: Where plain tokens take so many times as long as before, or as short, what rounds cost before is forgotten.
+CHANGE: Final = 1.4
 #: Share of the time that windows may lose which are of the slower kind, with or without lookups.
 ALLOWED_LOSS: Final = 0.01
 
@@ -30,11 +35,11 @@ class LookupTimes:
     """Nanoseconds of session time that a plain token takes, and what a round costs beside its rows."""
 
     def __init__(self) -> None:
-        self._plain: deque[float] = deque(maxlen=MEMORY)
-        #: Of windows with lookups: nanoseconds that the rounds do not explain, and the rounds.
+        self._plain: deque[float] = deque(maxlen=PLAIN_MEMORY)
+        #: Of windows with lookups: the time, in plain tokens, that the rounds do not explain, and the rounds.
         self._excess: deque[tuple[float, int]] = deque(maxlen=MEMORY)
-        #: Tokens and nanoseconds of the latest of them.
-        self._speed: deque[tuple[int, int]] = deque(maxlen=RECENT)
+        #: How much faster than plain decoding the latest of them were.
+        self._gains: deque[float] = deque(maxlen=RECENT)
         #: Time of a plain token; 0: unknown.
         self.plain_ns = 0.0
         #: Price of a round in plain tokens, beside its rows.
@@ -63,15 +68,19 @@ class LookupTimes:
     def _close(self) -> None:
         if self.is_off:
             if self._num_tokens and self._ns:
+                before_ns = self.plain_ns
                 self._plain.append(self._ns / self._num_tokens)
                 self.plain_ns = median(self._plain)
+                if not before_ns / CHANGE < self.plain_ns < before_ns * CHANGE:
+                    self._excess.clear()
+                    self._gains.clear()
+                    self.price = FIRST_PRICE
         else:
-            spent_ns = min(self._ns, STALL * self._num_tokens * self.plain_ns)
-            self._excess.append((spent_ns - (self._num_tokens - self._saved) * self.plain_ns, self._num_rounds))
-            self._speed.append((self._num_tokens, self._ns))
-            num_rounds = sum(count for _, count in self._excess) + FIRST_WEIGHT
-            spent = sum(ns for ns, count in self._excess if count) / self.plain_ns
-            self.price = max(0.0, (spent + FIRST_WEIGHT * FIRST_PRICE) / num_rounds)
+            spent = min(self._ns / self.plain_ns, STALL * self._num_tokens)
+            self._excess.append((spent - (self._num_tokens - self._saved), self._num_rounds))
+            self._gains.append(self._num_tokens / spent - 1.0)
+            excess = sum(tokens for tokens, count in self._excess if count) + FIRST_WEIGHT * FIRST_PRICE
+            self.price = max(0.0, excess / (sum(count for _, count in self._excess) + FIRST_WEIGHT))
         self._choose_next()
         self.number += 1
         self._clear()
@@ -79,14 +88,17 @@ class LookupTimes:
     def _choose_next(self) -> None:
         """Choose the kind of the next window: the more the slower kind loses, the fewer windows are of it."""
         self._num_left -= 1
-        if self._num_left > 0 or not self.plain_ns:
+        if not self.plain_ns:
+            return
+        if not self.is_off and self.price == 0.0:
+            self._num_left = min(self._num_left, MEMORY)
+        if self._num_left > 0:
             return
         self.is_off = not self.is_off
-        gain = 0.0
-        if self._speed:
-            tokens, ns = (sum(values) for values in zip(*self._speed, strict=True))
-            gain = tokens * self.plain_ns / ns - 1.0
+        gain = sum(self._gains) / max(len(self._gains), 1)
         self._num_left = 1 + int(max(0.0, -gain if self.is_off else gain) / ALLOWED_LOSS)
+        if self.is_off:
+            self._num_left = min(self._num_left, MEMORY)
 
     def _clear(self) -> None:
         self._ns = self._num_verdicts = self._num_tokens = self._num_rounds = 0

@@ -36,6 +36,8 @@ class World:
     copied: float = 0.0
     copy: int = 40
     noise: float = 0.05
+    #: How many times slower the target is, by time in milliseconds.
+    slowness: Callable[[float], float] = lambda _: 1.0
     tokens: int = 128
 
 
@@ -108,7 +110,7 @@ class Simulation:
             if client.arrived:
                 client.arrived, client.decodes = False, not waits
         rows = len(batch) + sum(drafted)
-        ms = self.world.step(rows) * self.random.lognormvariate(0.0, self.world.noise)
+        ms = self.world.step(rows) * self.world.slowness(self.now) * self.random.lognormvariate(0.0, self.world.noise)
         timings = RoundTimings(forward_ns=int(ms * MS), batch_sessions=len(batch), batch_rows=rows)
         self.at(self.now + ms, lambda: self.end_step(batch, begins, drafted, timings))
 

@@ -173,6 +173,15 @@ def test_lookups_are_never_slower_than_plain_decoding(name, sessions):
     assert speed(replace(world, copied=0.9), seconds=4.0 / sessions)[0] > 1.2
 
 
+@pytest.mark.parametrize("before", [0.25, 4.0])
+@pytest.mark.parametrize("sessions", [1, 8])
+def test_a_machine_that_becomes_faster_or_slower_is_measured_again(before, sessions):
+    change = {"slowness": lambda ms: before if ms < 3000.0 else 1.0}
+    world = World(step=lambda rows: 0.6 + 0.09 * rows, sessions=sessions, **change)
+    assert speed(replace(world, acceptance=0.6), seconds=4.0)[0] >= 0.96
+    assert speed(replace(world, copied=0.9), seconds=4.0)[0] > 1.1
+
+
 def test_a_price_that_is_not_measured_is_slower(monkeypatch):
     """The twin that must fail."""
 
