@@ -23,6 +23,8 @@ class Echo(target_grpc.TargetServiceServicer):
     def __init__(self):
         self.error = None
         self.ended = []
+        #: Set once a session named "hang" has been read.
+        self.hanging = asyncio.Event()
         #: Set once the round of committed_len 999 may be answered.
         self.released = asyncio.Event()
 
@@ -35,6 +37,7 @@ class Echo(target_grpc.TargetServiceServicer):
                     if request.open.session_id == "end":
                         return
                     if request.open.session_id == "hang":
+                        self.hanging.set()
                         await asyncio.Event().wait()
                     await context.write(target_pb.VerifyResponse(opened=target_pb.TargetSessionOpened(epoch=1)))
                 elif request.round.committed_len == 999:

@@ -5,7 +5,7 @@ import logging
 import ssl
 import time
 from collections import namedtuple
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 
 import grpc
 import pytest
@@ -60,6 +60,8 @@ async def flood(port, header, *, end, tls=None):
             await reader.readuntil(b"grpc-status")
     finally:
         writer.close()
+        with suppress(ConnectionError, ssl.SSLError):  # what the server sends meanwhile is not read
+            await writer.wait_closed()
 
 
 def seconds_of_pairs():

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec import errors
 from specdec.rpc import server as server_module
+from specdec.rpc.call import Call
 from specdec.rpc.channel import (
     CHANNEL_OPTIONS,
     KEEPALIVE_TIME_MS,
@@ -60,7 +61,8 @@ async def test_leaving_a_stream_while_a_read_is_pending_cancels_the_server():
     async with serving(echo) as (server, channel):
         async with streaming(target_grpc.TargetServiceStub(channel).Verify) as stream:
             read = asyncio.create_task(stream.exchange(open_message("hang")))
-            await until(lambda: server.num_active_calls == 1)
+            await echo.hanging.wait()
+            assert server.num_active_calls == 1
         await until(lambda: echo.ended)
         await until(lambda: server.num_active_calls == 0)
         with pytest.raises(errors.TandemError):
@@ -70,16 +72,35 @@ async def test_leaving_a_stream_while_a_read_is_pending_cancels_the_server():
             await stream.exchange(open_message())
 
 
+async def test_leaving_a_stream_before_its_handler_begins(monkeypatch):
+    """The server counts the call no longer, though no handler of it ever ends."""
+    echo, headers = Echo(), asyncio.Event()
+
+    async def send_initial_metadata(call, metadata):
+        headers.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Call, "send_initial_metadata", send_initial_metadata, raising=False)
+    async with serving(echo) as (server, channel):
+        async with streaming(target_grpc.TargetServiceStub(channel).Verify) as stream:
+            stream.post(open_message("hang"))
+            await headers.wait()
+            assert server.num_active_calls == 1
+        await until(lambda: server.num_active_calls == 0)
+        assert not echo.hanging.is_set()
+        assert not echo.ended
+
+
 async def test_cancelling_the_caller_stays_a_cancellation():
     echo = Echo()
-    async with serving(echo) as (server, channel):
+    async with serving(echo) as (_, channel):
 
         async def session():
             async with streaming(target_grpc.TargetServiceStub(channel).Verify) as stream:
                 await stream.exchange(open_message("hang"))
 
         task = asyncio.create_task(session())
-        await until(lambda: server.num_active_calls)
+        await echo.hanging.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

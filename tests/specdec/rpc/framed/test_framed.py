@@ -181,7 +181,8 @@ async def test_leaving_cancels_the_server(tmp_path):
     async with framed(tmp_path, echo) as (server, path):
         async with opened(path) as stream:
             read = asyncio.create_task(stream.exchange(open_message("hang")))
-            await until(lambda: server.num_active_calls == 1)
+            await echo.hanging.wait()
+            assert server.num_active_calls == 1
         with pytest.raises(errors.Unavailable, match="stream is over"):
             await read
         await until(lambda: echo.ended and not server.num_active_calls)
