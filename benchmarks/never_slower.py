@@ -116,7 +116,7 @@ class Cell:
         )
 
 
-class Load:
+class WindowLoad:
     """Requests to one server, plain or with a drafter."""
 
     def __init__(self, system: LocalSystem, prompts: Sequence[Tokens], args: argparse.Namespace) -> None:
@@ -206,7 +206,7 @@ async def measure(args: argparse.Namespace, tell: Callable[[Cell], None]) -> lis
                 TextTokenizer.load(deployment.target.model.model).encode, _NUM_PROMPTS, _PROMPT_TOKENS
             )
             async with start_system(SYSTEMS[system], deployment) as running:
-                load = Load(running, prompts, args)
+                load = WindowLoad(running, prompts, args)
                 if set(drafters) & set(PREDICTIONS):
                     await load.predict()
                 for sessions in args.sessions:
