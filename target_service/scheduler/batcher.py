@@ -67,6 +67,7 @@ class StepBatcher:
     def forget(self, session: Session) -> None:
         """Expect nothing more of a session: it is closed."""
         self._coalescer.forget(session)
+        self._wake.set()
 
     async def close(self) -> None:
         """Let the running step end, then stop. Idempotent."""
@@ -91,8 +92,8 @@ class StepBatcher:
     async def _wait_for_rounds(self) -> None:
         """Wait for rounds that are about to arrive, where that has been faster."""
         while self._ready and not self._closed:
-            if not all(session.num_round_tokens for session in self._ready):
-                return  # prompts do not wait
+            if not all(session.in_round for session in self._ready):
+                return  # prompts and plain decoding do not wait
             now_ns = time.perf_counter_ns()
             until_ns = self._coalescer.wait_until(now_ns)
             if until_ns <= now_ns:

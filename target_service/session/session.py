@@ -108,6 +108,11 @@ class Session:
         return self._progress.state is State.IDLE and not self.in_flight
 
     @property
+    def in_round(self) -> bool:
+        """Whether it was asked for a round, and nothing else."""
+        return self._progress.state is State.ROUND
+
+    @property
     def num_left(self) -> int:
         """Tokens that the session's limits still allow."""
         return self.step_session.stop_criteria.max_len - self.committed_len

@@ -188,7 +188,7 @@ class Simulation:
         if self.running or not self.ready:
             return
         now_ns = int(self.now * MS)
-        until_ns = self.coalescer.wait_until(now_ns)
+        until_ns = self.coalescer.wait_until(now_ns) if all(client.k for client in self.ready) else now_ns
         if until_ns > now_ns:
             self.at((until_ns + 1000) / MS, self.step)
             return

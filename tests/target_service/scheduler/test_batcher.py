@@ -240,6 +240,7 @@ async def test_a_session_without_a_token_to_draw_fails_alone(start_core, plain):
 async def test_closing_the_core_ends_its_sessions(start_core):
     async with start_core(max_num_seqs=1) as core:
         session = await core.open(make_spec(make_prompt(0), 200))
+        Watch(core).delay_s = 0.01  # or the session may be over first
         waiting = asyncio.create_task(multi_step_decode(session, session.first.committed_len, 150))
         queued = asyncio.create_task(core.open(make_spec(make_prompt(1), 4)))
         await until(lambda: core.num_steps > 3)
@@ -346,6 +347,22 @@ def test_prompts_fill_a_step_by_half_while_sessions_draft():
     assert prefill_room(12, 512, is_drafting=True) == 244
     assert prefill_room(400, 512, is_drafting=True) == 64, "an eighth is theirs in any case"
     assert prefill_room(480, 512, is_drafting=True) == 32
+
+
+async def test_rounds_wait_for_rounds_and_plain_decoding_does_not(start_core, monkeypatch):
+    monkeypatch.setattr(round_coalescer, "FIRST_NS", 10**10)
+    async with start_core() as core, asyncio.timeout(9):
+        away, other, plain = [await core.open(make_spec(make_prompt(seed), 60)) for seed in range(3)]
+        n = away.first.committed_len
+        await verify(away, n, Proposal(1, n, (1, 2, 3)))  # and does not come back
+        await multi_step_decode(plain, plain.first.committed_len, 40)
+        waiting = asyncio.create_task(verify(other, n, Proposal(1, n, (1, 2, 3))))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        await away.close()
+        assert (await waiting).num_draft_tokens == 3
+        await other.close()
+        await plain.close()
 
 
 async def test_a_long_prompt_delays_a_session_that_drafts_by_one_full_step(start_core, monkeypatch):

@@ -123,7 +123,7 @@ def speed(coalescer, world, *, after=None, num_tokens=20_000):
             _, _, session = heapq.heappop(coming)
             coalescer.came(session, now_ns)
             ready.add(session)
-        until_ns = coalescer.wait_until(now_ns) if ready or num_plain else now_ns
+        until_ns = now_ns if num_plain or not ready else coalescer.wait_until(now_ns)
         if not ready and not num_plain:
             now_ns = coming[0][0]
             continue
