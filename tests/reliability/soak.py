@@ -6,6 +6,7 @@ the second (:mod:`tests.reliability.sizes` has the bounds). Every text is compar
 
 import argparse
 import asyncio
+import gc
 import random
 import sys
 import time
@@ -76,6 +77,7 @@ async def _mix(rig: Rig, counts: Counter[int], rng: random.Random, seconds: floa
 async def _sample(rig: Rig, samples: dict[str, Sizes], pause_s: float) -> None:
     while True:
         await asyncio.sleep(pause_s)
+        gc.collect()  # calls that this client left hold their connections, on both sides
         for name, (rss, fds) in rig.sizes().items():
             samples[name].add(rss, fds)
 
