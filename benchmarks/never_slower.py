@@ -116,7 +116,7 @@ class Cell:
         )
 
 
-class WindowLoad:
+class Windows:
     """Requests to one server, plain or with a drafter."""
 
     def __init__(self, system: LocalSystem, prompts: Sequence[Tokens], args: argparse.Namespace) -> None:
@@ -206,13 +206,13 @@ async def measure(args: argparse.Namespace, tell: Callable[[Cell], None]) -> lis
                 TextTokenizer.load(deployment.target.model.model).encode, _NUM_PROMPTS, _PROMPT_TOKENS
             )
             async with start_system(SYSTEMS[system], deployment) as running:
-                load = WindowLoad(running, prompts, args)
+                windows = Windows(running, prompts, args)
                 if set(drafters) & set(PREDICTIONS):
-                    await load.predict()
+                    await windows.predict()
                 for sessions in args.sessions:
                     for drafter in drafters:
                         cell = Cell(system=system, pair=name, drafter=drafter, sessions=sessions)
-                        await load.measure(cell)
+                        await windows.measure(cell)
                         cells.append(cell)
                         tell(cell)
     return cells

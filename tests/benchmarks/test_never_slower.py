@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import command, never_slower
-from benchmarks.never_slower import Cell, WindowLoad, read_cells, table
+from benchmarks.never_slower import Cell, Windows, read_cells, table
 from specdec.errors import InvalidRequest
 from specdec.params import SamplingParams
 from specdec.rules import Rule
@@ -49,11 +49,11 @@ class FakeSystem:
 async def measured(drafter: str, sessions: int) -> tuple[Cell, FakeSystem]:
     system = FakeSystem()
     args = argparse.Namespace(warm_up=0.05, repeats=4, seconds=0.1, max_tokens=8, temperature=0.0)
-    load = WindowLoad(system, PROMPTS, args)  # type: ignore[arg-type]
+    windows = Windows(system, PROMPTS, args)  # type: ignore[arg-type]
     cell = Cell(system="serve", pair="bundled", drafter=drafter, sessions=sessions)
 
-    await load.predict()
-    await load.measure(cell)
+    await windows.predict()
+    await windows.measure(cell)
     return cell, system
 
 
