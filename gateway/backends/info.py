@@ -72,7 +72,9 @@ class ModelServer:
         method = f"/{self._service}/{name}"
         if self._framed_path is not None:
             with suppress(FileNotFoundError, ConnectionRefusedError):  # the name may be left of a killed server
-                stream = await FramedStream.open(self._framed_path, method, response.FromString, metadata)
+                stream: FramedStream[Q, R] = await FramedStream.open(
+                    self._framed_path, method, response.FromString, metadata
+                )
                 self._framed.add(stream)
                 return stream
         call = self._channel.stream_stream(
