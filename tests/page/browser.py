@@ -88,6 +88,12 @@ def wait_for_end(page):
     expect(page.locator("#generate")).to_be_enabled(timeout=TIMEOUT_MS)
 
 
+def wait_for_replay(page):
+    """Its banner comes with its first run; the button can be pressed before that, too."""
+    expect(page.locator("#banner")).to_be_visible()
+    wait_for_end(page)
+
+
 def serious_findings(page):
     """What axe-core finds, without what it calls minor or moderate."""
     page.evaluate(AXE.read_text())
@@ -382,7 +388,7 @@ def play(stack, open_page):
         page = open_page("about:blank", **options)
         page.route("**/recording.json", lambda route: route.fulfill(body=recording))
         page.goto(f"{stack.base_url}/?replay")
-        wait_for_end(page)
+        wait_for_replay(page)
         return page
 
     return open_recording
@@ -508,7 +514,7 @@ def test_hostile_text_stays_text(stack, open_page):
     page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
     page.route("**/recording.json", lambda route: route.fulfill(body=json.dumps(recording)))
     page.goto(f"{stack.base_url}/?replay")
-    wait_for_end(page)
+    wait_for_replay(page)
     for number, text in enumerate(HOSTILE):
         token = page.locator(".output .token").nth(number)
         assert token.evaluate("e => e.textContent") == text
@@ -592,7 +598,7 @@ def test_recording_and_screenshot(stack, open_page, request):
     page.set_viewport_size({"width": 1100, "height": 900})
     page.route("**/recording.json", lambda route: route.fulfill(path=RECORDING))
     page.goto(f"{stack.base_url}/?replay")
-    wait_for_end(page)
+    wait_for_replay(page)
     page.evaluate("document.querySelector('#banner').remove()")
     page.locator(".run").first.locator(".token.draft").nth(8).hover()
     page.screenshot(path=SCREENSHOT, full_page=True)
