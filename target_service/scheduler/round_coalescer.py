@@ -41,11 +41,9 @@ class RoundCoalescer:
     def __init__(self) -> None:
         #: Open sessions that have drafted.
         self._sessions: set[Hashable] = set()
-        #: Since when each session is away.
-        self._away: dict[Hashable, int] = {}
+        #: Since when each session is away, and how many steps had begun then.
+        self._away: dict[Hashable, tuple[int, int]] = {}
         self._num_steps = 0
-        #: Steps that had begun when each of them left.
-        self._left_at: dict[Hashable, int] = {}
         self._turnaround_ns = self._deviation_ns = 0.0
         self._num_seen = 0
         self._ways: defaultdict[int, _Ways] = defaultdict(_Ways)
@@ -57,13 +55,12 @@ class RoundCoalescer:
     def left(self, session: Hashable, now_ns: int) -> None:
         """The verdict of a round left; another round should follow."""
         self._sessions.add(session)
-        self._away[session] = now_ns
-        self._left_at[session] = self._num_steps
+        self._away[session] = (now_ns, self._num_steps)
 
     def came(self, session: Hashable, now_ns: int) -> None:
         """The session has something to feed. Its turnaround counts if no step began meanwhile, which holds it up."""
-        since_ns, left_at = self._away.pop(session, None), self._left_at.pop(session, None)
-        if since_ns is None or left_at != self._num_steps:
+        since_ns, num_steps = self._away.pop(session, (0, -1))
+        if num_steps != self._num_steps:
             return
         turnaround_ns = float(now_ns - since_ns)
         weight = max(NEWEST, 1.0 / (self._num_seen + 1))
@@ -76,16 +73,12 @@ class RoundCoalescer:
     def forget(self, session: Hashable) -> None:
         """The session is closed: no step waits for it."""
         self._sessions.discard(session)
-        self._give_up(session)
-
-    def _give_up(self, session: Hashable) -> None:
         self._away.pop(session, None)
-        self._left_at.pop(session, None)
 
     def expects(self, now_ns: int) -> bool:
         """Whether a session should come back with a round before long."""
         patience_ns = PATIENCE * (self._turnaround_ns + self._deviation_ns) if self._num_seen >= WARM_UP else FIRST_NS
-        return any(now_ns - since_ns < patience_ns for since_ns in self._away.values())
+        return any(now_ns - since_ns < patience_ns for since_ns, _ in self._away.values())
 
     def wait_until(self, now_ns: int) -> int:
         """When the next step should begin at the latest, in nanoseconds; ``now_ns``: at once. Some session is ready."""
@@ -94,9 +87,9 @@ class RoundCoalescer:
         expected_ns = FIRST_NS
         if self._num_seen >= WARM_UP:
             expected_ns = int(self._turnaround_ns + PATIENCE * self._deviation_ns)
-        for session in [key for key, since_ns in self._away.items() if since_ns + expected_ns <= now_ns]:
-            self._give_up(session)
-        return max(self._away.values(), default=now_ns - expected_ns) + expected_ns
+        for session in [key for key, (since_ns, _) in self._away.items() if since_ns + expected_ns <= now_ns]:
+            del self._away[session]
+        return max((since_ns for since_ns, _ in self._away.values()), default=now_ns - expected_ns) + expected_ns
 
     def step_begins(self) -> None:
         """A step begins with the sessions that are ready."""
