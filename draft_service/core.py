@@ -95,14 +95,14 @@ class DraftCore:
 
     async def load(self) -> ServerLoad:
         """Describe the occupancy at this moment."""
-        used, total, parked = self.drafter.occupancy()
+        blocks = self.drafter.occupancy()
         ahead = self.ahead.counts
         return ServerLoad(
             open_sessions=self._admission.num_open,
-            parked_sessions=parked,
             waiting_sessions=self._admission.num_waiting,
-            used_blocks=used,
-            total_blocks=total,
+            used_blocks=blocks.used,
+            cached_blocks=blocks.cached,
+            total_blocks=blocks.total,
             stale_messages=self._num_stale,
             num_batches=self.batcher.num_batches,
             busy_ns=self.batcher.busy_ns,
@@ -129,10 +129,10 @@ class DraftCore:
         """Count a message that came too late or belongs to another opening."""
         self._num_stale += 1
 
-    def release(self, session: CoreSession, park_as: str | None) -> None:
+    def release(self, session: CoreSession) -> None:
         """Free what a session holds and admit the next one."""
         self._sessions.discard(session)
-        self.drafter.close(session.state, park_as)
+        self.drafter.close(session.state)
         self._admission.leave(session.client)
 
     def _fail(self, error: InternalError) -> None:
@@ -158,9 +158,9 @@ class DraftCore:
         return state
 
     def _occupancy(self) -> str:
-        used, total, _ = self.drafter.occupancy()
-        blocks = f", {used} of {total} KV blocks are in use" if total else ""
-        return f"{self._admission.num_open} of {self._max_num_seqs} draft sessions are open{blocks}"
+        blocks = self.drafter.occupancy()
+        in_use = f", {blocks.used} of {blocks.total} KV blocks are in use" if blocks.total else ""
+        return f"{self._admission.num_open} of {self._max_num_seqs} draft sessions are open{in_use}"
 
 
 def _shutting_down() -> Unavailable:

@@ -46,7 +46,7 @@ class DraftSessionOwner(Protocol):
         """Count a message that came too late or belongs to another opening."""
         ...
 
-    def release(self, session: CoreSession, park_as: str | None) -> None:
+    def release(self, session: CoreSession) -> None:
         """Free what a session holds and admit the next one."""
         ...
 
@@ -107,7 +107,6 @@ class CoreSession:
         self.state = state
         #: Whom admission counts it for.
         self.client = spec.client
-        self._park_as = spec.session_id if spec.park else None
         #: Committed length at which the output is complete.
         self._max_len = 2**62 if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
         #: The answer that was asked for and is not there yet.
@@ -212,7 +211,7 @@ class CoreSession:
         self._proposals.put(error)
 
     async def close(self) -> None:
-        """Release or park the cache, as soon as no batch uses it. Idempotent."""
+        """Release the cache, as soon as no batch uses it. Idempotent."""
         self.end()
         await self._released.wait()
 
@@ -235,7 +234,7 @@ class CoreSession:
 
     def _release(self) -> None:
         self._released.set()
-        self._owner.release(self, self._park_as)
+        self._owner.release(self)
 
     # --- verdicts ---
 

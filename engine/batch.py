@@ -160,9 +160,9 @@ def check_segment(segment: Segment, max_model_len: int) -> None:
             if not -1 <= parent < index:
                 raise ValueError(f"parents[{index}] is {parent}; a parent stands before its child, or is -1")
         longest = max(depths(parents)) + 1
-    if length + count > segment.sequence.max_tokens or length + longest > max_model_len:
+    if length + count > segment.sequence.capacity or length + longest > max_model_len:
         raise ValueError(
-            f"{length} entries and {count} tokens exceed the {segment.sequence.max_tokens} the sequence has room"
+            f"{length} entries and {count} tokens exceed the {segment.sequence.capacity} the sequence has room"
             f" for (the model takes {max_model_len})"
         )
 

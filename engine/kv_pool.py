@@ -1,47 +1,37 @@
 """The block tables of the KV cache: which blocks belong to which sequence. Uses no device.
 
-Called from the event loop only. A sequence gets all the blocks it may ever need when it is opened. So a forward pass
-never allocates and never runs out of memory.
+Called from the event loop only. A sequence gets blocks before a pass that needs them, so a pass never allocates.
 """
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from engine.dropped_entries import DroppedEntries
 from engine.kv_sequence import BlockIds, KVSequence
-from engine.parked_text import ParkedText
+from engine.prefix_tree import PrefixNode, PrefixTree, Scope, longest_beginning, pack
 from specdec.errors import InvalidRequest, Overloaded
+
+_NO_BLOCKS: Final = np.empty(0, dtype=np.int32)
 
 
 class CacheFull(Overloaded):
     """The KV cache has too few free blocks at this moment; the text carries the numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Parked:
-    """A session without a stream: its entries, the tokens they stand for, and when it was parked."""
-
-    blocks: BlockIds
-    text: ParkedText
-    dropped: DroppedEntries
-    parked_at_s: float
-    owner: str
-
-
 class KVPool:
     """A fixed number of blocks of ``block_size`` tokens, handed out to sequences.
 
     Block 0 is never handed out: it pads block tables and takes the rows of a sequence released under a queued batch.
-    Blocks 1…total_blocks are reused last-freed-first, so memory the system has not backed yet stays untouched.
 
-    A block is *used* while an open sequence or a branch has it, *parked* while only parked sessions have it, else
-    *free*.
+    A block is *used* while an open sequence or a branch has it. Else it is *cached* if its entries can be found by
+    their text, or *free*. Free blocks are reused last-freed-first, so memory the system has not backed yet stays
+    untouched; then cached ones, least recently used first. A sequence that has a block has those before it, too, and
+    gives up the last one first: so of a text the end is always reused before the beginning.
     """
 
     def __init__(self, total_blocks: int, block_size: int, *, has_windows: bool = False) -> None:
@@ -51,205 +41,231 @@ class KVPool:
         self.block_size = block_size
         self._free = np.arange(total_blocks, 0, -1, dtype=np.int32)  # a stack: the top is _free[_num_free - 1]
         self._num_free = total_blocks
-        self._refs = np.zeros(total_blocks + 1, dtype=np.int32)  # by open sequences and parked sessions
-        self._open_refs = np.zeros(total_blocks + 1, dtype=np.int32)  # by open sequences alone
-        self._num_used = 0
+        self._refs = np.zeros(total_blocks + 1, dtype=np.int32)  # sequences and branches that have a block
         self._num_open = 0
-        self._parked: OrderedDict[str, _Parked] = OrderedDict()  # least recently parked first
+        self._tree = PrefixTree()
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._copies: deque[tuple[int, int]] = deque()
 
-    def open(self, max_tokens: int, owner: str = "") -> KVSequence:
-        """Reserve blocks for ``max_tokens`` entries, evicting the least recently parked sessions if needed, first those
-        of the owner itself.
+    # --- sequences ---
+
+    def open(self, max_tokens: int) -> KVSequence:
+        """A sequence with blocks for ``max_tokens`` entries, which shares none with others.
 
         Raises:
             InvalidRequest: it can never fit.
             CacheFull: it does not fit now.
         """
-        blocks = self._allocate(self.blocks_for(max_tokens), max_tokens, owner)
+        self.check_fits(max_tokens)
+        sequence = self.open_empty()
+        if not self.grow(sequence, max_tokens):
+            self.release(sequence)
+            raise CacheFull(
+                f"{max_tokens} tokens need {self.blocks_for(max_tokens)} KV blocks and {self.used_blocks} of"
+                f" {self.total_blocks} are in use by {self._num_open} open sessions: retry when some have ended"
+            )
+        return sequence
+
+    def open_empty(self, scope: Scope | None = None) -> KVSequence:
+        """A sequence without blocks. It shares entries with the other sequences of its scope; None: with none."""
         self._num_open += 1
-        return KVSequence(blocks, max_tokens, owner=owner)
+        return KVSequence(_NO_BLOCKS, 0, node=None if scope is None else self._tree.root(scope))
 
     def can_open(self, max_tokens: int) -> bool:
-        """Whether :meth:`open` would succeed now (evicting parked sessions counts as success)."""
-        return self.blocks_for(max_tokens) <= self.total_blocks - self._num_used
+        """Whether :meth:`open` would succeed now."""
+        return self.blocks_for(max_tokens) <= self.available_blocks
 
-    def branch(self, sequence: KVSequence, length: int, max_tokens: int) -> KVSequence | None:
-        """Open a copy of the first ``length`` entries for a guessed continuation, to be adopted or released soon.
-
-        Full blocks are shared; the engine copies a partial one before the next forward pass. A branch takes free blocks
-        only, as few as ``max_tokens`` needs, so it never evicts a parked session; returns None where they do not
-        suffice. It has room to the end of its last block, and does not count as an open sequence.
-        """
-        num_own = self._own_blocks(sequence, length, max_tokens)
-        if num_own > self._num_free:
-            return None
-        branch = self._share(sequence, length, self._allocate(num_own, max_tokens), max_tokens)
-        branch.max_tokens = len(branch.blocks) * self.block_size
-        branch.is_branch = True
-        return branch
-
-    def adopt(self, sequence: KVSequence, branch: KVSequence) -> None:
-        """Replace the sequence's entries by the branch's: the guess was right. The sequence keeps its reservation.
-
-        The branch counts as released. No entry is copied. Blocks are needed only where another branch still shares
-        some of the sequence's later blocks; then it raises as :meth:`rollback` does.
-        """
-        self._check_open(sequence)
-        self._check_open(branch)
-        count = len(branch.blocks)
-        if not branch.is_branch or count > len(sequence.blocks) or branch.length > sequence.max_tokens:
-            raise ValueError(
-                f"a sequence with room for {sequence.max_tokens} entries cannot take over {branch.length} entries in"
-                f" {count} blocks"
+    def check_fits(self, max_tokens: int) -> None:
+        """Raise :class:`InvalidRequest` where a sequence of ``max_tokens`` entries can never fit."""
+        if (num_blocks := self.blocks_for(max_tokens)) > self.total_blocks:
+            raise InvalidRequest(
+                f"a sequence of {max_tokens} tokens needs {num_blocks} KV blocks of {self.block_size} tokens and the"
+                f" cache has {self.total_blocks}: shorten it or raise kv_cache_memory_bytes",
+                param="max_tokens",
             )
-        if count < sequence.num_shared_blocks:
-            self._unshare(sequence, count * self.block_size)
-        replaced = sequence.blocks[:count]
-        sequence.blocks = np.concatenate((branch.blocks, sequence.blocks[count:]))
-        sequence.length = branch.length
-        sequence.dropped = branch.dropped
-        sequence.num_shared_blocks = branch.num_shared_blocks
-        branch.released = True
-        self._drop_open(replaced)
-        self._drop(replaced)
+
+    def grow(self, sequence: KVSequence, num_entries: int) -> bool:
+        """Give the sequence blocks for ``num_entries`` entries in all; False where they do not suffice."""
+        missing = -(-num_entries // self.block_size) - len(sequence.blocks)
+        if missing > 0:
+            self._check_open(sequence)
+            if missing > self.available_blocks:
+                return False
+            self._set_blocks(sequence, np.concatenate((sequence.blocks, self._take(missing))))
+        return True
 
     def rollback(self, sequence: KVSequence, length: int) -> None:
-        """Drop the entries after the first ``length``. O(1), except into blocks shared with a branch.
+        """Drop the entries after the first ``length``. O(1), except into blocks that others may read.
 
-        Shared blocks are replaced by the sequence's own (the one that is kept in part is copied), so a branch never
-        reads what is written next.
-
-        Raises:
-            CacheFull: shared blocks would have to be replaced and none are free.
+        Those are given up, and the one that is kept in part is copied, so the others never read what is written next.
+        Without a block for the copy, the sequence keeps the entries of whole blocks only.
         """
         self._check_open(sequence)
         if not 0 <= length <= sequence.length:
             raise ValueError(f"cannot roll back to {length} of {sequence.length} entries")
-        if length // self.block_size < sequence.num_shared_blocks:
-            self._unshare(sequence, length)
+        first, partial = divmod(length, self.block_size)
+        if first < sequence.num_shared_blocks:
+            length = self._leave_shared(sequence, first, partial)
         sequence.length = length
         sequence.dropped = sequence.dropped.before(length)
 
     def drop_blocks(self, sequence: KVSequence, first: int, count: int) -> None:
-        """Drop the entries of ``count`` whole blocks from block ``first`` on; the blocks take entries to come. Entries
-        behind them become that much earlier ones, and rows to come keep their positions.
+        """Drop ``count`` whole blocks with their entries from block ``first`` on. Entries behind them become that much
+        earlier ones, and rows to come keep their positions. Others do not find its text from there on.
         """
         self._check_open(sequence)
         if self._has_windows:
             raise ValueError("the model's attention has a sliding window, which counts entries: none can be dropped")
         end, size, blocks = first + count, self.block_size, sequence.blocks
-        if not 0 <= first <= end or end * size > sequence.length or (self._refs[blocks[first:end]] > 1).any():
+        if not 0 <= first <= end or end * size > sequence.length:
             raise ValueError(
-                f"cannot drop blocks {first} to {end} of {size} entries: there are {sequence.length} entries, and a"
-                f" branch may share {sequence.num_shared_blocks} blocks"
+                f"cannot drop blocks {first} to {end} of {size} entries: there are {sequence.length} entries"
             )
-        sequence.blocks = np.concatenate((blocks[:first], blocks[end:], blocks[first:end]))
+        self._set_blocks(sequence, np.concatenate((blocks[:first], blocks[end:])))
         sequence.length -= count * size
         sequence.dropped = sequence.dropped.and_from(first * size, count * size)
         if sequence.num_shared_blocks > first:
             sequence.num_shared_blocks = max(first, sequence.num_shared_blocks - count)
+        sequence.node = None
+        self._drop(blocks[first:end])
 
-    def release(self, sequence: KVSequence) -> None:
-        """Give the blocks back. Idempotent."""
+    def vacate(self, sequence: KVSequence) -> None:
+        """Take all its blocks from an open sequence. What others find by its text they find as long as it is cached."""
+        self._check_open(sequence)
+        blocks = sequence.blocks
+        self._set_blocks(sequence, _NO_BLOCKS)
+        sequence.length = sequence.num_shared_blocks = 0
+        sequence.dropped = DroppedEntries()
+        sequence.node = _ancestor(sequence.node, 0)
+        self._drop(blocks)
+
+    def release(self, sequence: KVSequence, token_ids: Sequence[int] = ()) -> None:
+        """Give the blocks back. Idempotent. ``token_ids``: see :meth:`publish`; the last block is found, too, then."""
         if sequence.released:
             return
+        self.publish(sequence, token_ids)
+        node, length = sequence.node, min(sequence.length, len(token_ids))
+        if node is not None and (start := node.depth * self.block_size) < length:
+            text = pack(token_ids[start:length])
+            if text not in node.children:
+                self._tree.add(node, text, int(sequence.blocks[node.depth]))
         sequence.released = True
+        sequence.node = None
         self._num_open -= not sequence.is_branch
-        self._drop_open(sequence.blocks)
         self._drop(sequence.blocks)
 
-    def park(
-        self,
-        sequence: KVSequence,
-        key: str,
-        token_ids: Sequence[int],
-        now: float | None = None,
-        text_positions: Sequence[int] | None = None,
-    ) -> None:
-        """Release the sequence but keep its entries, evictable, under ``key``.
+    # --- entries in common ---
 
-        Entry i stands for the token at ``text_positions[i]`` (None: at i) of ``token_ids``. An older session of the
-        same key is dropped. ``now`` is in seconds of ``time.monotonic()``.
+    def may_publish(self, sequence: KVSequence) -> bool:
+        """Whether the sequence has full blocks that others do not find yet."""
+        node = sequence.node
+        return node is not None and sequence.length >= (node.depth + 1) * self.block_size
+
+    def publish(self, sequence: KVSequence, token_ids: Sequence[int]) -> None:
+        """Let others find the sequence's full blocks by their text: entry i stands for ``token_ids[i]``, for good.
+
+        Where another sequence has computed the same block, this one gives its own up.
         """
-        if sequence.released:
+        node, size = sequence.node, self.block_size
+        if node is None:
             return
-        num_positions = sequence.length if text_positions is None else len(text_positions)
-        last = sequence.length - 1 if text_positions is None else max(text_positions, default=-1)
-        if num_positions != sequence.length or last >= len(token_ids):
-            raise ValueError(
-                f"{sequence.length} entries at {num_positions} positions cannot be parked under {len(token_ids)} tokens"
-            )
-        self.drop_parked(key)
-        if not sequence.length:
-            self.release(sequence)
+        end = min(sequence.length, len(token_ids)) // size
+        if node.depth >= end:
             return
-        kept = sequence.blocks[: self.blocks_for(sequence.length)]
-        self._refs[kept] += 1
-        self.release(sequence)
-        parked_at_s = time.monotonic() if now is None else now
-        text = ParkedText.of(token_ids[: last + 1], text_positions)
-        self._parked[key] = _Parked(kept, text, sequence.dropped, parked_at_s, sequence.owner)
+        for index in range(node.depth, end):
+            text = pack(token_ids[index * size : (index + 1) * size])
+            block = int(sequence.blocks[index])
+            found = node.children.get(text)
+            if found is None:
+                found = self._tree.add(node, text, block)
+            elif found.block != block:
+                self._replace(sequence, index, found.block)
+            node = found
+        sequence.node = node
+        sequence.num_shared_blocks = max(sequence.num_shared_blocks, end)
 
-    def parked_text_positions(self, key: str) -> Sequence[int]:
-        """Where the tokens of a parked session's entries stand in its text; empty where there is none."""
-        parked = self._parked.get(key)
-        return [] if parked is None else parked.text.positions.tolist()
+    def match(self, sequence: KVSequence, token_ids: Sequence[int], end: int) -> int:
+        """Take over the entries of others for the first ``end`` tokens, as far as they go beyond its own.
 
-    def resume(self, key: str, token_ids: Sequence[int], max_tokens: int, owner: str = "") -> KVSequence | None:
-        """Take back a parked session, cut to the entries before the first that does not agree with ``token_ids``.
-
-        At least the last token must be fed: its entry is not among them.
-        None where nothing is parked under the key or nothing is in common (the parked session is dropped then).
-        Raises like :meth:`open`; the session then stays parked.
+        Returns how many more entries the sequence has. Full blocks are shared. A block that agrees in part, by a
+        quarter at least, is copied before the next pass, if there is a block to copy it to. Does nothing where some of
+        the sequence's own entries are not published yet.
         """
-        parked = self._parked.get(key)
-        if parked is None:
-            return None
-        length = parked.text.num_common(token_ids)
-        if length == 0:
-            self.drop_parked(key)
-            return None
-        num_blocks = self.blocks_for(max(max_tokens, length))
-        kept = parked.blocks[: self.blocks_for(length)]
-        # The last kept block is written next; where a branch shares it, this sequence needs its own copy.
-        copy_last = length % self.block_size > 0 and int(self._refs[kept[-1]]) > 1
-        num_new = num_blocks - len(kept) + copy_last
-        needed = num_new + int(np.count_nonzero(self._open_refs[kept] == 0))
-        self._require(needed, num_blocks, max_tokens)
-        del self._parked[key]
-        self._add_open(kept)
-        self._drop(parked.blocks)
-        new = self._allocate(num_new, max_tokens, owner)
-        if copy_last:
-            self._copies.append((int(kept[-1]), int(new[0])))
-            last, kept = kept[-1:], kept[:-1]
-            self._drop_open(last)
-            self._drop(last)
-        self._num_open += 1
-        return KVSequence(
-            np.concatenate((kept, new)),
-            max_tokens,
-            length,
-            owner,
-            num_shared_blocks=length // self.block_size,
-            dropped=parked.dropped.before(length),
-        )
+        node, size, start = sequence.node, self.block_size, sequence.length
+        if node is None or start != node.depth * size:
+            return 0
+        found = self._find(node, token_ids, end)
+        if found:
+            shared = np.array([each.block for each in found], dtype=np.int32)
+            first, last = node.depth, found[-1].depth
+            replaced = sequence.blocks[first:last]
+            self._add(shared)
+            self._set_blocks(sequence, np.concatenate((sequence.blocks[:first], shared, sequence.blocks[last:])))
+            self._drop(replaced)
+            sequence.node = node = found[-1]
+            sequence.length = last * size
+            sequence.num_shared_blocks = max(sequence.num_shared_blocks, last)
+        rest = token_ids[sequence.length : min(end, sequence.length + size)]
+        sequence.length += self._copy_beginning(sequence, node, rest)
+        return sequence.length - start
 
-    def drop_parked(self, key: str) -> bool:
-        """Free a parked session; False where there is none."""
-        parked = self._parked.pop(key, None)
-        if parked is None:
-            return False
-        self._drop(parked.blocks)
-        return True
+    def blocks_to_match(self, sequence: KVSequence, token_ids: Sequence[int], end: int) -> tuple[int, int]:
+        """The full blocks that :meth:`match` would find, and how many of them nobody uses."""
+        found = [] if sequence.node is None else self._find(sequence.node, token_ids, end)
+        return len(found), sum(node.block in self._cached for node in found)
 
-    def expire(self, now: float, ttl_s: float) -> int:
-        """Drop what was parked more than ``ttl_s`` seconds before ``now``; returns how many sessions."""
-        old = [key for key, parked in self._parked.items() if now - parked.parked_at_s > ttl_s]
-        for key in old:
-            self.drop_parked(key)
-        return len(old)
+    def next_block(self, sequence: KVSequence, token_ids: Sequence[int]) -> tuple[PrefixNode, bytes] | None:
+        """What tells the block that the sequence computes next from all others; None: nobody else could use it."""
+        node, size = sequence.node, self.block_size
+        if node is None or (node.depth + 1) * size > len(token_ids):
+            return None
+        return node, pack(token_ids[node.depth * size : (node.depth + 1) * size])
+
+    # --- branches ---
+
+    def branch(self, sequence: KVSequence, length: int, max_tokens: int) -> KVSequence | None:
+        """Open a copy of the first ``length`` entries for a guessed continuation, to be adopted or released soon.
+
+        Full blocks are shared; the engine copies a partial one before the next forward pass. A branch takes free blocks
+        only, as few as ``max_tokens`` needs, so it never drops what is cached; returns None where they do not
+        suffice. It does not count as an open sequence.
+        """
+        self._check_open(sequence)
+        if not 0 <= length <= min(sequence.length, max_tokens):
+            raise ValueError(f"cannot branch off {length} of {sequence.length} entries into room for {max_tokens}")
+        num_full, partial = divmod(length, self.block_size)
+        num_own = self.blocks_for(max_tokens) - num_full
+        if num_own > self._num_free:
+            return None
+        shared, own = sequence.blocks[:num_full], self._take(num_own)
+        self._add(shared)
+        if partial:
+            self._copies.append((int(sequence.blocks[num_full]), int(own[0])))
+        sequence.num_shared_blocks = max(sequence.num_shared_blocks, num_full)
+        branch = KVSequence(_NO_BLOCKS, 0, length, num_shared_blocks=num_full, is_branch=True)
+        branch.dropped = sequence.dropped.before(length)
+        self._set_blocks(branch, np.concatenate((shared, own)))
+        return branch
+
+    def adopt(self, sequence: KVSequence, branch: KVSequence) -> None:
+        """Replace the sequence's entries by the branch's: the guess was right. The branch counts as released."""
+        self._check_open(sequence)
+        self._check_open(branch)
+        if not branch.is_branch:
+            raise ValueError("the sequence to adopt is no branch")
+        replaced = sequence.blocks
+        common = 0
+        while common < min(len(replaced), len(branch.blocks)) and replaced[common] == branch.blocks[common]:
+            common += 1
+        self._set_blocks(sequence, branch.blocks)
+        sequence.length = branch.length
+        sequence.dropped = branch.dropped
+        sequence.num_shared_blocks = branch.num_shared_blocks
+        sequence.node = _ancestor(sequence.node, common)
+        branch.released = True
+        self._drop(replaced)
+
+    # --- for the engine, and for those who look on ---
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Blocks (from, to) to copy before anything is written. Called by the engine, on the device thread."""
@@ -260,23 +276,27 @@ class KVPool:
 
     @property
     def used_blocks(self) -> int:
-        """Blocks of open sequences."""
-        return self._num_used
+        """Blocks of open sequences and branches."""
+        return self.total_blocks - self.available_blocks
 
     @property
-    def parked_blocks(self) -> int:
-        """Blocks that only parked sessions have."""
-        return self.total_blocks - self._num_free - self._num_used
+    def cached_blocks(self) -> int:
+        """Blocks of no sequence whose entries can be found by their text."""
+        return len(self._cached)
 
     @property
-    def num_parked(self) -> int:
-        """Parked sessions."""
-        return len(self._parked)
+    def available_blocks(self) -> int:
+        """Blocks that sequences can get: free and cached ones."""
+        return self._num_free + len(self._cached)
 
     @property
     def num_open(self) -> int:
         """Open sequences."""
         return self._num_open
+
+    def num_own_blocks(self, sequence: KVSequence) -> int:
+        """Blocks that no other sequence has."""
+        return int(np.count_nonzero(self._refs[sequence.blocks] == 1))
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` entries; ValueError below 1."""
@@ -284,90 +304,107 @@ class KVPool:
             raise ValueError(f"a sequence needs room for at least 1 token, not {num_tokens}")
         return -(-num_tokens // self.block_size)
 
+    # --- inside ---
+
     @staticmethod
     def _check_open(sequence: KVSequence) -> None:
         if sequence.released:
             raise ValueError("the sequence was released")
 
-    def _require(self, num_needed: int, num_blocks: int, max_tokens: int) -> None:
-        """Raise unless ``num_needed`` more blocks may be used; ``num_blocks`` is the whole sequence's count."""
-        if num_blocks > self.total_blocks:
-            raise InvalidRequest(
-                f"a sequence of {max_tokens} tokens needs {num_blocks} KV blocks of {self.block_size} tokens and the"
-                f" cache has {self.total_blocks}: shorten it or raise kv_cache_memory_bytes",
-                param="max_tokens",
-            )
-        if num_needed > self.total_blocks - self._num_used:
-            raise CacheFull(
-                f"{max_tokens} tokens need {num_needed} more KV blocks, {self._num_used} of {self.total_blocks} are in"
-                f" use by {self._num_open} open sessions: retry when some have ended"
-            )
+    def _set_blocks(self, sequence: KVSequence, blocks: BlockIds) -> None:
+        sequence.blocks = blocks
+        sequence.capacity = len(blocks) * self.block_size
 
-    def _allocate(self, count: int, max_tokens: int, owner: str = "") -> BlockIds:
-        """Take ``count`` blocks for an open sequence of ``max_tokens``, evicting parked sessions as needed."""
-        self._require(count, self.blocks_for(max_tokens), max_tokens)
+    def _take(self, count: int) -> BlockIds:
+        """``count`` of the available blocks, now with one reference each."""
         while self._num_free < count:
-            own = (key for key, parked in self._parked.items() if parked.owner == owner)
-            key = next(own, next(iter(self._parked)))
-            self.drop_parked(key)
+            block, _ = self._cached.popitem(last=False)
+            self._tree.remove(block)
+            self._push(np.array([block], dtype=np.int32))
         self._num_free -= count
         blocks = self._free[self._num_free : self._num_free + count][::-1].copy()
-        self._add_open(blocks)
+        self._refs[blocks] = 1
         return blocks
 
-    def _own_blocks(self, sequence: KVSequence, length: int, max_tokens: int) -> int:
-        """Blocks that a branch of the first ``length`` entries needs for itself."""
-        self._check_open(sequence)
-        if not 0 <= length <= min(sequence.length, max_tokens):
-            raise ValueError(f"cannot branch off {length} of {sequence.length} entries into room for {max_tokens}")
-        return self.blocks_for(max_tokens) - length // self.block_size
+    def _push(self, blocks: BlockIds) -> None:
+        """Put blocks on the stack of free ones, the first on top."""
+        self._free[self._num_free : self._num_free + len(blocks)] = blocks[::-1]
+        self._num_free += len(blocks)
 
-    def _share(self, sequence: KVSequence, length: int, own: BlockIds, max_tokens: int) -> KVSequence:
-        """The first ``length`` entries of a sequence, continued in blocks ``own``."""
-        num_full, partial = divmod(length, self.block_size)
-        shared = sequence.blocks[:num_full]
-        self._add_open(shared)
-        if partial:
-            self._copies.append((int(sequence.blocks[num_full]), int(own[0])))
-        sequence.num_shared_blocks = max(sequence.num_shared_blocks, num_full)
-        return KVSequence(
-            np.concatenate((shared, own)),
-            max_tokens,
-            length,
-            sequence.owner,
-            num_shared_blocks=num_full,
-            dropped=sequence.dropped.before(length),
-        )
-
-    def _add_open(self, blocks: BlockIds) -> None:
-        self._num_used += int(np.count_nonzero(self._open_refs[blocks] == 0))
+    def _add(self, blocks: BlockIds) -> None:
+        """One more sequence has these blocks."""
+        for block in blocks[self._refs[blocks] == 0].tolist():
+            del self._cached[block]
         self._refs[blocks] += 1
-        self._open_refs[blocks] += 1
-
-    def _drop_open(self, blocks: BlockIds) -> None:
-        self._open_refs[blocks] -= 1
-        self._num_used -= int(np.count_nonzero(self._open_refs[blocks] == 0))
 
     def _drop(self, blocks: BlockIds) -> None:
-        """Give up one reference to each block; those without any are free again, the first on top of the stack."""
+        """One sequence less has these blocks. Those of none are cached, the last one as the least recently used, or
+        free.
+        """
         self._refs[blocks] -= 1
-        freed = blocks[self._refs[blocks] == 0][::-1]
-        self._free[self._num_free : self._num_free + len(freed)] = freed
-        self._num_free += len(freed)
+        unused = blocks[self._refs[blocks] == 0]
+        if len(self._tree):
+            found = np.array([block in self._tree for block in unused.tolist()], dtype=bool)
+            self._cached.update(dict.fromkeys(unused[found][::-1].tolist()))
+            unused = unused[~found]
+        self._push(unused)
 
-    def _unshare(self, sequence: KVSequence, length: int) -> None:
-        """Replace the shared blocks from ``length`` on by the sequence's own."""
-        first = length // self.block_size
-        tail = sequence.blocks[first : sequence.num_shared_blocks]
-        shared = np.nonzero(self._refs[tail] > 1)[0]
-        if len(shared):
-            old = tail[shared]
-            new = self._allocate(len(shared), sequence.max_tokens, sequence.owner)
-            if shared[0] == 0 and length % self.block_size:
-                self._copies.append((int(old[0]), int(new[0])))
-            blocks = sequence.blocks.copy()  # the device thread may be reading the old array
-            blocks[first + shared] = new
-            sequence.blocks = blocks
-            self._drop_open(old)
-            self._drop(old)
+    def _find(self, node: PrefixNode, token_ids: Sequence[int], end: int) -> list[PrefixNode]:
+        """The full blocks after a node that hold the text up to token ``end``, as far as there are any."""
+        found, size = [], self.block_size
+        for start in range(node.depth * size, end - size + 1, size):
+            following = node.children.get(pack(token_ids[start : start + size]))
+            if following is None:
+                break
+            found.append(node := following)
+        return found
+
+    def _replace(self, sequence: KVSequence, index: int, block: int) -> None:
+        """Another block holds the same entries: share it, and give up the own one."""
+        new = np.array([block], dtype=np.int32)
+        self._add(new)
+        blocks = sequence.blocks.copy()
+        old = blocks[index : index + 1].copy()
+        blocks[index] = block
+        sequence.blocks = blocks
+        self._drop(old)
+
+    def _copy_beginning(self, sequence: KVSequence, node: PrefixNode, token_ids: Sequence[int]) -> int:
+        """Copy what the best block after ``node`` has in common with a text; returns the entries copied."""
+        found, count = longest_beginning(node, pack(token_ids))
+        if found is None or count < self.block_size // 4:
+            return 0
+        if node.depth == len(sequence.blocks):
+            held = np.array([found.block], dtype=np.int32)  # not to be reused for the copy
+            self._add(held)
+            has_room = self.grow(sequence, sequence.length + 1)
+            self._drop(held)
+            if not has_room:
+                return 0
+        self._copies.append((found.block, int(sequence.blocks[node.depth])))
+        return count
+
+    def _leave_shared(self, sequence: KVSequence, first: int, partial: int) -> int:
+        """Give up the blocks that others may read from block ``first`` on, and those after them; returns the entries
+        kept. Of the first block ``partial`` entries are kept, if there is another one for them.
+        """
+        blocks = sequence.blocks
+        kept = blocks[:first]
+        if partial and self.available_blocks:
+            own = self._take(1)
+            self._copies.append((int(blocks[first]), int(own[0])))
+            kept = np.concatenate((kept, own))
+        else:
+            partial = 0
+        self._set_blocks(sequence, kept)
         sequence.num_shared_blocks = first
+        sequence.node = _ancestor(sequence.node, first)
+        self._drop(blocks[first:])
+        return first * self.block_size + partial
+
+
+def _ancestor(node: PrefixNode | None, depth: int) -> PrefixNode | None:
+    """The node itself, or the one above it at ``depth``."""
+    while node is not None and node.depth > depth:
+        node = node.parent
+    return node

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.dropped_entries import DroppedEntries
+from engine.prefix_tree import PrefixNode
 
 BlockIds = npt.NDArray[np.int32]
 
@@ -19,16 +20,17 @@ class KVSequence:
     Only the pool and the engine's forward write to it.
     """
 
-    #: int32 [num_blocks]: block ids in order of position.
+    #: int32 [num_blocks]: block ids in order of position. Replaced as a whole, never written to: the device thread may
+    #: be reading it.
     blocks: BlockIds
-    #: Entries the reservation has room for.
-    max_tokens: int
+    #: Entries that the blocks have room for.
+    capacity: int
     #: Entries in the cache.
     length: int = 0
-    #: Whose parked sessions make room for it first.
-    owner: str = ""
-    #: Leading blocks that a branch may share; entries are never written into them.
+    #: Leading blocks that others may read: entries are never written into them.
     num_shared_blocks: int = 0
+    #: The last of the leading blocks that others find by their text, or the root; None: it shares with none.
+    node: PrefixNode | None = None
     #: The blocks are given back; rows still fed to this sequence go to block 0.
     released: bool = False
     #: A guessed continuation of another sequence; see :meth:`~engine.kv_pool.KVPool.branch`.

@@ -22,7 +22,7 @@ from gateway.merging import merge
 from gateway.pacing.pace import Pacer
 from gateway.pacing.stats import PacingStatsCollector
 from gateway.pacing.target_pacer import TargetPacer
-from gateway.placement.parked_sessions import ParkedSessions
+from gateway.placement.prefix_routes import hash_prefixes
 from gateway.placement.routing import Router
 from gateway.requests.call_trace import trace_call, trace_refusal
 from gateway.requests.draft_methods import DraftMethods
@@ -120,7 +120,6 @@ class Generation:
             max_waiting=self.settings.max_concurrent_sequences + self.settings.max_queued_requests,
             max_wait_s=self.settings.max_queue_wait_s,
         )
-        self._sessions = ParkedSessions(router, self.metrics.prefixes, reuse_prefixes=self.settings.reuse_prefixes)
 
     @property
     def max_body_bytes(self) -> int:
@@ -251,17 +250,17 @@ class Generation:
         samples = self._preparation.prepare(request, prompt, prediction, self.router.model(), deadline=deadline)
         if (drafters := samples[0].drafters) is not None:
             await self.context.make_lookups(drafters.lookups, deadline)
-        caller, first = current_caller(), samples[0]
-        session_id, hashes = await self._sessions.choose(caller, first.session_id, first.prompt)
+        caller = current_caller()
+        if len(self.router.targets) > 1:
+            prefixes = await hash_prefixes(f"{caller.key}\n{request.cache_salt}", samples[0].prompt)
+            samples = [replace(sample, prefixes=prefixes) for sample in samples]
         request_id = request.request_id or current_request_id()
         stops = StopStrings(request.params.stop)
         num_tokens = len(prompt) + sum(sample.params.max_tokens or 0 for sample in samples)
         with (
             self.request_log.request(request_id) as record,
             self.clients.tokens(caller, num_tokens) as tokens,
-            self._sessions.hold(session_id, hashes) as session_id,
         ):
-            samples[0] = replace(first, session_id=session_id)
             tokens.num_used = len(prompt)
             streams = [
                 self._sample(request, request_id, index, sample, stops=stops, started=started)
@@ -270,8 +269,6 @@ class Generation:
             async with aclosing(merge(streams)) as chunks:
                 async for chunk in chunks:
                     tokens.num_used += len(chunk.token_ids)
-                    if chunk.index == 0 and hashes is not None:
-                        hashes.extend(chunk.token_ids)
                     if record is not None:
                         record.add(chunk)
                     yield chunk

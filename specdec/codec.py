@@ -134,8 +134,9 @@ def _opening(message: type[Message], spec: SessionSpec) -> dict[str, Any]:
         "sampling": encode_sampling(spec.params),
         "verification": encode_rule(spec.rule),
         "num_speculative_tokens": spec.num_speculative_tokens,
-        "park": spec.park,
+        "is_named": spec.is_named,
         "owner": spec.owner,
+        "cache_salt": spec.cache_salt,
         "client": spec.client,
         **write_parameters(message, spec.params),
     }
@@ -162,8 +163,9 @@ def decode_open_draft(message: target_pb.OpenTargetSession | draft_pb.OpenDraftS
         params=_decode_params(message),
         rule=decode_rule(message.verification),
         num_speculative_tokens=message.num_speculative_tokens,
-        park=message.park,
+        is_named=message.is_named,
         owner=message.owner,
+        cache_salt=message.cache_salt,
         client=message.client,
     )
 

@@ -142,7 +142,7 @@ def _argument(option: Option) -> dict[str, Any]:
     """What argparse is told about an option."""
     common = {"help": option.text, "default": option.default, "required": option.required}
     if option.kinds == (bool,):
-        return {**common, "action": "store_true"}
+        return {**common, "action": argparse.BooleanOptionalAction if option.default else "store_true"}
     if option.enum is not None:
         return {**common, "choices": [str(member) for member in option.enum]}
     if tuple[str, ...] in option.kinds:
@@ -208,8 +208,8 @@ def flags_of(settings: Any, *, skip: Container[str] = ()) -> tuple[str, ...]:
         value = getattr(settings, name)
         if not option.flag or name in skip or value == option.default:
             continue
-        if value is True:
-            flags.append(flag_of(name))
+        if isinstance(value, bool):
+            flags.append(flag_of(name if value else f"no_{name}"))
         elif isinstance(value, tuple):
             flags += [part for item in value for part in (flag_of(name), str(item))]
         else:

@@ -227,10 +227,12 @@ class SessionSpec:
     rule: Rule | None = None
     #: The most drafted tokens of a round (k).
     num_speculative_tokens: int = 0
-    #: Keep the cache under ``session_id`` at the end, and reuse what is kept there.
-    park: bool = False
+    #: The client named the session: what it continues was with the same target and draft.
+    is_named: bool = False
     #: Name of the API key that the session belongs to; empty where no keys are asked for. Owners share nothing.
     owner: str = ""
+    #: Separates an owner's sessions further: those of other salts share nothing with it.
+    cache_salt: str = ""
     #: Whose slots and memory are counted: the key, or an address.
     client: str = ""
     #: The trace that the session belongs to; not part of the message, but sent beside it.
@@ -318,16 +320,17 @@ class ServerLoad:
     """A server's occupancy at one moment."""
 
     open_sessions: int = 0
-    parked_sessions: int = 0
     waiting_sessions: int = 0
     used_blocks: int = 0
-    #: Those of them that parked sessions hold, which are given up when others need them.
-    parked_blocks: int = 0
+    #: Of no session, but a later prompt may begin like them; given up when others need them.
+    cached_blocks: int = 0
     total_blocks: int = 0
     stale_messages: int = 0
     #: Batches computed since the start, and the nanoseconds of their forward passes, sampling and verification.
     num_batches: int = 0
     busy_ns: int = 0
+    #: Targets: times that a session lost its blocks to others, and was fed again later.
+    preemptions: int = 0
     #: Targets: proposals drafted ahead of verdicts that differed from their assumptions.
     superseded_proposals: int = 0
     #: Drafts: those nanoseconds that went into drafting ahead, which what sessions wait for preempts.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +21,7 @@ from specdec.errors import InternalError, InvalidRequest, Unavailable
 from specdec.hidden_state_buffer import MAX_BYTES
 from specdec.process.lifecycle import finish
 from specdec.process.tasks import call_each, log_failure
-from specdec.scheduling.admission import Admission, ClientFull
+from specdec.scheduling.admission import Admission
 from specdec.settings import TargetSettings
 from specdec.tree_shape import MAX_SPECULATIVE_TOKENS
 from specdec.types import HiddenStates, ModelInfo, ServerLoad, SessionSpec
@@ -30,7 +29,8 @@ from target_service.grammar.compiler import GrammarCompiler
 from target_service.grammar.tokenizer import read_tokenizer
 from target_service.rank_processes import OnLoss, load
 from target_service.scheduler.batcher import Deliver, Follow, StepBatcher
-from target_service.session.session import Session
+from target_service.sequence_memory import SequenceMemory
+from target_service.session.session import Session, may_reuse
 from target_service.step import ScheduledSequence, StepResult, StepSession, run_steps
 from target_service.stop_criteria import StopCriteria
 from target_service.verification.verifier import Verifier
@@ -61,22 +61,21 @@ class TargetCore:
         self._device = device
         self._settings = settings
         self._verifier = Verifier(num_threads=engine.num_threads)
-        self._batcher = StepBatcher(self._run_steps, scheduler.max_num_batched_tokens, self._fail)
+        self._memory = SequenceMemory(engine.pool)
+        self._batcher = StepBatcher(self._run_steps, scheduler.max_num_batched_tokens, self._memory, self._fail)
         self._admission: Admission[KVSequence] = Admission(
             max_open=scheduler.max_num_seqs,
             max_waiting=scheduler.max_waiting,
             max_wait_s=scheduler.max_wait_s,
-            undo=self._give_back,
+            undo=self._memory.release,
             describe=self._describe,
         )
+        self._memory.on_all_back = self._admission.admit_next
         self._info = replace(engine.info, verification=settings.verification)
         self._grammars = GrammarCompiler(
             partial(read_tokenizer, settings.model, engine.info), settings.scheduler.max_waiting
         )
         self._sessions: set[Session] = set()
-        #: The client of each open sequence and its blocks, and the blocks of each client.
-        self._holders: dict[KVSequence, tuple[str, int]] = {}
-        self._blocks_of: Counter[str] = Counter()
         self._draining = False
         self.failure: InternalError | None = None
         self.failed = asyncio.Event()
@@ -84,7 +83,6 @@ class TargetCore:
         self._num_superseded = 0
         #: Nanoseconds of the latest step by its rows.
         self._step_ns: dict[int, int] = {}
-        self._expiry: asyncio.TimerHandle | None = None
         ranks = engine.ranks
         self._heartbeats: asyncio.Task[None] | None = None
         if ranks is not None:
@@ -145,12 +143,14 @@ class TargetCore:
             grammar = await self._grammars.compile(wanted, spec.token_ids[spec.prompt_len :])
             if self._draining:
                 raise self.failure or Unavailable(GOING_DOWN)
-        sequence = await self._admission.admit(
-            partial(self._reserve, spec, stop_criteria.max_len - 1), client=spec.client
-        )
+        max_entries = self._max_entries(stop_criteria)
+        sequence = await self._admission.admit(partial(self._reserve, spec, max_entries), client=spec.client)
         rule = spec.rule or self._settings.verification
-        step_session = StepSession(spec, state, sequence, rule, stop_criteria, grammar, self._first_state(spec))
+        step_session = StepSession(
+            spec, state, sequence, rule, stop_criteria, grammar, self._first_state(spec), max_entries
+        )
         session = Session(step_session, self, asked_ns, on_states=on_states)
+        self._memory.belongs_to(sequence, session)
         self._sessions.add(session)
         try:
             await session.start()
@@ -168,15 +168,15 @@ class TargetCore:
         pool = self.engine.pool
         return ServerLoad(
             open_sessions=self._admission.num_open,
-            parked_sessions=pool.num_parked,
             waiting_sessions=self._admission.num_waiting,
-            used_blocks=pool.used_blocks + pool.parked_blocks,
-            parked_blocks=pool.parked_blocks,
+            used_blocks=pool.used_blocks,
+            cached_blocks=pool.cached_blocks,
             total_blocks=pool.total_blocks,
             stale_messages=self._num_stale,
             num_batches=self._batcher.num_steps,
             busy_ns=self._batcher.busy_ns,
             superseded_proposals=self._num_superseded,
+            preemptions=self._memory.num_preemptions,
         )
 
     @property
@@ -201,8 +201,6 @@ class TargetCore:
     async def close(self) -> None:
         """End every session, let the running step finish, and drop the model. Idempotent."""
         self._draining = True
-        if self._expiry is not None:
-            self._expiry.cancel()
         self._grammars.close()
         self._admission.refuse(Unavailable(GOING_DOWN))
         for session in list(self._sessions):
@@ -235,21 +233,24 @@ class TargetCore:
         """Count proposals that assumed tokens which were not committed."""
         self._num_superseded += count
 
-    def rollback(self, sequence: KVSequence, length: int) -> None:
-        """Drop the entries after the first ``length``."""
+    def keep(self, sequence: KVSequence, length: int, token_ids: Sequence[int]) -> None:
+        """Drop the entries after the first ``length``, and let others find those before by their ``token_ids``."""
+        pool = self.engine.pool
         if sequence.length != length:
-            self.engine.pool.rollback(sequence, length)
+            pool.rollback(sequence, length)
+        pool.publish(sequence, token_ids)
 
-    def release(self, session: Session, *, park: bool) -> None:
-        """Give back (or park) a session's cache and let the next one in."""
-        pool, sequence = self.engine.pool, session.step_session.sequence
+    def finish(self, session: Session) -> None:
+        """Give back the cache of a session that has ended; its client may be slow to close it."""
+        step_session = session.step_session
+        token_ids = () if session.has_failed else step_session.state.token_ids
+        self._memory.release(step_session.sequence, token_ids)
+
+    def release(self, session: Session) -> None:
+        """Give back a session's cache and let the next one in."""
         self._sessions.discard(session)
         self._batcher.forget(session)
-        if park and session.spec.session_id and sequence.length:
-            token_ids = session.step_session.state.token_ids
-            pool.park(sequence, session.spec.session_id, token_ids)
-            self._expire_later()
-        self._give_back(sequence)
+        self.finish(session)
         self._admission.leave(session.spec.client)
 
     # --- inside ---
@@ -287,38 +288,27 @@ class TargetCore:
             return False
         return 0 < self._step_ns.get(sum(len(part.token_ids) for part in parts), 0) < MAX_INLINE_NS
 
-    def _reserve(self, spec: SessionSpec, num_entries: int) -> KVSequence:
-        """Blocks for all the entries the session may ever need, with what is parked for it where there is some."""
-        num_blocks, limit = self.engine.pool.blocks_for(num_entries), self._share_of(spec)
-        if (held := self._blocks_of[spec.client]) + num_blocks > limit:
-            raise ClientFull(f"the client holds {held} of the {limit} KV blocks that it may hold")
-        # What is left of the last block serves trees' siblings.
-        sequence = self._open_sequence(spec, num_blocks * self.engine.pool.block_size)
-        self._holders[sequence] = (spec.client, num_blocks)
-        self._blocks_of[spec.client] += num_blocks
-        return sequence
+    def _max_entries(self, stop_criteria: StopCriteria) -> int:
+        """Entries of a sequence at most. What is left of the last block serves the siblings of trees."""
+        pool = self.engine.pool
+        return pool.blocks_for(stop_criteria.max_len - 1) * pool.block_size
+
+    def _reserve(self, spec: SessionSpec, max_entries: int) -> KVSequence:
+        """A sequence for the session's prompt."""
+        is_shared = self._settings.scheduler.enable_prefix_caching
+        return self._memory.admit(
+            spec.token_ids,
+            len(spec.token_ids) - 1 if may_reuse(spec) else 0,
+            max_entries,
+            scope=(spec.owner, spec.cache_salt) if is_shared else None,
+            client=spec.client,
+            client_limit=None if spec.max_kv_share is None else self._share_of(spec),
+        )
 
     def _share_of(self, spec: SessionSpec) -> int:
         """Blocks that the sessions of a client may hold together."""
         total = self.engine.pool.total_blocks
         return total if spec.max_kv_share is None else int(spec.max_kv_share * total)
-
-    def _give_back(self, sequence: KVSequence) -> None:
-        """Release a sequence, unless it is parked already."""
-        client, num_blocks = self._holders.pop(sequence)
-        self._blocks_of[client] -= num_blocks
-        if not self._blocks_of[client]:
-            del self._blocks_of[client]
-        self.engine.pool.release(sequence)
-
-    def _open_sequence(self, spec: SessionSpec, num_entries: int) -> KVSequence:
-        pool = self.engine.pool
-        # A prompt that is not computed has no log-probabilities.
-        if spec.park and spec.session_id and spec.params.prompt_logprobs is None:
-            resumed = pool.resume(spec.session_id, spec.token_ids, num_entries, spec.owner)
-            if resumed is not None:
-                return resumed
-        return pool.open(num_entries, spec.owner)
 
     def _check(self, spec: SessionSpec) -> StopCriteria:
         """The session's limits. Raises :class:`InvalidRequest` for what no amount of waiting would make possible."""
@@ -354,6 +344,7 @@ class TargetCore:
                 " there is nothing left to generate",
                 param="max_tokens",
             )
+        self.engine.pool.check_fits(max_len - 1)
         num_blocks, limit = self.engine.pool.blocks_for(max_len - 1), self._share_of(spec)
         if spec.max_kv_share is not None and num_blocks > limit:
             raise InvalidRequest(
@@ -376,18 +367,6 @@ class TargetCore:
             f"the target is full: {self._admission.num_open} of {scheduler.max_num_seqs} sessions open,"
             f" {pool.used_blocks} of {pool.total_blocks} KV blocks in use"
         )
-
-    def _expire_later(self) -> None:
-        if self._expiry is None:
-            delay_s = self._settings.scheduler.park_ttl_s
-            self._expiry = asyncio.get_running_loop().call_later(delay_s, self._expire)
-
-    def _expire(self) -> None:
-        self._expiry = None
-        pool = self.engine.pool
-        pool.expire(time.monotonic(), self._settings.scheduler.park_ttl_s)
-        if pool.num_parked:
-            self._expire_later()
 
 
 async def _undo_start(device: DeviceThread, loading: asyncio.Task[Engine]) -> None:

@@ -62,11 +62,15 @@ class StepSession:
     grammar: Grammar | None = None
     #: The first position of the prompt whose hidden states the verdicts carry.
     first_state: int = 0
+    #: Entries of the cache at most: what is left of the last block serves the siblings of trees.
+    max_entries: int = 2**62
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """One session's part of a step: a chunk of its prompt, or a round [last committed token, drafted tokens…]."""
+    """One session's part of a step: a chunk of its prompt, a round [last committed token, drafted tokens…], or tokens
+    that are fed once more because it was preempted (nothing is decided then, and nothing but their entries wanted).
+    """
 
     session: StepSession
     token_ids: Sequence[int]
@@ -113,7 +117,7 @@ class ScheduledSequence:
         if not session.spec.hidden_state_layers:
             return 0
         if not self.is_prefill:
-            return num_rows
+            return num_rows if self.decides else 0
         return max(0, min(num_rows, session.sequence.length + num_rows - session.first_state))
 
 

@@ -1,7 +1,7 @@
 """Cache branches: entries for assumed tokens, beside a session's own sequence.
 
 A branch shares the entries of the session's own sequence and owns a few blocks. An assumption that continues all of a
-branch is written at its end, where the memory is reserved already; any other gets a new branch. When tokens are
+branch is written at its end, where there is room; any other gets a new branch. When tokens are
 committed, the branch that agrees with most of them becomes the session's own sequence.
 """
 
@@ -52,16 +52,14 @@ class CacheBranches(SessionCache):
         """
         length = num_committed + len(assumed) - 1
         end = length + num_tokens  # the last drafted token is never fed
-        if end > self.main.sequence.max_tokens:
-            return None
 
         def value(branch: CacheBranch) -> tuple[int, bool]:
             num_usable = min(branch.num_usable(num_committed, assumed), length)
-            return num_usable, _may_extend(branch, assumed, length, end)
+            return num_usable, _may_extend(branch, assumed, length)
 
         best = max((self.main, *self.branches), key=value)
         num_usable, may_extend = value(best)
-        if not may_extend:
+        if not may_extend or not self._pool.grow(best.sequence, end):
             sequence = self._pool.branch(best.sequence, num_usable, end)
             if sequence is None:
                 return None
@@ -79,15 +77,11 @@ class CacheBranches(SessionCache):
             self._pool.release(branch.sequence)
 
 
-def _may_extend(branch: CacheBranch, assumed: Sequence[int], length: int, end: int) -> bool:
-    """Whether an assumption of ``length`` entries, ``end`` with its draft, may be written at the end of a branch.
-
-    The branch must keep all its entries, and must have the memory.
-    """
+def _may_extend(branch: CacheBranch, assumed: Sequence[int], length: int) -> bool:
+    """Whether an assumption of ``length`` entries may be written at the end of a branch, which keeps all of its own."""
     sequence = branch.sequence
     return (
         not branch.is_busy
         and sequence.length <= length
-        and end <= sequence.max_tokens
         and common_prefix_len(branch.token_ids, assumed) == len(branch.token_ids)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, Protocol, Self, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from draft_service.drafters.session_cache import SessionCacheFactory
 from specdec.rules import SparseRow
@@ -133,6 +133,15 @@ class Draft:
     parents: tuple[int, ...] = ()
 
 
+class Occupancy(NamedTuple):
+    """Blocks of a drafter's KV cache."""
+
+    used: int = 0
+    #: Of no session, given up when others need them.
+    cached: int = 0
+    total: int = 0
+
+
 class Drafter(ABC, Generic[S]):
     """Proposes tokens for many sessions.
 
@@ -157,7 +166,7 @@ class Drafter(ABC, Generic[S]):
 
     @abstractmethod
     def open(self, spec: SessionSpec) -> S:
-        """A state for ``spec.token_ids``, with all the memory it will ever need; nothing is computed yet.
+        """A state for ``spec.token_ids``, with memory for them; nothing is computed yet.
 
         Raises:
             Overloaded: no memory at this moment.
@@ -190,7 +199,7 @@ class Drafter(ABC, Generic[S]):
         """Keep the KV cache of each session opened from now on in what ``make`` returns."""
 
     def num_cached_tokens(self, state: S) -> int:
-        """Tokens that were found in a parked cache at opening."""
+        """Tokens whose entries another session had computed."""
         return 0
 
     def room(self, state: S) -> int:
@@ -200,12 +209,12 @@ class Drafter(ABC, Generic[S]):
     def drop_ahead(self, state: S) -> None:
         """Free what drafting ahead has left in a state."""
 
-    def close(self, state: S, park_as: str | None = None) -> None:
-        """Free the memory of a state, once; with ``park_as``, keep it, evictable, under that key instead."""
+    def close(self, state: S) -> None:
+        """Free the memory of a state, once. Later sessions may find in it what their prompts begin with."""
 
-    def occupancy(self) -> tuple[int, int, int]:
-        """Blocks in use (open and parked), blocks in all, parked sessions."""
-        return 0, 0, 0
+    def occupancy(self) -> Occupancy:
+        """Blocks of open sessions, blocks that may serve later ones, and all."""
+        return Occupancy()
 
     async def shutdown(self) -> None:
         """Free everything; no state is open any more. Idempotent."""

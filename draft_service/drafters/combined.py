@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, Generic, TypeVar
 
-from draft_service.drafters.base import Draft, Drafter, DraftJob, DraftState
+from draft_service.drafters.base import Draft, Drafter, DraftJob, DraftState, Occupancy
 from draft_service.drafters.lookup import LookupDrafter
 from draft_service.drafters.session_cache import SessionCacheFactory
 from specdec.lookup.base import LookupText
@@ -188,12 +188,12 @@ class CombinedDrafter(Drafter[CombinedState[L, S]], Generic[L, S]):
         self._lookup.drop_ahead(state.lookup)
         self._other.drop_ahead(state.other)
 
-    def close(self, state: CombinedState[L, S], park_as: str | None = None) -> None:
-        """Close both; what is parked is the other drafter's."""
+    def close(self, state: CombinedState[L, S]) -> None:
+        """Close both."""
         self._lookup.close(state.lookup)
-        self._other.close(state.other, park_as)
+        self._other.close(state.other)
 
-    def occupancy(self) -> tuple[int, int, int]:
+    def occupancy(self) -> Occupancy:
         """The other drafter's blocks."""
         return self._other.occupancy()
 

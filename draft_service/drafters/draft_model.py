@@ -9,13 +9,12 @@ here: **keep the entries that agree with the committed tokens, feed the committe
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Self
 
-from draft_service.drafters.base import Draft, Drafter, DraftJob, num_short_steps
+from draft_service.drafters.base import Draft, Drafter, DraftJob, Occupancy, num_short_steps
 from draft_service.drafters.session_cache import CacheBranch, SessionCache, SessionCacheFactory
 from draft_service.drafters.trees.mixed_batch import draft_mixed
 from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees
@@ -23,6 +22,8 @@ from draft_service.drafters.window import DraftWindow
 from engine.chains import ChainJob, StopFlags, draft_chains
 from engine.device_thread import DeviceThread
 from engine.engine import Engine
+from engine.kv_pool import CacheFull
+from engine.kv_sequence import KVSequence
 from engine.loading.load import load_engine
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.state import SamplingState
@@ -38,7 +39,7 @@ class ModelState:
     """One session of a draft model."""
 
     sampling: SamplingState
-    #: None if the prompt is longer than the model's context; nothing is drafted then.
+    #: None if the prompt is longer than the model's context, or its blocks did not suffice; nothing is drafted then.
     cache: SessionCache | None
     rule: Rule
     window: DraftWindow
@@ -126,7 +127,7 @@ class ModelDrafter(Drafter[ModelState]):
         self._down = False
         self._session_cache: SessionCacheFactory = SessionCache
         self._states: set[ModelState] = set()
-        self._park_ttl_s = settings.scheduler.park_ttl_s
+        self._shares_prefixes = settings.scheduler.enable_prefix_caching
         tree = settings.speculative.tree
         #: Entries that trees need beyond those of the tokens before them.
         self._num_fed = 0 if tree is None else tree.num_fed
@@ -154,7 +155,7 @@ class ModelDrafter(Drafter[ModelState]):
         return drafter
 
     def open(self, spec: SessionSpec) -> ModelState:
-        """Reserve the cache of the whole session, or resume what is parked under its id."""
+        """Reserve the cache of the prompt, or take over what others have computed of it."""
         info = self.info
         sampling = SamplingState(
             spec.params,
@@ -169,17 +170,14 @@ class ModelDrafter(Drafter[ModelState]):
         longest = self._window.longest_text(min(info.max_model_len, pool.total_blocks * pool.block_size))
         if len(spec.token_ids) > longest:
             return state
-        pool.expire(time.monotonic(), self._park_ttl_s)
         wanted = longest if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
         state.max_tokens = max(len(spec.token_ids), min(wanted, longest))
-        num_entries = min(state.max_tokens, self._window.size + info.num_speculative_tokens) + self._num_fed
-        max_tokens = min(num_entries, pool.total_blocks * pool.block_size)
-        if not pool.can_open(max_tokens):
-            for other in self._states:
-                self.drop_ahead(other)
         token_ids = self._window.read(spec.token_ids)
-        sequence = pool.resume(spec.session_id, token_ids, max_tokens, spec.owner) if spec.park else None
-        sequence = sequence or pool.open(max_tokens, spec.owner)
+        sequence = pool.open_empty((spec.owner, spec.cache_salt) if self._shares_prefixes else None)
+        pool.match(sequence, token_ids, len(token_ids) - 1)
+        if not self._grow(sequence, len(token_ids)):
+            pool.release(sequence)
+            raise CacheFull(f"{len(token_ids)} tokens do not fit into the draft's KV cache at this moment")
         state.cache = self._session_cache(pool, sequence)
         state.num_cached_tokens = sequence.length
         self._states.add(state)
@@ -205,7 +203,7 @@ class ModelDrafter(Drafter[ModelState]):
         self._session_cache = make
 
     def num_cached_tokens(self, state: ModelState) -> int:
-        """Tokens that were found in a parked cache at opening."""
+        """Tokens whose entries another session had computed."""
         return state.num_cached_tokens
 
     def room(self, state: ModelState) -> int:
@@ -227,26 +225,19 @@ class ModelDrafter(Drafter[ModelState]):
         if state.cache is not None:
             state.cache.drop_branches()
 
-    def close(self, state: ModelState, park_as: str | None = None) -> None:
-        """Release or park the cache."""
+    def close(self, state: ModelState) -> None:
+        """Release the cache."""
         cache, state.cache = state.cache, None
         if cache is None:
             return
         self._states.remove(state)
         cache.cut(state.num_entries)
-        sequence = cache.main.sequence
-        if park_as is None:
-            self._pool.release(sequence)
-            return
-        now = time.monotonic()
-        self._pool.park(sequence, park_as, self._window.read(state.token_ids), now)
-        self._pool.expire(now, self._park_ttl_s)
+        self._pool.release(cache.main.sequence, self._window.read(state.token_ids))
 
-    def occupancy(self) -> tuple[int, int, int]:
-        """Blocks of open and parked sessions, blocks in all, parked sessions."""
+    def occupancy(self) -> Occupancy:
+        """Blocks of open sessions, blocks that may serve later ones, and all."""
         pool = self._pool
-        pool.expire(time.monotonic(), self._park_ttl_s)
-        return pool.used_blocks + pool.parked_blocks, pool.total_blocks, pool.num_parked
+        return Occupancy(pool.used_blocks, pool.cached_blocks, pool.total_blocks)
 
     async def shutdown(self) -> None:
         """Drop the model and end the thread."""
@@ -265,7 +256,7 @@ class ModelDrafter(Drafter[ModelState]):
             self.close(state)
 
     def _prepare(self, job: Job) -> _Feed | None:
-        """Find the branch to feed; None without memory to draft ahead."""
+        """Find the branch to feed; None without memory for it."""
         state, window = job.state, self._window
         committed, cache, num_entries = state.token_ids, state.cache, state.num_entries
         assert cache is not None
@@ -273,8 +264,14 @@ class ModelDrafter(Drafter[ModelState]):
             # Drop the drafts of an earlier call that got no verdict. If every committed token has its entry, the last
             # one is fed again for its logits.
             cache.cut(num_entries - (1 if job.num_tokens else 0))
-            start = cache.main.sequence.length
+            sequence = cache.main.sequence
+            if self._pool.may_publish(sequence):
+                self._pool.publish(sequence, window.read(committed))
+            start = sequence.length
             end = num_entries if job.num_tokens else start + job.num_rows
+            if not self._grow(sequence, end + job.num_tokens + (self._num_fed if job.tree else 0)):
+                self.close(state)  # it drafts nothing any more, and others have its blocks
+                return None
             return _Feed(job, cache, cache.main, start, window.read(committed, start)[: end - start])
         length = len(committed) + len(job.assumed) + job.assumes_next
         if window.num_skipped(length) != window.num_skipped(len(committed)):
@@ -285,6 +282,13 @@ class ModelDrafter(Drafter[ModelState]):
         start = branch.sequence.length
         missing = [*window.read(committed, start), *job.assumed[max(0, start - num_entries) :]]
         return _Feed(job, cache, branch, start, missing)
+
+    def _grow(self, sequence: KVSequence, num_entries: int) -> bool:
+        """Make room for entries, if need be at the cost of what is drafted ahead."""
+        if not self._pool.grow(sequence, num_entries):
+            for state in self._states:
+                self.drop_ahead(state)
+        return self._pool.grow(sequence, num_entries)
 
     def _compute(self, feeds: Sequence[_Feed]) -> list[DraftedChain | DraftedTree]:
         """Feed and draft: all trees, then all chains."""

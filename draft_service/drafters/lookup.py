@@ -67,8 +67,8 @@ class LookupDrafter(Drafter[T], Generic[T]):
         match = self.look_up(state, job.num_tokens, (*job.assumed, *next_guesses))
         return Draft(match.token_ids, next_guesses=next_guesses)
 
-    def close(self, state: T, park_as: str | None = None) -> None:
-        """Tell the lookup; nothing is parked."""
+    def close(self, state: T) -> None:
+        """Tell the lookup."""
         self.lookup.close(state)
 
 

@@ -30,7 +30,7 @@ class CacheBranch:
 
 
 class SessionCache:
-    """The session's own sequence, with its whole reservation."""
+    """The session's own sequence."""
 
     def __init__(self, pool: KVPool, sequence: KVSequence) -> None:
         self._pool = pool
@@ -64,5 +64,5 @@ class SessionCache:
         self._pool.rollback(branch.sequence, min(length, branch.sequence.length))
 
 
-#: Makes what is kept of a session's cache, given its reserved sequence.
+#: Makes what is kept of a session's cache, given its sequence.
 SessionCacheFactory: TypeAlias = Callable[[KVPool, KVSequence], SessionCache]

@@ -81,10 +81,10 @@ def draft_chains(
         end = sequence.length + count + max(0, job.num_tokens - 1)
         if not count:
             raise ValueError("a chain starts with a token to feed, and this one has none")
-        if end > min(sequence.max_tokens, max_model_len):
+        if end > min(sequence.capacity, max_model_len):
             raise ValueError(
                 f"{job.num_tokens} drafted tokens after {sequence.length + count} entries exceed the"
-                f" {sequence.max_tokens} the sequence has room for (the model takes {max_model_len})"
+                f" {sequence.capacity} the sequence has room for (the model takes {max_model_len})"
             )
         if job.num_candidates > MAX_CANDIDATES:
             raise ValueError(f"{job.num_candidates} candidates are more than {MAX_CANDIDATES}")

@@ -34,8 +34,12 @@ class DecodingRequest:
     prediction: Sequence[int] = ()
     #: Tokens of the prediction that are drafted in a round at most.
     num_predicted_tokens: int = 0
-    #: Name that pins the caches; None means a fresh one and nothing is kept.
+    #: Name of the conversation, which decides on target and draft; None: it has none.
     session_id: str | None = None
+    #: Hashes of the beginnings of the prompt, where one of several targets may have them.
+    prefixes: tuple[bytes, ...] = ()
+    #: Separates what the caller's requests may have in common.
+    cache_salt: str = ""
     #: Who asks; the sessions belong to its key.
     caller: Caller = field(default_factory=Caller)
     #: Whether a target continues the text as the lost one would have, given the tokens so far.
@@ -44,6 +48,11 @@ class DecodingRequest:
     trace_headers: TraceHeaders = ()
     #: Moment of the event loop's clock at which the request fails; None means never.
     deadline: float | None = None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it belongs to a conversation with a name."""
+        return self.session_id is not None
 
     @property
     def max_looked_up_tokens(self) -> int:
@@ -65,7 +74,9 @@ class RequestState:
 
     def __init__(self, request: DecodingRequest) -> None:
         self.request = request
-        self.session_id = request.session_id or uuid.uuid4().hex
+        self.session_id = uuid.uuid4().hex
+        #: What decides on the replicas.
+        self.affinity = request.session_id or self.session_id
         self._output: list[int] = []
         self._max_len = len(request.prompt) + (request.params.max_tokens or 1)
 
@@ -97,20 +108,21 @@ class RequestState:
     def spec(self, epoch: int, *, with_prompt_logprobs: bool = True) -> SessionSpec:
         """The opening of a session, its ``epoch``-th, with everything committed by now."""
         request = self.request
-        params, pinned = request.params, request.session_id is not None
+        params = request.params
         if params.prompt_logprobs is not None and not with_prompt_logprobs:
             params = replace(params, prompt_logprobs=None)
         return SessionSpec(
             # A server that has not noticed the end of the lost session yet must not take the new one for it.
-            session_id=self.session_id if pinned or epoch == 1 else f"{self.session_id}.{epoch}",
+            session_id=self.session_id if epoch == 1 else f"{self.session_id}.{epoch}",
             epoch=epoch,
             token_ids=(*request.prompt, *self._output) if self._output else request.prompt,
             prompt_len=len(request.prompt),
             params=params,
             rule=request.rule,
             num_speculative_tokens=request.num_speculative_tokens,
-            park=pinned,
+            is_named=request.is_named,
             owner=request.caller.key,
+            cache_salt=request.cache_salt,
             client=request.caller.client,
             max_kv_share=request.caller.limits.max_client_kv_share,
             trace_headers=request.trace_headers,

@@ -98,8 +98,9 @@ class TargetClient:
                 raise Unavailable(
                     f"the target was lost and none came back within {self._wait_s:g} s; try again later"
                 ) from None
+        request = self._state.request
         self._replica = self._router.pick_target(
-            self._state.session_id, self._overloaded, is_bound=self._state.request.session_id is not None
+            self._state.affinity, self._overloaded, is_bound=request.is_named, prefixes=request.prefixes
         )
         return self._replica
 

@@ -133,6 +133,7 @@ def _read_request(text: TextProcessor, message: pb.GenerateRequest, model: Model
         num_speculative_tokens=k,
         method=speculation.method,
         session_id=message.session_id,
+        cache_salt=message.cache_salt,
         prediction=message.prediction,
         return_token_metrics=message.return_token_metrics,
         add_special_tokens=_adds_special_tokens(message, is_chat=kind == "chat"),

@@ -1,1 +1,1 @@
-"""Which replica serves a session, and which parked session a request continues."""
+"""Which replica serves a session."""

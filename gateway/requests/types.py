@@ -33,10 +33,12 @@ class GenerationRequest:
     method: str = ""
     #: What the text is expected to be, as text or token ids: it is drafted. Empty means nothing is expected.
     prediction: str | Sequence[int] = ""
-    #: Name that pins the caches of a conversation; empty means none.
+    #: Name of a conversation: its requests go to the same target and draft; empty means none.
     session_id: str = ""
     #: OpenAI's name for requests with a common prefix: the session id of a request that has none.
     prompt_cache_key: str = ""
+    #: Requests of a client reuse the computed beginnings of prompts with the same salt alone.
+    cache_salt: str = ""
     #: Seconds from now until the request fails; None means the gateway's setting.
     timeout_s: float | None = None
     #: Add the model's special tokens to a prompt given as text.
@@ -107,7 +109,7 @@ class TokenUsage:
 
     prompt_tokens: int
     completion_tokens: int
-    #: Prompt tokens found in a parked cache.
+    #: Prompt tokens that an earlier request had computed.
     cached_tokens: int = 0
     #: Generated tokens of thoughts, the markers around them included.
     reasoning_tokens: int = 0

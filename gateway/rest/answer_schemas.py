@@ -322,7 +322,6 @@ class ServiceAnswer(Answer):
     reason: str
     model: str
     num_sessions: int
-    num_parked_sessions: int
     num_waiting_sessions: int
 
 

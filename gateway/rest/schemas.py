@@ -144,6 +144,8 @@ class SamplingBody(SamplingFields):
     session_id: str | None = None
     # OpenAI's; the session id where none is given.
     prompt_cache_key: str | None = None
+    # vLLM's: separates what requests may reuse of each other.
+    cache_salt: str | None = None
     speculation: Speculation | None = None
     # OpenAI's.
     prediction: Prediction | None = None
@@ -154,8 +156,7 @@ class SamplingBody(SamplingFields):
     guided_grammar: str | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    # For whom, at what price, when and in which cache.
-    cache_salt: IgnoredField = None
+    # For whom, at what price and when.
     metadata: IgnoredField = None
     priority: IgnoredField = None
     prompt_cache_retention: IgnoredField = None
@@ -235,6 +236,7 @@ class SamplingBody(SamplingFields):
             method=speculation.method_name,
             session_id=self.session_id or "",
             prompt_cache_key=self.prompt_cache_key or "",
+            cache_salt=self.cache_salt or "",
             prediction=self.read.prediction,
             return_token_metrics=bool(self.return_token_metrics),
             **given,

@@ -36,6 +36,5 @@ def _describe(replica: Replica[Any]) -> dict[str, Any]:
         "reason": replica.reason,
         "model": replica.info.name if replica.info else "",
         "num_sessions": replica.load.open_sessions,
-        "num_parked_sessions": replica.load.parked_sessions,
         "num_waiting_sessions": replica.load.waiting_sessions,
     }

@@ -58,7 +58,11 @@ class LoadCollector(Collector):
             "vllm:kv_cache_usage_perc", "Mean of tandem_target_kv_use", sum(uses) / max(len(uses), 1)
         )
         if not self._has_engines:
-            yield CounterMetricFamily("vllm:num_preemptions", "0: a target reserves the memory of a whole session", 0)
+            yield CounterMetricFamily(
+                "vllm:num_preemptions",
+                "Times that sessions lost their KV blocks to others and were fed again",
+                sum(target.load.preemptions for target in targets.usable),
+            )
 
 
 def _kv_use(target: Replica[Any]) -> float:
@@ -78,7 +82,7 @@ def _sessions(role: str, pool: Pool[Any]) -> GaugeMetricFamily:
     )
     for replica in pool.usable:
         load = replica.load
-        counts = {"open": load.open_sessions, "waiting": load.waiting_sessions, "parked": load.parked_sessions}
+        counts = {"open": load.open_sessions, "waiting": load.waiting_sessions}
         for state, count in counts.items():
             sessions.add_metric((replica.name, state), count)
     return sessions

@@ -39,12 +39,7 @@ class GatewayMetrics:
         )
         self.running = Gauge("tandem_requests_running", "Samples being generated", registry=self.registry)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens")
-        self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens found in a parked cache")
-        self.prefixes = self._counter(
-            "prefix_sessions",
-            "Requests without a session_id, by the parked session that they continue",
-            ("outcome",),
-        )
+        self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens that an earlier request had computed")
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens")
         self.refusals = self._counter("client_refusals", "Requests above a limit of their client", ("key", "limit"))
         self._by_key = [

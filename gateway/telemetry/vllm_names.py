@@ -15,6 +15,7 @@ from gateway.telemetry.metrics import GatewayMetrics
 _NAMES: Final[Mapping[str, str]] = {
     "prompt_tokens": "vllm:prompt_tokens",
     "generation_tokens": "vllm:generation_tokens",
+    "cached_prompt_tokens": "vllm:prefix_cache_hits",
     "time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
     "inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
     "request_latency_seconds": "vllm:e2e_request_latency_seconds",
@@ -40,8 +41,11 @@ class VllmNames(Collector):
     def collect(self) -> Iterable[MetricFamily]:
         """The metrics of this moment."""
         for family in self._metrics.families():
-            if (alias := _NAMES.get(family.name.removeprefix("tandem_"))) is not None:
+            name = family.name.removeprefix("tandem_")
+            if (alias := _NAMES.get(name)) is not None:
                 yield _renamed(family, alias)
+            if name == "prompt_tokens":  # each is looked up
+                yield _renamed(family, "vllm:prefix_cache_queries")
             elif family.name == _OUTCOMES:
                 yield _finished(family)
             elif family.name == _ROUNDS:

@@ -75,7 +75,6 @@ class GatewaySettings(RequestLimits):
     disable_by_batch_size: int | None = option(None, "no drafting while more sequences than this are open", ge=1)
     fixed_draft_length: bool = option(False, "draft the maximum in every round, whether or not it pays off")
     verification: Rule | None = option(None, "rule of requests that name none; default: block, coupled with a seed")
-    reuse_prefixes: bool = option(False, "requests without a session_id continue the parked session they begin like")
     untrusted_drafts: bool = option(False, "believe no q of a draft: requests for token or block use coupled")
     seed: int | None = option(None, "makes the seeds of requests that give none reproducible")
     request_timeout_s: float | None = option(1800.0, "seconds a request may take; a client may ask for fewer", gt=0)

@@ -71,7 +71,7 @@ class SchedulerSettings:
     max_num_batched_tokens: int = option(512, "tokens fed per step", gt=0)
     max_waiting: int = option(256, "sessions that wait to be admitted; one more gets RESOURCE_EXHAUSTED", gt=0)
     max_wait_s: float = option(30.0, "seconds a session waits before it gets RESOURCE_EXHAUSTED", gt=0)
-    park_ttl_s: float = option(600.0, "seconds a parked session is kept", gt=0)
+    enable_prefix_caching: bool = option(True, "prompts that begin alike are computed once, for clients of one key")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -303,6 +303,7 @@ class GenerateRequest(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a served model; empty means the only one."""
     text: _builtins.str
@@ -318,7 +319,9 @@ class GenerateRequest(_message.Message):
     logprobs: _builtins.int
     """Log-probabilities of this many most likely tokens per position. Unset means none."""
     session_id: _builtins.str
-    """Name that pins the caches of a conversation: a later request with it reuses the common prefix. Empty means none."""
+    """Name of a conversation: its requests go to the same target and draft, which have computed its beginning. Empty
+    means none.
+    """
     skip_special_tokens: _builtins.bool
     """Drop special tokens from the text. Unset means true."""
     return_token_metrics: _builtins.bool
@@ -333,6 +336,8 @@ class GenerateRequest(_message.Message):
     """Add the model's special tokens to a prompt that is text. Unset means true, for a conversation false."""
     prediction: _builtins.str
     """What the text is expected to be, such as the file that is to be edited: it is drafted. Empty means nothing."""
+    cache_salt: _builtins.str
+    """Requests of a client reuse the computed beginnings of prompts with the same salt alone. Empty means the common ones."""
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
         """As token ids, taken as they are."""
@@ -386,10 +391,11 @@ class GenerateRequest(_message.Message):
         bad_words: _abc.Iterable[_builtins.str] | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
         prediction: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "add_special_tokens", b"add_special_tokens", "bad_words", b"bad_words", "chat", b"chat", "echo", b"echo", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "return_token_metrics", b"return_token_metrics", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "add_special_tokens", b"add_special_tokens", "bad_words", b"bad_words", "cache_salt", b"cache_salt", "chat", b"chat", "echo", b"echo", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "return_token_metrics", b"return_token_metrics", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -613,7 +619,7 @@ class Usage(_message.Message):
     completion_tokens: _builtins.int
     """Tokens generated."""
     cached_tokens: _builtins.int
-    """Prompt tokens found in a parked cache."""
+    """Prompt tokens that an earlier request has computed."""
     accepted_prediction_tokens: _builtins.int
     """Tokens of the prediction that were drafted and accepted."""
     rejected_prediction_tokens: _builtins.int

@@ -178,7 +178,7 @@ class OpenTargetSession(_message.Message):
     VERIFICATION_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
-    PARK_FIELD_NUMBER: _builtins.int
+    IS_NAMED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     MULTI_STEP_TOKENS_FIELD_NUMBER: _builtins.int
@@ -188,8 +188,9 @@ class OpenTargetSession(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     MAX_KV_SHARE_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """Name for metrics and routing; with `park` also the key under which the cache is kept. Unique among open sessions."""
+    """Name for metrics and routing. Unique among open sessions."""
     epoch: _builtins.int
     """Number of this opening, raised by the gateway at every reopen; messages of another epoch are stale."""
     prompt_len: _builtins.int
@@ -200,8 +201,8 @@ class OpenTargetSession(_message.Message):
     """Output tokens at most, those already in token_ids included."""
     num_speculative_tokens: _builtins.int
     """Most drafted tokens a round will carry."""
-    park: _builtins.bool
-    """Keep the cache under session_id after the stream ends, and reuse what is kept there."""
+    is_named: _builtins.bool
+    """The client named the session: what it continues was with the same target and draft."""
     logprobs: _builtins.int
     """Log-probabilities of this many most likely tokens per position; unset means none, 0 only the chosen token's."""
     prompt_logprobs: _builtins.int
@@ -216,6 +217,8 @@ class OpenTargetSession(_message.Message):
     """The client among whom slots and memory are shared: a key, or an address."""
     max_kv_share: _builtins.float
     """Share of the KV cache that the client's open sessions may hold; unset: all of it."""
+    cache_salt: _builtins.str
+    """Separates caches further: sessions of an owner share entries with those of the same salt alone."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and, after a move from another replica, the tokens generated so far."""
@@ -246,7 +249,7 @@ class OpenTargetSession(_message.Message):
         verification: _types_pb2.VerificationRule.ValueType = ...,
         max_tokens: _builtins.int = ...,
         num_speculative_tokens: _builtins.int = ...,
-        park: _builtins.bool = ...,
+        is_named: _builtins.bool = ...,
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
         multi_step_tokens: _builtins.int = ...,
@@ -256,10 +259,11 @@ class OpenTargetSession(_message.Message):
         client: _builtins.str = ...,
         max_kv_share: _builtins.float | None = ...,
         structured_outputs: _types_pb2.StructuredOutputs | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "client", b"client", "epoch", b"epoch", "hidden_state_layers", b"hidden_state_layers", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "hidden_state_layers", b"hidden_state_layers", "is_named", b"is_named", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -457,7 +461,7 @@ class TargetSessionOpened(_message.Message):
     epoch: _builtins.int
     """Epoch of the session."""
     num_cached_tokens: _builtins.int
-    """Tokens found in a parked cache and not computed again."""
+    """Tokens that another session has computed."""
     queue_ns: _builtins.int
     """Nanoseconds the session waited to be admitted."""
     prefill_ns: _builtins.int

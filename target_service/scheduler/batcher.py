@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 
@@ -13,6 +14,7 @@ from specdec.errors import InternalError, TandemError
 from specdec.process.tasks import failing
 from target_service.scheduler.composition import prefill_room, share_prefill, take_rounds
 from target_service.scheduler.round_coalescer import RoundCoalescer
+from target_service.sequence_memory import MAX_IDLE_NS, SequenceMemory
 from target_service.session.session import Session
 from target_service.step import PartResult, ScheduledSequence, StepResult
 
@@ -39,12 +41,19 @@ class StepBatcher:
     difference (medians of alternating windows, several runs).
     """
 
-    def __init__(self, run: RunSteps, max_num_batched_tokens: int, fail: Callable[[InternalError], None]) -> None:
-        """``run`` runs steps; ``max_num_batched_tokens`` limits the tokens of one step. ``fail``
-        is called once if an unexpected error ends the batcher itself: no step runs from then on.
+    def __init__(
+        self,
+        run: RunSteps,
+        max_num_batched_tokens: int,
+        memory: SequenceMemory,
+        fail: Callable[[InternalError], None],
+    ) -> None:
+        """``run`` runs steps; ``max_num_batched_tokens`` limits the tokens of one step; ``memory`` has the sessions'
+        blocks. ``fail`` is called once if an unexpected error ends the batcher itself: no step runs from then on.
         """
         self._run = run
         self._max_tokens = max_num_batched_tokens
+        self._memory = memory
         self._coalescer = RoundCoalescer()
         #: In order of arrival; a dict because a session may call twice.
         self._ready: dict[Session, None] = {}
@@ -87,7 +96,9 @@ class StepBatcher:
                     await asyncio.sleep(0)
             else:
                 self._wake.clear()
-                await self._wake.wait()
+                with suppress(TimeoutError):  # what is ready waits for blocks, of sessions that may become idle
+                    async with asyncio.timeout(MAX_IDLE_NS / 1e9 if self._ready else None):
+                        await self._wake.wait()
 
     async def _wait_for_rounds(self) -> None:
         """Wait for rounds that are about to arrive, where that has been faster."""
@@ -107,30 +118,51 @@ class StepBatcher:
 
     def _schedule(self) -> list[tuple[Session, ScheduledSequence]]:
         """Choose what the next step feeds, now in flight. Sessions that were not served in full stay ready."""
-        rounds: list[Session] = []
-        prompts: list[Session] = []
-        for session in self._ready:
-            if session.num_round_tokens:
-                rounds.append(session)
-            elif session.num_prefill:
-                prompts.append(session)
-        self._ready.clear()
-        needs = [session.num_prefill for session in prompts]
-        count = take_rounds([session.num_round_tokens for session in rounds], sum(needs), self._max_tokens)
-        scheduled = [(session, session.next_round()) for session in rounds[:count]]
+        rounds, prompts = self._sort_ready()
+        num_prefill = sum(session.num_missing for session in prompts)
+        count = take_rounds([session.num_round_tokens for session in rounds], num_prefill, self._max_tokens)
+        scheduled = [(session, session.next_round()) for session in rounds[:count] if self._has_room(session)]
+        # Rounds may have taken the blocks of others.
+        prompts = [session for session in prompts if not self._memory.is_waiting(session.step_session.sequence)]
         if prompts:
             num_round_tokens = sum(len(part.token_ids) for _, part in scheduled)
             is_drafting = any(part.proposed_token_ids for _, part in scheduled)
             is_drafting = is_drafting or self._coalescer.expects(time.perf_counter_ns())
             room = prefill_room(num_round_tokens, self._max_tokens, is_drafting=is_drafting)
+            needs = [session.num_missing for session in prompts]
             for session, num_tokens in zip(prompts, share_prefill(needs, room), strict=True):
                 if num_tokens:
                     scheduled.append((session, session.next_chunk(num_tokens)))
         # Sessions left out come first next time; those in this step queue behind them when they are ready again.
-        for session in (*rounds[count:], *prompts):
-            if not session.in_flight:
-                self._ready[session] = None
+        for session, _ in scheduled:
+            del self._ready[session]
         return scheduled
+
+    def _sort_ready(self) -> tuple[list[Session], list[Session]]:
+        """Sessions with a round, and those with tokens to feed before one. Of several that would compute the same
+        block next the first alone: the others find it then.
+        """
+        memory = self._memory
+        memory.come_back()
+        rounds: list[Session] = []
+        prompts: list[Session] = []
+        computed: set[Hashable] = set()
+        for session in [*self._ready]:
+            sequence = session.step_session.sequence
+            block = memory.match(sequence) if session.num_missing else None
+            if session.num_missing:
+                if not memory.is_waiting(sequence) and block not in computed:
+                    prompts.append(session)
+                    computed |= {block} - {None}
+            elif session.num_round_tokens:
+                rounds.append(session)
+            else:
+                del self._ready[session]
+        return rounds, prompts
+
+    def _has_room(self, session: Session) -> bool:
+        sequence = session.step_session.sequence
+        return self._memory.grow(sequence, sequence.length + session.num_round_tokens)
 
     async def _step(self, scheduled: Sequence[tuple[Session, ScheduledSequence]]) -> None:
         """Run a step, and those that follow it. If one fails, its sessions are lost; all others live on."""
@@ -158,7 +190,11 @@ class StepBatcher:
         for (session, part), part_result in zip(scheduled, result.parts, strict=True):
             if not part.is_multi_step or not session.continues(part_result):
                 return None
-            parts.append(part.following(part_result.cut.token_ids, session.forced()))
+            following = part.following(part_result.cut.token_ids, session.forced())
+            sequence = part.session.sequence
+            if sequence.length + len(following.token_ids) > sequence.capacity:
+                return None  # the event loop gives it more blocks
+            parts.append(following)
         return parts if sum(len(part.token_ids) for part in parts) <= self._max_tokens else None
 
     def _pass_on(self, scheduled: Sequence[tuple[Session, ScheduledSequence]], result: StepResult) -> None:

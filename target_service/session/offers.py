@@ -70,7 +70,7 @@ class Offers:
     def cut(self, proposal: Proposal, committed_len: int) -> Proposal:
         """The proposal without what it cannot bring: near its limit a sequence has no room for all drafted tokens."""
         room = self._session.stop_criteria.room(committed_len) - 1
-        num_entries = self._session.sequence.max_tokens - committed_len  # siblings take room of their own
+        num_entries = self._session.max_entries - committed_len  # siblings take room of their own
         return _as_chain(proposal.cut(num_entries, max_depth=room))
 
     def fitted(self, proposal: Proposal | None, committed_len: int) -> Proposal | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Final, Protocol
@@ -12,7 +12,16 @@ from typing import Final, Protocol
 from engine.kv_sequence import KVSequence
 from specdec.errors import TandemError, Unavailable
 from specdec.pending_proposals import Path, path_of
-from specdec.types import DraftedRound, FinishReason, HiddenStates, PositionLogprobs, Proposal, TargetOpened, Verdict
+from specdec.types import (
+    DraftedRound,
+    FinishReason,
+    HiddenStates,
+    PositionLogprobs,
+    Proposal,
+    SessionSpec,
+    TargetOpened,
+    Verdict,
+)
 from target_service.session.offers import Fate, Offers
 from target_service.session.progress import Progress, State
 from target_service.session.verdict_queue import VerdictQueue
@@ -20,6 +29,14 @@ from target_service.step import PartResult, ScheduledSequence, StepResult, StepS
 
 #: Rows of a prompt's chunk whose log-probabilities are asked for: each row is as wide as the vocabulary.
 MAX_SCORED_ROWS: Final = 64
+
+
+def may_reuse(spec: SessionSpec) -> bool:
+    """Whether entries of others serve a session's prompt: what is not computed has no log-probabilities and no hidden
+    states. The draft of a session with a name has states of its own.
+    """
+    needs_states = spec.hidden_state_layers and not spec.last_hidden_state_only and not spec.is_named
+    return spec.params.prompt_logprobs is None and not needs_states
 
 
 class SessionOwner(Protocol):
@@ -37,12 +54,16 @@ class SessionOwner(Protocol):
         """Count proposals that assumed tokens which were not committed."""
         ...
 
-    def rollback(self, sequence: KVSequence, length: int) -> None:
-        """Drop the entries after the first ``length``."""
+    def keep(self, sequence: KVSequence, length: int, token_ids: Sequence[int]) -> None:
+        """Drop the entries after the first ``length``, and let others find those before by their ``token_ids``."""
         ...
 
-    def release(self, session: Session, *, park: bool) -> None:
-        """Give back (or park) the session's cache and its place. Called exactly once."""
+    def finish(self, session: Session) -> None:
+        """Give back the cache of a session that has ended."""
+        ...
+
+    def release(self, session: Session) -> None:
+        """Give back the session's cache and its place. Called exactly once."""
         ...
 
 
@@ -73,6 +94,7 @@ class Session:
         self.spec = spec = step_session.spec
         self.finish_reason: FinishReason | None = None
         self.in_flight = False
+        #: Tokens of the prompt that were not computed for this session.
         self.num_cached_tokens = step_session.sequence.length
         #: Called where nothing is asked of the session any more.
         self.on_idle: Callable[[], None] | None = None
@@ -93,6 +115,7 @@ class Session:
         self._next_token_ns = 0
         self._failure: TandemError | None = None
         self._closing = False
+        self._was_preempted = False
         self._released = asyncio.Event()
 
     # --- the plain API ---
@@ -111,6 +134,11 @@ class Session:
     def in_round(self) -> bool:
         """Whether it was asked for a round, and nothing else."""
         return self._progress.state is State.ROUND
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an error ended it: what its cache holds is not known then."""
+        return self._failure is not None
 
     @property
     def num_left(self) -> int:
@@ -225,7 +253,7 @@ class Session:
         return self._verdicts.take()
 
     async def close(self) -> None:
-        """Release (or park) the cache, at the latest when the running step ends. Idempotent."""
+        """Release the cache, at the latest when the running step ends. Idempotent."""
         self.end()
         await self._released.wait()
 
@@ -249,11 +277,47 @@ class Session:
     # --- between the steps, called by the batcher ---
 
     @property
-    def num_prefill(self) -> int:
-        """Tokens of the prompt that are not fed yet."""
-        if self._progress.state is not State.PREFILL:
+    def num_missing(self) -> int:
+        """Tokens of the prompt that are not fed yet; after the session was preempted all that have lost their entries.
+        Nothing is decided before they are fed.
+        """
+        if self._progress.state is State.OVER:
             return 0
-        return len(self.spec.token_ids) - self.step_session.sequence.length
+        return self._num_needed - self.step_session.sequence.length
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it has something to feed."""
+        return self._progress.state is State.PREFILL or self.has_round
+
+    @property
+    def idle_ns(self) -> int:
+        """Nanoseconds since anything was asked of it; 0 while it has something to do."""
+        return 0 if self.has_work or self.in_flight else time.perf_counter_ns() - self._asked_ns
+
+    @property
+    def reusable(self) -> tuple[Sequence[int], int]:
+        """Its tokens, and how many of them may have the entries of others: the last of a prompt is fed in any case."""
+        token_ids, is_prefill = self.step_session.state.token_ids, self._progress.state is State.PREFILL
+        if is_prefill and not may_reuse(self.spec):
+            return token_ids, 0
+        return token_ids, self._num_needed - is_prefill
+
+    @property
+    def _num_needed(self) -> int:
+        """Entries that come before the next decision."""
+        state = self.step_session.state
+        return len(state) if self._progress.state is State.PREFILL else len(state) - 1
+
+    def matched(self, num_tokens: int) -> None:
+        """Entries of others stand for more of its tokens."""
+        if self._progress.state is State.PREFILL and not self._was_preempted:
+            self.num_cached_tokens += num_tokens
+
+    def preempt(self) -> None:
+        """Its blocks were taken; it is in no step. Everything is fed again when it gets others."""
+        self._was_preempted = True
+        self._prompt_logprobs.clear()
 
     @property
     def has_round(self) -> bool:
@@ -281,13 +345,15 @@ class Session:
         return tuple(takewhile(lambda token_id: token_id < state.num_tokens, forced))
 
     def next_chunk(self, num_rows: int) -> ScheduledSequence:
-        """The prompt's next ``num_rows`` tokens or fewer, now in flight."""
-        self.in_flight = True
-        if self.spec.params.prompt_logprobs is not None:
+        """The next ``num_rows`` missing tokens or fewer, now in flight."""
+        is_prefill = self._progress.state is State.PREFILL
+        if is_prefill and self.spec.params.prompt_logprobs is not None:
             num_rows = min(num_rows, MAX_SCORED_ROWS)
-        start = self.step_session.sequence.length
-        token_ids = self.spec.token_ids[start : start + num_rows]
-        return ScheduledSequence(self.step_session, token_ids, decides=num_rows >= self.num_prefill, is_prefill=True)
+        self.in_flight = True
+        num_missing, start = self.num_missing, self.step_session.sequence.length
+        token_ids = self.step_session.state.token_ids[start : start + min(num_rows, num_missing)]
+        decides = is_prefill and num_rows >= num_missing
+        return ScheduledSequence(self.step_session, token_ids, decides=decides, is_prefill=is_prefill)
 
     def next_round(self) -> ScheduledSequence:
         """The round that is ready, now in flight."""
@@ -330,15 +396,19 @@ class Session:
         self._prompt_logprobs += result.prompt_logprobs
         if not part.decides and result.hidden_states is not None:
             self._on_states(result.hidden_states)
+        sequence, state = self.step_session.sequence, self.step_session.state
         if result.error is not None:
             self.fail(result.error)
-        elif part.decides:
-            self._owner.rollback(self.step_session.sequence, len(self.step_session.state) - 1)
+        else:
+            length = len(state) - 1 if part.decides else sequence.length
+            self._owner.keep(sequence, length, () if self.has_failed else state.token_ids)
         if self._closing:
             self._release()
         elif self._failure is None and part.decides:
             self._commit(part, result, step)
-        if self.num_prefill or self.has_round:
+            if self.finish_reason is not None:
+                self._owner.finish(self)
+        if self.has_work:
             self._owner.ready(self)
 
     def crash(self, error: TandemError) -> None:
@@ -428,4 +498,4 @@ class Session:
     def _release(self) -> None:
         if not self._released.is_set():
             self._released.set()
-            self._owner.release(self, park=self.spec.park and self._failure is None)
+            self._owner.release(self)

@@ -26,7 +26,6 @@ class Shadow:
     pool: KVPool
     cache: np.ndarray[Any, np.dtype[np.int64]]
     expected: dict[KVSequence, list[int]] = field(default_factory=dict)
-    parked: dict[str, list[int]] = field(default_factory=dict)
 
     def copy(self) -> None:
         for source, target in self.pool.take_copies():
@@ -50,11 +49,10 @@ class Shadow:
         for sequence, tokens in self.expected.items():
             assert sequence.length == len(tokens)
             assert 0 not in sequence.blocks
-            assert len(sequence.blocks) * BLOCK >= sequence.max_tokens
+            assert len(sequence.blocks) * BLOCK == sequence.capacity >= sequence.length
             read = self.cache[sequence.blocks].reshape(-1)[: sequence.length]
             assert read.tolist() == tokens, "a sequence reads another one's entries"
         held = {int(block) for sequence in self.expected for block in sequence.blocks}
         assert len(held) == pool.used_blocks <= pool.total_blocks, "used blocks miscounted"
         assert num_free_blocks(pool) >= 0
-        assert pool.parked_blocks >= 0
         assert pool.num_open == sum(not sequence.is_branch for sequence in self.expected)

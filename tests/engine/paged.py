@@ -33,8 +33,8 @@ def random_tree(num_rows: int, seed: int) -> list[int]:
 
 
 def num_free_blocks(pool: KVPool) -> int:
-    """Blocks that neither an open sequence nor a parked session has."""
-    return pool.total_blocks - pool.used_blocks - pool.parked_blocks
+    """Blocks that hold nothing."""
+    return pool.total_blocks - pool.used_blocks - pool.cached_blocks
 
 
 @dataclass

@@ -48,14 +48,15 @@ NEW_TOKENS = 10
 
 def greedy_ragged(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[torch.Tensor]]]:
     """Greedy text of all prompts in one batch, prefilled in uneven chunks; also every row of logits, by prompt."""
-    sequences = [engine.pool.open(len(prompt) + NEW_TOKENS) for prompt in prompts]
+    ends = [len(prompt) + NEW_TOKENS for prompt in prompts]
+    sequences = [engine.pool.open(end) for end in ends]
     texts = [list(prompt) for prompt in prompts]
     rows: list[list[torch.Tensor]] = [[] for _ in prompts]
-    while any(sequence.length < sequence.max_tokens - 1 for sequence in sequences):
+    while any(sequence.length < end - 1 for sequence, end in zip(sequences, ends, strict=True)):
         segments, owners = [], []
         for owner, (sequence, text) in enumerate(zip(sequences, texts, strict=True)):
             chunk = text[sequence.length : sequence.length + 5 + owner]
-            if chunk and sequence.length < sequence.max_tokens - 1:
+            if chunk and sequence.length < ends[owner] - 1:
                 segments.append(Segment(sequence, chunk, len(chunk)))
                 owners.append(owner)
         logits = engine.forward(segments)

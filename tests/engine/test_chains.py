@@ -137,8 +137,8 @@ def test_drafting_goes_on_where_a_chain_ended(llama, make_jobs):
 
 
 def test_a_chain_that_outgrows_its_sequence_is_refused(llama, make_jobs):
-    (job,) = make_jobs(1, 14, temperature=0.0)
-    with pytest.raises(ValueError, match="14 drafted tokens after 6 entries exceed the 18"):
+    (job,) = make_jobs(1, 20, temperature=0.0)
+    with pytest.raises(ValueError, match="20 drafted tokens after 6 entries exceed the 20"):
         chains.draft_chains(llama, [job])
     assert job.sequence.length == 0
 

@@ -101,6 +101,7 @@ def test_a_fork_and_its_parent_go_their_own_ways(
     child = llama.pool.branch(parent, shared, 24)
     assert child is not None
     llama.pool.rollback(parent, 2)  # into what the child has too
+    assert llama.pool.grow(parent, 24)
     logits = llama.forward([Segment(parent, left, 11), Segment(child, right, 11)])
     close(logits[:11], tools.stock_logits(stock_llama, ids[:2] + left)[2:])
     close(logits[11:], tools.stock_logits(stock_llama, ids[:shared] + right)[shared:])
@@ -110,20 +111,21 @@ def test_a_fork_and_its_parent_go_their_own_ways(
     assert llama.pool.used_blocks == 0
 
 
-def test_a_parked_session_goes_on_where_the_prefix_ends(
-    llama: Engine, stock_llama: PreTrainedModel, tools: SimpleNamespace
+@pytest.mark.parametrize("kept", [21, 13, 16, 9])
+def test_a_sequence_goes_on_after_the_entries_of_another(
+    kept: int, llama: Engine, stock_llama: PreTrainedModel, tools: SimpleNamespace
 ) -> None:
-    ids, more = tools.random_ids(21, seed=8), tools.random_ids(9, seed=9)
-    for kept in (21, 13):
-        sequence = llama.pool.open(21)
-        tools.feed(llama, sequence, ids)
-        llama.pool.park(sequence, "chat", ids)
-        conversation = ids[:kept] + more
-        resumed = llama.pool.resume("chat", conversation, 40)
-        assert resumed is not None
-        assert resumed.length == kept
-        close(tools.feed(llama, resumed, conversation[kept:]), tools.stock_logits(stock_llama, conversation)[kept:])
-        llama.pool.release(resumed)
+    pool, ids, more = llama.pool, tools.random_ids(21, seed=8), tools.random_ids(9, seed=9)
+    sequence = pool.open_empty(("chat", kept))
+    assert pool.grow(sequence, 21)
+    tools.feed(llama, sequence, ids)
+    pool.release(sequence, ids)
+    conversation = ids[:kept] + more
+    other = pool.open_empty(("chat", kept))
+    assert pool.match(other, conversation, len(conversation) - 1) == other.length == kept
+    assert pool.grow(other, 40)
+    close(tools.feed(llama, other, conversation[kept:]), tools.stock_logits(stock_llama, conversation)[kept:])
+    pool.release(other)
 
 
 def test_rows_of_a_released_sequence_disturb_nobody(

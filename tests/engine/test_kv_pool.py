@@ -1,4 +1,4 @@
-"""The pool's bookkeeping: budget, sharing, parking, and a random-operations test with planted-bug twins."""
+"""The pool's bookkeeping: budget, growth, entries in common, and entries that are dropped."""
 
 from __future__ import annotations
 
@@ -11,12 +11,30 @@ from specdec.errors import InvalidRequest, Overloaded
 from tests.engine.kv_entries import BLOCK, Shadow, grow
 from tests.engine.paged import num_free_blocks
 
+ALICE, BOB = ("alice",), ("bob",)
+TEXT = list(range(100, 120))
 
-def test_open_reserves_whole_blocks_up_front_and_release_returns_them() -> None:
+
+def opened(pool: KVPool, scope: tuple[str, ...] | None, num_entries: int) -> KVSequence:
+    """A sequence with the entries of the first tokens of ``TEXT``, which others find."""
+    sequence = pool.open_empty(scope)
+    assert pool.grow(sequence, num_entries)
+    grow(sequence, num_entries)
+    pool.publish(sequence, TEXT)
+    return sequence
+
+
+def test_blocks_come_as_the_sequence_grows_and_go_back() -> None:
     pool = KVPool(5, BLOCK)
-    sequence = pool.open(9)
-    assert (len(sequence.blocks), pool.used_blocks, num_free_blocks(pool), pool.num_open) == (3, 3, 2, 1)
+    sequence = pool.open_empty()
+    assert (len(sequence.blocks), sequence.capacity, pool.used_blocks, pool.num_open) == (0, 0, 0, 1)
+    for num_entries, num_blocks in ((1, 1), (4, 1), (5, 2), (2, 2), (9, 3)):
+        assert pool.grow(sequence, num_entries)
+        assert (len(sequence.blocks), sequence.capacity) == (num_blocks, num_blocks * BLOCK)
     assert 0 not in sequence.blocks
+    before = sequence.blocks
+    assert not pool.grow(sequence, 21)
+    assert sequence.blocks is before, "a sequence that cannot grow keeps what it has"
     pool.release(sequence)
     pool.release(sequence)
     assert (pool.used_blocks, num_free_blocks(pool), pool.num_open) == (0, 5, 0)
@@ -34,83 +52,186 @@ def test_a_full_pool_says_what_is_missing() -> None:
     pool.open(12)
     assert pool.can_open(8)
     assert not pool.can_open(9)
-    with pytest.raises(CacheFull, match=r"9 tokens need 3 more KV blocks, 3 of 5 are in use by 1 open") as caught:
+    with pytest.raises(CacheFull, match=r"9 tokens need 3 KV blocks and 3 of 5 are in use by 1 open") as caught:
         pool.open(9)
     assert isinstance(caught.value, Overloaded)
     with pytest.raises(InvalidRequest, match=r"needs 6 KV blocks of 4 tokens and the cache has 5"):
         pool.open(21)
     with pytest.raises(ValueError, match="at least 1 token"):
         pool.open(0)
+    assert (pool.used_blocks, pool.num_open) == (3, 1)
+
+
+def test_full_blocks_are_shared_with_the_scope_and_not_with_others() -> None:
+    pool = KVPool(20, BLOCK)
+    first = opened(pool, ALICE, 11)
+    same, other, none = pool.open_empty(ALICE), pool.open_empty(BOB), pool.open_empty()
+    assert pool.blocks_to_match(same, TEXT, 19) == (2, 0)
+    assert [pool.match(sequence, TEXT, 19) for sequence in (same, other, none)] == [8, 0, 0]
+    assert same.blocks.tolist() == first.blocks[:2].tolist()
+    assert (pool.used_blocks, pool.num_own_blocks(first), pool.num_own_blocks(same)) == (3, 1, 0)
+    pool.release(first)
+    assert (pool.used_blocks, pool.cached_blocks) == (2, 0)
+    pool.release(same)
+    assert (pool.used_blocks, pool.cached_blocks, num_free_blocks(pool)) == (0, 2, 18)
+
+
+@pytest.mark.parametrize(("end", "found"), [(0, 0), (3, 3), (4, 4), (7, 7), (11, 11), (20, 11)])
+def test_a_match_ends_where_it_is_told_to_and_copies_a_partial_block(end: int, found: int) -> None:
+    pool = KVPool(20, BLOCK)
+    first = opened(pool, ALICE, 11)
+    blocks = first.blocks.tolist()
+    pool.release(first, TEXT)
+    assert (pool.used_blocks, pool.cached_blocks) == (0, 3)
+    sequence = pool.open_empty(ALICE)
+    assert pool.match(sequence, TEXT, end) == sequence.length == found
+    num_full, rest = divmod(found, BLOCK)
+    assert sequence.blocks[:num_full].tolist() == blocks[:num_full]
+    assert pool.take_copies() == ([(blocks[num_full], sequence.blocks[num_full])] if rest else [])
+
+
+def test_a_match_within_a_block_needs_a_quarter_of_it() -> None:
+    pool = KVPool(20, 8)
+    pool.release(opened(pool, ALICE, 8), TEXT)
+    for num_common, found in ((1, 0), (2, 2), (7, 7)):
+        sequence = pool.open_empty(ALICE)
+        assert pool.match(sequence, [*TEXT[:num_common], *[7] * 20], 20) == found
+
+
+def test_a_block_computed_twice_is_kept_once() -> None:
+    pool = KVPool(20, BLOCK)
+    first, second = opened(pool, ALICE, 8), opened(pool, ALICE, 6)
+    assert second.blocks[0] == first.blocks[0] != second.blocks[1]
     assert pool.used_blocks == 3
+    grow(second, 2)
+    assert pool.may_publish(second)
+    pool.publish(second, TEXT)
+    assert not pool.may_publish(second)
+    assert second.blocks.tolist() == first.blocks.tolist()
+    assert (pool.used_blocks, num_free_blocks(pool)) == (2, 18)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "reused"),
-    [([1, 2, 3, 4, 5, 6, 7], 6), ([1, 2, 3, 4, 5, 6], 5), ([1, 2, 3], 2), ([1, 2, 9, 9, 9, 9, 9], 2), ([9, 2], 0)],
-)
-def test_resume_reuses_the_longest_common_prefix_and_leaves_a_token_to_feed(tokens: list[int], reused: int) -> None:
+def test_a_reserved_sequence_takes_over_what_others_have_computed_meanwhile() -> None:
+    pool = KVPool(20, BLOCK)
+    second = pool.open_empty(ALICE)
+    assert pool.grow(second, 12)
+    first = opened(pool, ALICE, 8)
+    assert pool.match(second, TEXT, 11) == 8
+    assert second.blocks[:2].tolist() == first.blocks.tolist()
+    assert (second.capacity, pool.used_blocks) == (12, 3)
+    assert pool.match(second, TEXT, 11) == 0
+
+
+def test_the_next_block_of_equal_texts_is_the_same() -> None:
+    pool = KVPool(20, BLOCK)
+    first, second, other = (pool.open_empty(scope) for scope in (ALICE, ALICE, BOB))
+    assert pool.next_block(first, TEXT) == pool.next_block(second, TEXT) != pool.next_block(other, TEXT)
+    assert pool.next_block(first, [*TEXT[:3], 7]) != pool.next_block(first, TEXT)
+    assert pool.next_block(first, TEXT[:3]) is None
+    assert pool.next_block(pool.open_empty(), TEXT) is None
+
+
+def test_the_end_of_a_text_is_reused_before_its_beginning_and_the_oldest_text_first() -> None:
+    pool = KVPool(6, BLOCK)
+    old, new = opened(pool, ALICE, 12), opened(pool, BOB, 12)
+    pool.release(old)
+    pool.release(new)
+    lengths = []
+    for num_blocks in range(1, 7):
+        sequence = pool.open(num_blocks * BLOCK)
+        pool.release(sequence)
+        found = [pool.blocks_to_match(pool.open_empty(scope), TEXT, 20)[0] for scope in (ALICE, BOB)]
+        lengths.append(tuple(found))
+    assert lengths == [(2, 3), (1, 3), (0, 3), (0, 2), (0, 1), (0, 0)]
+
+
+def test_what_is_found_is_in_use_again_and_not_reused() -> None:
+    pool = KVPool(4, BLOCK)
+    pool.release(opened(pool, ALICE, 8))
+    sequence = pool.open_empty(ALICE)
+    assert pool.blocks_to_match(sequence, TEXT, 19) == (2, 2)
+    assert pool.match(sequence, TEXT, 19) == 8
+    assert (pool.used_blocks, pool.available_blocks) == (2, 2)
+    assert not pool.grow(sequence, 17)
+    assert pool.grow(sequence, 16)
+
+
+def test_a_sequence_that_loses_its_blocks_finds_them_as_long_as_they_are_cached() -> None:
+    pool = KVPool(6, BLOCK)
+    sequence = opened(pool, ALICE, 11)
+    pool.vacate(sequence)
+    assert (sequence.length, sequence.capacity, pool.used_blocks, pool.cached_blocks) == (0, 0, 0, 2)
+    assert pool.match(sequence, TEXT, 11) == 8
+    pool.vacate(sequence)
+    pool.release(pool.open(20))
+    assert pool.match(sequence, TEXT, 11) == 4
+
+
+def test_no_entry_is_written_where_others_may_read() -> None:
     pool = KVPool(8, BLOCK)
-    sequence = grow(pool.open(8), 6)
-    blocks = sequence.blocks.copy()
-    pool.park(sequence, "chat", [1, 2, 3, 4, 5, 6, 7])
-    assert (sequence.released, pool.num_parked, pool.parked_blocks, pool.used_blocks) == (True, 1, 2, 0)
-    resumed = pool.resume("chat", tokens, 16)
-    assert pool.num_parked == 0
-    if not reused:
-        assert resumed is None
-        assert num_free_blocks(pool) == 8
-        return
-    assert resumed is not None
-    kept = -(-reused // BLOCK)
-    assert (resumed.length, len(resumed.blocks), pool.used_blocks, pool.num_open) == (reused, 4, 4, 1)
-    assert resumed.blocks[:kept].tolist() == blocks[:kept].tolist()
+    sequence = opened(pool, ALICE, 11)
+    blocks = sequence.blocks.tolist()
+    pool.rollback(sequence, 9)
+    assert sequence.blocks.tolist() == blocks
+    pool.rollback(sequence, 6)
+    assert sequence.blocks[0] == blocks[0]
+    assert len(sequence.blocks) == 2
+    assert sequence.blocks[1] not in blocks
+    assert pool.take_copies() == [(blocks[1], sequence.blocks[1])]
+    assert pool.blocks_to_match(pool.open_empty(ALICE), TEXT, 20)[0] == 2
 
 
-def test_dropped_blocks_take_the_entries_to_come() -> None:
+def test_without_a_block_for_the_copy_whole_blocks_are_kept() -> None:
+    pool = KVPool(3, BLOCK)
+    sequence, reader = opened(pool, ALICE, 8), pool.open_empty(ALICE)
+    pool.match(reader, TEXT, 8)
+    other = pool.open(4)
+    pool.rollback(sequence, 6)
+    assert (sequence.length, pool.take_copies()) == (4, [])
+    pool.release(other)
+
+
+def test_texts_with_gaps_are_not_found_behind_them() -> None:
+    pool = KVPool(20, BLOCK)
+    sequence = opened(pool, ALICE, 12)
+    pool.drop_blocks(sequence, 1, 1)
+    pool.grow(sequence, 16)
+    grow(sequence, 8)
+    pool.publish(sequence, TEXT)
+    pool.release(sequence, TEXT)
+    found = pool.open_empty(ALICE)
+    assert pool.match(found, TEXT, 20) == 12
+
+
+def test_dropped_blocks_go_back() -> None:
     pool = KVPool(8, BLOCK)
     sequence = pool.open(6 * BLOCK)
     shadow = Shadow(pool, np.zeros((9, BLOCK), dtype=np.int64), {sequence: []})
     shadow.feed(sequence, list(range(5 * BLOCK + 1)))
     pool.drop_blocks(sequence, 1, 3)
     del shadow.expected[sequence][BLOCK : 4 * BLOCK]
-    assert (sequence.length, sequence.num_dropped, pool.used_blocks) == (2 * BLOCK + 1, 3 * BLOCK, 6)
+    assert (sequence.length, sequence.num_dropped, pool.used_blocks) == (2 * BLOCK + 1, 3 * BLOCK, 3)
     shadow.check()
+    assert pool.grow(sequence, 6 * BLOCK)
     shadow.feed(sequence, list(range(100, 100 + 4 * BLOCK - 1)))
     shadow.check()
     pool.drop_blocks(sequence, 0, 6)
-    assert (sequence.length, sequence.num_dropped) == (0, 9 * BLOCK)
+    assert (sequence.length, sequence.num_dropped, pool.used_blocks) == (0, 9 * BLOCK, 0)
     pool.release(sequence)
-    assert pool.used_blocks == 0
 
 
 def test_a_cut_before_dropped_entries_forgets_them() -> None:
     """What is fed next follows the entries that are there, as in a sequence that never had others."""
     pool = KVPool(20, BLOCK)
-
-    def with_two_gaps() -> KVSequence:
+    lengths = ((3 * BLOCK + 1, 3 * BLOCK), (3 * BLOCK, BLOCK), (BLOCK + 1, BLOCK), (BLOCK, 0), (0, 0))
+    for length, num_dropped in lengths:
         sequence = grow(pool.open(9 * BLOCK), 9 * BLOCK)
         pool.drop_blocks(sequence, 4, 2)
         pool.drop_blocks(sequence, 1, 1)
         assert (sequence.length, sequence.num_dropped) == (6 * BLOCK, 3 * BLOCK)
-        return sequence
-
-    lengths = ((3 * BLOCK + 1, 3 * BLOCK), (3 * BLOCK, BLOCK), (BLOCK + 1, BLOCK), (BLOCK, 0), (0, 0))
-    for length, num_dropped in lengths:
-        sequence = with_two_gaps()
         pool.rollback(sequence, length)
         assert (sequence.length, sequence.num_dropped) == (length, num_dropped)
         pool.release(sequence)
-        if not length:
-            continue
-        sequence = with_two_gaps()
-        positions = [*range(BLOCK), *range(2 * BLOCK, 4 * BLOCK), *range(6 * BLOCK, 9 * BLOCK)]
-        pool.park(sequence, "chat", range(9 * BLOCK), text_positions=positions)
-        assert pool.parked_text_positions("chat") == positions
-        other = [*range(positions[length - 1] + 1), 77, 78]
-        resumed = pool.resume("chat", other, 9 * BLOCK)
-        assert resumed is not None
-        assert (resumed.length, resumed.num_dropped) == (length, num_dropped)
-        pool.release(resumed)
 
 
 def test_dropping_beside_a_gap_makes_one_gap() -> None:
@@ -138,66 +259,3 @@ def test_blocks_that_cannot_be_dropped() -> None:
     for first, count in ((0, 3), (2, 1), (-1, 1)):
         with pytest.raises(ValueError, match="cannot drop blocks"):
             pool.drop_blocks(sequence, first, count)
-    branch = pool.branch(sequence, BLOCK, 2 * BLOCK)
-    assert branch is not None
-    with pytest.raises(ValueError, match="branch may share 1 blocks"):
-        pool.drop_blocks(sequence, 0, 1)
-    pool.drop_blocks(sequence, 1, 1)
-    assert sequence.num_shared_blocks == 1
-
-
-def test_a_second_session_of_a_key_replaces_the_first() -> None:
-    pool = KVPool(8, BLOCK)
-    pool.park(grow(pool.open(8), 8), "chat", range(8))
-    pool.park(grow(pool.open(4), 4), "chat", range(4))
-    assert (pool.num_parked, pool.parked_blocks) == (1, 1)
-    assert pool.resume("other", range(4), 8) is None
-    assert pool.drop_parked("chat")
-    assert not pool.drop_parked("chat")
-
-
-def test_parking_nothing_releases_and_too_few_tokens_are_an_error() -> None:
-    pool = KVPool(8, BLOCK)
-    pool.park(pool.open(8), "empty", [])
-    assert (pool.num_parked, num_free_blocks(pool)) == (0, 8)
-    with pytest.raises(ValueError, match="3 entries at 3 positions cannot be parked under 2"):
-        pool.park(grow(pool.open(8), 3), "short", [1, 2])
-
-
-def test_an_owner_evicts_its_own_sessions_first() -> None:
-    pool = KVPool(4, BLOCK)
-    for key, owner in (("a", "other"), ("b", "mine"), ("c", "mine"), ("d", "other")):
-        pool.park(grow(pool.open(4, owner), 4), key, [1, 2, 3, 4])
-    pool.open(4, "mine")
-    assert pool.resume("b", [1, 2, 3, 4, 5], 4) is None
-    pool.open(8, "mine")  # c, then the oldest of all
-    assert pool.resume("c", [1, 2, 3, 4, 5], 4) is None
-    assert pool.resume("a", [1, 2, 3, 4, 5], 4) is None
-    assert pool.num_parked == 1
-
-
-def test_the_least_recently_parked_session_is_evicted_first() -> None:
-    pool = KVPool(6, BLOCK)
-    for key in ("a", "b", "c"):
-        pool.park(grow(pool.open(8), 8), key, range(8))
-    assert pool.can_open(24)
-    pool.open(8)
-    assert pool.resume("a", range(8), 8) is None
-    assert pool.resume("b", range(8), 8) is not None
-    with pytest.raises(CacheFull):
-        pool.open(12)
-    assert pool.num_parked == 1  # nothing is evicted for an open that fails anyway
-    with pytest.raises(CacheFull):
-        pool.resume("c", range(8), 16)
-    assert pool.num_parked == 1
-
-
-def test_parked_sessions_expire() -> None:
-    pool = KVPool(6, BLOCK)
-    pool.park(grow(pool.open(8), 8), "a", range(8), now=100.0)
-    pool.park(grow(pool.open(8), 8), "b", range(8), now=105.0)
-    assert pool.expire(now=110.0, ttl_s=10.0) == 0
-    assert pool.expire(now=110.5, ttl_s=10.0) == 1
-    assert pool.num_parked == 1
-    assert pool.expire(now=200.0, ttl_s=10.0) == 1
-    assert num_free_blocks(pool) == 6

@@ -111,7 +111,7 @@ def serve():
 
 
 async def until_clean(core: TargetCore) -> None:
-    """No session holds anything; parked ones do not count."""
+    """No session holds anything."""
     pool = core.engine.pool
 
     async def is_clean() -> bool:

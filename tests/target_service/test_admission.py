@@ -34,8 +34,8 @@ async def test_sessions_wait_for_their_place(start_core):
 
 async def test_a_large_session_is_not_overtaken(start_core):
     async with start_core(kv_blocks=10) as core:
-        one = await core.open(make_spec(make_prompt(0), 84))  # 6 blocks of 16
-        large = asyncio.create_task(core.open(make_spec(make_prompt(1), 140)))  # 10 blocks
+        one = await core.open(make_spec(make_prompt(0, 84), 4))  # 6 blocks of 16
+        large = asyncio.create_task(core.open(make_spec(make_prompt(1, 140), 4)))  # 9 blocks
         await until(lambda: num_waiting(core))
         small = asyncio.create_task(core.open(make_spec(make_prompt(2), 4)))
         await asyncio.sleep(0)
@@ -138,8 +138,8 @@ async def test_a_client_holds_no_more_than_its_share_of_the_cache(start_core):
     async with start_core(kv_blocks=10) as core:
         tasks = []
 
-        def ask(client, max_tokens=20):  # two blocks of 16
-            spec = make_spec(make_prompt(len(tasks)), max_tokens)
+        def ask(client, max_tokens=20):  # two blocks of 16 for the prompt
+            spec = make_spec(make_prompt(len(tasks), 30), max_tokens)
             tasks.append(asyncio.create_task(core.open(replace(spec, client=client, max_kv_share=0.5))))
             return tasks[-1]
 
@@ -147,7 +147,7 @@ async def test_a_client_holds_no_more_than_its_share_of_the_cache(start_core):
         await asyncio.wait(mine[:2])
         other = await ask("other")
         assert [task.done() for task in mine] == [True, True, False, False]
-        with pytest.raises(InvalidRequest, match="needs 6 KV blocks and its client may hold 5 of 10"):
+        with pytest.raises(InvalidRequest, match="needs 8 KV blocks and its client may hold 5 of 10"):
             await ask("greedy", max_tokens=84)
         await mine[0].result().close()
         await mine[2]

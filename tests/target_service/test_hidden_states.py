@@ -213,17 +213,29 @@ async def test_the_last_position_alone(start_core, plain, stock):
         await session.close()
 
 
-async def test_a_parked_session_starts_where_computing_starts(start_core, plain, stock):
+async def test_states_start_where_computing_starts_in_a_session_with_a_name(start_core, plain, stock):
     prompt = make_prompt(73, 40)
     async with start_core() as core:
-        session = await core.open(make_spec(prompt, 10, session_id="chat", park=True))
-        text = (*session.first.token_ids, *await multi_step_decode(session, 41, 9))
+        session = await core.open(make_spec(prompt, 13))
+        text = (*session.first.token_ids, *await multi_step_decode(session, 41, 12))
         await session.close()
         follow = (*prompt, *text, *make_prompt(74, 9))
-        session = await core.open(make_spec(follow, 8, session_id="chat", park=True, hidden_state_layers=LAYERS))
-        assert session.opened.num_cached_tokens == 49
-        reader = Reader(follow, stock, first=49)
+        session = await core.open(make_spec(follow, 8, is_named=True, hidden_state_layers=LAYERS))
+        assert session.opened.num_cached_tokens == 52
+        reader = Reader(follow, stock, first=52)
         await speculate(session, reader, plain, follow, 3)
+        reader.check()
+        await session.close()
+
+
+async def test_without_a_name_all_states_are_computed(start_core, plain, stock):
+    prompt = make_prompt(73, 40)
+    async with start_core() as core:
+        await (await core.open(make_spec(prompt, 10))).close()
+        session = await core.open(make_spec(prompt, 8, hidden_state_layers=LAYERS))
+        assert session.opened.num_cached_tokens == 0
+        reader = Reader(prompt, stock)
+        await speculate(session, reader, plain, prompt, 3)
         reader.check()
         await session.close()
 

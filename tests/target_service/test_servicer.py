@@ -277,11 +277,11 @@ async def test_a_deadline_while_waiting_for_a_place(start_core, serve):
         await until(nobody_waits)
 
 
-async def test_a_parked_session_over_the_wire(start_core, serve, plain):
+async def test_a_prompt_seen_before_over_the_wire(start_core, serve, plain):
     prompt = make_prompt(5, 30)
     async with start_core() as core, serve(core) as (stub, _):
         for cached in (0, 29):
-            async with Client(stub, make_spec(prompt, 6, session_id="chat", park=True)) as client:
+            async with Client(stub, make_spec(prompt, 6)) as client:
                 assert (await client.open()).token_ids == plain(prompt, 1)
                 assert client.opened.num_cached_tokens == cached
             await until_clean(core)

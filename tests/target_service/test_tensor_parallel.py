@@ -119,13 +119,13 @@ async def test_seeded_text_is_the_same_with_drafts(core):
     assert texts[0] == texts[1]
 
 
-async def test_a_parked_session_is_reused(core, plain):
+async def test_the_beginning_of_a_prompt_is_reused(core, plain):
     prompt = make_prompt(19, 40)
-    session = await core.open(make_spec(prompt, 20, session_id="chat", park=True))
+    session = await core.open(make_spec(prompt, 20))
     text = await decode(session)
     await session.close()
     follow = (*prompt, *text, *make_prompt(20, 9))
-    session = await core.open(make_spec(follow, 15, session_id="chat", park=True))
+    session = await core.open(make_spec(follow, 15))
     assert session.opened.num_cached_tokens == len(prompt) + 19
     assert await decode(session) == plain(follow, 15)
     await session.close()

@@ -11,7 +11,6 @@ In a window whole blocks of the cache are dropped; the entries that stay keep th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -19,7 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from draft_service.drafters.base import DraftJob
+from draft_service.drafters.base import DraftJob, Occupancy
 from draft_service.drafters.heads.base import HeadDrafter, LoadedHead, tensor_of
 from draft_service.drafters.heads.known_states import KnownStates
 from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees, new_rows, rows_of_parents
@@ -30,6 +29,7 @@ from engine.device_thread import DeviceThread
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.paged import PagedHead
+from engine.kv_pool import CacheFull
 from engine.kv_sequence import KVSequence
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.state import SamplingState
@@ -49,7 +49,7 @@ class EagleState:
     rule: Rule
     known: KnownStates = field(default_factory=KnownStates)
     #: The state of the last entry, of one position. It is fed again if nothing is pending. None: there is no entry, or
-    #: it was resumed from a parked session.
+    #: another session has computed it.
     newest: HiddenStates | None = None
     num_cached_tokens: int = 0
     #: Tokens that are not read: see :class:`DraftWindow`.
@@ -100,7 +100,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         super().__init__(loaded, thread)
         self._paged = paged
         self._pool = paged.pool
-        self._park_ttl_s = settings.scheduler.park_ttl_s
+        self._shares_prefixes = settings.scheduler.enable_prefix_caching
         tree = settings.speculative.tree
         #: Entries that trees need beyond those of the tokens before them.
         self._num_fed = 0 if tree is None else tree.num_fed
@@ -123,25 +123,23 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         return self._pool.num_open
 
     def open(self, spec: SessionSpec) -> EagleState:
-        """Reserve the cache of the whole session, or resume what is parked under its id."""
+        """Reserve the cache of the prompt, or take over what others have computed of it."""
         state = EagleState(self._sampling(spec), None, spec.rule or DEFAULT_RULE)
         pool = self._pool
         context = min(self.info.max_model_len, pool.total_blocks * pool.block_size)
         if len(spec.token_ids) > context:
             return state
-        pool.expire(time.monotonic(), self._park_ttl_s)
         wanted = context if spec.params.max_tokens is None else spec.prompt_len + spec.params.max_tokens
         state.max_tokens = max(len(spec.token_ids), min(wanted, context))
-        # Of a text with gaps not only whole blocks would have to be dropped: one more stays.
-        num_read = self._window.size + self.info.num_speculative_tokens + pool.block_size
-        max_tokens = min(min(state.max_tokens, num_read) + self._num_fed, pool.total_blocks * pool.block_size)
-        sequence, key = None, _key(spec.session_id, spec.token_ids)
-        positions = pool.parked_text_positions(key)
-        if spec.park and len(spec.token_ids) > 1:
-            sequence = pool.resume(key, spec.token_ids[1:], max_tokens, spec.owner)
-        state.sequence = sequence or pool.open(max_tokens, spec.owner)
-        state.num_cached_tokens = state.sequence.length
-        state.known = KnownStates(positions[: state.sequence.length])
+        # An entry depends on all tokens before it, and stands for the one after its position.
+        scope = (spec.owner, spec.cache_salt, spec.token_ids[0])
+        state.sequence = pool.open_empty(scope if self._shares_prefixes else None)
+        state.num_cached_tokens = pool.match(state.sequence, spec.token_ids[1:], len(spec.token_ids) - 2)
+        num_read = min(len(spec.token_ids), self._window.size)
+        if not pool.grow(state.sequence, num_read):
+            pool.release(state.sequence)
+            raise CacheFull(f"{num_read} tokens do not fit into the head's KV cache at this moment")
+        state.known = KnownStates(range(state.num_cached_tokens))
         self._skip(state)
         return state
 
@@ -153,7 +151,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         if keep < len(state.sampling):
             state.known.cut(keep)
             if state.sequence is not None and state.known.num_entries < state.sequence.length:
-                self._pool.rollback(state.sequence, state.known.num_entries)
+                self._rollback(state)
                 state.newest = None
         state.sampling = state.sampling.committed(keep, token_ids)
         if state.sequence is not None:
@@ -168,27 +166,28 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         """Drafting k tokens needs len + k - 2 entries at most, and the state of the last token but one."""
         return state.max_tokens + 1 - len(state.sampling) if state.may_draft else 0
 
-    def close(self, state: EagleState, park_as: str | None = None) -> None:
-        """Release or park the cache."""
+    def close(self, state: EagleState) -> None:
+        """Release the cache."""
         sequence, state.sequence = state.sequence, None
         state.newest = None
-        if sequence is None:
-            return
-        if park_as is None:
-            self._pool.release(sequence)
-            return
-        now = time.monotonic()
-        count = state.known.num_entries
-        self._pool.rollback(sequence, count)
-        key, positions = _key(park_as, state.token_ids), state.known.positions(0, count)
-        self._pool.park(sequence, key, state.token_ids[1:], now, positions)
-        self._pool.expire(now, self._park_ttl_s)
+        if sequence is not None:
+            self._pool.rollback(sequence, state.known.num_entries)
+            self._pool.release(sequence, self._text_of_entries(state))
 
-    def occupancy(self) -> tuple[int, int, int]:
-        """Blocks of open and parked sessions, blocks in all, parked sessions."""
+    def occupancy(self) -> Occupancy:
+        """Blocks of open sessions, blocks that may serve later ones, and all."""
         pool = self._pool
-        pool.expire(time.monotonic(), self._park_ttl_s)
-        return pool.used_blocks + pool.parked_blocks, pool.total_blocks, pool.num_parked
+        return Occupancy(pool.used_blocks, pool.cached_blocks, pool.total_blocks)
+
+    def _rollback(self, state: EagleState) -> None:
+        """Keep the entries of known states. Where the pool cannot keep them all, the others are a gap from now on."""
+        assert state.sequence is not None
+        self._pool.rollback(state.sequence, min(state.known.num_entries, state.sequence.length))
+        state.known.keep(state.sequence.length)
+
+    def _text_of_entries(self, state: EagleState) -> Sequence[int]:
+        """The tokens that entries stand for, up to the first gap."""
+        return state.token_ids[1 : 1 + state.known.num_before_gap]
 
     def _skip(self, state: EagleState) -> None:
         """Forget what is not read of the committed tokens any more."""
@@ -213,10 +212,15 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         if state.sequence is None or job.assumed or job.assumes_next or not (num_rows or num_tokens):
             return None
         known = state.known
+        if self._pool.may_publish(state.sequence):
+            self._pool.publish(state.sequence, self._text_of_entries(state))
+        if not self._pool.grow(state.sequence, known.num_entries + num_rows + num_tokens + self._num_fed):
+            self.close(state)  # it drafts nothing any more, and others have its blocks
+            return None
         if not num_rows:
             assert state.newest is not None
             known.put_back([state.newest])
-            self._pool.rollback(state.sequence, known.num_entries)
+            self._rollback(state)
             num_rows = 1
         first, taken = known.num_entries, known.take(num_rows)
         job_of_head = ChainJob(
@@ -247,7 +251,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
     def _undo(self, work: _EagleWork) -> None:
         state = work.state
         state.known.put_back(work.taken)
-        self._pool.rollback(work.job.sequence, min(state.known.num_entries, work.job.sequence.length))
+        self._rollback(state)
 
 
 class PagedTreePasses:
@@ -274,6 +278,3 @@ class PagedTreePasses:
         return logits
 
 
-def _key(session_id: str, token_ids: Sequence[int]) -> str:
-    """The key to park a cache under: entries stand for tokens from the second on, but depend on the first, too."""
-    return f"{session_id}\n{token_ids[0]}"

@@ -36,6 +36,13 @@ class KnownStates:
             return self._waiting[-1].end
         return self._position(self.num_entries - 1) + 1 if self.num_entries else 0
 
+    @property
+    def num_before_gap(self) -> int:
+        """Entries that stand for the first positions of the text."""
+        if not self._spans or self._spans[0] != (0, 0):
+            return 0
+        return self._spans[1][0] if len(self._spans) > 1 else self.num_entries
+
     def num_waiting(self, num_tokens: int) -> int:
         """States that wait and can be ingested: of ``num_tokens`` committed tokens, those before the last."""
         return sum(max(0, min(states.end, num_tokens - 1) - states.start) for states in self._waiting)
@@ -87,7 +94,7 @@ class KnownStates:
     def put_back(self, taken: Sequence[HiddenStates]) -> None:
         """Undo the last :meth:`take`."""
         self._waiting.extendleft(reversed(taken))
-        self._keep_entries(self.num_entries - sum(states.num_positions for states in taken))
+        self.keep(self.num_entries - sum(states.num_positions for states in taken))
 
     def cut(self, num_tokens: int) -> None:
         """Only the first ``num_tokens`` committed tokens stay: drop what depends on others.
@@ -105,7 +112,12 @@ class KnownStates:
                 count = min(count, entry + last - position + 1)
                 break
             count = entry
-        self._keep_entries(count)
+        self.keep(count)
+
+    def keep(self, count: int) -> None:
+        """The cache has kept the first ``count`` entries alone."""
+        self.num_entries = count
+        self._spans = [span for span in self._spans if span[0] < count]
 
     def positions(self, first: int, count: int) -> list[int]:
         """Positions of the entries from ``first`` on."""
@@ -126,7 +138,3 @@ class KnownStates:
     def _position(self, entry: int) -> int:
         first, position = self._spans[bisect_right(self._spans, entry, key=lambda span: span[0]) - 1]
         return position + entry - first
-
-    def _keep_entries(self, count: int) -> None:
-        self.num_entries = count
-        self._spans = [span for span in self._spans if span[0] < count]

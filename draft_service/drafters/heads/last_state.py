@@ -105,7 +105,7 @@ class LastStateDrafter(HeadDrafter[LastState, _LastStateWork]):
         self._num_open += 1
         return state
 
-    def close(self, state: LastState, park_as: str | None = None) -> None:
+    def close(self, state: LastState) -> None:
         """Nothing is kept."""
         self._num_open -= 1
 
@@ -145,7 +145,7 @@ class LastStateDrafter(HeadDrafter[LastState, _LastStateWork]):
         jobs = []
         for work in works:
             assert work.shape is not None
-            sequence = KVSequence(np.empty(0, dtype=np.int32), max_tokens=2**31)  # without a cache
+            sequence = KVSequence(np.empty(0, dtype=np.int32), capacity=2**31)  # without a cache
             jobs.append(
                 TreeJob(sequence, work.state.token_ids[-1:], work.shape, work.num_tokens, work.state, work.rule)
             )

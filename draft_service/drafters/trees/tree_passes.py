@@ -83,7 +83,7 @@ def draft_trees(passes: Passes, jobs: Sequence[TreeJob], stopped: Callable[[], S
         fed = {
             i: trees[i].fed
             for i in active
-            if not (trees[i].is_complete or stop[i]) and ends[i] + len(trees[i].fed[0]) <= jobs[i].sequence.max_tokens
+            if not (trees[i].is_complete or stop[i]) and ends[i] + len(trees[i].fed[0]) <= jobs[i].sequence.capacity
         }
         active = list(fed)
         if not active:

@@ -76,7 +76,7 @@ async def test_a_long_prompt_is_fed_in_chunks_beside_rounds_and_short_prompts(st
         order = []
 
         async def run(name, length):
-            session = await core.open(make_spec(make_prompt(1, length), 4))
+            session = await core.open(make_spec(make_prompt(length, length), 4))
             order.append(name)
             await session.close()
 
@@ -110,7 +110,7 @@ async def test_two_hundred_sessions_leave_nothing(start_core):
     async with start_core(max_num_seqs=16, kv_blocks=64) as core:
 
         async def run(seed):
-            session = await core.open(make_spec(make_prompt(seed, 5 + seed % 30), 6, park=seed % 3 == 0))
+            session = await core.open(make_spec(make_prompt(seed % 50, 5 + seed % 30), 6, owner="ab"[seed % 2]))
             try:
                 n = session.first.committed_len
                 if seed % 2:
@@ -120,8 +120,7 @@ async def test_two_hundred_sessions_leave_nothing(start_core):
 
         await asyncio.gather(*(run(seed) for seed in range(200)))
         await until_clean(core)
-        core.engine.pool.expire(time.monotonic() + 1e6, 1.0)
-        assert core.engine.pool.used_blocks == core.engine.pool.parked_blocks == 0
+        assert core.engine.pool.available_blocks == 64
 
 
 # --- leaving at any moment ---
@@ -143,7 +142,7 @@ async def test_cancelled_while_prefilling(start_core):
 async def test_closed_while_its_round_is_in_flight(start_core, plain):
     async with start_core() as core:
         other = await core.open(make_spec(make_prompt(1), 20))
-        session = await core.open(make_spec(make_prompt(0), 20, park=True, session_id="p"))
+        session = await core.open(make_spec(make_prompt(0), 20))
         watch = Watch(core)
         watch.delay_s = 0.05
         n = session.first.committed_len
@@ -157,7 +156,7 @@ async def test_closed_while_its_round_is_in_flight(start_core, plain):
         await session.close()
         assert core.engine.pool.used_blocks < in_use
         watch.delay_s = 0
-        again = await core.open(make_spec(make_prompt(0), 20, park=True, session_id="p"))
+        again = await core.open(make_spec(make_prompt(0), 20))
         assert again.opened.num_cached_tokens == 11
         assert await decode(again) == plain(make_prompt(0), 20)
         assert await decode(other) == plain(make_prompt(1), 20)
@@ -201,7 +200,7 @@ async def test_closed_during_multi_step_decode(start_core):
 
 async def test_a_broken_forward_pass_fails_its_sessions_and_no_others(start_core, plain, caplog):
     async with start_core() as core:
-        sessions = [await core.open(make_spec(make_prompt(seed), 20, park=True)) for seed in range(3)]
+        sessions = [await core.open(make_spec(make_prompt(seed), 20)) for seed in range(3)]
         n = sessions[0].first.committed_len
         watch = Watch(core)
         watch.error = RuntimeError("device lost")
@@ -214,7 +213,10 @@ async def test_a_broken_forward_pass_fails_its_sessions_and_no_others(start_core
         assert await decode(sessions[2]) == plain(make_prompt(2), 20)
         for session in sessions:
             await session.close()
-        assert (await core.load()).parked_sessions == 1  # a cache in an unknown state is not kept
+        for seed, num_cached in enumerate((0, 0, 11)):  # what a cache in an unknown state holds is not reused
+            session = await core.open(make_spec(make_prompt(seed), 20))
+            assert session.opened.num_cached_tokens == num_cached
+            await session.close()
 
 
 async def test_a_session_without_a_token_to_draw_fails_alone(start_core, plain):

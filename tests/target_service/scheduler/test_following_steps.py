@@ -13,7 +13,7 @@ from tests.until import until
 
 
 async def test_multi_step_decode_does_not_wait_for_the_event_loop(start_core, plain):
-    prompt = make_prompt(7)
+    prompt = make_prompt(7, 17)  # the next 15 tokens need no other block
     async with start_core() as core:
         session = await core.open(make_spec(prompt, 40))
         watch = Watch(core)
@@ -92,7 +92,7 @@ async def test_a_session_that_cannot_take_a_result_fails_alone(start_core, plain
         original(session, *args)
 
     async with start_core() as core:
-        sessions = [await core.open(make_spec(prompt, 20, park=True, session_id=str(prompt))) for prompt in prompts]
+        sessions = [await core.open(make_spec(prompt, 20)) for prompt in prompts]
         monkeypatch.setattr(Session, method, flawed)
         for session in sessions:
             session.multi_step_decode(session.first.committed_len, 19)
@@ -110,7 +110,6 @@ async def test_a_session_that_cannot_take_a_result_fails_alone(start_core, plain
         assert "a session could not take the result" in caplog.text
         for session in sessions:
             await session.close()
-        assert (await core.load()).parked_sessions == 2
 
 
 async def test_two_sessions_close_while_a_following_step_runs(start_core, plain):
