@@ -39,6 +39,8 @@ class KVPool:
         self._has_windows = has_windows
         self.total_blocks = total_blocks
         self.block_size = block_size
+        #: Entries at the beginning of a block that are worth a copy of it.
+        self._least_copied = max(1, block_size // 4)
         self._free = np.arange(total_blocks, 0, -1, dtype=np.int32)  # a stack: the top is _free[_num_free - 1]
         self._num_free = total_blocks
         self._refs = np.zeros(total_blocks + 1, dtype=np.int32)  # sequences and branches that have a block
@@ -145,7 +147,7 @@ class KVPool:
             return
         self.publish(sequence, token_ids)
         node, length = sequence.node, min(sequence.length, len(token_ids))
-        if node is not None and (start := node.depth * self.block_size) < length:
+        if node is not None and length - (start := node.depth * self.block_size) >= self._least_copied:
             text = pack(token_ids[start:length])
             if text not in node.children:
                 self._tree.add(node, text, int(sequence.blocks[node.depth]))
@@ -372,7 +374,7 @@ class KVPool:
     def _copy_beginning(self, sequence: KVSequence, node: PrefixNode, token_ids: Sequence[int]) -> int:
         """Copy what the best block after ``node`` has in common with a text; returns the entries copied."""
         found, count = longest_beginning(node, pack(token_ids))
-        if found is None or count < self.block_size // 4:
+        if found is None or count < self._least_copied:
             return 0
         if node.depth == len(sequence.blocks):
             held = np.array([found.block], dtype=np.int32)  # not to be reused for the copy

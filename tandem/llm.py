@@ -108,7 +108,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt; the results stand in the order of the prompts.
 
-        A prompt is a text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. ``sampling_params`` is
+        A prompt is a text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; an object may have a
+        ``cache_salt``, which separates it from prompts that begin alike. ``sampling_params`` is
         one for all or one per prompt. ``predictions`` say what each text is expected to be, such as the file that is
         to be edited: they are drafted. ``use_tqdm`` may be a function that makes the bar. ``further`` are arguments of
         vLLM that may ask for nothing, such as ``lora_request=None``. The first error ends the call and is raised.
@@ -118,8 +119,8 @@ class LLM:
         params = _list_params(sampling_params, len(listed))
         expected = _list_predictions(predictions, len(listed))
         requests = [
-            GenerationRequest(prompt=prompt, params=param, prediction=prediction)
-            for prompt, param, prediction in zip(listed, params, expected, strict=True)
+            GenerationRequest(prompt=prompt, cache_salt=salt, params=param, prediction=prediction)
+            for (prompt, salt), param, prediction in zip(listed, params, expected, strict=True)
         ]
         return self._run(requests, use_tqdm=use_tqdm)
 
@@ -327,24 +328,25 @@ def _suggest(name: str) -> str:
     return "; " + did_you_mean(name, known, f"it knows {', '.join(sorted(known))}")
 
 
-def _list_prompts(prompts: Any) -> list[str | Sequence[int]]:
-    """One prompt or many, in any of vLLM's forms, as texts and token ids."""
+def _list_prompts(prompts: Any) -> list[tuple[str | Sequence[int], str]]:
+    """One prompt or many, in any of vLLM's forms, as texts or token ids, each with its salt."""
     if prompts is None:
         raise InvalidRequest("no prompts are given", param="prompts")
     one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
     return [_read_prompt(prompt) for prompt in ([prompts] if one else prompts)]
 
 
-def _read_prompt(prompt: Any) -> str | Sequence[int]:
+def _read_prompt(prompt: Any) -> tuple[str | Sequence[int], str]:
     if isinstance(prompt, Mapping):
         if not {"prompt", "prompt_token_ids"} & prompt.keys():
             raise InvalidRequest(f'a prompt has "prompt" or "prompt_token_ids", not {", ".join(map(repr, prompt))}')
         check_prompt(prompt)
-        return list(prompt["prompt_token_ids"]) if "prompt_token_ids" in prompt else str(prompt["prompt"])
+        given = list(prompt["prompt_token_ids"]) if "prompt_token_ids" in prompt else str(prompt["prompt"])
+        return given, str(prompt.get("cache_salt") or "")
     if isinstance(prompt, str):
-        return prompt
+        return prompt, ""
     if isinstance(prompt, Sequence):
-        return list(prompt)
+        return list(prompt), ""
     raise InvalidRequest(f"a prompt is text, token ids or an object, not {type(prompt).__name__}", param="prompts")
 
 

@@ -22,7 +22,7 @@ REFUSED_METHODS: Final[Mapping[str, str]] = {
     "get_metrics": "each output has metrics",
     "llm_engine": "LLM is the engine; its methods are in docs/offline.md",
     "reset_mm_cache": "prompts are text only",
-    "reset_prefix_cache": "no prefix is shared by itself",
+    "reset_prefix_cache": "what is cached yields by itself where memory is needed; cache_salt separates requests",
     "set_tokenizer": "give LLM(tokenizer=…)",
 }
 #: Argument of ``generate`` or ``chat`` → the values that are taken, and what to do instead of others.
@@ -57,7 +57,7 @@ def check_further(given: Mapping[str, Any]) -> None:
 
 
 def check_prompt(prompt: Mapping[str, Any]) -> None:
-    """Refuse what a prompt holds beside text or token ids; ``cache_salt`` separates caches that are separate anyway.
+    """Refuse what a prompt holds beside text or token ids and ``cache_salt``.
 
     Raises:
         InvalidRequest: there is such a thing.

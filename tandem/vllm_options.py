@@ -25,8 +25,8 @@ _IGNORED: Final[Mapping[str, str]] = {
     "prompts are always fed in chunks of --max-num-batched-tokens": """
         enable_chunked_prefill? long_prefill_token_threshold long_prefill_token_threshold_adaptive?
         max_num_scheduled_tokens max_num_partial_prefills max_long_partial_prefills prefill_schedule_interval""",
-    "requests share no prefix by themselves; with --reuse-prefixes one continues the cache of an ended one": """
-        enable_prefix_caching? prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit""",
+    "prompts are compared token by token, block by block": """
+        prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit""",
     "--log-level, --log-format and --log-requests choose what is logged, and texts never are": """
         aggregate_engine_logging? disable_access_log_for_endpoints disable_log_requests? disable_log_stats?
         disable_uvicorn_access_log? enable_log_deltas? enable_log_outputs? enable_logging_iteration_details?

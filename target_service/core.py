@@ -61,16 +61,17 @@ class TargetCore:
         self._device = device
         self._settings = settings
         self._verifier = Verifier(num_threads=engine.num_threads)
-        self._memory = SequenceMemory(engine.pool)
-        self._batcher = StepBatcher(self._run_steps, scheduler.max_num_batched_tokens, self._memory, self._fail)
+        #: The blocks of the sessions.
+        self.memory = SequenceMemory(engine.pool)
+        self._batcher = StepBatcher(self._run_steps, scheduler.max_num_batched_tokens, self.memory, self._fail)
         self._admission: Admission[KVSequence] = Admission(
             max_open=scheduler.max_num_seqs,
             max_waiting=scheduler.max_waiting,
             max_wait_s=scheduler.max_wait_s,
-            undo=self._memory.release,
+            undo=self.memory.release,
             describe=self._describe,
         )
-        self._memory.on_all_back = self._admission.admit_next
+        self.memory.on_all_back = self._admission.admit_next
         self._info = replace(engine.info, verification=settings.verification)
         self._grammars = GrammarCompiler(
             partial(read_tokenizer, settings.model, engine.info), settings.scheduler.max_waiting
@@ -150,7 +151,7 @@ class TargetCore:
             spec, state, sequence, rule, stop_criteria, grammar, self._first_state(spec), max_entries
         )
         session = Session(step_session, self, asked_ns, on_states=on_states)
-        self._memory.belongs_to(sequence, session)
+        self.memory.belongs_to(sequence, session)
         self._sessions.add(session)
         try:
             await session.start()
@@ -176,7 +177,7 @@ class TargetCore:
             num_batches=self._batcher.num_steps,
             busy_ns=self._batcher.busy_ns,
             superseded_proposals=self._num_superseded,
-            preemptions=self._memory.num_preemptions,
+            preemptions=self.memory.num_preemptions,
         )
 
     @property
@@ -244,7 +245,7 @@ class TargetCore:
         """Give back the cache of a session that has ended; its client may be slow to close it."""
         step_session = session.step_session
         token_ids = () if session.has_failed else step_session.state.token_ids
-        self._memory.release(step_session.sequence, token_ids)
+        self.memory.release(step_session.sequence, token_ids)
 
     def release(self, session: Session) -> None:
         """Give back a session's cache and let the next one in."""
@@ -296,7 +297,7 @@ class TargetCore:
     def _reserve(self, spec: SessionSpec, max_entries: int) -> KVSequence:
         """A sequence for the session's prompt."""
         is_shared = self._settings.scheduler.enable_prefix_caching
-        return self._memory.admit(
+        return self.memory.admit(
             spec.token_ids,
             len(spec.token_ids) - 1 if may_reuse(spec) else 0,
             max_entries,

@@ -269,7 +269,8 @@ class ModelDrafter(Drafter[ModelState]):
                 self._pool.publish(sequence, window.read(committed))
             start = sequence.length
             end = num_entries if job.num_tokens else start + job.num_rows
-            if not self._grow(sequence, end + job.num_tokens + (self._num_fed if job.tree else 0)):
+            num_drafted = self._num_fed if job.tree else job.num_tokens
+            if not self._grow(sequence, min(end + num_drafted, self._pool.total_blocks * self._pool.block_size)):
                 self.close(state)  # it drafts nothing any more, and others have its blocks
                 return None
             return _Feed(job, cache, cache.main, start, window.read(committed, start)[: end - start])

@@ -131,7 +131,7 @@ class DraftClient:
         """The method of the open draft, or of the one that is asked next; empty where none can be."""
         if self._method != "":
             return self._method or ""
-        replica = self._router.pick_draft(self._state.affinity) if self._draft is None else self._draft.replica
+        replica = self._router.pick_draft(self._state.session_id) if self._draft is None else self._draft.replica
         return "" if replica is None or replica.info is None else replica.info.method
 
     def prepare(self) -> None:
@@ -147,7 +147,7 @@ class DraftClient:
         elif self._draft is not None:
             spec = self._draft.states
         else:
-            spec = self._router.hidden_states_spec(self._state.affinity, self._method or "")
+            spec = self._router.hidden_states_spec(self._state.session_id, self._method or "")
         if spec != self._states_spec:
             self._states_spec = spec
             self._states.clear()
@@ -365,7 +365,7 @@ class DraftClient:
         while True:
             if self._num_failures:
                 await asyncio.sleep(backoff_s(self._num_failures, first_s=FIRST_BACKOFF_S, last_s=LAST_BACKOFF_S))
-            replica = self._router.pick_draft(self._state.affinity, self._method or "")
+            replica = self._router.pick_draft(self._state.session_id, self._method or "")
             if replica is None:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_RETRY_PAUSE_S)

@@ -74,9 +74,7 @@ class RequestState:
 
     def __init__(self, request: DecodingRequest) -> None:
         self.request = request
-        self.session_id = uuid.uuid4().hex
-        #: What decides on the replicas.
-        self.affinity = request.session_id or self.session_id
+        self.session_id = request.session_id or uuid.uuid4().hex
         self._output: list[int] = []
         self._max_len = len(request.prompt) + (request.params.max_tokens or 1)
 
@@ -113,7 +111,7 @@ class RequestState:
             params = replace(params, prompt_logprobs=None)
         return SessionSpec(
             # A server that has not noticed the end of the lost session yet must not take the new one for it.
-            session_id=self.session_id if epoch == 1 else f"{self.session_id}.{epoch}",
+            session_id=self.session_id if request.is_named or epoch == 1 else f"{self.session_id}.{epoch}",
             epoch=epoch,
             token_ids=(*request.prompt, *self._output) if self._output else request.prompt,
             prompt_len=len(request.prompt),

@@ -100,7 +100,7 @@ class TargetClient:
                 ) from None
         request = self._state.request
         self._replica = self._router.pick_target(
-            self._state.affinity, self._overloaded, is_bound=request.is_named, prefixes=request.prefixes
+            self._state.session_id, self._overloaded, is_bound=request.is_named, prefixes=request.prefixes
         )
         return self._replica
 

@@ -29,7 +29,7 @@ FOREIGN_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "random_seed": ("seed",),
     "n_probs": ("top_logprobs", "logprobs"),
     "logit_biases": ("logit_bias",),
-    "cache_prompt": ("session_id", "prompt_cache_key"),
+    "cache_prompt": ("cache_salt", "prompt_cache_key"),
     "id_slot": ("session_id", "prompt_cache_key"),
     **dict.fromkeys(("format", "json_schema", "schema"), ("response_format", "text")),
     "regex": ("structured_outputs",),

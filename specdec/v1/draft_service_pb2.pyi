@@ -71,7 +71,7 @@ class OpenDraftSession(_message.Message):
     VERIFICATION_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
-    IS_NAMED_FIELD_NUMBER: _builtins.int
+    PARK_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
@@ -87,7 +87,7 @@ class OpenDraftSession(_message.Message):
     """Output tokens at most; cache is reserved for them."""
     num_speculative_tokens: _builtins.int
     """Drafted tokens a round at most."""
-    is_named: _builtins.bool
+    park: _builtins.bool
     """The client named the session: what it continues was with the same target and draft."""
     owner: _builtins.str
     """Name of the API key that the session belongs to; empty where no keys are asked for. Owners share nothing."""
@@ -114,14 +114,14 @@ class OpenDraftSession(_message.Message):
         verification: _types_pb2.VerificationRule.ValueType = ...,
         max_tokens: _builtins.int = ...,
         num_speculative_tokens: _builtins.int = ...,
-        is_named: _builtins.bool = ...,
+        park: _builtins.bool = ...,
         owner: _builtins.str = ...,
         client: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "is_named", b"is_named", "max_tokens", b"max_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "prompt_len", b"prompt_len", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "max_tokens", b"max_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "park", b"park", "prompt_len", b"prompt_len", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -178,7 +178,7 @@ class OpenTargetSession(_message.Message):
     VERIFICATION_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
-    IS_NAMED_FIELD_NUMBER: _builtins.int
+    PARK_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     MULTI_STEP_TOKENS_FIELD_NUMBER: _builtins.int
@@ -190,7 +190,7 @@ class OpenTargetSession(_message.Message):
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """Name for metrics and routing. Unique among open sessions."""
+    """Name for metrics and routing."""
     epoch: _builtins.int
     """Number of this opening, raised by the gateway at every reopen; messages of another epoch are stale."""
     prompt_len: _builtins.int
@@ -201,7 +201,7 @@ class OpenTargetSession(_message.Message):
     """Output tokens at most, those already in token_ids included."""
     num_speculative_tokens: _builtins.int
     """Most drafted tokens a round will carry."""
-    is_named: _builtins.bool
+    park: _builtins.bool
     """The client named the session: what it continues was with the same target and draft."""
     logprobs: _builtins.int
     """Log-probabilities of this many most likely tokens per position; unset means none, 0 only the chosen token's."""
@@ -249,7 +249,7 @@ class OpenTargetSession(_message.Message):
         verification: _types_pb2.VerificationRule.ValueType = ...,
         max_tokens: _builtins.int = ...,
         num_speculative_tokens: _builtins.int = ...,
-        is_named: _builtins.bool = ...,
+        park: _builtins.bool = ...,
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
         multi_step_tokens: _builtins.int = ...,
@@ -263,7 +263,7 @@ class OpenTargetSession(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "hidden_state_layers", b"hidden_state_layers", "is_named", b"is_named", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "hidden_state_layers", b"hidden_state_layers", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

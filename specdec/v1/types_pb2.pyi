@@ -17,6 +17,11 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
+
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class _VerificationRule:
@@ -630,6 +635,7 @@ class ServerLoad(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OPEN_SESSIONS_FIELD_NUMBER: _builtins.int
+    PARKED_SESSIONS_FIELD_NUMBER: _builtins.int
     WAITING_SESSIONS_FIELD_NUMBER: _builtins.int
     USED_BLOCKS_FIELD_NUMBER: _builtins.int
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
@@ -640,11 +646,22 @@ class ServerLoad(_message.Message):
     AHEAD_PROPOSALS_FIELD_NUMBER: _builtins.int
     AHEAD_HITS_FIELD_NUMBER: _builtins.int
     WASTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
-    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    PARKED_BLOCKS_FIELD_NUMBER: _builtins.int
     AHEAD_BUSY_NS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     open_sessions: _builtins.int
     """Open sessions."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def parked_sessions(self) -> _builtins.int:
+        """No effect: 0 since blocks are found by their text."""
+
+    @parked_sessions.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def parked_sessions(self, value: _builtins.int) -> None:
+        """No effect: 0 since blocks are found by their text."""
+
     waiting_sessions: _builtins.int
     """Sessions waiting to be admitted."""
     used_blocks: _builtins.int
@@ -665,16 +682,27 @@ class ServerLoad(_message.Message):
     """Drafts: verdicts that turned out as a proposal drafted ahead had assumed."""
     wasted_draft_tokens: _builtins.int
     """Drafts: tokens drafted ahead that no verdict has made use of."""
-    cached_blocks: _builtins.int
-    """KV blocks of no session that begin like a later prompt perhaps; they are given up when others need them."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def parked_blocks(self) -> _builtins.int:
+        """No effect: 0 since blocks are found by their text."""
+
+    @parked_blocks.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def parked_blocks(self, value: _builtins.int) -> None:
+        """No effect: 0 since blocks are found by their text."""
+
     ahead_busy_ns: _builtins.int
     """Drafts: the part of busy_ns that went into drafting ahead, which what sessions wait for preempts."""
     preemptions: _builtins.int
     """Targets: times that a session lost its KV blocks to others, and was fed again later."""
+    cached_blocks: _builtins.int
+    """KV blocks of no session, but a later prompt may begin like them; they are given up when others need them."""
     def __init__(
         self,
         *,
         open_sessions: _builtins.int = ...,
+        parked_sessions: _builtins.int = ...,
         waiting_sessions: _builtins.int = ...,
         used_blocks: _builtins.int = ...,
         total_blocks: _builtins.int = ...,
@@ -685,13 +713,14 @@ class ServerLoad(_message.Message):
         ahead_proposals: _builtins.int = ...,
         ahead_hits: _builtins.int = ...,
         wasted_draft_tokens: _builtins.int = ...,
-        cached_blocks: _builtins.int = ...,
+        parked_blocks: _builtins.int = ...,
         ahead_busy_ns: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        cached_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_busy_ns", b"ahead_busy_ns", "ahead_hits", b"ahead_hits", "ahead_proposals", b"ahead_proposals", "busy_ns", b"busy_ns", "cached_blocks", b"cached_blocks", "num_batches", b"num_batches", "open_sessions", b"open_sessions", "preemptions", b"preemptions", "stale_messages", b"stale_messages", "superseded_proposals", b"superseded_proposals", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_sessions", b"waiting_sessions", "wasted_draft_tokens", b"wasted_draft_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_busy_ns", b"ahead_busy_ns", "ahead_hits", b"ahead_hits", "ahead_proposals", b"ahead_proposals", "busy_ns", b"busy_ns", "cached_blocks", b"cached_blocks", "num_batches", b"num_batches", "open_sessions", b"open_sessions", "parked_blocks", b"parked_blocks", "parked_sessions", b"parked_sessions", "preemptions", b"preemptions", "stale_messages", b"stale_messages", "superseded_proposals", b"superseded_proposals", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_sessions", b"waiting_sessions", "wasted_draft_tokens", b"wasted_draft_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -96,6 +96,8 @@ class Session:
         self.in_flight = False
         #: Tokens of the prompt that were not computed for this session.
         self.num_cached_tokens = step_session.sequence.length
+        #: Times that it lost its blocks.
+        self.num_preemptions = 0
         #: Called where nothing is asked of the session any more.
         self.on_idle: Callable[[], None] | None = None
         #: What the verdict of the round that is asked for tells of its proposal.
@@ -115,7 +117,6 @@ class Session:
         self._next_token_ns = 0
         self._failure: TandemError | None = None
         self._closing = False
-        self._was_preempted = False
         self._released = asyncio.Event()
 
     # --- the plain API ---
@@ -311,12 +312,12 @@ class Session:
 
     def matched(self, num_tokens: int) -> None:
         """Entries of others stand for more of its tokens."""
-        if self._progress.state is State.PREFILL and not self._was_preempted:
+        if self._progress.state is State.PREFILL and not self.num_preemptions:
             self.num_cached_tokens += num_tokens
 
     def preempt(self) -> None:
         """Its blocks were taken; it is in no step. Everything is fed again when it gets others."""
-        self._was_preempted = True
+        self.num_preemptions += 1
         self._prompt_logprobs.clear()
 
     @property

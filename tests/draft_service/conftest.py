@@ -79,14 +79,14 @@ def model_settings():
 
 
 @asynccontextmanager
-async def running(settings: DraftSettings, *, parks: bool) -> AsyncIterator[DraftCore]:
-    """A core that holds no session when it is left, and no block, unless it ``parks`` them."""
+async def running(settings: DraftSettings) -> AsyncIterator[DraftCore]:
+    """A core that holds no session when it is left, and no block."""
     core = await DraftCore.start(settings)
     try:
         yield core
         load = await core.load()
         assert load.open_sessions == 0
-        assert parks or load.used_blocks == 0
+        assert load.used_blocks == 0
     finally:
         await core.close()
 
@@ -95,13 +95,13 @@ async def running(settings: DraftSettings, *, parks: bool) -> AsyncIterator[Draf
 def start_core(checkpoint):
     """``async with start_core(…) as core``: a core that holds no block when it is left."""
 
-    def start(method="draft_model", k=4, model=None, scheduler=None, parks=False, **speculative):
+    def start(method="draft_model", k=4, model=None, scheduler=None, **speculative):
         settings = DraftSettings(
             speculative=SpeculativeSettings(model=checkpoint, method=method, num_speculative_tokens=k, **speculative),
             model=make_model_settings(**({"folder": checkpoint} | (model or {}))),
             scheduler=SchedulerSettings(**(scheduler or {})),
         )
-        return running(settings, parks=parks)
+        return running(settings)
 
     return start
 

@@ -1,7 +1,6 @@
-"""Which draft sessions are admitted, what makes room for them, and what parking keeps."""
+"""Which draft sessions are admitted, what makes room for them, and what later ones find."""
 
 import asyncio
-import time
 from functools import partial
 
 import pytest
@@ -57,11 +56,26 @@ async def test_a_full_cache_is_refused_with_numbers(start_core, spec, monkeypatc
     monkeypatch.setattr(core_module, "ADMISSION_WAIT_S", 0.01)
     async with start_core(model={"kv_cache_memory_bytes": 1 << 18}) as core:
         total = (await core.load()).total_blocks
-        per_session = -(-206 // 32)
-        held = [await core.open(spec(PROMPT, session_id=str(i), max_tokens=200)) for i in range(total // per_session)]
+        texts = [[*PROMPT, *[7] * 60, i] for i in range(total // 3)]
+        held = [await core.open(spec(text, session_id=str(i), owner=str(i))) for i, text in enumerate(texts)]
         with pytest.raises(Overloaded, match=rf"of {total} KV blocks are in use"):
-            await core.open(spec(PROMPT, max_tokens=200))
+            await core.open(spec([1] * 100))
         for session in held:
+            await session.close()
+
+
+async def test_a_session_whose_blocks_do_not_suffice_drafts_nothing_and_others_go_on(start_core, spec, greedy):
+    async with start_core(model={"kv_cache_memory_bytes": 1 << 18}) as core:
+        total = (await core.load()).total_blocks
+        texts = [[*PROMPT, *[7] * 20, number] for number in range(2)]
+        large = await core.open(spec([*PROMPT, *[9] * (32 * (total - 2) - 6)], session_id="large"))
+        first, second = [await core.open(spec(text, session_id=str(i), owner=str(i))) for i, text in enumerate(texts)]
+        more = [3] * 8  # beyond the first block
+        assert (await propose(first, 27, more, 4)).token_ids == ()
+        assert first.state.cache is None
+        assert (await propose(second, 27, more, 4)).token_ids == greedy([*texts[1], *more], 4), "it has those blocks"
+        assert (await propose(first, 35, [1], 4)).token_ids == ()
+        for session in (large, first, second):
             await session.close()
 
 
@@ -87,50 +101,59 @@ async def test_closing_the_core_ends_everything(start_core, spec):
         call.exception()
 
 
-async def test_park_and_resume(start_core, spec, greedy):
-    async with start_core(parks=True) as core:
-        session = await core.open(spec(PROMPT, session_id="chat", park=True))
+async def test_a_conversation_is_taken_up_where_it_was(start_core, spec, greedy):
+    async with start_core() as core:
+        session = await core.open(spec(PROMPT))
         await propose(session, 6, [1, 2, 3], 4)
         await session.close()
         load = await core.load()
-        assert (load.open_sessions, load.parked_sessions) == (0, 1)
-        assert load.used_blocks > 0
+        assert (load.open_sessions, load.used_blocks, load.cached_blocks) == (0, 0, 1)
 
         conversation = [*PROMPT, 1, 2, 3, 8, 8, 8]
-        session = await core.open(spec(conversation, session_id="chat", park=True))
+        session = await core.open(spec(conversation))
         assert session.opened.num_cached_tokens == 9  # the drafted tokens' entries are not among them
         assert (await propose(session, 12, [4], 4)).token_ids == greedy([*conversation, 4], 4)
         await session.close()
 
-        other = [*PROMPT[:4], 30, 31]
-        session = await core.open(spec(other, session_id="chat", park=True))
-        assert session.opened.num_cached_tokens == 4
-        assert (await propose(session, 6, [], 4)).token_ids == greedy(other, 4)
-        await session.close()
+        for other, salt in (([*conversation[:8], 30, 31], ""), (conversation, "x")):
+            session = await core.open(spec(other, cache_salt=salt))
+            assert session.opened.num_cached_tokens == (0 if salt else 8)
+            assert (await propose(session, len(other), [], 4)).token_ids == greedy(other, 4)
+            await session.close()
 
 
-async def test_parked_sessions_make_room_and_expire(start_core, spec, monkeypatch):
-    async with start_core(
-        parks=True, model={"kv_cache_memory_bytes": 1 << 18}, scheduler={"park_ttl_s": 600.0}
-    ) as core:
+async def test_a_session_shares_its_prompt_while_it_is_open(start_core, spec, greedy):
+    prompt = [(7 * i) % 48 for i in range(70)]
+    async with start_core() as core:
+        first = await core.open(spec(prompt))
+        assert (await propose(first, 70, [1], 4)).token_ids == greedy([*prompt, 1], 4)
+        second = await core.open(spec([*prompt, 5]))
+        assert second.opened.num_cached_tokens == 64
+        for session, text in ((first, [*prompt, 1]), (second, [*prompt, 5])):
+            assert (await propose(session, len(text), [2], 4)).token_ids == greedy([*text, 2], 4)
+        replaced = [*prompt[:60], 9, 9]
+        assert (await propose(first, 60, [9, 9], 4)).token_ids == greedy(replaced, 4)
+        assert (await propose(second, 72, [3], 4)).token_ids == greedy([*prompt, 5, 2, 3], 4)
+        await first.close()
+        await second.close()
+
+
+async def test_it_can_be_switched_off(start_core, spec):
+    async with start_core(scheduler={"enable_prefix_caching": False}) as core:
+        for _ in range(2):
+            session = await core.open(spec([5] * 40))
+            assert session.opened.num_cached_tokens == 0
+            await session.close()
+        assert (await core.load()).cached_blocks == 0
+
+
+async def test_what_is_cached_makes_room(start_core, spec, greedy):
+    async with start_core(model={"kv_cache_memory_bytes": 1 << 18}) as core:
         for i in range(30):  # far more than fit at once
-            session = await core.open(spec(PROMPT, session_id=str(i), park=True, max_tokens=200))
-            await propose(session, 6, [1], 4)
+            text = [*PROMPT, *[i] * 60]
+            session = await core.open(spec(text, session_id=str(i)))
+            assert (await propose(session, 66, [1], 4)).token_ids == greedy([*text, 1], 4)
             await session.close()
-        assert (await core.load()).parked_sessions > 0
-        monkeypatch.setattr("draft_service.drafters.draft_model.time.monotonic", lambda: time.perf_counter() + 1e6)
         load = await core.load()
-        assert (load.parked_sessions, load.used_blocks) == (0, 0)
-
-
-async def test_a_client_evicts_its_own_parked_sessions_first(start_core, spec):
-    async with start_core(parks=True, model={"kv_cache_memory_bytes": 1 << 18}) as core:
-        names = ["alice", *(f"bob {i}" for i in range(30)), "alice"]
-        for name in names:
-            opening = spec(PROMPT, session_id=name, owner=name.split()[0], park=True, max_tokens=200)
-            session = await core.open(opening)
-            num_cached = session.opened.num_cached_tokens
-            await propose(session, 6, [1], 4)
-            await session.close()
-        assert (await core.load()).parked_sessions < len(names) - 1
-        assert num_cached > 0
+        assert load.used_blocks == 0
+        assert load.cached_blocks >= load.total_blocks - 2

@@ -162,9 +162,12 @@ async def test_close_during_a_proposal_frees_once(start_core, spec, monkeypatch)
     async with start_core() as core:
         released = []
         release = KVPool.release
-        monkeypatch.setattr(
-            KVPool, "release", lambda pool, sequence: released.append(sequence) or release(pool, sequence)
-        )
+
+        def note(pool, sequence, *given):
+            released.append(sequence)
+            release(pool, sequence, *given)
+
+        monkeypatch.setattr(KVPool, "release", note)
         for attempt in range(40):
             session = await core.open(spec(PROMPT, session_id=str(attempt)))
             call = asyncio.create_task(propose(session, 6, [1, 2], 4))

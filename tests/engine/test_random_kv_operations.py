@@ -57,7 +57,7 @@ def run_random_actions(pool: KVPool, actions: Sequence[str], seed: int, steps: i
             elif action == "branch":
                 length = rng.randint(0, sequence.length)
                 shadow.branch(sequence, length, length + rng.randint(1, 6))
-                scopes |= {branch: scopes[sequence] for branch in expected.keys() - scopes.keys()}
+                scopes |= dict.fromkeys(expected.keys() - scopes.keys(), scopes[sequence])
             elif action == "adopt":
                 branches = [other for other in live if other is not sequence and other.is_branch]
                 if branches := [branch for branch in branches if scopes[branch] == scopes[sequence]]:
@@ -167,7 +167,7 @@ class ForgetsThePosition(KVPool):
     def _find(self, node: PrefixNode, token_ids: Sequence[int], end: int) -> list[PrefixNode]:
         found = super()._find(node, token_ids, end)
         start = node.depth * BLOCK
-        return [*found, *super()._find(node, token_ids[start + BLOCK :], end - start - BLOCK)] if not found else found
+        return found or super()._find(node, token_ids[start + BLOCK :], end - start - BLOCK)
 
 
 class PublishesBeforeTheBlockIsFull(KVPool):

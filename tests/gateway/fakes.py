@@ -170,7 +170,8 @@ class FakeSession:
         self.received = asyncio.Queue()
         self.wake = asyncio.Event()
         self.task = asyncio.create_task(self.run())
-        assert all(spec.session_id != other.spec.session_id for other in backend.open_sessions)
+        same = [other.spec for other in backend.open_sessions if other.spec.session_id == spec.session_id]
+        assert all(other.is_named and spec.is_named for other in same)
         backend.open_sessions.add(self)
         backend.num_opened += 1
         backend.sessions.append(self)

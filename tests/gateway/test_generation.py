@@ -272,16 +272,14 @@ async def test_samples_close_together(make_generation, backends):
     assert target.num_opened == target.num_closed
 
 
-async def test_a_conversation_is_pinned_once(make_generation, backends):
+async def test_the_first_sample_of_a_request_has_its_name(make_generation, backends):
     generation = make_generation()
     (target,), _ = backends
     target.latency_s = 0.001
     requests = [GenerationRequest(prompt=[5], params=greedy(n=n), session_id="chat") for n in (2, 1)]
     await asyncio.gather(*(generation.generate(request) for request in requests))
-    assert sorted(spec.park for spec in target.specs) == [False, False, True]
-    assert [spec.session_id for spec in target.specs].count("/chat") == 1
-    await generation.generate(requests[1])
-    assert target.specs[-1].park
+    assert sorted(spec.is_named for spec in target.specs) == [False, True, True]
+    assert [spec.session_id for spec in target.specs].count("/chat") == 2
 
 
 async def test_deadlines(make_generation, backends):

@@ -39,7 +39,7 @@ def test_arguments_that_ask_for_what_is_so_anyway_are_silent() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"enable_prefix_caching": True}, "enable_prefix_caching=True: no effect here: requests share no prefix"),
+        ({"prefix_match_unit": 16}, "prefix_match_unit=16: no effect here: prompts are compared token by token"),
         ({"tool_call_parser": "hermes"}, "tool_call_parser='hermes': no effect here: how calls of tools"),
     ],
 )

@@ -214,7 +214,8 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         known = state.known
         if self._pool.may_publish(state.sequence):
             self._pool.publish(state.sequence, self._text_of_entries(state))
-        if not self._pool.grow(state.sequence, known.num_entries + num_rows + num_tokens + self._num_fed):
+        num_entries = known.num_entries + num_rows + (self._num_fed if job.tree else num_tokens)
+        if not self._pool.grow(state.sequence, min(num_entries, self._pool.total_blocks * self._pool.block_size)):
             self.close(state)  # it drafts nothing any more, and others have its blocks
             return None
         if not num_rows:
@@ -276,5 +277,3 @@ class PagedTreePasses:
         for segment, rows in zip(segments, new_rows(x, segments), strict=True):
             known[segment.sequence] = rows if is_first else torch.cat((known[segment.sequence], rows))
         return logits
-
-

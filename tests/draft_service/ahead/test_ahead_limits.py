@@ -8,7 +8,8 @@ async def test_without_memory_for_branches_there_are_fewer_guesses_and_no_errors
     look_at_all(monkeypatch)
     async with start_core(k=3, model={"kv_cache_memory_bytes": 1 << 18}) as core:
         total = (await core.load()).total_blocks
-        client = Client(await core.open(spec(PROMPT, max_tokens=32 * total - 6)), PROMPT)
+        prompt = [*PROMPT, *[7] * (32 * (total - 1))]
+        client = Client(await core.open(spec(prompt)), prompt)
         assert (await core.load()).used_blocks == total
         for token in range(10):
             proposal, _ = await client.advance([token], 3, 8)
@@ -30,7 +31,7 @@ async def test_branches_make_room_for_a_new_session(start_core, spec, greedy, mo
         await client.advance([1], 3, 8)
         await rest(core)
         assert (await core.load()).used_blocks > own
-        other = await core.open(spec(PROMPT, max_tokens=32 * (total - own) - 6, session_id="other"))
+        other = await core.open(spec([*PROMPT, *[7] * (32 * (total - own) - 6)], session_id="other"))
         assert (await core.load()).used_blocks == total
         client.collect()
         likeliest = max(client.kept, key=lambda p: (p.base_len == 7, p.likelihood))
@@ -87,17 +88,17 @@ async def test_tokens_taken_back_take_the_guesses_with_them(start_core, spec, gr
         await session.close()
 
 
-async def test_parked_sessions_keep_committed_entries_only(start_core, spec, greedy, monkeypatch):
+async def test_later_sessions_find_committed_entries_only(start_core, spec, greedy, monkeypatch):
     look_at_all(monkeypatch)
-    async with start_core(k=3, parks=True) as core:
-        client = Client(await core.open(spec(PROMPT, session_id="chat", park=True)), PROMPT)
+    async with start_core(k=3) as core:
+        client = Client(await core.open(spec(PROMPT)), PROMPT)
         await client.advance([1, 2, 3], 3, 8)
         await rest(core)
         await client.session.close()
         load = await core.load()
-        assert (load.used_blocks, load.parked_sessions) == (1, 1)
+        assert (load.used_blocks, load.cached_blocks) == (0, 1)
         text = [*client.known, *greedy(client.known, 2), 5]
-        session = await core.open(spec(text, session_id="chat", park=True))
+        session = await core.open(spec(text))
         assert session.opened.num_cached_tokens == 9
         assert (await propose(session, len(text), [], 3)).token_ids == greedy(text, 3)
         await session.close()

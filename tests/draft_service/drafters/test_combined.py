@@ -101,11 +101,11 @@ async def test_beyond_the_models_context_what_is_found_is_used(start, spec):
         await session.close()
 
 
-async def test_parked_entries_are_found_again(start, spec, greedy):
-    async with start(parks=True) as core:
-        session = await core.open(spec(COPY, park=True))
+async def test_entries_are_found_again(start, spec, greedy):
+    async with start() as core:
+        session = await core.open(spec(COPY))
         await session.close()
-        session = await core.open(spec([*COPY, 1, 2, 3], park=True))
+        session = await core.open(spec([*COPY, 1, 2, 3]))
         assert session.opened.num_cached_tokens > 0
         assert (await propose(session, len(COPY) + 3, [], 4)).token_ids == greedy([*COPY, 1, 2, 3], 4)
         await session.close()

@@ -74,7 +74,7 @@ async def test_a_window_of_a_checkpoint_that_cannot_be_used(start_core, spec, wi
 
 async def test_a_checkpoint_names_its_window(start_core, spec, windowed):
     """It holds unless the settings say something else, or the draft's context is shorter."""
-    for given, context, num_blocks in ((None, 512, 3), (0, 512, 5), (128, 512, 5), (None, 64, 0)):
+    for given, context, num_blocks in ((None, 512, 2), (0, 512, 5), (128, 512, 3), (None, 64, 0)):
         model = {"folder": windowed(64), "max_model_len": context}
         async with start_core(k=4, model=model, draft_window_size=given) as core:
             session = await core.open(spec(text(150), max_tokens=10))
@@ -141,16 +141,16 @@ async def test_tokens_taken_back(start_core, spec, greedy):
 
 
 @pytest.mark.parametrize("turn", [1, 20, 60])
-async def test_a_parked_session_is_taken_up(start_core, spec, greedy, turn):
+async def test_a_text_of_windows_is_taken_up(start_core, spec, greedy, turn):
     known, window = text(150), DraftWindow(64, 4, 30)
-    async with start_core(k=4, parks=True, draft_window_size=64) as core:
-        session = await core.open(spec(known, session_id="chat", park=True))
+    async with start_core(k=4, draft_window_size=64) as core:
+        session = await core.open(spec(known))
         await propose(session, 150, [], 4)
         await session.close()
         known += text(turn, 2)
-        session = await core.open(spec(known, session_id="chat", park=True))
+        session = await core.open(spec(known))
         same = window.num_skipped(len(known)) == window.num_skipped(150)
-        assert session.opened.num_cached_tokens == (len(window.read(known)) - turn if same else window.num_sinks)
+        assert session.opened.num_cached_tokens == (len(window.read(known)) - turn if same else 0)
         assert (await propose(session, len(known), [], 4)).token_ids == greedy(window.read(known), 4)
         await session.close()
 

@@ -30,7 +30,7 @@ async def test_over_rest(stand, headers, fields, name):
     answer = await stand.http.post("/v1/completions", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     (spec,) = stand.targets[0].specs
-    assert (spec.session_id if spec.park else None) == name
+    assert (spec.session_id if spec.is_named else None) == name
 
 
 async def test_a_cache_key_that_is_too_long(stand):
@@ -48,4 +48,4 @@ async def test_over_grpc(stand):
             pass
         assert await call.code() is grpc.StatusCode.OK
     (spec,) = stand.targets[0].specs
-    assert (spec.park, spec.session_id) == (True, "/a")
+    assert (spec.is_named, spec.session_id) == (True, "/a")

@@ -38,8 +38,21 @@ async def test_no_id_reaches_into_another_key(stand):
     assert len({spec.session_id for spec in stand.targets[0].specs}) == 3
 
 
-async def test_a_session_in_use_is_not_told_to_another_key(stand):
-    """A second request of the same name runs without it; another key's must not count as such."""
+async def test_salts_reach_target_and_draft(stand):
+    body = {"prompt": [5], "max_tokens": 3, "cache_salt": "mine"}
+    answer = await stand.http.post("/v1/completions", headers={"Authorization": "Bearer one"}, json=body)
+    assert answer.status_code == 200
+    assert "x-tandem-ignored-fields" not in answer.headers
+    assert [(spec.cache_salt, spec.is_named) for spec in stand.targets[0].specs + stand.drafts[0].specs] == [
+        ("mine", False)
+    ] * 2
+    answer = await stand.http.post(
+        "/v1/completions", headers={"Authorization": "Bearer one"}, json=body | {"cache_salt": "x" * 10_000}
+    )
+    assert answer.json()["error"]["param"] == "cache_salt"
+
+
+async def test_two_requests_of_a_session_at_once_both_have_its_name(stand):
     (target,) = stand.targets
     target.frozen.clear()
     held = asyncio.create_task(post(stand, "one", "chat"))
@@ -47,4 +60,4 @@ async def test_a_session_in_use_is_not_told_to_another_key(stand):
     await until(lambda: stand.generation.num_requests == 2)
     target.frozen.set()
     await asyncio.gather(held, other)
-    assert all(spec.park for spec in target.specs)
+    assert all(spec.is_named for spec in target.specs)

@@ -334,4 +334,4 @@ async def test_pinned_sessions_keep_their_name_and_rule():
     )
     await run(context_of([target], [draft]), request)
     assert {spec.session_id for spec in (*target.specs, *draft.specs)} == {"chat-1"}
-    assert all(spec.park and spec.rule is Rule.COUPLED for spec in (*target.specs, *draft.specs))
+    assert all(spec.is_named and spec.rule is Rule.COUPLED for spec in (*target.specs, *draft.specs))

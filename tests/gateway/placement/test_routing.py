@@ -108,7 +108,7 @@ def test_the_metric_of_kv_use_is_a_share_before_a_target_has_told_its_size():
 async def test_the_metrics_of_replicas_tell_which_are_up_and_who_waits_there():
     target, draft = FakeTarget(), FakeDraft()
     router = await Router.local(target, draft)
-    router.targets.replicas[0].note_load(ServerLoad(open_sessions=3, waiting_sessions=2, parked_sessions=1))
+    router.targets.replicas[0].note_load(ServerLoad(open_sessions=3, waiting_sessions=2))
 
     def values():
         collector = LoadCollector(router, num_running=lambda: 5, num_waiting=lambda: 4)
@@ -117,8 +117,8 @@ async def test_the_metrics_of_replicas_tell_which_are_up_and_who_waits_there():
 
     seen = values()
     assert seen["tandem_target_up", "local-target"] == seen["tandem_draft_up", "local-draft"] == 1
-    states = {state: seen["tandem_target_sessions", "local-target", state] for state in ("open", "waiting", "parked")}
-    assert states == {"open": 3, "waiting": 2, "parked": 1}
+    states = {state: seen["tandem_target_sessions", "local-target", state] for state in ("open", "waiting")}
+    assert states == {"open": 3, "waiting": 2}
     assert seen["tandem_requests_waiting",] == 4
     assert seen["vllm:num_requests_waiting",] == 6
     assert seen["vllm:num_requests_running",] == 3

@@ -25,7 +25,7 @@ SENT_BACK = {
 async def test_fields_without_effect_are_accepted_and_named(stand, stream):
     plain = (await post(stand, CHAT, **chat_of())).json()["choices"]
     many = {
-        "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "priority": 3, "user": "me", "cache_salt": "x",
+        "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "priority": 3, "user": "me",
         "reasoning_effort": "low", "mm_processor_kwargs": {"a": 1},
     }  # fmt: skip
     response = await post(stand, CHAT, **chat_of(**many, stream=stream))

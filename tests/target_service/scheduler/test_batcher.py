@@ -1,7 +1,6 @@
 """Many sessions at once: one forward pass per step, prompts in fair chunks, nothing left behind by those who leave."""
 
 import asyncio
-import time
 from functools import partial
 
 import pytest

@@ -41,7 +41,7 @@ def folder(target, tmp_path_factory):
 def start(folder):
     """``async with start(method) as core``: a core that holds no block when it is left."""
 
-    def start_core(method, k=K, scheduler=None, *, parks=False, lookup=None, speculative=None, **model):
+    def start_core(method, k=K, scheduler=None, *, lookup=None, speculative=None, **model):
         settings = DraftSettings(
             speculative=SpeculativeSettings(
                 model=str(folder / method),
@@ -54,7 +54,7 @@ def start(folder):
             target_model=str(folder / "target"),
             scheduler=SchedulerSettings(**(scheduler or {})),
         )
-        return running(settings, parks=parks)
+        return running(settings)
 
     return start_core
 

@@ -137,23 +137,21 @@ async def test_tokens_that_are_taken_back(start, spec, formula, target, method):
 
 
 @pytest.mark.parametrize("change", [None, 0, 4], ids=["the same", "another first token", "another text"])
-async def test_a_parked_session_is_taken_up(start, spec, formula, target, change):
-    async with start("eagle3", parks=True) as core:
+async def test_a_conversation_is_taken_up(start, spec, formula, target, change):
+    async with start("eagle3") as core:
         talk = Talk(core, target, "eagle3")
-        await talk.open(spec(PROMPT, park=True))
+        await talk.open(spec(PROMPT))
         await talk.propose([7, 8, 9], K, start=0)
         await talk.session.close()
         later = [*talk.tokens, 30, 31]
         if change is not None:
             later[change] += 1
-        await talk.open(spec(later, park=True))
-        held = {None: 8, 0: 0, 4: 3}[change]
+        await talk.open(spec(later))
+        held = {None: 8, 0: 0, 4: 0}[change]  # less than a quarter of a block is not copied
         assert talk.session.opened.num_cached_tokens == held
         proposal = await talk.propose([1], K, start=held)
         assert proposal.token_ids == greedy(formula("eagle3")(talk.tokens, talk.states()), K)
         await talk.session.close()
-        load = await core.load()
-        assert load.parked_sessions == 1 + (change == 0)
 
 
 @pytest.mark.parametrize("method", KINDS)
@@ -248,26 +246,26 @@ async def test_memory_is_asked_for_at_opening(start, spec, target):
     """Five blocks: two sessions of two blocks each, a third does not fit."""
     block_bytes = 2 * files.KV_HEADS * files.HEAD_DIM * 4 * 32
     async with start("eagle3", kv_cache_memory_bytes=6 * block_bytes) as core:
-        opened = [await core.open(spec(PROMPT, session_id=str(i), max_tokens=40)) for i in range(2)]
+        opened = [await core.open(spec([i, *[3] * 40], session_id=str(i))) for i in range(2)]
         load = await core.load()
         assert (load.used_blocks, load.total_blocks) == (4, 5)
         with pytest.raises(Exception, match="KV blocks"):
-            await core.open(spec(PROMPT, session_id="2", max_tokens=40))
+            await core.open(spec([2, *[3] * 40], session_id="2"))
         for session in opened:
             await session.close()
 
 
-async def test_a_client_evicts_its_own_parked_sessions_first(start, spec, target):
+async def test_a_head_whose_blocks_do_not_suffice_drafts_nothing(start, spec, target):
     block_bytes = 2 * files.KV_HEADS * files.HEAD_DIM * 4 * 32
-    async with start("eagle3", parks=True, kv_cache_memory_bytes=6 * block_bytes) as core:
-        for name in ("alice", *(f"bob {i}" for i in range(5)), "alice"):
-            talk = Talk(core, target, "eagle3")
-            await talk.open(spec(PROMPT, session_id=name, owner=name.split()[0], park=True, max_tokens=40))
-            num_cached = talk.session.opened.num_cached_tokens
-            await talk.propose([7], K, start=0)
-            await talk.session.close()
-        assert (await core.load()).parked_sessions < 6
-        assert num_cached > 0
+    async with start("eagle3", kv_cache_memory_bytes=4 * block_bytes) as core:
+        other = await core.open(spec([1] * 60))
+        talk = Talk(core, target, "eagle3")
+        await talk.open(spec([5] * 26))
+        assert (await talk.propose([7], K, start=0)).token_ids
+        assert (await talk.propose([7] * 8, K)).token_ids == ()
+        assert (await talk.propose([7], K)).token_ids == ()
+        await talk.session.close()
+        await other.close()
 
 
 async def test_info(start, folder):

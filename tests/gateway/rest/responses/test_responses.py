@@ -128,7 +128,7 @@ async def test_responses_are_kept_given_and_forgotten(client, stand):
     assert unkept.store is False
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(unkept.id)
-    assert not stand.targets[0].specs[-1].park
+    assert not stand.targets[0].specs[-1].is_named
     streamed = await events_of(stand)
     assert (await client.responses.retrieve(streamed[-1]["response"]["id"])).status == "incomplete"
 
