@@ -124,15 +124,11 @@ def _metrics_list() -> str:
 
 
 def _sampling_list() -> str:
-    """The sampling parameters that both generation endpoints take, with range and default."""
-    items = []
-    for row in parameters():
-        if row.in_rest:
-            default = _json(row.default)
-            limits = [_range(row), f"default {default}" if default else ""]
-            note = "; ".join(each for each in limits if each)
-            items.append((_code([row.name]), f"{row.help} ({note})" if note else row.help))
-    return _list(items)
+    """The sampling parameters that both generation endpoints take."""
+    return _list(
+        (_code([row.name]) + _in_brackets(_json(row.default)), f"{row.help}; {limits}" if limits else row.help)
+        for row, limits in ((row, _range(row)) for row in parameters() if row.in_rest)
+    )
 
 
 def _range(row: Parameter) -> str:
@@ -170,7 +166,7 @@ def _unsupported(body: type[Body]) -> Iterator[tuple[str, str]]:
         where = f"{body.path}.{name}" if body.path else name
         if isinstance(kind, Refused):
             yield where, "refused" + (f" unless {_code(map(str, kind.allowed))}" if kind.allowed else "")
-        elif kind is IGNORED:
+        elif kind is IGNORED and not where.startswith(("messages.", "tools.")):
             yield where, "ignored"
         else:
             for inner in _bodies_in(body.model_fields[name].annotation):
