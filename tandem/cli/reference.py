@@ -205,12 +205,7 @@ def _benchmarks_list() -> str:
     return _list(rows)
 
 
-def _commands_list() -> str:
-    return _list((f"`tandem {name}`", text) for name, (_, text) in {**COMMANDS, **SERVICES}.items())
-
-
 LISTS: Final[Mapping[str, Callable[[], str]]] = {
-    "commands": _commands_list,
     "speculative_config": _config_list,
     "remote_draft": _remote_draft_list,
     "LLM": _arguments,
