@@ -144,7 +144,7 @@ def _json(default: object) -> str | None:
 
 
 def _unsupported_list() -> str:
-    """The fields of REST bodies that are ignored or refused; those with the same fate at the same endpoints share a line."""
+    """The fields of REST bodies that are ignored or refused; those of the same endpoints share a line."""
     bodies: dict[str, type[Body]] = {
         "completions": CompletionBody, "chat": ChatBody, "responses": ResponseBody, "messages": MessagesBody,
     }  # fmt: skip
