@@ -108,7 +108,7 @@ protos: $(STAMP)
 released-protos: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --descriptor_set_out=protos/released.binpb protos/specdec/v1/*.proto
 
-# The tables of options in docs/; a test compares them with what this makes.
+# The lists of options in docs/; a test compares them with what this makes.
 docs: $(STAMP)
 	$(BIN)/python -m tandem.cli.reference
 

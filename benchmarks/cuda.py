@@ -1,4 +1,4 @@
-"""How near the engine comes to a GPU's limit, on targets of random weights in the shape of 1 B and 7 B models.
+"""How near the engine comes to a GPU's limit, on random weights in the shape of 1 B and 7 B models.
 
 ``python -m benchmarks.cuda`` first compares the GPU's answers with the CPU's; it ends with status 1 where they differ.
 Then it times passes of the target and of a draft: against the bytes they must read and the bandwidth measured on the

@@ -1,4 +1,4 @@
-"""How near the limit is a forward pass on this CPU? Its share of the memory's bandwidth, by rows and context.
+"""The share of the memory's bandwidth that a forward pass on this CPU reaches, by rows and context.
 
 ``python -m benchmarks.engine`` times passes of one engine, without services: one session that feeds 1 row (decoding) to
 32, and many sessions that feed one each, behind contexts of several lengths. A pass must read the weights once and

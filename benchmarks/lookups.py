@@ -1,4 +1,4 @@
-"""What n-gram and suffix lookup draft, and how fast: recorded texts are replayed, so no model runs.
+"""What n-gram and suffix lookup draft for recorded texts, and how fast.
 
 The target is played by a text: of every proposal the tokens that agree with it are accepted, and one more is committed.
 ``prose`` are files nobody has seen, the second half after the first. ``edits`` are six versions of each file, one

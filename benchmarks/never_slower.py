@@ -1,4 +1,4 @@
-"""Is a drafter ever slower than plain decoding? Its speed over that of plain decoding, cell by cell, as one table.
+"""Is a drafter ever slower than plain decoding? A table of ratios.
 
 A cell is a system (``serve``: processes as ``tandem serve`` runs them; ``embedded``: everything in one process), a pair
 of models, a drafter and a number of sessions. On one running server windows of plain decoding and of the drafter

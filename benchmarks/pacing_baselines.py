@@ -1,4 +1,4 @@
-"""Simpler policies of pacing beside the gateway's own: speed over plain decoding, from 1 to 32 sessions.
+"""Simpler policies of pacing beside the gateway's own, from 1 to 32 sessions.
 
 One target and one draft serve four gateways, one for each policy. Windows of plain decoding and of each policy
 alternate; a policy's speed is compared with the plain window before it. ``serve POLICY …`` runs such a gateway alone.

@@ -1,4 +1,4 @@
-"""The chart of docs/measurements.md#peers, from the table beside it: one session, bars by engine and drafter.
+"""The chart of docs/measurements.md#peers, from the table beside it.
 
 ``python -m benchmarks.peers_chart`` writes docs/peers.svg.
 """

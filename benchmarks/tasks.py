@@ -1,4 +1,4 @@
-"""The task suite outside of ``tandem bench``: its prompts as a file, and one table and one picture of several runs.
+"""The task suite outside of ``tandem bench``: its prompts, and a table and a picture of several runs.
 
 ``prompts`` prints JSON lines with ``category`` and ``prompt``, for programs that read prompts from a file. ``report``
 reads files that ``tandem bench --text tasks --json`` wrote, adds them up and prints a Markdown table: a row per task, a

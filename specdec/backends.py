@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from specdec.direct_draft import DirectDraftSession
 from specdec.types import (
     DraftOpened,
     HiddenStates,
@@ -73,12 +74,10 @@ class TargetSession(Protocol):
 class DraftOpener(Protocol):
     """A target session that can ask a draft for proposals itself."""
 
-    async def open_draft(self, address: str, spec: SessionSpec, timeout_s: float) -> DraftSession:
+    async def open_draft(self, address: str, spec: SessionSpec, timeout_s: float) -> DirectDraftSession:
         """Open a session on the draft at ``address``, with the tokens that are committed on the target by then in place
         of those of ``spec``. The target's verdicts must be received meanwhile.
 
-        The target asks for as many tokens after each verdict as the latest ``advance`` of the result says; nothing else
-        of ``advance`` counts. ``receive`` of the result returns nothing; it raises once the draft is lost.
         ``timeout_s``: how long a proposal may take.
 
         Raises:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import grpc.aio
 
-from gateway.backends.direct_draft import DirectDraftSession
 from gateway.backends.info import ModelServer
 from specdec import codec
+from specdec.direct_draft import DirectDraftSession
 from specdec.errors import Unavailable
 from specdec.hidden_state_buffer import StateBuffer
 from specdec.rpc.session_stream import MessageStream

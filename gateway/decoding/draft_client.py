@@ -14,6 +14,7 @@ from gateway.decoding.request import RequestState
 from gateway.placement.routing import HiddenStateSpec, Replica, Router
 from specdec.backends import DraftBackend, DraftSession
 from specdec.backoff import backoff_s
+from specdec.direct_draft import DirectDraftSession
 from specdec.errors import (
     Cancelled,
     InvalidRequest,
@@ -41,20 +42,19 @@ OPEN_TIMEOUT_S: Final = 30.0
 
 OnProposal = Callable[[Path, Proposal], None]
 #: Has the target open the session of a draft that it then asks itself; None where it cannot.
-OpenDirect = Callable[[Replica[DraftBackend], SessionSpec], Awaitable[DraftSession | None]]
+OpenDirect = Callable[[Replica[DraftBackend], SessionSpec], Awaitable[DirectDraftSession | None]]
 
 
 @dataclass(slots=True, eq=False)
 class OpenDraft:
     """An open draft session, how many committed tokens it was told, and the proposals it sent."""
 
-    session: DraftSession
+    #: A direct one if the target asks the draft itself: no proposal comes here.
+    session: DraftSession | DirectDraftSession
     replica: Replica[DraftBackend]
     known_len: int
     #: The target's hidden states that it reads.
     states: HiddenStateSpec = field(default_factory=HiddenStateSpec)
-    #: Whether the target asks it itself: no proposal comes here.
-    is_direct: bool = False
     #: Drafted tokens asked for in the next round; 0: none.
     k: int = 0
     #: Proposals it may send before the next verdict.
@@ -62,6 +62,11 @@ class OpenDraft:
     #: Proposals that may still be of use; the one for the tokens committed now has the empty path.
     pending: PendingProposals = field(default_factory=PendingProposals)
     reader: asyncio.Task[None] | None = None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the target asks it."""
+        return isinstance(self.session, DirectDraftSession)
 
 
 class DraftClient:
@@ -202,15 +207,21 @@ class DraftClient:
         if not k and not draft.k:
             return False
         draft.k = min(k, draft.session.opened.num_speculative_tokens)
-        draft.num_ahead_proposals = self._num_ahead_of(draft)
-        states = self._states.take() if draft.states == self._states_spec else ()
-        news = self._state.after(draft.known_len)
         try:
-            await draft.session.advance(draft.known_len, news, draft.k, draft.num_ahead_proposals, states)
+            if isinstance(draft.session, DirectDraftSession):
+                draft.session.ask(draft.k)
+            else:
+                await self._advance(draft, draft.session)
         except Exception as error:
             self._lose(draft, error)
-        draft.known_len += len(news)
         return True
+
+    async def _advance(self, draft: OpenDraft, session: DraftSession) -> None:
+        draft.num_ahead_proposals = self._num_ahead_of(draft)
+        states = self._states.take() if draft.states == self._states_spec else ()
+        base_len, news = draft.known_len, self._state.after(draft.known_len)
+        draft.known_len += len(news)
+        await session.advance(base_len, news, draft.k, draft.num_ahead_proposals, states)
 
     def _num_ahead_of(self, draft: OpenDraft) -> int:
         """Proposals the draft may send before the next verdict: no more than can be kept with those in transit."""
@@ -385,14 +396,15 @@ class DraftClient:
         self._epoch += 1
         spec = self._state.spec(self._epoch)
         states = HiddenStateSpec() if replica.info is None else HiddenStateSpec.of(replica.info)
-        session = None if states.layers or self._num_ahead_proposals else await self._open_direct(replica, spec)
-        is_direct = session is not None
+        session: DraftSession | DirectDraftSession | None = None
+        if not states.layers and not self._num_ahead_proposals:
+            session = await self._open_direct(replica, spec)
         if session is None:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 session = await replica.backend.open(spec)
         if session.opened.num_speculative_tokens == 0:
             self.off = True
-        return OpenDraft(session, replica, len(spec.token_ids), states, is_direct=is_direct)
+        return OpenDraft(session, replica, len(spec.token_ids), states)
 
 
 async def _cancel(task: asyncio.Task[object]) -> None:

@@ -24,7 +24,8 @@ from gateway.decoding.target_client import TargetClient
 from gateway.pacing.lookup_pacer import LookupPace, LookupPacer
 from gateway.pacing.pace import FixedPace, Pace
 from gateway.placement.routing import HiddenStateSpec, Replica
-from specdec.backends import DraftBackend, DraftSession, TargetBackend
+from specdec.backends import DraftBackend, TargetBackend
+from specdec.direct_draft import DirectDraftSession
 from specdec.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -189,7 +190,7 @@ class Decoding:
         """Whether nothing comes of the target without being asked for."""
         return self._target.is_idle and not self._draft.is_asked_by_target
 
-    async def _open_direct(self, replica: Replica[DraftBackend], spec: SessionSpec) -> DraftSession | None:
+    async def _open_direct(self, replica: Replica[DraftBackend], spec: SessionSpec) -> DirectDraftSession | None:
         """Have the target open a draft's session and ask the draft itself; None where that cannot be.
 
         Both must be reached over Unix sockets: then they are on one machine. Lookups are compared with what the draft

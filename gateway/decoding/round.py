@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import ClassVar, Self
+from typing import Self
 
 from specdec.types import DraftedRound, Proposal, Verdict
 
@@ -107,19 +107,16 @@ class DirectRound(AskedRound):
     """A round whose proposal the target asked the draft for."""
 
     drafted: DraftedRound
+    num_asked: int
     asked_ns: int
-    is_looked_up: ClassVar[bool] = False  # type: ignore[misc]  # the same for all
-    is_predicted: ClassVar[bool] = False  # type: ignore[misc]
+    wait_ns: int
+    is_looked_up: bool = False
+    is_predicted: bool = False
 
-    @property
-    def num_asked(self) -> int:  # type: ignore[override]  # read only, too
-        """Drafted tokens asked for."""
-        return self.drafted.num_asked
-
-    @property
-    def wait_ns(self) -> int:  # type: ignore[override]
-        """How long the target waited for the proposal."""
-        return self.drafted.wait_ns
+    @classmethod
+    def of(cls, drafted: DraftedRound, verdict_ns: int) -> Self:
+        """What the target says of a round; the verdict before it came at ``verdict_ns``."""
+        return cls(drafted, drafted.num_asked, verdict_ns + drafted.wait_ns, drafted.wait_ns)
 
     @property
     def num_tokens(self) -> int:

@@ -13,8 +13,9 @@ from gateway.decoding.metrics import SpeculationMetrics
 from gateway.decoding.request import RequestState
 from gateway.decoding.round import AskedRound, DirectRound, RoundRequest
 from gateway.placement.routing import HiddenStateSpec, Replica, Router
-from specdec.backends import DraftOpener, DraftSession, TargetBackend, TargetSession
+from specdec.backends import DraftOpener, TargetBackend, TargetSession
 from specdec.backoff import backoff_s
+from specdec.direct_draft import DirectDraftSession
 from specdec.errors import InvalidRequest, Overloaded, StaleSession, TandemError, Unavailable
 from specdec.pending_proposals import Path, PendingProposals
 from specdec.types import Proposal, SessionSpec, TargetOpened, Verdict
@@ -126,7 +127,7 @@ class TargetClient:
         self._first_session = self._first_session or session
         return first
 
-    async def open_draft(self, address: str, spec: SessionSpec, timeout_s: float) -> DraftSession | None:
+    async def open_draft(self, address: str, spec: SessionSpec, timeout_s: float) -> DirectDraftSession | None:
         """Have the target open the session of a draft, which it asks itself then; None where it cannot. Waits for a
         session of the target's own.
 
@@ -195,7 +196,7 @@ class TargetClient:
         answered: AskedRound | None = self.round
         num_tokens = verdict.num_draft_tokens
         if verdict.drafted is not None:
-            answered = DirectRound(verdict.drafted, self._verdict_ns + verdict.drafted.wait_ns)
+            answered = DirectRound.of(verdict.drafted, self._verdict_ns)
         elif answered is None and num_tokens:
             # Near the limit the target drops drafted tokens; the newest of equal rounds counts.
             rounds = [early for early in reversed(self._early) if len(early.proposal.token_ids) >= num_tokens]

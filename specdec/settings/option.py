@@ -1,6 +1,6 @@
 """An option is a field of a settings class, declared in one line with its default, help and range.
 
-Command lines, error messages and the tables in ``docs/`` are made from these lines. pydantic would do the checks, but
+Command lines, error messages and the lists in ``docs/`` are made from these lines. pydantic would do the checks, but
 its import takes three times as long as that of all settings, and every command pays for it.
 """
 

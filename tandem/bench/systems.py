@@ -108,7 +108,7 @@ async def _start_embedded(
             if deployment.draft is not None:
                 draft = await DraftCore.start(deployment.draft)
                 stack.push_async_callback(draft.close)
-            router = await Router.local(first.target, draft)
+            router = await Router.local(first.cores.target, draft)
             generation = Generation(router, deployment.gateway, first.generation.tokenizer)
         systems[name] = EmbeddedSystem(generation)
     return systems

@@ -1,7 +1,7 @@
-"""Write the tables of options in ``docs/``: ``python -m tandem.cli.reference``.
+"""Write the lists of options in ``docs/``: ``python -m tandem.cli.reference``.
 
-A table stands between the lines ``<!-- options: NAME -->`` and ``<!-- end of options -->``. NAME is a command, whose
-table comes from its parser, or one of :data:`TABLES`.
+A list stands between the lines ``<!-- options: NAME -->`` and ``<!-- end of options -->``. NAME is a command, whose
+list comes from its parser, or one of :data:`LISTS`.
 """
 
 from __future__ import annotations
@@ -33,34 +33,39 @@ from tandem.cli.services import SERVICES
 from tandem.speculative_config import OLDER_NAMES
 from tandem_integrations.settings import RemoteDraftSettings
 
+#: The flags of these groups are only named: ``--help`` tells their meaning and default, docs/api.md what they are for.
+_NAMED: Final = ("limits of a request", "connections", "limits of a client")
 _MARKED: Final = re.compile(r"(<!-- options: (\S+) -->\n).*?(<!-- end of options -->)", re.DOTALL)
 
 
 def fill(page: str) -> str:
-    """A page with each of its tables made again."""
-    return _MARKED.sub(lambda found: f"{found[1]}\n{table_of(found[2])}\n{found[3]}", page)
+    """A page with each of its lists made again."""
+    return _MARKED.sub(lambda found: f"{found[1]}\n{list_of(found[2])}\n{found[3]}", page)
 
 
-def table_of(name: str) -> str:
-    """The table of a command, or of one of the others that the module names, in Markdown."""
-    if name in TABLES:
-        return TABLES[name]()
-    return _command_table(name)
+def list_of(name: str) -> str:
+    """The list of a command, or one of the others that the module names, in Markdown."""
+    if name in LISTS:
+        return LISTS[name]()
+    return _command_list(name)
 
 
-def _command_table(name: str) -> str:
+def _command_list(name: str) -> str:
     """The flags of a command, but those that ``serve`` or ``speculative_config`` has as well, with the same meaning."""
     known = set() if name == "serve" else {(flag.dest, flag.help) for _, flag in _flags("serve")}
     known |= {(key, each.text) for key, each in options_of(SpeculativeSettings).items()}
-    rows: list[Sequence[str]] = []
+    parts = []
     for title, flags in groupby(_flags(name), lambda pair: pair[0]):
         new = [flag for _, flag in flags if (flag.dest, flag.help) not in known]
-        rows += [(f"**{title}**", "", "")] if new else []
-        rows += [
-            (_code(each.option_strings), (each.help or "") + _choices(each.choices or ()), _default(each))
-            for each in new
-        ]
-    return _table(("flag", "meaning", "default"), rows)
+        if new and title in _NAMED:
+            parts.append(f"**{title}**: {', '.join(_code(each.option_strings) for each in new)}\n")
+        elif new:
+            options = _list(
+                (_code(each.option_strings) + _default(each), (each.help or "") + _choices(each.choices or ()))
+                for each in new
+            )
+            parts.append(f"**{title}**\n\n{options}")
+    return "\n".join(parts)
 
 
 def _flags(name: str) -> Iterator[tuple[str, argparse.Action]]:
@@ -76,24 +81,21 @@ def _flags(name: str) -> Iterator[tuple[str, argparse.Action]]:
                 yield group.title or "", each
 
 
-def _config_table() -> str:
+def _config_list() -> str:
     options = options_of(SpeculativeSettings)
-    rows = [
+    return _list(
         (
-            _code([name]),
+            _code([name, *(flag_of(flag) for flag, key in OLDER_NAMES.items() if key == name)])
+            + _in_brackets(options[name].default),
             options[name].text + _choices(options[name].choices),
-            _code([default_text(options[name].default)]),
-            _code([flag_of(flag) for flag, key in OLDER_NAMES.items() if key == name]),
         )
         for name in chain.from_iterable(groups_of(SpeculativeSettings).values())
-    ]
-    return _table(("key", "meaning", "default", "flags"), rows)
+    )
 
 
-def _remote_draft_table() -> str:
+def _remote_draft_list() -> str:
     options = options_of(RemoteDraftSettings).items()
-    rows = [(_code([name]), each.text, _code([default_text(each.default)])) for name, each in options]
-    return _table(("option", "meaning", "default"), rows)
+    return _list((_code([name]) + _in_brackets(each.default), each.text) for name, each in options)
 
 
 def _arguments() -> str:
@@ -102,26 +104,31 @@ def _arguments() -> str:
     return _code(name for name in OPTIONS if name not in ("tokenizer", "verification")) + ".\n"
 
 
-def _metrics_table() -> str:
-    """The metrics; those with one meaning, Tandem's name and vLLM's, share a row."""
+def _metrics() -> Mapping[str, Sequence[str]]:
+    """The metrics by their meaning: Tandem's name, and vLLM's."""
     metrics = Generation(Router()).metrics
     metrics.follow_key_file(lambda: True)
-    names: dict[tuple[str, str], list[str]] = {}
+    names: dict[str, list[str]] = {}
     for family in metrics.registry.collect():
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels: Sequence[str] = metrics.labels.get(family.name, getattr(family, "_labelnames", ()))
         shown = f"{name}{{{','.join(labels)}}}" if labels else name
-        names.setdefault((family.type, family.documentation), []).append(shown)
-    rows = [(_code(sorted(same)), *meaning) for meaning, same in names.items()]
-    return _table(("metric", "type", "meaning"), sorted(rows))
+        names.setdefault(family.documentation, []).append(shown)
+    return {meaning: sorted(same) for meaning, same in names.items()}
 
 
-def _sampling_table() -> str:
+def _metrics_list() -> str:
+    """The metrics but those of speculation, which stand beside the fields that they sum."""
+    in_answers = {metric.text for metric in METRICS.values()}
+    return _list(sorted((_code(same), meaning) for meaning, same in _metrics().items() if meaning not in in_answers))
+
+
+def _sampling_list() -> str:
     """The sampling parameters that both generation endpoints take."""
-    rows = [
-        (_code([row.name]), row.help, _range(row), _code([_json(row.default)])) for row in parameters() if row.in_rest
-    ]
-    return _table(("field", "meaning", "range", "default"), rows)
+    return _list(
+        (_code([row.name]) + _in_brackets(_json(row.default)), f"{row.help}; {limits}" if limits else row.help)
+        for row, limits in ((row, _range(row)) for row in parameters() if row.in_rest)
+    )
 
 
 def _range(row: Parameter) -> str:
@@ -136,16 +143,21 @@ def _json(default: object) -> str | None:
     return None if default in (None, (), {}) else str(default).lower()
 
 
-def _unsupported_table() -> str:
-    """The fields of REST bodies that are ignored or refused, by endpoint; those with the same fate share a row."""
+def _unsupported_list() -> str:
+    """The fields of REST bodies that are ignored or refused; those of the same endpoints share a line."""
     bodies: dict[str, type[Body]] = {
         "completions": CompletionBody, "chat": ChatBody, "responses": ResponseBody, "messages": MessagesBody,
     }  # fmt: skip
-    found = {name: dict(_unsupported(body)) for name, body in bodies.items()}
-    fields: dict[tuple[str, ...], list[str]] = {}
-    for field in sorted(set(chain.from_iterable(found.values()))):
-        fields.setdefault(tuple(found[name].get(field, "") for name in bodies), []).append(field)
-    return _table(("fields", *bodies), [(_code(same), *fates) for fates, same in fields.items()])
+    endpoints: dict[tuple[str, str], list[str]] = {}
+    for name, body in bodies.items():
+        for field, fate in _unsupported(body):
+            endpoints.setdefault((field, fate), []).append(name)
+    fields: dict[str, list[str]] = {}
+    for (field, fate), names in sorted(endpoints.items()):
+        kind, _, value = fate.partition(" unless ")
+        shown = f"`{field}` unless {value}" if value else f"`{field}`"
+        fields.setdefault(f"{kind} by {', '.join(names)}", []).append(shown)
+    return _list((where, ", ".join(same)) for where, same in sorted(fields.items()))
 
 
 def _unsupported(body: type[Body]) -> Iterator[tuple[str, str]]:
@@ -154,7 +166,7 @@ def _unsupported(body: type[Body]) -> Iterator[tuple[str, str]]:
         where = f"{body.path}.{name}" if body.path else name
         if isinstance(kind, Refused):
             yield where, "refused" + (f" unless {_code(map(str, kind.allowed))}" if kind.allowed else "")
-        elif kind is IGNORED:
+        elif kind is IGNORED and not where.startswith(("messages.", "tools.")):
             yield where, "ignored"
         else:
             for inner in _bodies_in(body.model_fields[name].annotation):
@@ -168,45 +180,41 @@ def _bodies_in(annotation: object) -> Iterator[type[Body]]:
         yield from _bodies_in(part)
 
 
-def _speculation_table() -> str:
-    """What answers report of speculation."""
-    return _table(("field", "meaning"), [(_code([name]), metric.text) for name, metric in METRICS.items()])
+def _speculation_list() -> str:
+    """What answers report of speculation, and the metrics that sum it."""
+    counters = _metrics()
+    return _list(
+        (_code([name]), metric.text + (f"; {_code(counters[metric.text])}" if metric.counter else ""))
+        for name, metric in METRICS.items()
+    )
 
 
-def _reasons_table() -> str:
+def _reasons_list() -> str:
     """The values of ``no_speculation_reason``."""
-    return _table(("`no_speculation_reason`", "meaning"), [(_code([reason]), reason.text) for reason in PlainReason])
+    return _list((_code([reason]), reason.text) for reason in PlainReason)
 
 
-def _benchmarks_table() -> str:
+def _benchmarks_list() -> str:
     """The programs in ``benchmarks/``, and the first line of each."""
     rows = []
     for path in sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py")):
         if "__main__" in (text := path.read_text()):
             line = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
             what = re.sub(r"(: )?``python -m [^`]*``(: )?", "", line).replace("``", "`").rstrip(".:")
-            rows.append((f"`python -m benchmarks.{path.stem}`", what))
-    return _table(("command", "what it measures"), rows)
+            rows.append((f"`{path.stem}`", what))
+    return _list(rows)
 
 
-def _commands_table() -> str:
-    return _table(
-        ("command", "what it does"),
-        [(_code([f"tandem {name}"]), text) for name, (_, text) in {**COMMANDS, **SERVICES}.items()],
-    )
-
-
-TABLES: Final[Mapping[str, Callable[[], str]]] = {
-    "commands": _commands_table,
-    "speculative_config": _config_table,
-    "remote_draft": _remote_draft_table,
+LISTS: Final[Mapping[str, Callable[[], str]]] = {
+    "speculative_config": _config_list,
+    "remote_draft": _remote_draft_list,
     "LLM": _arguments,
-    "metrics": _metrics_table,
-    "sampling": _sampling_table,
-    "unsupported_fields": _unsupported_table,
-    "speculation_metrics": _speculation_table,
-    "no_speculation_reason": _reasons_table,
-    "benchmarks": _benchmarks_table,
+    "metrics": _metrics_list,
+    "sampling": _sampling_list,
+    "unsupported_fields": _unsupported_list,
+    "speculation_metrics": _speculation_list,
+    "no_speculation_reason": _reasons_list,
+    "benchmarks": _benchmarks_list,
 }
 
 
@@ -216,20 +224,24 @@ def _choices(choices: Iterable[object]) -> str:
 
 
 def _default(action: argparse.Action) -> str:
-    return "required" if action.required else _code([default_text(action.default)])
+    return " (required)" if action.required else _in_brackets(action.default)
+
+
+def _in_brackets(default: object) -> str:
+    shown = default_text(default)
+    return f" (`{shown}`)" if shown else ""
 
 
 def _code(texts: Iterable[str | None]) -> str:
     return ", ".join(f"`{text}`" for text in texts if text)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines) + "\n"
+def _list(items: Iterable[tuple[str, str]]) -> str:
+    return "".join(f"- {name}: {text}\n" for name, text in items)
 
 
 def main() -> int:
-    """Make the tables of every page in ``docs/``; names the pages that changed."""
+    """Make the lists of every page in ``docs/``; names the pages that changed."""
     for path in sorted(Path("docs").glob("*.md")):
         page = path.read_text()
         if (filled := fill(page)) != page:

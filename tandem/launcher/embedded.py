@@ -18,11 +18,11 @@ from tandem.launcher.deployment import Deployment
 from target_service.core import TargetCore
 
 
-class Embedded:
-    """The services' cores and the gateway's generation module on the running event loop."""
+class LocalCores:
+    """The services' cores on the running event loop, and the router to them."""
 
-    def __init__(self, generation: Generation, target: TargetCore, draft: DraftCore | None) -> None:
-        self.generation = generation
+    def __init__(self, router: Router, target: TargetCore, draft: DraftCore | None) -> None:
+        self.router = router
         self.target = target
         self.draft = draft
 
@@ -35,15 +35,12 @@ class Embedded:
             InvalidRequest: a setting does not fit a model or the machine.
         """
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        settings = deployment.gateway
-        tokenizer = _load_tokenizer(settings.tokenizer)
         target = await TargetCore.start(deployment.target)
         draft: DraftCore | None = None
         try:
             if deployment.draft is not None:
                 draft = await DraftCore.start(deployment.draft)
-            generation = Generation(await Router.local(target, draft), settings, tokenizer)
-            return cls(generation, target, draft)
+            return cls(await Router.local(target, draft), target, draft)
         except BaseException:
             if draft is not None:
                 await draft.close()
@@ -55,6 +52,31 @@ class Embedded:
         if self.draft is not None:
             await self.draft.close()
         await self.target.close()
+
+
+class Embedded:
+    """The cores and the gateway's generation module, for callers that need no server."""
+
+    def __init__(self, cores: LocalCores, generation: Generation) -> None:
+        self.cores = cores
+        self.generation = generation
+
+    @classmethod
+    async def start(cls, deployment: Deployment) -> Self:
+        """Load and warm up the models; raises what :meth:`LocalCores.start` does, and for a chat template that cannot
+        be read.
+        """
+        tokenizer = _load_tokenizer(deployment.gateway.tokenizer)
+        cores = await LocalCores.start(deployment)
+        try:
+            return cls(cores, Generation(cores.router, deployment.gateway, tokenizer))
+        except BaseException:
+            await cores.close()
+            raise
+
+    async def close(self) -> None:
+        """Drop the models."""
+        await self.cores.close()
 
 
 def _load_tokenizer(folder: str | None) -> TextTokenizer | None:
@@ -75,12 +97,12 @@ def serve_embedded(deployment: Deployment) -> int:
 
 
 async def _serve(deployment: Deployment) -> None:
-    embedded = await Embedded.start(deployment)
+    local = await LocalCores.start(deployment)
     stop = asyncio.Event()
-    cores = [core for core in (embedded.target, embedded.draft) if core is not None]
+    cores = [core for core in (local.target, local.draft) if core is not None]
     watches = [asyncio.create_task(_stop_after_failure(core, stop)) for core in cores]
     try:
-        gateway = Gateway(deployment.gateway, router=embedded.generation.router)
+        gateway = Gateway(deployment.gateway, router=local.router)
         await serve(gateway, stop=stop, on_ready=lambda: print(deployment.ready_line({}), flush=True))
         for core in cores:
             if core.failure is not None:
@@ -88,7 +110,7 @@ async def _serve(deployment: Deployment) -> None:
     finally:
         for watch in watches:
             watch.cancel()
-        await embedded.close()
+        await local.close()
 
 
 async def _stop_after_failure(core: TargetCore | DraftCore, stop: asyncio.Event) -> None:

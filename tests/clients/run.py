@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 ENVIRONMENTS = ROOT / ".venv" / "clients"
 RESULTS = ENVIRONMENTS / "results.json"
 PAGE = ROOT / "docs" / "clients.md"
-TABLE = re.compile(r"(?<=\| --- \| --- \| --- \| --- \|\n)(\|.*\n)*")
+TABLE = re.compile(r"(?<=\| --- \| --- \| --- \|\n)(\|.*\n)*")
 CHECK_TIMEOUT_S = 900
 #: Flags of a server that only this client asks: invented requests without a limit generate until the context is full.
 OWN_SERVERS = {"schemathesis": ("--max-model-len", "128")}
@@ -49,7 +49,7 @@ class Result:
     @property
     def row(self) -> str:
         """Its line of the table."""
-        outcome = self.reason or f"{self.passed} passed" + (f", {self.failed} failed" if self.failed else "")
+        outcome = self.reason or f"{self.passed}" + (f", {self.failed} failed" if self.failed else "")
         return f"{self.packages} | {self.checks} | {outcome} |"
 
 
@@ -107,7 +107,7 @@ class PythonClient:
         passed = counts.pop("passed", 0)
         checks = ast.get_docstring(ast.parse(self._file.read_text())) or ""
         failed = sum(counts.values()) or int(status != 0)
-        return Result(f"{packages} | Python", checks, passed, failed, reason)
+        return Result(packages, checks, passed, failed, reason)
 
 
 class NodeClient:
@@ -133,7 +133,7 @@ class NodeClient:
         packages = ", ".join(f"`{name}` {version}" for name, version in self._package["dependencies"].items())
         failed = counts.get("fail", 0) + counts.get("cancelled", 0)
         failed = failed or int(status != 0)
-        return Result(f"{packages} | Node.js", self._package["description"], counts.get("pass", 0), failed, reason)
+        return Result(f"{packages} (Node.js)", self._package["description"], counts.get("pass", 0), failed, reason)
 
 
 class Program:
@@ -147,7 +147,7 @@ class Program:
 
     def run(self, environment: dict[str, str]) -> Result:
         """The result of compiling and running it."""
-        client = f"[`clients/{self._name}`](../clients/{self._name}) | {PROGRAMS[self._name][0]}"
+        client = f"[`clients/{self._name}`](../clients/{self._name}) ({PROGRAMS[self._name][0]})"
         checks = "compiles; prints the text"
         if tools := missing(self._name):
             absent = ", ".join(f"`{tool}`" for tool in tools)

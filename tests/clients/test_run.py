@@ -17,7 +17,7 @@ def test_checks_that_do_not_end_are_a_failed_result(monkeypatch: pytest.MonkeyPa
     _, status, reason = run.run_checks([sys.executable, "-c", endless], dict(os.environ))
     assert status != 0
     assert reason == "did not end within 0.1 s"
-    assert run.Result("`p` 1 | Python", "all", 0, 1, reason).row == "`p` 1 | Python | all | did not end within 0.1 s |"
+    assert run.Result("`p` 1", "all", 0, 1, reason).row == "`p` 1 | all | did not end within 0.1 s |"
 
 
 def test_checks_that_end_tell_what_they_printed() -> None:

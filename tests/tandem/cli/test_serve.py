@@ -218,7 +218,8 @@ def test_a_taken_port_is_named(launch: type[Launcher]) -> None:
 
 def test_embedded(launch: type[Launcher]) -> None:
     vllms = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--load-format", "auto")
-    launcher = launch("--embedded", "--dtype", "float32", "--allow-credentials", *vllms)
+    endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"  # which warns
+    launcher = launch("--embedded", "--dtype", "float32", "--allow-credentials", "--chat-template", endless, *vllms)
     assert launcher.wait_for("ready:").endswith("| python-12m, drafted by python-1m, k = 4")
     flags, reasons = zip(*(line.split(": ", 1) for line in launcher.lines if line.startswith("[serve] ")), strict=True)
     assert flags == (
@@ -227,6 +228,9 @@ def test_embedded(launch: type[Launcher]) -> None:
         "[serve] --allow-credentials",
     )
     assert all(reasons)
+    warnings = [line for line in launcher.lines if " WARNING " in line]
+    assert len(warnings) == 1, warnings
+    assert "an example conversation cannot be rendered" in warnings[0]
     # What it does is said before torch is imported.
     assert launcher.lines[len(flags)].startswith("[tandem] starting in this process: python-12m, drafted by python-1m")
     assert launcher.children() == {}

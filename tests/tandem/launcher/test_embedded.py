@@ -25,7 +25,7 @@ def test_a_core_that_fails_ends_the_process(monkeypatch, name):
 
     async def start(deployment):
         cores.update(target=Core(), draft=Core())
-        return embedded.Embedded(SimpleNamespace(router=None), cores["target"], cores["draft"])
+        return embedded.LocalCores(None, cores["target"], cores["draft"])
 
     async def serve(gateway, *, stop, on_ready):
         cores[name].failure = InternalError(f"the {name} broke")
@@ -33,7 +33,7 @@ def test_a_core_that_fails_ends_the_process(monkeypatch, name):
         async with asyncio.timeout(10):
             await stop.wait()
 
-    monkeypatch.setattr(embedded.Embedded, "start", start)
+    monkeypatch.setattr(embedded.LocalCores, "start", start)
     monkeypatch.setattr(embedded, "Gateway", lambda settings, *, router: None)
     monkeypatch.setattr(embedded, "serve", serve)
     with pytest.raises(InternalError, match=f"the {name} broke"):

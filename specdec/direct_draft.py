@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NoReturn
 
 from specdec.errors import TandemError
-from specdec.types import DraftOpened, HiddenStates, Proposal
+from specdec.types import DraftOpened
 
 
 class DirectDraftSession:
-    """What :meth:`specdec.backends.DraftOpener.open_draft` returns."""
+    """What :meth:`specdec.backends.DraftOpener.open_draft` returns: to be asked for tokens, not told any."""
 
     opened: DraftOpened
 
@@ -34,27 +35,20 @@ class DirectDraftSession:
             raise self._loss.result()
         self.opened = self._opening.result()
 
-    async def advance(
-        self,
-        base_len: int,
-        token_ids: Sequence[int],
-        num_draft_tokens: int,
-        num_ahead_proposals: int = 0,
-        hidden_states: Sequence[HiddenStates] = (),
-    ) -> None:
-        """Have the target ask for ``num_draft_tokens`` after each verdict; it knows the tokens."""
+    def ask(self, num_draft_tokens: int) -> None:
+        """Have the target ask for so many tokens after each verdict."""
         if num_draft_tokens != self._num_draft_tokens:
             self._num_draft_tokens = num_draft_tokens
             self._draft(num_draft_tokens)
 
-    async def receive(self) -> Proposal:
+    async def receive(self) -> NoReturn:
         """Wait until the draft is lost, and raise why; ``CancelledError`` where the target's session is over."""
         raise await asyncio.shield(self._loss)
 
     async def close(self) -> None:
         """Have the target ask for nothing; it closes the draft's session with its own."""
         if not self._loss.done():
-            await self.advance(0, (), 0)
+            self.ask(0)
 
     # --- what the target tells ---
 
