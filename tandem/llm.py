@@ -211,7 +211,8 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[GenerationChunk]:
         """The pieces of one answer as they come; each sample's last one has ``final``."""
-        request = GenerationRequest(prompt=_read_prompt(prompt), params=sampling_params or SamplingParams())
+        given, salt = _read_prompt(prompt)
+        request = GenerationRequest(prompt=given, cache_salt=salt, params=sampling_params or SamplingParams())
         return self._iterate(request)
 
     def stream_chat(

@@ -13,7 +13,7 @@ _NO_JOBS: Final = "this server keeps no files and no jobs; send the requests the
 _NO_THREADS: Final = "POST /v1/responses keeps conversations; continue one with previous_response_id"
 _NO_ADAPTERS: Final = "this server has no adapters; merge the adapter into the model and serve that"
 _NO_SLEEP: Final = "this server frees no memory while it runs; stop it and start it again"
-_NO_CACHE: Final = "there is nothing to empty: a target drops kept sessions when it needs memory"
+_NO_CACHE: Final = "there is nothing to empty: what is cached yields to what is in use; cache_salt separates requests"
 _NATIVE: Final = "use POST /v1/completions, with max_tokens and stream in the body"
 #: What a path begins with, without /v1 → the remedy. The first that fits counts.
 _INSTEAD: Final[Mapping[str, str]] = {

@@ -30,12 +30,11 @@ def test_no_option_is_both_vllms_and_our_own() -> None:
 def test_the_flags_of_a_usual_vllm_command_line_each_get_a_line() -> None:
     assert lines(
         *("--tool-call-parser", "hermes", "--enable-auto-tool-choice", "--reasoning-parser", "qwen3"),
-        *("--load-format", "auto", "--enable-prefix-caching", "--disable-log-requests", "--pipeline_parallel_size=1"),
+        *("--load-format", "auto", "--prefix-match-unit", "16", "--disable-log-requests", "--pipeline_parallel_size=1"),
     ) == [
         "--enable-auto-tool-choice, --tool-call-parser hermes, --reasoning-parser qwen3: no effect here: how calls of"
         " tools and thoughts are read follows from the chat template, or from --response-template",
-        "--enable-prefix-caching: no effect here: requests share no prefix by themselves; with --reuse-prefixes one"
-        " continues the cache of an ended one",
+        "--prefix-match-unit 16: no effect here: prompts are compared token by token, block by block",
         "--disable-log-requests: no effect here: --log-level, --log-format and --log-requests choose what is logged,"
         " and texts never are",
         "--load-format auto, --pipeline-parallel-size 1: that is so here anyway",
