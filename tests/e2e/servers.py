@@ -267,9 +267,9 @@ def speculates(stack, prompt):
 
 
 def is_free(stack):
-    """Whether the targets hold no session, and no block but those of parked conversations."""
+    """Whether the targets hold no session and no block."""
     loads = map(stack.load_of_target, range(len(stack.targets)))
-    return all(load.used_blocks == load.parked_blocks and load.open_sessions == 0 for load in loads)
+    return all(load.used_blocks == load.open_sessions == 0 for load in loads)
 
 
 def health_of(address, service=""):

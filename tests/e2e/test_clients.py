@@ -124,9 +124,15 @@ def test_a_conversation_reuses_its_cache(client, model, stack):
         for body in ({"session_id": "conversation"}, {})
     ]
     assert answers[0].choices[0].text == answers[1].choices[0].text
-    assert answers[0].usage.prompt_tokens_details.cached_tokens > 5
-    wait_until(lambda: is_free(stack), 15, "the target to park the conversation")
-    assert stack.load_of_target().parked_sessions == 1
+    for answer in answers:
+        assert answer.usage.prompt_tokens_details.cached_tokens > 5
+    salted = client.completions.create(
+        model=model, prompt=longer, max_tokens=16, temperature=0, extra_body={"cache_salt": "another"}
+    )
+    assert salted.usage.prompt_tokens_details.cached_tokens == 0
+    assert salted.choices[0].text == answers[0].choices[0].text
+    wait_until(lambda: is_free(stack), 15, "the target to release its blocks")
+    assert stack.load_of_target().cached_blocks > 0
 
 
 @pytest.mark.parametrize(

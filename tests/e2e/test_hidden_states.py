@@ -236,7 +236,7 @@ async def test_every_state_is_exact(  # noqa: PLR0917
 
 
 @pytest.mark.parametrize("transport", ["in process", "grpc"])
-async def test_stop_tokens_and_parked_sessions(model_settings, exact, plain, transport):
+async def test_stop_tokens_and_a_conversation_with_a_name(model_settings, exact, plain, transport):
     prompt = next(p for p in (make_prompt(seed, 50) for seed in range(100)) if len(set(plain(p, 30))) > 15)
     text = plain(prompt, 60)
     stop = next(token for i, token in enumerate(text) if i > 15 and token not in text[:i])
@@ -251,7 +251,7 @@ async def test_stop_tokens_and_parked_sessions(model_settings, exact, plain, tra
         again, decoding = await decode(context, follow, 40, session_id="chat")
         assert again == plain(follow, 40)
         num_cached = decoding.opened.num_cached_tokens
-        assert num_cached == len(prompt) + len(out) - 1
+        assert num_cached == (len(prompt) + len(out) - 1) // 32 * 32, "the rest is less than a quarter of a block"
     check(reader.readings[1], exact, first=num_cached)
 
 

@@ -53,7 +53,7 @@ async def test_each_target_writes_its_own_text_with_the_same_draft(tmp_path):
         ]
         prompts = [(5, 6, 7), (8, 9, 10)]
         texts = [[greedy_text(model, prompt, NUM_TOKENS) for model in models] for prompt in prompts]
-        for _ in range(2):  # the second time with what the first one parked
+        for _ in range(2):  # the second time with what the first one has left
             done = await asyncio.gather(*(run(context, prompt) for prompt in prompts for context in contexts))
             assert [text for text, _ in done] == [text for pair in texts for text in pair]
             drafted, accepted = [0, 0], [0, 0]

@@ -60,10 +60,10 @@ class Trial:
         check()
 
     def check_free(self) -> None:
-        """No service holds a session or a block that is not parked."""
+        """No service holds a session or a block."""
         for core in (self._services.target, *self._services.drafts.values()):
             load = self._loop.run_until_complete(core.load())
-            assert load.open_sessions == load.waiting_sessions == 0, load
+            assert load.open_sessions == load.waiting_sessions == load.used_blocks == 0, load
         assert self._services.gateway.generation.num_requests == 0
 
 
