@@ -20,6 +20,9 @@ from tests.reliability.load import Load, questions
 from tests.reliability.rig import Rig
 
 NUM_STREAMS = 10
+#: Blocks of a bundled target, and bytes of one: 32 tokens, layers, keys and values, KV heads, head size, float32.
+FEW_BLOCKS = 24
+BLOCK_BYTES = 32 * 6 * 2 * 2 * 64 * 4
 
 
 async def cause_chaos(
@@ -54,8 +57,12 @@ async def cause_chaos(
         await rig.wait_until_free()
         assert not load.outcomes.wrong, "\n".join(load.outcomes.wrong)
         assert not rig.tracebacks(), "\n".join(rig.tracebacks())
+        num_preemptions = sum([(await rig.load_of(name)).preemptions for name in rig.targets])
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(disturbance.counts.items()))
-        return f"{disturbance.counts.total()} faults in {took_s:.0f} s ({counts}); {load.outcomes.describe()}"
+        return (
+            f"{disturbance.counts.total()} faults in {took_s:.0f} s ({counts}); {load.outcomes.describe()};"
+            f" {num_preemptions} preemptions in the targets' last lives"
+        )
     finally:
         await rig.close()
 
@@ -66,8 +73,9 @@ def toys(rng: random.Random, folder: Path) -> Rig:
 
 
 def bundled_pair(rng: random.Random, folder: Path) -> Rig:
-    """The real engines, without TLS."""
-    return Rig([target_process(), target_process()], [draft_process()], rng)
+    """The real engines, without TLS; the targets have blocks for three of the ten streams."""
+    few = ("--kv-cache-memory-bytes", str(FEW_BLOCKS * BLOCK_BYTES))
+    return Rig([target_process(*few), target_process(*few)], [draft_process()], rng)
 
 
 def main() -> int:
