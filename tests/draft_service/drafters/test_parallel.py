@@ -64,6 +64,7 @@ async def test_each_round_is_one_pass_over_masks(start_core, spec, tmp_path, mod
     torch.manual_seed(4)
     model = AutoModelForCausalLM.from_config(config).eval()
     folder = save_parallel(model, tmp_path)
+    torch.save({"target_proj.weight": torch.ones(32, 128)}, tmp_path / "warp_model.bin")  # of PARD-2
     rng = random.Random(1)
     async with start_core(k=6, model={"folder": folder, "quantization": None, "enforce_eager": not is_native}) as core:
         session = await core.open(spec(PROMPT))
