@@ -238,6 +238,8 @@ class ModelDrafter(Drafter[ModelState]):
         feeds = [self._prepare(job) for job in batch]
         running = [feed for feed in feeds if feed is not None]
         num_steps = num_short_steps(batch, len(self._states)) if self._engine.runner.brings_threads else 0
+        if self._mask_token_id is not None and not any(job.tree for job in batch):
+            num_steps = min(num_steps, 1)
         with _undoing(running):
             drafted = await self._thread.run_short(self._compute, num_steps, running) if running else []
         chains = iter(drafted)

@@ -117,6 +117,17 @@ async def test_a_text_beyond_the_window_and_the_end_of_the_context(start_paralle
         await session.close()
 
 
+async def test_a_tree_takes_a_pass_for_each_level(start_core, start_parallel, spec):
+    trees = []
+    for start in (start_core, start_parallel):
+        async with start(k=8, tree_top_k=3) as core:
+            session = await core.open(spec(PROMPT))
+            trees.append(await propose(session, 6, [1], 8))
+            await session.close()
+    assert trees[0].parents
+    assert (trees[0].token_ids, trees[0].parents) == (trees[1].token_ids, trees[1].parents)
+
+
 async def test_the_option_switches_it_off(start_parallel, spec, greedy):
     async with start_parallel(k=4, parallel_drafting=False) as core:
         session = await core.open(spec(PROMPT))
