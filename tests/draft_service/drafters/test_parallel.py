@@ -15,6 +15,7 @@ from draft_service.drafters import parallel
 from draft_service.drafters.draft_model import ModelDrafter
 from draft_service.drafters.parallel import mask_token
 from draft_service.drafters.window import DraftWindow
+from draft_service.engine_stream import EngineStream
 from engine.device_thread import DeviceThread
 from engine.loading.load import load_engine
 from specdec.errors import InvalidRequest, ModelNotSupported
@@ -24,6 +25,7 @@ from tests.draft_service.conftest import CONTEXT, MASK, VOCAB, build_draft, save
 from tests.draft_service.drafters import test_lookup_rules as counted
 from tests.draft_service.drafters.test_draft_model import chi_square, draws_and_row, others, run_session
 from tests.draft_service.proposing import propose
+from tests.draft_service.test_engine_stream import advance, opening, step
 from tests.llamas import build_llama
 
 PROMPT = [3, 14, 15, 9, 26, 5]
@@ -115,6 +117,26 @@ async def test_a_text_beyond_the_window_and_the_end_of_the_context(start_paralle
             assert proposal.token_ids == one_pass(llama, known, sizes[-1])
         assert sizes == [4, 3, 2, 1, 0]
         await session.close()
+
+
+async def test_other_engines_are_drafted_for_in_steps(start_parallel, llama):
+    """Both sequences of a step, as vLLM's and SGLang's integrations ask for them."""
+    texts = {"a": [5, 6, 7], "b": [1, 2, 3]}
+    async with start_parallel(k=4) as core:
+        stream = EngineStream(core)
+        await step(stream, open=[opening(name, token_ids=ids) for name, ids in texts.items()])
+        while (await core.load()).open_sessions < 2 or not core.batcher.is_idle:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        for number in range(4):
+            news = [[9], [9, 8]][number % 2]
+            advances = [advance(name, len(ids), news) for name, ids in texts.items()]
+            proposals, lost = await step(stream, advances=advances)
+            assert not lost
+            for name in texts:
+                texts[name] += news
+                assert tuple(proposals[name]) == one_pass(llama, texts[name], 4)
+        await stream.close()
 
 
 async def test_a_tree_takes_a_pass_for_each_level(start_core, start_parallel, spec):
