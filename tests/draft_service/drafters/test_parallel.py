@@ -27,6 +27,7 @@ from tests.draft_service.drafters.test_draft_model import chi_square, draws_and_
 from tests.draft_service.proposing import propose
 from tests.draft_service.test_engine_stream import advance, opening, step
 from tests.llamas import build_llama
+from tests.until import until
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 SIZES = {
@@ -125,17 +126,16 @@ async def test_other_engines_are_drafted_for_in_steps(start_parallel, llama):
     async with start_parallel(k=4) as core:
         stream = EngineStream(core)
         await step(stream, open=[opening(name, token_ids=ids) for name, ids in texts.items()])
-        while (await core.load()).open_sessions < 2 or not core.batcher.is_idle:
-            await asyncio.sleep(0.001)
+        await until(lambda: core.drafter.occupancy()[0] >= 2 and core.batcher.is_idle)
         await asyncio.sleep(0.01)
         for number in range(4):
             news = [[9], [9, 8]][number % 2]
             advances = [advance(name, len(ids), news) for name, ids in texts.items()]
             proposals, lost = await step(stream, advances=advances)
             assert not lost
-            for name in texts:
-                texts[name] += news
-                assert tuple(proposals[name]) == one_pass(llama, texts[name], 4)
+            for name, ids in texts.items():
+                ids.extend(news)
+                assert tuple(proposals[name]) == one_pass(llama, ids, 4)
         await stream.close()
 
 
