@@ -40,7 +40,8 @@ def mask_token(folder: str, wanted: bool | None) -> int | None:
     """
     if wanted is False:
         return None
-    config = read_text_config(folder)
+    # Where there is none, loading says what is wrong.
+    config = read_text_config(folder) if Path(folder, "config.json").is_file() else {}
     field = next((name for name in FIELDS if config.get(name) is not None), None)
     require(
         field is not None or not wanted,
