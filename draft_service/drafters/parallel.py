@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 #: The fields of ``config.json`` with the mask's id, as vLLM reads them: the first that is there counts.
 FIELDS: Final = ("pard_token", "ptd_token_id")
-#: Tokens of the text that the self-test drafts.
-_NUM_TOKENS: Final = 24
-#: Share of these that the first mask must predict. A model that was not trained with the mask gets few of them right by
-#: chance; one that was gets most, as the text is its own.
+#: Tokens of the text that the self-test drafts, and other ids that are fed in place of the mask.
+_NUM_TOKENS: Final = 32
+_NUM_OTHERS: Final = 4
+#: Share of the text that the first mask must predict; other ids predict some by chance.
 _LEAST_SHARE: Final = 0.25
 
 
@@ -61,29 +61,35 @@ def mask_token(folder: str, wanted: bool | None) -> int | None:
 
 
 def check_mask(engine: Engine, prompt: Sequence[int], mask_token_id: int) -> bool:
-    """Whether the first mask predicts the model's own greedy text after a prompt, or enough of it; where not, warn.
+    """Whether the first mask predicts the model's own greedy text after a prompt: a quarter of it, and more than other
+    ids in its place; where not, warn.
 
     Called on the device thread. A wrong mask costs speed only, and no error would show it: the draft would look like a
     weak one.
     """
-    room = min(engine.info.max_model_len, engine.info.kv_cache_tokens) - _NUM_TOKENS - 1
-    prompt = prompt[: max(0, room)]
-    if not prompt:
-        return True
     size = engine.info.tokenizer_size or engine.info.vocab_size
-    num_right = 0
-    sequence = engine.pool.open(len(prompt) + _NUM_TOKENS + 1)
+    others = [size * (i + 1) // (_NUM_OTHERS + 1) for i in range(_NUM_OTHERS)]
+    masks = [mask_token_id, *(other for other in others if other != mask_token_id)]
+    room = min(engine.info.max_model_len, engine.info.kv_cache_tokens) - _NUM_TOKENS - len(masks)
+    prompt = prompt[: max(0, room)]
+    if len(prompt) < 2:
+        return True
+    num_right = [0] * len(masks)
+    sequence = engine.pool.open(len(prompt) + _NUM_TOKENS + len(masks))
     try:
-        fed, guess = [*prompt], -1
+        engine.forward([Segment(sequence, prompt[:-1], 0)])
+        token, guesses = prompt[-1], [-1] * len(masks)
         for _ in range(_NUM_TOKENS):
-            logits = engine.forward([Segment(sequence, [*fed, mask_token_id], 2)])[:, :size]
-            engine.pool.rollback(sequence, sequence.length - 1)
-            token, after = logits.argmax(-1).tolist()
-            num_right += token == guess  # what the mask said one step before
-            guess, fed = after, [token]
+            # Each mask follows the token, in a branch of its own.
+            rows = Segment(sequence, [token, *masks], 1 + len(masks), parents=(-1, *[0] * len(masks)))
+            after, *next_guesses = engine.forward([rows])[:, :size].argmax(-1).tolist()
+            engine.pool.rollback(sequence, sequence.length - len(masks))
+            num_right = [count + (guess == after) for count, guess in zip(num_right, guesses, strict=True)]
+            token, guesses = after, next_guesses
     finally:
         engine.pool.release(sequence)
-    if num_right >= _LEAST_SHARE * (_NUM_TOKENS - 1):
+    by_mask, *by_others = num_right
+    if by_mask >= _LEAST_SHARE * (_NUM_TOKENS - 1) and by_mask > max(by_others):
         return True
     logger.warning(
         "SELF-TEST FAILED: after the mask token %d, draft %s predicts %d of %d tokens of its own text. The text that is"
@@ -92,7 +98,7 @@ def check_mask(engine: Engine, prompt: Sequence[int], mask_token_id: int) -> boo
         " trained to draft in parallel (docs/drafters.md#draft-model)",
         mask_token_id,
         engine.info.name,
-        num_right,
+        by_mask,
         _NUM_TOKENS - 1,
     )
     return False
