@@ -64,3 +64,11 @@ class ChainJob:
     features: torch.Tensor | None = None
     #: Guesses wanted, at each drafted position, of the token the *target* will put there.
     num_candidates: int = 0
+    #: A model that drafts in parallel (PARD, arXiv 2504.18583) is fed this after ``token_ids``, ``num_masks`` times in
+    #: the same pass: one row of logits for each token drafted. None: each token is drawn, then fed.
+    mask_token_id: int | None = None
+
+    @property
+    def num_masks(self) -> int:
+        """Masks fed; their cache entries are dropped after the pass."""
+        return 0 if self.mask_token_id is None else max(0, self.num_tokens - 1)

@@ -6,6 +6,7 @@ Only what a chain depends on enters it: a chain is the same whatever is drafted 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -27,8 +28,12 @@ def draft_chains(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | Non
 
     The first pass feeds all jobs' tokens in one ragged batch; then every step draws a token per chain and feeds those
     of chains that continue. The last token drawn is not fed: a sequence grows by ``len(token_ids)`` and one less than
-    the tokens drawn (by ``len(token_ids)`` where none were). Chains whose ``stop`` flag is raised end at the next step
-    with the tokens they have.
+    the tokens drawn (by ``len(token_ids)`` where none were, or all were drafted in parallel). Chains whose ``stop``
+    flag is raised end at the next step with the tokens they have.
+
+    Of one batch, all jobs have a ``mask_token_id`` or none has. With it there is one pass: the token after the i-th
+    mask is drawn from its row. A row depends on the tokens drawn before only where the session's parameters edit its
+    logits; so q is what the token was drawn from, given those tokens.
 
     All of this is one call where the engine's runner can make it.
 
@@ -44,6 +49,8 @@ def draft_chains(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | Non
 
 def draft_in_torch(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | None) -> list[DraftedChain]:
     """The same with a pass per step."""
+    if any(job.num_masks for job in jobs):
+        return _draft_in_parallel(engine, jobs, stop)
     with torch.inference_mode():
         logits = engine.forward([Segment(job.sequence, job.token_ids, min(job.num_tokens, 1)) for job in jobs])
 
@@ -53,6 +60,29 @@ def draft_in_torch(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | N
             )
 
         return draw_chains(logits, jobs, feed, stop)
+
+
+def _draft_in_parallel(engine: Engine, jobs: Sequence[ChainJob], stop: StopFlags | None) -> list[DraftedChain]:
+    """The same with one pass, over masks behind the tokens."""
+    with torch.inference_mode():
+        fed = [[*job.token_ids, *[job.mask_token_id or 0] * job.num_masks] for job in jobs]
+        logits = engine.forward(
+            [Segment(job.sequence, ids, job.num_tokens) for job, ids in zip(jobs, fed, strict=True)]
+        )
+        for job in jobs:
+            job.sequence.length -= job.num_masks  # what is fed next replaces their entries
+        firsts = [0, *accumulate(job.num_tokens for job in jobs)]
+        step = 0
+
+        def rows(of: Sequence[int]) -> torch.Tensor:
+            return logits.index_select(0, send([firsts[i] + step for i in of], logits.device))
+
+        def feed(continuing: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
+            nonlocal step
+            step += 1
+            return rows(continuing)
+
+        return draw_chains(rows([i for i, job in enumerate(jobs) if job.num_tokens]), jobs, feed, stop)
 
 
 def draw_chains(

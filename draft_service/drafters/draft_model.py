@@ -1,5 +1,7 @@
 """A small causal language model as the draft: k forward passes for all waiting sessions together.
 
+A model that drafts in parallel (:mod:`draft_service.drafters.parallel`) needs one.
+
 Which entries does the cache hold (``docs/drafters.md``)? With n committed tokens c and drafts x₁…x_k,
 drafting feeds cₙ₋₁, x₁…x₍ₖ₋₁₎: x_k is never fed. So after a verdict that accepts a < k drafts, the cache is cut to
 the common prefix and the target's own token y is fed next; after a = k both x_k and y are. All of this is one rule
@@ -15,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from draft_service.drafters.base import Draft, Drafter, DraftJob, Occupancy, num_short_steps
+from draft_service.drafters.parallel import check_mask, check_prompt, mask_token
 from draft_service.drafters.session_cache import CacheBranch, SessionCache, SessionCacheFactory
 from draft_service.drafters.trees.mixed_batch import draft_mixed
 from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees
@@ -46,6 +49,8 @@ class ModelState:
     num_cached_tokens: int = 0
     #: Tokens at most, committed and drafted; the cache may hold more entries, for siblings.
     max_tokens: int = 0
+    #: Of a model that drafts in parallel.
+    mask_token_id: int | None = None
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -80,10 +85,11 @@ class _Feed:
     def draws_what_it_assumes(self) -> bool:
         """Whether the best guess of the target's next token is the token that would be drafted there.
 
-        It is unless it is drawn from q, with noise that depends on where its draft starts.
+        It is unless it is drawn from q, with noise that depends on where its draft starts. Of a model that drafts in
+        parallel the other tokens of such a chain would not depend on it.
         """
         state = self.job.state
-        return not state.rule.sampling_at(state.sampling.params.temperature).sends_q
+        return state.mask_token_id is None and not state.rule.sampling_at(state.sampling.params.temperature).sends_q
 
     def chain(self, token_ids: Sequence[int], num_tokens: int, num_guesses: int) -> ChainJob:
         """A chain after ``token_ids``, which are committed or assumed."""
@@ -96,6 +102,7 @@ class _Feed:
             state.rule,
             assumed=(*job.assumed, *self.next_guesses[:1]),
             num_candidates=num_guesses,
+            mask_token_id=state.mask_token_id,
         )
 
     def tree(self) -> TreeJob:
@@ -119,8 +126,13 @@ Job = DraftJob[ModelState]
 class ModelDrafter(Drafter[ModelState]):
     """Drafts with a small model; its forward passes run on the device thread, its bookkeeping on the event loop."""
 
-    def __init__(self, engine: Engine, thread: DeviceThread, settings: DraftSettings) -> None:
-        """The engine must have been loaded on the thread; both are closed by :meth:`shutdown`."""
+    def __init__(
+        self, engine: Engine, thread: DeviceThread, settings: DraftSettings, mask_token_id: int | None = None
+    ) -> None:
+        """The engine must have been loaded on the thread; both are closed by :meth:`shutdown`. ``mask_token_id``: of a
+        model that drafts in parallel.
+        """
+        self._mask_token_id = mask_token_id
         self._engine = engine
         self._pool = engine.pool
         self._thread = thread
@@ -140,14 +152,20 @@ class ModelDrafter(Drafter[ModelState]):
 
     @classmethod
     async def load(cls, settings: DraftSettings) -> Self:
-        """Load and warm up the model on a device thread of its own; raises like :meth:`load_engine`."""
+        """Load and warm up the model on a device thread of its own; raises like :meth:`load_engine` and
+        :func:`mask_token`.
+        """
         if settings.model is None:
             raise InvalidRequest("a draft model needs its folder; give --model", param="model")
+        folder = settings.model.model
+        mask = mask_token(folder, settings.speculative.parallel_drafting)
         thread = DeviceThread("draft-device")
         try:
             engine = await thread.run(load_engine, settings.model)
             await thread.run(engine.warm_up)
-            drafter = cls(engine, thread, settings)
+            if mask is not None and (prompt := check_prompt(folder)):
+                await thread.run(check_mask, engine, prompt, mask)
+            drafter = cls(engine, thread, settings, mask)
             await drafter._warm_up()
         except BaseException:
             await asyncio.to_thread(thread.close)
@@ -165,7 +183,8 @@ class ModelDrafter(Drafter[ModelState]):
             tokenizer_size=info.tokenizer_size or None,
             device=self._engine.device,
         )
-        state = ModelState(sampling, None, spec.rule or DEFAULT_RULE, self._window)
+        rule = spec.rule or DEFAULT_RULE
+        state = ModelState(sampling, None, rule, self._window, mask_token_id=self._mask_token_id)
         pool = self._pool
         longest = self._window.longest_text(min(info.max_model_len, pool.total_blocks * pool.block_size))
         if len(spec.token_ids) > longest:
@@ -211,10 +230,14 @@ class ModelDrafter(Drafter[ModelState]):
         return 0 if state.cache is None else state.max_tokens + 1 - len(state.sampling)
 
     async def draft(self, batch: Sequence[Job]) -> list[Draft]:
-        """One call on the device thread: a ragged pass over what is pending, then a step per drafted token."""
+        """One call on the device thread: a ragged pass over what is pending, then a step per drafted token, unless that
+        pass drafts them all.
+        """
         feeds = [self._prepare(job) for job in batch]
         running = [feed for feed in feeds if feed is not None]
         num_steps = num_short_steps(batch, len(self._states)) if self._engine.runner.brings_threads else 0
+        if self._mask_token_id is not None and not any(job.tree for job in batch):
+            num_steps = min(num_steps, 1)
         with _undoing(running):
             drafted = await self._thread.run_short(self._compute, num_steps, running) if running else []
         chains = iter(drafted)

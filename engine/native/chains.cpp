@@ -20,6 +20,7 @@ class Passes {
     layout_.block_size = batch_.plan.block_size;
     for (int64_t c = 0; c < num_chains; c++) {
       num_rows_ += chains[c].num_token_ids;
+      num_masks_ += chains[c].num_masks;
       const int64_t longest = chains[c].length + chains[c].num_token_ids + chains[c].num_tokens;
       layout_.width = std::max(layout_.width, layout_.blocks_of(longest));
     }
@@ -28,13 +29,13 @@ class Passes {
   void take(Take& take) {
     layout_.take(take, num_rows_, num_chains_);
     ids_ = reinterpret_cast<int64_t*>(take(num_rows_ * 8));
-    logit_rows_ = reinterpret_cast<int64_t*>(take(num_chains_ * 8));
+    logit_rows_ = reinterpret_cast<int64_t*>(take((num_chains_ + num_masks_) * 8));
     if (!model_.head) return;
     features_ = reinterpret_cast<const void**>(take(num_rows_ * int64_t(sizeof(void*))));
     batch_.stream = reinterpret_cast<float*>(take(num_chains_ * state_stride() * 4));
   }
 
-  int first(const Active& active, float* logits) {
+  int first(const Active&, float* logits) {
     int64_t row = 0, wanted = 0;
     for (int64_t c = 0; c < num_chains_; c++) {
       const Chain& chain = chains_[c];
@@ -42,10 +43,10 @@ class Passes {
       std::memcpy(ids_ + row, chain.token_ids, size_t(chain.num_token_ids) * 8);
       if (model_.head) name_features(chain, row);
       row += chain.num_token_ids;
-      if (chain.num_tokens) logit_rows_[wanted++] = row - 1;
+      for (int64_t i = row - chain.num_masks - 1; chain.num_tokens && i < row; i++) logit_rows_[wanted++] = i;
     }
     batch_.features = features_;
-    return pass(num_chains_, row, active.count, logits);
+    return pass(num_chains_, row, wanted, logits);
   }
 
   int next(const Active& active, int64_t step, float* logits) {
@@ -86,7 +87,7 @@ class Passes {
   const int64_t num_chains_;
   const Drafted& out_;
   const int threads_;
-  int64_t num_rows_ = 0;
+  int64_t num_rows_ = 0, num_masks_ = 0;
   Layout layout_{};
   int64_t *ids_, *logit_rows_;
   const void** features_ = nullptr;  // of the rows fed first

@@ -18,8 +18,9 @@ from engine.sampling.drafting import DraftedChain
 from specdec.rules import SparseRow
 
 #: What a chain ingests first: the addresses of its blocks, of its tokens (those assumed follow) and of its features, 0
-#: where there are none; how many tokens; how many entries are in the cache, and how many were dropped from it.
-Fed: TypeAlias = tuple[int, int, int, int, int, int]
+#: where there are none; how many tokens; how many entries are in the cache, and how many were dropped from it; how many
+#: of the tokens are masks, each of which brings a row of logits.
+Fed: TypeAlias = tuple[int, int, int, int, int, int, int]
 
 
 class _Output:
@@ -93,6 +94,7 @@ def draft_chains(
         longest = max(longest, end + sequence.num_dropped + 1)
         starts.append(len(tokens))
         tokens.extend(job.token_ids)
+        tokens.extend([job.mask_token_id or 0] * job.num_masks)
         tokens.extend(job.assumed)
     if len({id(job.sequence) for job in jobs}) != len(jobs):
         raise ValueError("a sequence stands in two chains of one batch")
@@ -104,9 +106,10 @@ def draft_chains(
             0 if job.sequence.released else blocks[c].__array_interface__["data"][0],
             at + 8 * start,
             0 if job.features is None else job.features.data_ptr(),
-            len(job.token_ids),
+            len(job.token_ids) + job.num_masks,
             job.sequence.length,
             job.sequence.num_dropped,
+            job.num_masks,
         )
         for c, (job, start) in enumerate(zip(jobs, starts, strict=True))
     ]
@@ -126,7 +129,7 @@ def draft_chains(
     )
     for job, chain in zip(jobs, chains, strict=True):
         job.sequence.length += len(job.token_ids)
-        if not model.num_features:
+        if not model.num_features and job.mask_token_id is None:
             job.sequence.length += max(0, len(chain.token_ids) - 1)
     return chains
 
@@ -138,11 +141,11 @@ def draw_chains(
     structs = (CChain * len(jobs))()
     samplings = [job.rule.sampling_at(job.state.params.temperature) for job in jobs]
     for chain, job, sampling, first in zip(structs, jobs, samplings, fed, strict=True):
-        blocks, token_ids, features, count, length, num_dropped = first
+        blocks, token_ids, features, count, length, num_dropped, num_masks = first
         num_assumed = len(job.assumed)
         chain.sampler, chain.sampling = sampler_of(job.state), sampling
         chain.blocks, chain.features = blocks, features
-        chain.token_ids, chain.num_token_ids = token_ids, count
+        chain.token_ids, chain.num_token_ids, chain.num_masks = token_ids, count, num_masks
         chain.assumed, chain.num_assumed = token_ids + 8 * count, num_assumed
         chain.length, chain.num_dropped, chain.base = length, num_dropped, len(job.state) + num_assumed
         chain.num_tokens, chain.num_candidates = job.num_tokens, job.num_candidates

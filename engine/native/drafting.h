@@ -17,7 +17,9 @@ struct Chain {
   const int64_t* token_ids;  // [num_token_ids], fed first
   const int64_t* assumed;    // [num_assumed]: follow the committed tokens
   const void* features;      // [num_token_ids, num_features]; null: the model is no head
-  int64_t num_token_ids, num_assumed;
+  int64_t num_token_ids;
+  int64_t num_masks;  // of those, at their end: the rows of all tokens to draft but the first; 0: they are fed one by one
+  int64_t num_assumed;
   int64_t length;          // entries in the cache
   int64_t num_dropped;     // entries that are not any more
   int64_t base;            // where the first drafted token will stand
@@ -25,8 +27,8 @@ struct Chain {
   int64_t num_candidates;  // of the target's token, at each
   int64_t sampling;        // a DraftSampling
 };
-TANDEM_STRUCT(Chain, sampler, blocks, token_ids, assumed, features, num_token_ids, num_assumed, length, num_dropped, base, num_tokens,
-              num_candidates, sampling)
+TANDEM_STRUCT(Chain, sampler, blocks, token_ids, assumed, features, num_token_ids, num_masks, num_assumed, length, num_dropped, base,
+              num_tokens, num_candidates, sampling)
 
 // What is drafted: `depth` steps for each chain, the most any of them drafts.
 struct Drafted {
@@ -50,8 +52,9 @@ struct Active {
 // What Steps has to offer:
 //   vocab, outputs, target_ids   the tokens sampling knows, the columns of logits, and which token each of them is or null
 //   take(take)                   takes memory from take(bytes), which is called twice: to count, then to hand out
-//   first(active, logits)        ingests what is pending, and writes a row of logits for every active chain
-//   next(active, step, logits)   feeds the tokens drawn in `step`
+//   first(active, logits)        ingests what is pending, and writes a row of logits for every active chain, then one for
+//                                each of its masks
+//   next(active, step, logits)   feeds the tokens drawn in `step`; never called if a chain has masks
 // The last two return 0, or what the chains are to return.
 template <class Steps>
 class Drafting {
@@ -62,19 +65,21 @@ class Drafting {
   int run() {
     if (!lay_out()) return -1;
     active_.count = 0;
-    for (int64_t c = 0; c < num_chains_; c++) {
+    for (int64_t c = 0, row = 0; c < num_chains_; c++) {
       const Chain& chain = chains_[c];
       out_.lengths[c] = 0;
       if (chain.num_assumed) std::memcpy(prefixes_ + c * prefix_, chain.assumed, size_t(chain.num_assumed) * 8);
-      if (chain.num_tokens) active_.chains[active_.count] = c, active_.rows[active_.count] = active_.count, active_.count++;
+      if (!chain.num_tokens) continue;
+      active_.chains[active_.count] = c, active_.rows[active_.count++] = row;
+      row += 1 + chain.num_masks;
     }
     int status = steps_.first(active_, logits_);
     for (int64_t step = 0; status == 0 && active_.count; step++) {
       draw(step);
       leave([&](int64_t c) { return step + 1 == chains_[c].num_tokens || (stop_ && stop_[c]); });
       if (!active_.count) break;
-      status = steps_.next(active_, step, logits_);
-      for (int64_t i = 0; i < active_.count; i++) active_.rows[i] = i;
+      if (!num_masks_) status = steps_.next(active_, step, logits_);
+      for (int64_t i = 0; i < active_.count; i++) active_.rows[i] = num_masks_ ? active_.rows[i] + 1 : i;
     }
     return status;
   }
@@ -85,13 +90,16 @@ class Drafting {
 
   // Takes all working memory; false if there is none.
   bool lay_out() {
-    for (int64_t c = 0; c < num_chains_; c++) prefix_ = std::max(prefix_, chains_[c].num_assumed + out_.depth);
+    for (int64_t c = 0; c < num_chains_; c++) {
+      prefix_ = std::max(prefix_, chains_[c].num_assumed + out_.depth);
+      num_masks_ += chains_[c].num_masks;
+    }
     return take_all([&](Take& take) {
       steps_.take(take);
       active_.chains = reinterpret_cast<int64_t*>(take(num_chains_ * 8));
       active_.rows = reinterpret_cast<int64_t*>(take(num_chains_ * 8));
       prefixes_ = reinterpret_cast<int64_t*>(take(num_chains_ * prefix_ * 8));
-      logits_ = reinterpret_cast<float*>(take(num_chains_ * steps_.outputs * 4));
+      logits_ = reinterpret_cast<float*>(take((num_chains_ + num_masks_) * steps_.outputs * 4));
       own_ = take(threads_ * own_bytes());
     });
   }
@@ -148,7 +156,7 @@ class Drafting {
   const volatile int32_t* stop_;  // [chains] or null; written by another thread
   const Drafted out_;
   const int threads_;
-  int64_t prefix_ = 0;
+  int64_t prefix_ = 0, num_masks_ = 0;  // of all chains
   Active active_{};
   int64_t* prefixes_;
   float* logits_;

@@ -259,6 +259,7 @@ class CChain(ctypes.Structure):
         ("assumed", _Pointer),
         ("features", _Pointer),
         ("num_token_ids", _Int64),
+        ("num_masks", _Int64),
         ("num_assumed", _Int64),
         ("length", _Int64),
         ("num_dropped", _Int64),

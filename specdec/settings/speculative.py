@@ -37,6 +37,9 @@ class SpeculativeSettings(LookupSettings):
         only=ATTENDING_METHODS,
     )
     draft_sink_size: int = option(4, "first tokens that are read of a longer text", ge=0, only=ATTENDING_METHODS)
+    parallel_drafting: bool | None = option(
+        None, "one pass drafts all tokens (PARD); by default where the checkpoint names a mask token", flag=False
+    )
     draft_tensor_parallel_size: int = option(1, "processes of the draft model; only 1", flag=False)
     quantization: str | None = option("auto", "rounds the draft's weights", choices=QUANTIZATIONS, flag=False)
     disable_by_batch_size: int | None = option(None, "no drafting while more sequences are open", ge=1, flag=False)

@@ -52,7 +52,7 @@ def train_drafter(settings: TrainSettings) -> list[Evaluation]:
     parts, held_out = store.parts(), store.held_out()
 
     counts = count_tokens((part.rows for part in parts), target.config.get_text_config().vocab_size)
-    student = make_student(settings, target, counts)
+    student = make_student(settings, target, counts, len(tokenizer))
     end_id = tokenizer.eos_token_id
     del target
     minutes = settings.max_minutes and max(0.1, settings.max_minutes - (time.monotonic() - started_s) / 60)

@@ -46,15 +46,14 @@ def lesson_loss(student: Student, lesson: Lessons, settings: TrainSettings) -> t
 
 def step_loss(guess: Guess, lesson: Lessons, taught: Lessons, settings: TrainSettings) -> torch.Tensor:
     """The loss of one step; `taught` is the lesson over the student's vocabulary."""
-    size = guess.logits.shape[1]
     loss = distillation_loss(
         guess.logits.float(),
-        taught.window(guess.offset, size),
+        guess.answers(taught),
         greedy_weight=settings.greedy_weight,
         variation_weight=settings.variation_weight,
     )
     if settings.method == "eagle" and guess.features is not None:
-        states = lesson.states[:, guess.offset : guess.offset + size]
+        states = guess.answers(lesson).states
         weight = REGRESSION_WEIGHT if settings.regression_weight is None else settings.regression_weight
         loss = loss + weight * smooth_l1_loss(guess.features.float(), states)
     return loss
@@ -80,8 +79,7 @@ def measure(student: Student, held_out: Lessons, settings: TrainSettings, end_id
         step_losses, steps = [], []
         with torch.autocast(device.type, torch.bfloat16):
             for guess in student.guesses(lesson, max(depth, student.num_steps)):
-                choices = taught.window(guess.offset, guess.logits.shape[1]).top_ids[..., 0]
-                steps.append(guess.logits.argmax(-1) == choices)
+                steps.append(guess.logits.argmax(-1) == guess.answers(taught).top_ids[..., 0])
                 if len(steps) <= student.num_steps:
                     step_losses.append(step_loss(guess, lesson, taught, settings))
         losses.append(mean_loss(step_losses, settings).item() * len(index))

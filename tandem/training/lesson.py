@@ -45,6 +45,10 @@ class Lessons:
         """The positions from `start` on, `length` of them."""
         return Lessons(*(getattr(self, field.name)[:, start : start + length] for field in fields(self)))
 
+    def at(self, positions: torch.Tensor) -> "Lessons":
+        """The positions int64 [M], in this order."""
+        return Lessons(*(getattr(self, field.name)[:, positions] for field in fields(self)))
+
     def restrict(self, to_draft: torch.Tensor) -> "Lessons":
         """The same over a draft's smaller vocabulary: its ids for the target's, -1 where it has none.
 

@@ -50,6 +50,7 @@ class TrainSettings:
     num_predict: int | None = option(None, "heads, or steps of the speculator (4)", gt=0, only=("medusa", "mlp"))
     inner_dim: int | None = option(None, "size of the state", gt=0, only=("mlp",))
     tie_weights: bool = option(False, "all steps share their weights", only=("mlp",))
+    parallel: int | None = option(None, "tokens that one pass drafts (PARD); by default one", ge=2, only=("draft",))
 
     num_rows: int = option(4096, "rows of text", gt=0)
     row_length: int = option(256, "tokens of a row")

@@ -19,6 +19,7 @@ from specdec.errors import InvalidRequest
 from specdec.methods import TRAINABLE, method_of
 from tandem.training.draft_vocabulary import draft_ids, most_frequent
 from tandem.training.lesson import Lessons
+from tandem.training.parallel import as_parallel, unroll_parallel
 from tandem.training.settings import TrainSettings
 from tandem.training.unroll import Guess, unroll_draft, unroll_eagle, unroll_medusa, unroll_mlp
 
@@ -80,10 +81,11 @@ def layers_read(settings: TrainSettings, target: PreTrainedModel) -> tuple[int, 
     return tuple(round((i + 1) * (count - 1) / 3) for i in range(3))
 
 
-def make_student(settings: TrainSettings, target: PreTrainedModel, counts: Tensor) -> Student:
+def make_student(settings: TrainSettings, target: PreTrainedModel, counts: Tensor, num_tokens: int = 0) -> Student:
     """A student on the target's device, in float32.
 
-    `counts` int64 [V]: how often the target writes each token, which decides about EAGLE-3's vocabulary.
+    `counts` int64 [V]: how often the target writes each token, which decides about EAGLE-3's vocabulary. `num_tokens`:
+    those of the tokenizer; the first id behind them is the mask of a draft that drafts in parallel.
 
     Raises:
         InvalidRequest: `start_from` holds another method.
@@ -92,6 +94,8 @@ def make_student(settings: TrainSettings, target: PreTrainedModel, counts: Tenso
     start = settings.start_from
     kind = _TRAINERS[settings.method]
     module = kind.create(settings, target, counts) if start is None else _load(settings, start)
+    if settings.parallel is not None:
+        module = as_parallel(cast("LlamaForCausalLM", module), num_tokens)
     nn.Module.to(module, target.device, torch.float32).train()
     for parameter in module.parameters():
         parameter.requires_grad_(True)
@@ -122,6 +126,9 @@ def _mlp_student(head: MlpSpeculator, settings: TrainSettings, vocab_size: int) 
 
 
 def _draft_student(model: LlamaForCausalLM, settings: TrainSettings, vocab_size: int) -> Student:
+    if settings.parallel is not None:
+        sizes, steps = (vocab_size, model.config.vocab_size), settings.parallel
+        return Student(model, unroll_parallel, steps, sizes, max_steps=steps)
     return Student(model, unroll_draft, 1, (vocab_size,))
 
 

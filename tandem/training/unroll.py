@@ -26,12 +26,19 @@ class Guess:
     """One step of all chains: `logits` [B, S, Vd] of the token at s + offset + 1, for s in 0…S-1.
 
     They answer to the target's distribution at position s + offset. `features` [B, S, H], where a head predicts the
-    target's state there, are its prediction.
+    target's state there, are its prediction. `starts` int64 [S]: where only some chains have this step, their s.
     """
 
     logits: Tensor
     offset: int
     features: Tensor | None = None
+    starts: Tensor | None = None
+
+    def answers(self, lesson: Lessons) -> Lessons:
+        """The positions of a lesson that the logits answer to."""
+        if self.starts is None:
+            return lesson.window(self.offset, self.logits.shape[1])
+        return lesson.at(self.starts + self.offset)
 
 
 class ChainAttention:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from draft_service.core import DraftCore
 from engine.engine import Engine, Kept, Segment
@@ -23,6 +25,8 @@ from target_service.verification.verifier import Verifier
 from tests.llamas import build_llama
 
 VOCAB = 48
+#: The mask of the draft that drafts in parallel.
+MASK = 47
 CONTEXT = 2048
 
 
@@ -45,6 +49,20 @@ def checkpoint(llama, tmp_path_factory):
     folder = tmp_path_factory.mktemp("draft")
     llama.save_pretrained(folder)
     return str(folder)
+
+
+def save_parallel(model: PreTrainedModel, folder: Path, mask: int = MASK) -> str:
+    """A checkpoint that drafts in parallel, whatever it has learned."""
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"spd_type": "pard", "pard_token": mask}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def parallel_checkpoint(llama, tmp_path_factory):
+    """The draft's weights again, to draft in parallel."""
+    return save_parallel(llama, tmp_path_factory.mktemp("parallel"))
 
 
 @pytest.fixture(scope="session")

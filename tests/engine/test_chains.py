@@ -23,6 +23,7 @@ SAMPLED = {
     "all": {"temperature": 1.5, "top_k": 20, "top_p": 0.8, "min_p": 0.01},
 }
 RULES = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
+MASK = 90
 
 
 @pytest.fixture
@@ -73,6 +74,36 @@ def test_native_chains_are_those_of_torch(llama, make_jobs, rule, params):
     assert native == in_torch(llama, jobs)
     assert grown == lengths(jobs) == [len(job.token_ids) + 4 for job in jobs]
     assert all(len(chain.q_rows) == (0 if rule is Rule.COUPLED else 5) for chain in native)
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, SAMPLED["all"] | {"presence_penalty": 0.5}], ids=["greedy", "edits"]
+)
+@pytest.mark.parametrize("rule", RULES)
+def test_chains_drafted_in_parallel_are_those_of_torch(llama, make_jobs, rule, params):
+    """Of several lengths beside jobs that only ingest; the entries of masks are dropped."""
+    made = zip(make_jobs(5, rule=rule, num_candidates=3, **params), (5, 0, 1, 2, 5), strict=True)
+    jobs = [replace(job, num_tokens=n, mask_token_id=MASK) for job, n in made]
+    native = natively(llama, jobs)
+    grown = lengths(jobs)
+    rewind(llama, jobs)
+    assert native == in_torch(llama, jobs)
+    assert grown == lengths(jobs) == [len(job.token_ids) for job in jobs]
+    assert [len(chain.token_ids) for chain in native] == [5, 0, 1, 2, 5]
+
+
+@pytest.mark.parametrize("run", [natively, in_torch])
+def test_the_tokens_of_a_parallel_chain_are_the_masks_argmax(llama, stock_llama, make_jobs, tools, run):
+    jobs = [replace(job, mask_token_id=MASK) for job in make_jobs(3, num_candidates=2, temperature=0.0)]
+    for job, chain in zip(jobs, run(llama, jobs), strict=True):
+        rows = tools.stock_logits(stock_llama, [*job.token_ids, *[MASK] * 4])[-5:]
+        assert [list(guesses) for guesses in chain.candidates] == rows.topk(2).indices.tolist()
+        assert list(chain.token_ids) == rows.argmax(-1).tolist()
+    # What is fed next stands where the first mask stood.
+    again = run(llama, [replace(job, token_ids=chain.token_ids[:1]) for job in jobs])
+    for job, next_chain in zip(jobs, again, strict=True):
+        rows = tools.stock_logits(stock_llama, [*job.token_ids, chain.token_ids[0], *[MASK] * 4])[-5:]
+        assert list(next_chain.token_ids) == rows.argmax(-1).tolist()
 
 
 def test_greedy_chains_follow_the_argmax(llama, stock_llama, make_jobs, tools):

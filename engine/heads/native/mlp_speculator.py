@@ -122,7 +122,7 @@ class NativeMlp:
         row_bytes = self.num_features * states.itemsize
         fed = []
         for i, job in enumerate(jobs):
-            fed.append((0, at, states.data_ptr() + i * row_bytes, 1, 0, 0))
+            fed.append((0, at, states.data_ptr() + i * row_bytes, 1, 0, 0, 0))
             at += 8 * (1 + len(job.assumed))
         self._struct.features_dtype = DTYPES[states.dtype]
         address = ctypes.addressof(self._struct)

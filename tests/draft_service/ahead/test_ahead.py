@@ -25,24 +25,29 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "window"),
+    ("kind", "options"),
     [
-        *((kind, 0) for kind in ("greedy", "coupled-edits", "block")),
-        ("greedy", 24),
+        *((kind, {}) for kind in ("greedy", "coupled-edits", "block")),
+        ("greedy", {"draft_window_size": 24}),
+        *((kind, {"model": "parallel"}) for kind in ("greedy", "coupled-edits", "block")),
         *(
-            pytest.param(kind, 0, marks=pytest.mark.exhaustive)
+            pytest.param(kind, {}, marks=pytest.mark.exhaustive)
             for kind in KINDS
             if kind not in {"greedy", "coupled-edits", "block"}
         ),
     ],
 )
-async def test_every_proposal_ahead_is_the_fresh_one(start_core, spec, monkeypatch, kind, window):
+async def test_every_proposal_ahead_is_the_fresh_one(  # noqa: PLR0917
+    start_core, spec, monkeypatch, parallel_checkpoint, kind, options
+):
     """Many rounds, each verdict one of those that were drafted for, or every fourth time another; every branch is
     compared."""
     look_at_all(monkeypatch)
     rng = random.Random(7)
     hits = misses = compared = 0
-    async with start_core(k=3, draft_window_size=window) as core:
+    if "model" in options:
+        options = {"model": {"folder": parallel_checkpoint}}
+    async with start_core(k=3, **options) as core:
         opening = spec(PROMPT, **KINDS[kind])
         client = Client(await core.open(opening), PROMPT)
 

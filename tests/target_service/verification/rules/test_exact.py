@@ -70,6 +70,9 @@ def world(num_tokens: int, k: int, seed: int, kind: str = "random") -> World:
         case "ending":  # no token may follow token 0, which ends the text; the draft does not know
             q = (logits + 0.5 * torch.randn(logits.shape, generator=g, dtype=F64)).softmax(-1)
             p[[i for x, i in prefixes.items() if 0 in x]] = 0
+        case "marginals":  # what one pass drafts: a row depends on its place alone
+            by_length = (torch.randn(k + 1, num_tokens, generator=g, dtype=F64) * 2).softmax(-1)
+            q = by_length[[len(x) for x in prefixes]]
         case "one-hot":
             q = torch.zeros_like(p)
             q[torch.arange(len(q)), torch.randint(num_tokens, (len(q),), generator=g)] = 1
@@ -157,7 +160,7 @@ def error(
     return float((output_joint(w, law, length, rest, fails=fails)[0] - target_joint(w)).abs().sum())
 
 
-KINDS = ["random", "adversarial", "aligned", "equal", "sparse", "one-hot", "ending"]
+KINDS = ["random", "adversarial", "aligned", "equal", "sparse", "marginals", "one-hot", "ending"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,53 @@
+"""A draft that drafts in parallel, in a process of its own: the text is that of plain decoding, whatever it drafts."""
+
+from pathlib import Path
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from specdec.v1 import types_pb2
+from tandem.training.checkpoint import save_draft
+from tandem.training.parallel import as_parallel
+from tests.e2e.servers import DRAFT_MODEL, MODELS, Stack, collect, draft_process, ids_of, request_of, wait_until
+from tests.e2e.test_draft_methods import with_options
+
+
+@pytest.fixture(scope="module")
+def with_parallel(stack, tmp_path_factory):
+    """The bundled draft with a mask that it has not learned: of each draft the first token is good."""
+    folder = tmp_path_factory.mktemp("models") / "untrained"
+    model = as_parallel(LlamaForCausalLM.from_pretrained(MODELS / Path(DRAFT_MODEL).name), 4096)
+    save_draft(model, MODELS / "python-12m", folder)
+    draft = draft_process("--num-speculative-tokens", "6", model=str(folder))
+    running = Stack.start(stack.targets, [draft], "--num-speculative-tokens", "6", "--fixed-draft-length")
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"temperature": 0.0}, {"temperature": 0.9, "seed": 11}],
+    ids=["greedy", "coupled"],
+)
+def test_text_is_that_of_plain_decoding(with_parallel, prompts, params):
+    request = request_of(prompts[1], max_tokens=60, **params)
+    plain = ids_of(collect(with_parallel, with_options(request, num_speculative_tokens=0)))
+    pieces = collect(with_parallel, with_options(request))
+    assert ids_of(pieces) == plain
+    drafted = sum(token.origin == "draft" for piece in pieces for token in piece.token_metrics)
+    assert drafted > 10
+
+
+@pytest.mark.parametrize("rule", ["TOKEN", "BLOCK"])
+def test_ratio_rules_take_its_rows(with_parallel, prompts, rule):
+    verification = types_pb2.VerificationRule.Value(f"VERIFICATION_RULE_{rule}")
+    request = request_of(prompts[0], max_tokens=60, temperature=0.9, seed=3)
+    pieces = collect(with_parallel, with_options(request, verification=verification))
+    assert len(ids_of(pieces)) == 60
+    assert any(token.origin == "draft" for piece in pieces for token in piece.token_metrics)
+
+
+def test_a_mask_that_was_not_trained_is_reported_at_start(with_parallel):
+    (draft,) = with_parallel.drafts
+    wait_until(lambda: any("SELF-TEST FAILED" in line for line in draft.log), 5, "the line of the self-test")
+    assert any("after the mask token 4096, draft untrained predicts" in line for line in draft.log)
