@@ -17,12 +17,9 @@ from tests.e2e.conftest import PROMPTS
 from tests.e2e.servers import draft_process, fake_draft, fake_target, target_process
 from tests.reliability.faults import Disturbance, faults_of
 from tests.reliability.load import Load, questions
-from tests.reliability.rig import Rig
+from tests.reliability.rig import BLOCK_BYTES, FEW_BLOCKS, Rig
 
 NUM_STREAMS = 10
-#: Blocks of a bundled target, and bytes of one: 32 tokens, layers, keys and values, KV heads, head size, float32.
-FEW_BLOCKS = 24
-BLOCK_BYTES = 32 * 6 * 2 * 2 * 64 * 4
 
 
 async def cause_chaos(

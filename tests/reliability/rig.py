@@ -20,6 +20,10 @@ from tests.reliability.proxy import FaultyProxy
 
 #: Seconds for everything to be up, or free, again once nothing is disturbed any more.
 RECOVERY_S = 120.0
+#: Blocks of a bundled target for about three streams, and bytes of one: 32 tokens, layers, keys and values, KV heads,
+#: head size, float32.
+FEW_BLOCKS = 24
+BLOCK_BYTES = 32 * 6 * 2 * 2 * 64 * 4
 
 
 class Rig:

@@ -17,7 +17,7 @@ import httpx
 from tests.e2e.conftest import PROMPTS
 from tests.e2e.servers import draft_process, fake_draft, fake_target, target_process
 from tests.reliability.load import Load, questions
-from tests.reliability.rig import Rig
+from tests.reliability.rig import BLOCK_BYTES, FEW_BLOCKS, Rig
 from tests.reliability.sizes import Sizes
 
 NUM_STREAMS = 6
@@ -56,9 +56,10 @@ async def soak(rig: Rig, *, seconds: float, seed: int, num_tokens: int) -> str:
         assert not outcomes.wrong, "\n".join(outcomes.wrong)
         assert not outcomes.unfinished, outcomes.unfinished
         assert not rig.tracebacks(), "\n".join(rig.tracebacks())
+        num_preemptions = sum([(await rig.load_of(name)).preemptions for name in rig.targets])
         sizes = "; ".join(f"{name} {sizes.describe()}" for name, sizes in samples.items())
         assert all(each.is_flat for each in samples.values()), sizes
-        return f"{seconds:.0f} s, {outcomes.describe()}; {mixed.total()} mixed requests {dict(mixed)}; {sizes}"
+        return f"{seconds:.0f} s, {outcomes.describe()}; {num_preemptions} preemptions; {mixed.total()} mixed requests {dict(mixed)}; {sizes}"
     finally:
         await rig.close()
 
@@ -87,8 +88,9 @@ def toys() -> Rig:
 
 
 def bundled_pair() -> Rig:
-    # What the mixed load parks expires before the end is checked.
-    return Rig([target_process("--park-ttl-s", "5")], [draft_process("--park-ttl-s", "5")], random.Random(0))
+    """The real engines; the target has blocks for half of the streams, so they are preempted all the time."""
+    few = ("--kv-cache-memory-bytes", str(FEW_BLOCKS * BLOCK_BYTES))
+    return Rig([target_process(*few)], [draft_process(*few)], random.Random(0))
 
 
 def main() -> int:

@@ -81,7 +81,7 @@ def model_settings(folder: Path) -> ModelSettings:
     return ModelSettings(model=str(folder), num_threads=1, device="cpu", kv_cache_memory_bytes=4 << 20)
 
 
-_SCHEDULER = SchedulerSettings(max_num_seqs=16, max_wait_s=5.0, park_ttl_s=0.05)
+_SCHEDULER = SchedulerSettings(max_num_seqs=16, max_wait_s=5.0)
 
 
 @asynccontextmanager
