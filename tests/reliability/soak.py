@@ -59,7 +59,8 @@ async def soak(rig: Rig, *, seconds: float, seed: int, num_tokens: int) -> str:
         num_preemptions = sum([(await rig.load_of(name)).preemptions for name in rig.targets])
         sizes = "; ".join(f"{name} {sizes.describe()}" for name, sizes in samples.items())
         assert all(each.is_flat for each in samples.values()), sizes
-        return f"{seconds:.0f} s, {outcomes.describe()}; {num_preemptions} preemptions; {mixed.total()} mixed requests {dict(mixed)}; {sizes}"
+        mixed_counts = f"{num_preemptions} preemptions; {mixed.total()} mixed requests {dict(mixed)}"
+        return f"{seconds:.0f} s, {outcomes.describe()}; {mixed_counts}; {sizes}"
     finally:
         await rig.close()
 
