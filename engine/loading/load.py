@@ -19,7 +19,7 @@ from engine.loading import checkpoint, refusals
 from engine.loading.acceleration import choose_runner
 from engine.loading.memory import measure_activation, size_cache
 from engine.loading.self_check import Reference
-from engine.native.rounded import rounded_bytes
+from engine.native.rounded import grouped_numbers, rounded_bytes
 from engine.parallel import shards
 from engine.parallel.ranks import Ranks
 from specdec.process.cores import usable_cores
@@ -55,13 +55,6 @@ def load_engine(settings: ModelSettings, join: Callable[[], Ranks] | None = None
         raise
 
 
-def _warn_of_float16(settings: ModelSettings, config: PretrainedConfig) -> None:
-    """The kernels for CPUs know float32, bfloat16 and int8."""
-    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    if (stored if settings.dtype == "auto" else settings.dtype) == "float16":
-        logger.warning("%s is to run in float16, which is slow on a CPU: --dtype bfloat16 is fast", settings.model)
-
-
 def _load(
     settings: ModelSettings, config: PretrainedConfig, ranks: Ranks | None = None, split: object = None
 ) -> Engine:
@@ -74,11 +67,9 @@ def _load(
         torch.cuda.set_device(device)  # of this thread: Triton launches on the current device
     max_model_len = refusals.resolve_max_model_len(config, settings.max_model_len)
     bits = refusals.check_quantization(settings, config, device)
-    if device.type == "cpu":
-        _warn_of_float16(settings, config)
     logger.info("reading the weights of %s", settings.model)
     model = checkpoint.load_model(settings, config, device, split)
-    num_parameters = model.num_parameters()
+    num_parameters = model.num_parameters() + grouped_numbers(model)
     if ranks is not None:
         shards.make_local(model, ranks)
     adopt(model)

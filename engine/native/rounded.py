@@ -104,6 +104,15 @@ def rounded_bytes(model: nn.Module) -> int:
     return total
 
 
+def grouped_numbers(model: PreTrainedModel) -> int:
+    """How many weights a model has in groups: torch does not count them among its parameters. Those of an output layer
+    that is tied to the embedding are counted there.
+    """
+    tied = model.get_output_embeddings() if model.config.tie_word_embeddings else None  # type: ignore[no-untyped-call]
+    layers = [module for module in model.modules() if isinstance(module, GroupedLinear) and module is not tied]
+    return sum(layer.in_features * layer.out_features for layer in layers)
+
+
 def replace_linears(model: nn.Module, make: Callable[[Any], PackedLinear]) -> int:
     """Replace the model's plain linear layers by others, each weight freed on the way; returns how many there were."""
     done: dict[int, tuple[Any, PackedLinear]] = {}
