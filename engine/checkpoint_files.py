@@ -116,6 +116,9 @@ class CheckpointFiles:
             if (found := _SHARD.fullmatch(name)) is not None and int(found[3]) <= _MAX_SHARDS:
                 numbers = range(1, int(found[3]) + 1)
                 self._require((f"{found[1]}-{n:05}-of-{found[3]}{found[4]}" for n in numbers), f"{name} is there")
+        if (stored := self.stored_format) is not None and stored.file is not None:
+            self._require([stored.file], "config.json names it")
+            return
         names = ("*.safetensors", "*.bin", "*.pt") if is_head else (*WEIGHTS, *INDEXES)
         if self.named(*names) or self.config.get("transformers_weights"):
             return

@@ -7,7 +7,7 @@ that this form holds exactly; see :mod:`engine.quantised`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -69,6 +69,11 @@ class GroupedWeight:
         if self.offsets is not None:
             values = values - self.offsets[:, :, None]
         return values.flatten(1)[:, : self.in_features].contiguous()
+
+    def rows(self, order: torch.Tensor) -> GroupedWeight:
+        """The same outputs in another order, int64 [N]."""
+        offsets = None if self.offsets is None else self.offsets[order]
+        return replace(self, codes=self.codes[order], scales=self.scales[order], offsets=offsets)
 
     @classmethod
     def of_codes(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 #: Values of ``quant_method`` that are read here.
-METHODS: Final = ("compressed-tensors", "awq", "gptq")
+METHODS: Final = ("compressed-tensors", "awq", "gptq", "gguf")
 #: Architectures whose quantised checkpoints are read: those that the native decoder runs.
 MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
 _BITS: Final = (4, 8)
@@ -22,6 +22,7 @@ class QuantisedFormat:
 
     #: One of :data:`METHODS`.
     method: str
+    #: 0: each tensor has a type of its own.
     bits: int
     #: Inputs that share a scale; None: all.
     group: int | None
@@ -29,6 +30,8 @@ class QuantisedFormat:
     zero_shift: int = 0
     #: A suffix of the tensor that shows a layer is quantised.
     marker: str = "qweight"
+    #: The file of the weights; None: the folder's safetensors.
+    file: str | None = None
 
 
 def read_format(quantization: Mapping[str, Any], model_type: str) -> QuantisedFormat | str:
@@ -109,4 +112,12 @@ def _group(size: Any) -> int | str:
     )
 
 
-_READERS: Final = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}
+def _gguf(quantization: Mapping[str, Any]) -> QuantisedFormat | str:
+    """A folder with what a GGUF file says of itself, and the file."""
+    name = quantization.get("file")
+    if not isinstance(name, str) or "/" in name or not name.endswith(".gguf"):
+        return f"file {name!r}; the name of a .gguf file beside config.json is read"
+    return QuantisedFormat("gguf", 0, None, file=name)
+
+
+_READERS: Final = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed, "gguf": _gguf}

@@ -59,7 +59,7 @@ class Refusal:
 
 def _gguf(files: CheckpointFiles) -> str | None:
     names = [] if files.has("config.json") else files.named("*.gguf")
-    return f"GGUF weights ({names[0]}), which are not read" if names else None
+    return f"GGUF weights ({names[0]}) without config.json" if names else None
 
 
 def _adapter(files: CheckpointFiles) -> str | None:
@@ -167,7 +167,7 @@ def _codes(files: CheckpointFiles) -> str | None:
 
 #: In the order they are looked for: what needs no weights comes first.
 REFUSALS: Final = (
-    Refusal(_gguf, "give the folder of the checkpoint it was converted from, in Hugging Face format"),
+    Refusal(_gguf, "give the path of the .gguf file itself to tandem serve, tandem target, tandem draft or LLM"),
     Refusal(_adapter, "merge it into its base model (peft: merge_and_unload, save_pretrained) and give that folder"),
     Refusal(_no_config, "give a folder in Hugging Face format, with config.json and safetensors"),
     Refusal(_embeddings, "give a decoder-only language model", is_of_heads=False),
@@ -221,7 +221,7 @@ def check_checkpoint(folder: str | Path, *, is_head: bool = False) -> None:
 
 def _refuse_file(path: Path) -> NoReturn:
     if path.suffix == ".gguf":
-        raise ModelNotSupported(f"{path} holds GGUF weights, which are not read: {REFUSALS[0].remedy}")
+        raise ModelNotSupported(f"{path} is a GGUF file: {REFUSALS[0].remedy}")
     raise InvalidRequest(f"{path} is a file; give the folder of a checkpoint in Hugging Face format", param="model")
 
 

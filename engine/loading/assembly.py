@@ -18,8 +18,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from engine.checkpoint_files import CheckpointFiles
+from engine.gguf_config import tensor_names
+from engine.gguf_file import GgufFile
 from engine.grouped_weight import GroupedWeight
 from engine.native.rounded import GroupedLinear, group_linears
+from engine.quantised.gguf_blocks import read_grouped, read_plain
 from engine.quantised.packed_integers import read_linear
 from engine.quantised_formats import QuantisedFormat
 from specdec.errors import InvalidRequest, ModelNotSupported
@@ -82,6 +85,42 @@ class PackedSource:
             ) from None
 
 
+class GgufSource:
+    """A GGUF file."""
+
+    def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
+        self._file = file
+        self._names = tensor_names(file)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        #: Of projections whose outputs GGUF has in another order.
+        self._heads = {"q_proj": heads, "k_proj": kv_heads} if config.model_type == "llama" else {}
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Of all tensors."""
+        return self._names.keys()
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor, decoded."""
+        tensor = read_plain(self._file, self._names[name])
+        order = self._order(name.rpartition(".")[0], tensor.shape[0])
+        return tensor if order is None else tensor[order]
+
+    def linear(self, prefix: str) -> GroupedWeight | None:
+        """The weight of the linear layer of a name; None: it is not quantised."""
+        name = self._names.get(f"{prefix}.weight")
+        weight = None if name is None else read_grouped(self._file, name)
+        order = None if weight is None else self._order(prefix, weight.out_features)
+        return weight if weight is None or order is None else weight.rows(order)
+
+    def _order(self, prefix: str, num_rows: int) -> torch.Tensor | None:
+        """Which row each row of transformers' is, in a llama's queries and keys: GGUF rotates neighbours, transformers
+        the halves of a head.
+        """
+        heads = self._heads.get(prefix.rpartition(".")[2])
+        return None if heads is None else torch.arange(num_rows).view(heads, -1, 2).transpose(1, 2).flatten()
+
+
 #: Tensors beside a layer's weight that its :class:`GroupedWeight` holds.
 _OF_LINEARS: Final = frozenset(
     """
@@ -93,8 +132,9 @@ _OF_LINEARS: Final = frozenset(
 def assemble(
     source: TensorSource, config: PreTrainedConfig, dtype: torch.dtype, folder: str
 ) -> tuple[PreTrainedModel, list[str]]:
-    """A model whose quantised layers are :class:`GroupedLinear`, the other ones rounded to 8 bits in groups; and the
-    names of tensors that it did not take.
+    """A model whose quantised layers are :class:`GroupedLinear`, and the names of tensors that it did not take.
+
+    Layers beside those that are not quantised, such as the output layer, are rounded to 8 bits in groups.
 
     Raises:
         ModelNotSupported: weights are missing, or of another shape than the model's.
@@ -125,7 +165,8 @@ def assemble(
             f"{folder} lacks {len(absent)} of the model's weights ({', '.join(absent[:4])}): not a checkpoint of"
             f" {type(model).__name__}"
         )
-    group_linears(model)
+    if any(isinstance(module, GroupedLinear) for module in model.modules()):
+        group_linears(model)
     model = model.eval().requires_grad_(False)
     assert isinstance(model, PreTrainedModel)
     return model, sorted(names - taken)

@@ -18,7 +18,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from engine.checkpoint_files import CheckpointFiles
-from engine.loading.assembly import PackedSource, assemble, read_generation_config
+from engine.gguf_file import GgufFile
+from engine.loading.assembly import GgufSource, PackedSource, TensorSource, assemble, read_generation_config
 from engine.quantised_formats import QuantisedFormat
 from engine.refused_checkpoints import check_checkpoint
 from engine.weight_map import check_weight_maps
@@ -152,7 +153,11 @@ def _assembled(
         dtype = torch.bfloat16
     folder = Path(settings.model)
     with ExitStack() as stack:
-        source = PackedSource(CheckpointFiles(folder), stored, stack)
+        source: TensorSource
+        if stored.file is None:
+            source = PackedSource(CheckpointFiles(folder), stored, stack)
+        else:
+            source = GgufSource(GgufFile(folder / stored.file), config)
         model, names = assemble(source, config, dtype, settings.model)
     read_generation_config(model, folder)
     _refuse_unused(settings, names, model)
