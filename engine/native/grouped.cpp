@@ -123,29 +123,23 @@ void tile(const int8_t* a, long lda, Grouped::Panel panel, long from, long to, i
     for (long k = at; k < at + chain; k += kInputs, codes += kPanel * 4) {
 #pragma GCC unroll 4
       for (int line = 0; line < W * kLanes * 4; line += 64) __builtin_prefetch(codes + prefetch + line, 0, kIntoL2);
-      Factor low[W], high[W];
+      // Of 4 bits first the low halves, then the high ones, read anew: both would not fit into registers beside the sums.
+#pragma GCC unroll 2
+      for (int half = 0; half < (Bits == 4 ? 2 : 1); half++) {
+        Factor weights[W];
 #pragma GCC unroll 4
-      for (int v = 0; v < W; v++) {
-        const Bytes bytes = load_as<Bytes>(codes + v * kLanes * 4);
-        if constexpr (Bits == 4) {
-          low[v] = factor(look_up(table, bytes & 15));
-          high[v] = factor(look_up(table, bytes >> 4));
-        } else {
-          low[v] = factor(bytes);
+        for (int v = 0; v < W; v++) {
+          const Bytes bytes = load_as<Bytes>(codes + v * kLanes * 4);
+          if constexpr (Bits == 4)
+            weights[v] = factor(look_up(table, half ? bytes >> 4 : bytes & 15));
+          else
+            weights[v] = factor(bytes);
         }
-      }
-#pragma GCC unroll 12
-      for (int r = 0; r < R; r++) {
-        const Spread x = spread(a + r * lda + k);
-#pragma GCC unroll 4
-        for (int v = 0; v < W; v++) whole[r][v] = dot(whole[r][v], low[v], x);
-      }
-      if constexpr (Bits == 4) {
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
-          const Spread x = spread(a + r * lda + k + 4);
+          const Spread x = spread(a + r * lda + k + half * 4);
 #pragma GCC unroll 4
-          for (int v = 0; v < W; v++) whole[r][v] = dot(whole[r][v], high[v], x);
+          for (int v = 0; v < W; v++) whole[r][v] = dot(whole[r][v], weights[v], x);
         }
       }
     }
