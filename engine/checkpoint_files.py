@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from engine.quantised_formats import METHODS, QuantisedFormat, read_format
 from engine.weight_map import INDEXES, read_weight_map
 from specdec.checkpoint_config import read_config
 from specdec.errors import InvalidRequest
@@ -80,6 +81,15 @@ class CheckpointFiles:
                     return found
         return None
 
+    @property
+    def stored_format(self) -> QuantisedFormat | None:
+        """The format of quantised weights that is read here; None: there is none, or it is not read."""
+        quantization = self.quantization if self.has("config.json") else None
+        if quantization is None or quantization.get("quant_method") not in METHODS:
+            return None
+        found = read_format(quantization, self.model_type)
+        return found if isinstance(found, QuantisedFormat) else None
+
     @cached_property
     def weights(self) -> tuple[Path, ...]:
         """The safetensors files of the weights; none where they are in torch's own format.
@@ -106,6 +116,9 @@ class CheckpointFiles:
             if (found := _SHARD.fullmatch(name)) is not None and int(found[3]) <= _MAX_SHARDS:
                 numbers = range(1, int(found[3]) + 1)
                 self._require((f"{found[1]}-{n:05}-of-{found[3]}{found[4]}" for n in numbers), f"{name} is there")
+        if (stored := self.stored_format) is not None and stored.file is not None:
+            self._require([stored.file], "config.json names it")
+            return
         names = ("*.safetensors", "*.bin", "*.pt") if is_head else (*WEIGHTS, *INDEXES)
         if self.named(*names) or self.config.get("transformers_weights"):
             return

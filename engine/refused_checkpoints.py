@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from engine.checkpoint_files import CheckpointFiles
+from engine.quantised_formats import METHODS, MODEL_TYPES, read_format
 from specdec.errors import InvalidRequest, ModelNotSupported
 
-#: Values of ``quant_method`` whose scales are applied; bitsandbytes needs its library.
+#: Values of ``quant_method`` whose scales transformers applies; bitsandbytes needs its library.
 QUANTIZATION_METHODS: Final = ("fp8", "mxfp4", "bitsandbytes")
 #: Types of models of text and images that transformers gives as causal language models, which run without images.
 TEXT_MODELS_OF_MULTIMODAL: Final = frozenset(
@@ -24,8 +25,8 @@ TEXT_MODELS_OF_MULTIMODAL: Final = frozenset(
 )
 
 _UNQUANTISED: Final = (
-    "take the checkpoint that is not quantised (--quantization int8 rounds it at load, on a CPU), or one in"
-    f" {', '.join(QUANTIZATION_METHODS[:2])}"
+    "take the checkpoint that is not quantised (--quantization int8 or int4 rounds it at load, on a CPU), or one in"
+    f" {', '.join(QUANTIZATION_METHODS[:2])} or, of {', '.join(MODEL_TYPES)}, {', '.join(METHODS)}"
 )
 _ENCODERS: Final = frozenset(
     """
@@ -51,13 +52,14 @@ class Refusal:
     remedy: str
     #: It is looked for in the folder of a draft head, too.
     is_of_heads: bool = True
+    is_of_models: bool = True
     #: It shows in the headers of the weights only.
     reads_headers: bool = False
 
 
 def _gguf(files: CheckpointFiles) -> str | None:
     names = [] if files.has("config.json") else files.named("*.gguf")
-    return f"GGUF weights ({names[0]}), which are not read" if names else None
+    return f"GGUF weights ({names[0]}) without config.json" if names else None
 
 
 def _adapter(files: CheckpointFiles) -> str | None:
@@ -118,7 +120,16 @@ def _method(files: CheckpointFiles) -> str | None:
     method = files.quantization.get("quant_method")
     if method in QUANTIZATION_METHODS:
         return None
+    if method in METHODS:
+        found = read_format(files.quantization, files.model_type)
+        return found if isinstance(found, str) else None
     return f"weights quantised by {method!r}" if method else "a quantization_config without quant_method"
+
+
+def _packed_head(files: CheckpointFiles) -> str | None:
+    """What is read of models only."""
+    method = None if files.quantization is None else files.quantization.get("quant_method")
+    return f"a head quantised by {method!r}" if method in METHODS else None
 
 
 def _is_bitsandbytes(files: CheckpointFiles) -> bool:
@@ -139,7 +150,10 @@ def _codes(files: CheckpointFiles) -> str | None:
     """Weights of fewer than 16 bits that nothing scales."""
     if _is_bitsandbytes(files):
         return None
+    is_packed = files.stored_format is not None
     for name, header in files.tensors.items():
+        if is_packed and name.endswith("qweight"):
+            continue  # whose scales have names of another form
         if header.dtype in _PLAIN_DTYPES or "scale" in name:
             continue
         if not (name.endswith("weight") or header.dtype.startswith("F")):
@@ -153,7 +167,7 @@ def _codes(files: CheckpointFiles) -> str | None:
 
 #: In the order they are looked for: what needs no weights comes first.
 REFUSALS: Final = (
-    Refusal(_gguf, "give the folder of the checkpoint it was converted from, in Hugging Face format"),
+    Refusal(_gguf, "give the path of the .gguf file itself to tandem serve, tandem target, tandem draft or LLM"),
     Refusal(_adapter, "merge it into its base model (peft: merge_and_unload, save_pretrained) and give that folder"),
     Refusal(_no_config, "give a folder in Hugging Face format, with config.json and safetensors"),
     Refusal(_embeddings, "give a decoder-only language model", is_of_heads=False),
@@ -162,6 +176,7 @@ REFUSALS: Final = (
     Refusal(_modelopt, _UNQUANTISED),
     Refusal(_mlx, _UNQUANTISED),
     Refusal(_method, _UNQUANTISED),
+    Refusal(_packed_head, _UNQUANTISED, is_of_models=False),
     Refusal(
         _bitsandbytes_over_plain,
         f"delete quantization_config from its config.json, or {_UNQUANTISED}",
@@ -206,13 +221,13 @@ def check_checkpoint(folder: str | Path, *, is_head: bool = False) -> None:
 
 def _refuse_file(path: Path) -> NoReturn:
     if path.suffix == ".gguf":
-        raise ModelNotSupported(f"{path} holds GGUF weights, which are not read: {REFUSALS[0].remedy}")
+        raise ModelNotSupported(f"{path} is a GGUF file: {REFUSALS[0].remedy}")
     raise InvalidRequest(f"{path} is a file; give the folder of a checkpoint in Hugging Face format", param="model")
 
 
 def _check(files: CheckpointFiles, *, is_head: bool, reads_headers: bool) -> None:
     for refusal in REFUSALS:
-        if refusal.reads_headers != reads_headers or (is_head and not refusal.is_of_heads):
+        if refusal.reads_headers != reads_headers or not (refusal.is_of_heads if is_head else refusal.is_of_models):
             continue
         if (found := refusal.found(files)) is not None:
             raise ModelNotSupported(f"{files.folder} holds {found}: {refusal.remedy}")

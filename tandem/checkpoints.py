@@ -10,6 +10,7 @@ from engine.refused_checkpoints import check_config
 from specdec.checkpoint_config import read_text_config
 from specdec.errors import InvalidRequest, ModelNotSupported, TandemError
 from specdec.methods import HEAD_METHODS, method_of
+from tandem.gguf_folder import folder_of
 
 MODELS: Final = Path(__file__).with_name("models")
 #: The bundled pair: served when no model is named.
@@ -21,12 +22,14 @@ OLDER_WEIGHTS: Final = ("*.bin", "*.pt")
 
 
 def find_checkpoint(name: str) -> str:
-    """The folder of a checkpoint: a folder, a bundled model's name, or a name on the Hugging Face hub.
+    """The folder of a checkpoint: a folder, a GGUF file, a bundled model's name, or a name on the Hugging Face hub.
 
     Raises :class:`InvalidRequest` when there is no such checkpoint, and :class:`ModelNotSupported` for files of another
     format.
     """
     folder = Path(name).expanduser()
+    if folder.is_file() and folder.suffix == ".gguf":
+        return folder_of(folder)
     if folder.exists():
         if not (folder / "config.json").is_file():
             check_config(folder)

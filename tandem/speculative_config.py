@@ -147,5 +147,7 @@ def choose_models(
 
 
 def _served_name(model: str) -> str:
-    folder = Path(model).expanduser()
-    return folder.resolve().name if folder.is_dir() else model
+    path = Path(model).expanduser()
+    if path.is_file():  # GGUF
+        return path.stem
+    return path.resolve().name if path.is_dir() else model

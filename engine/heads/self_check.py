@@ -15,7 +15,7 @@ from engine.heads.eagle3 import Eagle3Head
 from engine.heads.native.eagle import NativeHead
 from engine.kv_pool import KVPool
 from engine.loading.self_check import TOLERANCES, disagreement
-from engine.native.linears import Int8Linear
+from engine.native.rounded import Int8Linear
 
 #: Positions of each sequence per pass: first with the target's states, then one at a time on the head's own.
 _CHUNKS: Final = ((1, 2, 29, 2), (5, 1, 1, 11))

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,6 +17,10 @@ from typing import Any, Final
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
+from engine.checkpoint_files import CheckpointFiles
+from engine.gguf_file import GgufFile
+from engine.loading.assembly import GgufSource, PackedSource, TensorSource, assemble, read_generation_config
+from engine.quantised_formats import QuantisedFormat
 from engine.refused_checkpoints import check_checkpoint
 from engine.weight_map import check_weight_maps
 from specdec.errors import InvalidRequest, ModelNotSupported
@@ -72,7 +77,10 @@ def load_model(
             random), or the model does not use some, such as scales (it would answer as if they were 1).
     """
     check_weight_maps(Path(settings.model))
-    dtype = _DTYPES.get(settings.dtype, "auto")
+    stored = CheckpointFiles(settings.model).stored_format
+    if stored is not None:
+        return _assembled(settings, config, device, stored)
+    dtype = dtype_of(settings, config, device)
     options: dict[str, Any] = {}
     if split is not None:
         options["distributed_config"] = split
@@ -107,17 +115,62 @@ def load_model(
             f"{settings.model} lacks {len(absent)} of the model's weights ({_shown(absent)}): not a checkpoint of"
             f" {type(model).__name__}"
         )
-    if unused := unused_tensors(report.get("unexpected_keys") or (), model):
-        raise ModelNotSupported(
-            f"{settings.model} holds {len(unused)} tensors that {type(model).__name__} does not use"
-            f" ({_shown(unused)}): it is quantised or changed in a way that is not known here; take the original"
-            " checkpoint, or one of another format"
-        )
+    _refuse_unused(settings, report.get("unexpected_keys") or (), model)
     if not options:
         model = model.to(device)
     model = model.eval().requires_grad_(False)
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def dtype_of(settings: ModelSettings, config: PreTrainedConfig, device: torch.device) -> torch.dtype | str:
+    """The type that weights get. float16, for which there are no kernels on a CPU, becomes bfloat16 there unless it is
+    asked for; what that does is logged.
+    """
+    if settings.dtype in _DTYPES:
+        if settings.dtype == "float16" and device.type == "cpu":
+            logger.warning("%s is to run in float16, which is slow on a CPU: --dtype bfloat16 is fast", settings.model)
+        return _DTYPES[settings.dtype]
+    stored = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
+    if stored == torch.float16 and device.type == "cpu":
+        logger.info(
+            "%s is stored in float16 and runs in bfloat16 on this CPU (--dtype float32: exactly)", settings.model
+        )
+        return torch.bfloat16
+    return "auto" if stored is None else stored
+
+
+def _assembled(
+    settings: ModelSettings, config: PreTrainedConfig, device: torch.device, stored: QuantisedFormat
+) -> PreTrainedModel:
+    if device.type != "cpu":
+        raise ModelNotSupported(
+            f"{settings.model} holds weights quantised by {stored.method!r}, which are read on a CPU only: set device"
+            " to cpu, or take the checkpoint that is not quantised"
+        )
+    dtype = dtype_of(settings, config, device)
+    if dtype not in (torch.float32, torch.bfloat16):
+        dtype = torch.bfloat16
+    folder = Path(settings.model)
+    with ExitStack() as stack:
+        source: TensorSource
+        if stored.file is None:
+            source = PackedSource(CheckpointFiles(folder), stored, stack)
+        else:
+            source = GgufSource(GgufFile(folder / stored.file), config)
+        model, names = assemble(source, config, dtype, settings.model)
+    read_generation_config(model, folder)
+    _refuse_unused(settings, names, model)
+    return model
+
+
+def _refuse_unused(settings: ModelSettings, names: Iterable[str], model: PreTrainedModel) -> None:
+    if unused := unused_tensors(names, model):
+        raise ModelNotSupported(
+            f"{settings.model} holds {len(unused)} tensors that {type(model).__name__} does not use"
+            f" ({_shown(unused)}): it is quantised or changed in a way that is not known here; take the original"
+            " checkpoint, or one of another format"
+        )
 
 
 def unused_tensors(names: Iterable[str], model: PreTrainedModel) -> list[str]:

@@ -19,6 +19,7 @@ from engine.loading import checkpoint, refusals
 from engine.loading.acceleration import choose_runner
 from engine.loading.memory import measure_activation, size_cache
 from engine.loading.self_check import Reference
+from engine.native.rounded import grouped_numbers, rounded_bytes
 from engine.parallel import shards
 from engine.parallel.ranks import Ranks
 from specdec.process.cores import usable_cores
@@ -54,13 +55,6 @@ def load_engine(settings: ModelSettings, join: Callable[[], Ranks] | None = None
         raise
 
 
-def _warn_of_float16(settings: ModelSettings, config: PretrainedConfig) -> None:
-    """The kernels for CPUs know float32, bfloat16 and int8."""
-    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    if (stored if settings.dtype == "auto" else settings.dtype) == "float16":
-        logger.warning("%s is to run in float16, which is slow on a CPU: --dtype bfloat16 is fast", settings.model)
-
-
 def _load(
     settings: ModelSettings, config: PretrainedConfig, ranks: Ranks | None = None, split: object = None
 ) -> Engine:
@@ -72,19 +66,17 @@ def _load(
     else:
         torch.cuda.set_device(device)  # of this thread: Triton launches on the current device
     max_model_len = refusals.resolve_max_model_len(config, settings.max_model_len)
-    is_rounded = refusals.check_quantization(settings, config, device)
-    if device.type == "cpu":
-        _warn_of_float16(settings, config)
+    bits = refusals.check_quantization(settings, config, device)
     logger.info("reading the weights of %s", settings.model)
     model = checkpoint.load_model(settings, config, device, split)
-    num_parameters = model.num_parameters()
+    num_parameters = model.num_parameters() + grouped_numbers(model)
     if ranks is not None:
         shards.make_local(model, ranks)
     adopt(model)
     refusals.check_model(model)
     tokenizer = checkpoint.read_tokenizer(settings)
-    if is_rounded:
-        refusals.quantise(settings, model)
+    if bits:
+        refusals.quantise(settings, model, bits)
     text = config.get_text_config(decoder=True)
     if ranks is not None:
         ranks.wait_for_all()
@@ -92,7 +84,7 @@ def _load(
     refusals.check_chunks(shapes, max_model_len)
 
     activation_bytes = 0
-    weight_bytes = model.get_memory_footprint()  # type: ignore[no-untyped-call]
+    weight_bytes = model.get_memory_footprint() + rounded_bytes(model)  # type: ignore[no-untyped-call]
     model.set_attn_implementation(PAGED)
     if device.type == "cuda" and settings.kv_cache_memory_bytes is None:
         activation_bytes = measure_activation(

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.layers import LayerShape
 from engine.native import library
-from engine.native.linears import quantise_linears
+from engine.native.rounded import quantise_linears
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.settings import ModelSettings
 
@@ -53,14 +53,14 @@ def check_config(config: PreTrainedConfig) -> None:
         )
 
 
-def check_quantization(settings: ModelSettings, config: object, device: torch.device) -> bool:
-    """Whether weights are to be rounded. Where nothing here multiplies the result "auto" leaves them alone.
+def check_quantization(settings: ModelSettings, config: object, device: torch.device) -> int:
+    """To how many bits weights are to be rounded; 0: not. Where nothing here multiplies the result "auto" leaves them.
 
     Raises:
         InvalidRequest: weights must be rounded on a GPU, without kernels, or once more.
     """
     if settings.quantization is None or (settings.quantization == "auto" and settings.enforce_eager):
-        return False
+        return 0
     name, problem = f"quantization {settings.quantization!r}", None
     if device.type != "cpu":
         problem = f"{name} is for CPUs, not for {device}; leave it out"
@@ -70,19 +70,21 @@ def check_quantization(settings: ModelSettings, config: object, device: torch.de
         problem = f"{name} needs the CPU kernels, which cannot be loaded here (the log says why); leave it out"
     if problem is not None and settings.quantization != "auto":
         raise InvalidRequest(problem, param="quantization")
-    return problem is None
+    if problem is not None:
+        return 0
+    return 4 if settings.quantization == "int4" else 8
 
 
-def quantise(settings: ModelSettings, model: nn.Module) -> None:
-    """Round a model's weights.
+def quantise(settings: ModelSettings, model: nn.Module, bits: int) -> None:
+    """Round a model's weights to 8 or 4 bits.
 
     Raises:
         ModelNotSupported: the model has no linear layers of a known type and dtype, and "auto" would not do.
     """
-    if not quantise_linears(model) and settings.quantization != "auto":
+    if not quantise_linears(model, bits) and settings.quantization != "auto":
         raise ModelNotSupported(
-            f"{type(model).__name__} in {next(model.parameters()).dtype} has no linear layers that can be rounded to 8"
-            " bits: they must be plain ones of float32 or bfloat16"
+            f"{type(model).__name__} in {next(model.parameters()).dtype} has no linear layers that can be rounded to"
+            f" {bits} bits: they must be plain ones of float32 or bfloat16"
         )
 
 

@@ -53,6 +53,7 @@ class WeightRun(NamedTuple):
     num_panels: int
     in_features: int
     dtype: torch.dtype
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def choose_prefetch(
     measures at a time; the others wait for it and read its choice. A file that cannot be read is replaced; where none
     can be written, every load measures.
     """
-    num_bytes = _bytes_of_all(library, runs)
+    num_bytes = _bytes_of_all(runs)
     if mode == "off" or num_bytes < _SMALLEST_BYTES:
         return Prefetch()
     path = cache_folder() / f"autotune-{_key(library, runs, num_threads)}.json"
@@ -105,7 +106,7 @@ def _measured(library: NativeLibrary, runs: Sequence[WeightRun], num_threads: in
     times = _measure(library, runs, num_threads)
     chosen = [fastest({distance: found[i] for distance, found in times.items()}) for i in range(len(_ROWS))]
     prefetch = Prefetch(chosen[0], chosen[1], "measured")
-    logger.info("%d MB of weights: %s", _bytes_of_all(library, runs) >> 20, prefetch)
+    logger.info("%d MB of weights: %s", _bytes_of_all(runs) >> 20, prefetch)
     logger.debug("ms by distance: %s", times)
     _write(path, chosen, times)
     return prefetch
@@ -117,19 +118,14 @@ def fastest(ms: Mapping[int, float]) -> int:
     return best if ms[best] < (1 - _MARGIN) * ms[0] else 0
 
 
-def _bytes_of_all(library: NativeLibrary, runs: Sequence[WeightRun]) -> int:
-    return sum(_bytes_of(library, run) for run in runs)
-
-
-def _bytes_of(library: NativeLibrary, run: WeightRun) -> int:
-    size: int = library.packed_bytes(WEIGHT_DTYPES[run.dtype], run.num_panels, run.in_features)
-    return size
+def _bytes_of_all(runs: Sequence[WeightRun]) -> int:
+    return sum(run.num_bytes for run in runs)
 
 
 def _key(library: NativeLibrary, runs: Sequence[WeightRun], num_threads: int) -> str:
     """A name for all that the choice depends on."""
     kernels = hashlib.sha256(library.path.read_bytes()).hexdigest()
-    shapes = [(run.num_panels, run.in_features, str(run.dtype)) for run in runs]
+    shapes = [(run.num_panels, run.in_features, str(run.dtype), run.num_bytes) for run in runs]
     text = json.dumps([kernels, processor(), num_threads, DISTANCES, shapes])
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -139,7 +135,7 @@ def _measure(library: NativeLibrary, runs: Sequence[WeightRun], num_threads: int
     measured, num_bytes = [], 0
     for run in runs:
         measured.append(run)
-        num_bytes += _bytes_of(library, run)
+        num_bytes += run.num_bytes
         if num_bytes >= _MOST_BYTES:
             break
     dtype = torch.bfloat16 if runs[0].dtype == torch.bfloat16 else torch.float32
@@ -150,7 +146,7 @@ def _measure(library: NativeLibrary, runs: Sequence[WeightRun], num_threads: int
 
     def sweep(rows: int, distance: int) -> float:
         start = time.perf_counter()
-        for address, num_panels, in_features, weight_dtype in measured:
+        for address, num_panels, in_features, weight_dtype, _ in measured:
             columns = num_panels * library.panel
             weights = WEIGHT_DTYPES[weight_dtype], x_at, rows, stride, in_features, address, columns, None
             if library.linear(DTYPES[dtype], *weights, y_at, columns, 1, distance, num_threads):

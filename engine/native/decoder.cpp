@@ -1,8 +1,8 @@
 // The forward pass of a Llama-shaped decoder in one call: one parallel region, barriers between its stages.
 //
 // The residual stream, attention and every sum are float32. What enters a linear layer has the type its kernel wants
-// (Format::Activation): float32, bfloat16 where weights are bfloat16 and the machine multiplies those directly, or int16
-// with a scale for each row where weights are int8.
+// (Format::Activation): float32, bfloat16 where weights are bfloat16 and the machine multiplies those directly, int16
+// with a scale for each row where weights are int8, or int8 with a scale for each run of a row where they are grouped.
 #include "decoder.h"
 
 #include <type_traits>
@@ -115,12 +115,14 @@ class Pass {
   using Weight = typename Format::Weight;
   using Activation = typename Format::Activation;
   // What attention and activations leave behind. A row's scale is known only once all of it is.
-  using Stored = std::conditional_t<(Format::kScales > 0), float, Activation>;
+  using Stored = std::conditional_t<Format::kRounds, float, Activation>;
 
   // Stages of a layer, each with a counter, and those around the layers.
   static constexpr int64_t kLayerStages = 10, kOtherStages = 7;
 
   static int64_t panels(int64_t columns) { return round_up(columns, kPanel) / kPanel; }
+
+  static int64_t prepared_stride(int64_t width) { return row_stride(prepared_size<Format>(width)); }
 
   bool allocate() {
     const int most = rows > num_logits ? rows : num_logits;
@@ -146,27 +148,28 @@ class Pass {
     }
     // What prepares rows: those of the stream and, where rows are scaled, those of attention and of activations.
     int64_t own_elements = 0, shared_elements = 0;
-    auto need_rows = [&](int64_t width, int64_t stride) {
+    auto need_rows = [&](int64_t width) {
+      const int64_t stride = prepared_stride(width);
       const int64_t own_rows = most * width <= kOwnCopy ? most : kOwnCopy / width;
       if (own_rows * stride > own_elements) own_elements = own_rows * stride;
       if (most * stride > shared_elements) shared_elements = most * stride;
     };
-    need_rows(hidden, hidden_stride);
+    need_rows(hidden);
     int64_t widest_stride = hidden_stride;  // of rows that are made in parts
     if (m.head) {
-      need_rows(fused, fused_stride);
-      need_rows(joined, joined_stride);
+      need_rows(fused);
+      need_rows(joined);
       widest_stride = fused_stride > joined_stride ? fused_stride : joined_stride;
     }
-    if (Format::kScales > 0) {
-      need_rows(query_width, out_stride);
-      need_rows(m.intermediate, mid_stride);
+    if (Format::kRounds) {
+      need_rows(query_width);
+      need_rows(m.intermediate);
     }
-    const int64_t scale_floats = Format::kScales > 0 ? round_up(most, 16) : 0;
+    const int64_t scale_floats = Format::kRounds ? round_up(most, 16) : 0;
     const int64_t work_floats = round_up(attention_floats > product_floats ? attention_floats : product_floats, 16);
     own_scales_at = work_floats * 4;
     own_row_at = own_scales_at + scale_floats * 4;
-    own_rows_at = own_row_at + (Format::kScales > 0 ? widest_stride * 4 : 0);
+    own_rows_at = own_row_at + (Format::kRounds ? widest_stride * 4 : 0);
     own_bytes = own_rows_at + round_up(own_elements * int64_t(sizeof(Activation)), 64);
     // One allocation, laid out in a first round and handed out in a second.
     char* memory = nullptr;
@@ -299,7 +302,7 @@ class Pass {
 
     // Embedding and state side by side. The states may be in the stream, which the product replaces: they are read before.
     Rows<Format> paired() {
-      return prepare(p.joined, p.joined_stride, [&](int r, Activation* to) {
+      return prepare(p.joined, [&](int r, Activation* to) {
         return make_row(p.joined, to, [&](auto* row) {
           with_embedding(r, [&](auto* from) { prepare_row(from, p.hidden, p.hidden, row); });
           auto add_state = [&](auto* from) { prepare_row(from, p.hidden, p.hidden, row + p.hidden); };
@@ -310,7 +313,7 @@ class Pass {
 
     // The target's features.
     Rows<Format> featured(const Head& head) {
-      return prepare(p.fused, p.fused_stride, [&](int r, Activation* to) {
+      return prepare(p.fused, [&](int r, Activation* to) {
         return make_row(p.fused, to, [&](auto* row) {
           with_features(r, [&](auto* from) {
             if (!head.feature_norm) return void(prepare_row(from, p.fused, p.fused, row));
@@ -324,7 +327,7 @@ class Pass {
 
     // What the first layer of an EAGLE-3 head sees: embedding and state, each through its norm, side by side.
     Rows<Format> joined(const Head& head) {
-      return prepare(p.joined, p.joined_stride, [&](int r, Activation* to) {
+      return prepare(p.joined, [&](int r, Activation* to) {
         return make_row(p.joined, to, [&](auto* row) {
           with_embedding(r, [&](auto* from) { rms_norm(from, head.embedding_norm, p.hidden, m.eps, row); });
           normed_row(x + r * p.hidden_stride, head.norms_residual ? nullptr : head.state_norm, row + p.hidden);
@@ -342,7 +345,7 @@ class Pass {
     template <class Make>
     float make_row(int64_t width, Activation* to, Make&& make) const {
       const int64_t padded = round_up(width, Format::kStep);
-      if constexpr (Format::kScales > 0) {
+      if constexpr (Format::kRounds) {
         float* row = reinterpret_cast<float*>(p.own + team.id * p.own_bytes + p.own_row_at);
         make(row);
         return prepare_row(row, width, padded, to);
@@ -356,14 +359,15 @@ class Pass {
     // Rows made by make(row, to), which returns a scale. Of few every thread makes its own, which is cheaper than to wait
     // for each other; many are a stage, as are those that must be made before anything else continues.
     template <class Make>
-    Rows<Format> prepare(int64_t width, int64_t stride, Make&& make, bool first = false) {
+    Rows<Format> prepare(int64_t width, Make&& make, bool first = false) {
+      const int64_t stride = prepared_stride(width);
       char* own = p.own + team.id * p.own_bytes;
       const bool alone = n * width <= kOwnCopy && !first;
       Activation* to = alone ? reinterpret_cast<Activation*>(own + p.own_rows_at) : p.prepared;
       float* scales = alone ? reinterpret_cast<float*>(own + p.own_scales_at) : p.row_scales;
       auto make_one = [&](int r) {
         const float scale = make(r, to + r * stride);
-        if (Format::kScales > 0) scales[r] = scale;
+        if (Format::kRounds) scales[r] = scale;
       };
       if (alone) {
         if (team.present())
@@ -377,15 +381,15 @@ class Pass {
 
     // The stream's rows through an RMSNorm.
     Rows<Format> normed(const float* weight) {
-      return prepare(p.hidden, p.hidden_stride, [&](int r, Activation* to) {
+      return prepare(p.hidden, [&](int r, Activation* to) {
         return make_row(p.hidden, to, [&](auto* row) { normed_row(x + r * p.hidden_stride, weight, row); });
       });
     }
 
     // Rows that attention or an activation left behind.
     Rows<Format> stored(const Stored* from, int64_t width, int64_t stride) {
-      if constexpr (Format::kScales > 0)
-        return prepare(width, stride, [&](int r, Activation* to) {
+      if constexpr (Format::kRounds)
+        return prepare(width, [&](int r, Activation* to) {
           return prepare_row(from + r * stride, width, round_up(width, Format::kStep), to);
         });
       else
@@ -395,7 +399,7 @@ class Pass {
     template <class Done>
     void multiply(const Rows<Format>& a, const void* weight, int64_t k, int64_t groups, int group, Done&& done) {
       product<Format>(team, *counter, n, a, static_cast<const Weight*>(weight), k, int(groups), group,
-                      group * panel_size<Format>(k), n == 1 ? m.prefetch_one : m.prefetch_several, scratch, done);
+                      group, n == 1 ? m.prefetch_one : m.prefetch_several, scratch, done);
     }
 
     static Vec bias_of(const float* bias, int64_t column) { return bias ? load(bias + column) : Vec{}; }
@@ -608,7 +612,8 @@ static int run(const Model& model, const Batch& batch, int threads) {
 
 int forward(const Model& model, const Batch& batch, int threads) {
   if (model.weight_dtype == 0) return run<Float32>(model, batch, threads);
-  return model.weight_dtype == 1 ? run<BFloat16>(model, batch, threads) : run<Int8>(model, batch, threads);
+  if (model.weight_dtype == 1) return run<BFloat16>(model, batch, threads);
+  return model.weight_dtype == 2 ? run<Int8>(model, batch, threads) : run<Grouped>(model, batch, threads);
 }
 
 }  // namespace tandem

@@ -6,7 +6,7 @@ change with the length of a batch. Anything else is left to the model's own modu
 Activations are float32 whatever the weights are, with two exceptions for bfloat16 weights: the cache is bfloat16, as
 transformers' is, and where the machine multiplies bfloat16 directly, what enters a linear layer is rounded to it. So
 every rounding here is one transformers makes too, among many more. What enters a layer with int8 weights is rounded to
-16 bits of its row's largest element.
+16 bits of its row's largest element; before grouped weights, to 8 bits of the largest of 64 neighbours.
 
 The cache is this decoder's own: a block whose size is a multiple of the kernels' tile (32 entries with AVX-512) holds
 its keys as [Hkv, D, block], not [Hkv, block, D], in the same memory.
@@ -26,8 +26,9 @@ from torch import nn
 
 from engine.compaction import Kept
 from engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary, load
-from engine.native.linears import Int8Linear, Matrix, is_plain, matrix_of
+from engine.native.linears import AnyMatrix, matrix_of
 from engine.native.packing import Packing, layer_groups
+from engine.native.rounded import GroupedLinear, Int8Linear, is_plain
 from engine.native.structs import CBatch, CKept, CModel, CPlan
 from engine.plan import BatchPlan
 from specdec.errors import InvalidRequest
@@ -118,7 +119,7 @@ class NativeDecoder(NativeModel):
             [packing.layer(layer, window) for layer, window in zip(decoder.layers, windows, strict=True)]
         )
         vocab_size = model.lm_head.out_features
-        weight_dtype = matrix_of(model.lm_head).weight.dtype
+        weight_dtype = matrix_of(model.lm_head).dtype
         lm_head, lm_head_bias = packing.linears(model, ["lm_head"])
         embedding = packing.keep(decoder.embed_tokens.weight.detach())
         attention = decoder.layers[0].self_attn
@@ -235,7 +236,7 @@ def _rotary_tables(rotary: nn.Module, length: int) -> tuple[torch.Tensor, torch.
     return cosines[0, :, :half].float().contiguous(), sines[0, :, :half].float().contiguous()
 
 
-def _weight_groups(model: Any) -> list[list[Matrix]]:
+def _weight_groups(model: Any) -> list[list[AnyMatrix]]:
     """The weights that are packed together."""
     groups = [group for layer in model.model.layers for group in layer_groups(layer)]
     return [*groups, [matrix_of(model.lm_head)]]
@@ -278,7 +279,7 @@ def _unknown(  # noqa: PLR0911
 
 
 def _is_known(linear: nn.Module) -> bool:
-    return isinstance(linear, Int8Linear) or (type(linear) is nn.Linear and is_plain(linear))
+    return isinstance(linear, Int8Linear | GroupedLinear) or (type(linear) is nn.Linear and is_plain(linear))
 
 
 def _unknown_cache(caches: Caches) -> str | None:

@@ -91,8 +91,8 @@ void float_tiles(int rows, const float* a, long lda, const float* w, long ldw, i
 }
 
 template <class Format>
-void chunk_product(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* panel,
-                   long from, long to, long prefetch, float* sums) {
+void chunk_product(int rows, const typename Format::Activation* a, long lda, typename Format::Panel panel, long from,
+                   long to, long prefetch, float* sums) {
   to = round_up(to, Format::kStep);
   for (long at = from; at < to; at += kDepth)
     tiles<Format, kVectors>(rows, a + at, lda, panel + at * kPanel, kPanel * Format::kStep,
@@ -101,8 +101,7 @@ void chunk_product(int rows, const typename Format::Activation* a, long lda, con
 }
 
 #define TANDEM_INSTANCE(Format)                                                                                    \
-  template void chunk_product<Format>(int, const Format::Activation*, long, const Format::Weight*, long, long, long,     \
-                                      float*);
+  template void chunk_product<Format>(int, const Format::Activation*, long, Format::Panel, long, long, long, float*);
 TANDEM_INSTANCE(Float32)
 TANDEM_INSTANCE(BFloat16)
 TANDEM_INSTANCE(Int8)

@@ -6,6 +6,9 @@
 // many threads share a panel only who computes which chunk, never an order.
 #pragma once
 
+#include <type_traits>
+
+#include "grouped.h"
 #include "pool.h"
 #include "vector.h"
 
@@ -16,15 +19,19 @@ constexpr int kChunk = 2048;  // products of a chunk, whole sub-sums
 
 // A Format says how weights lie in a panel and how they are multiplied. Weight, Activation: as they lie in memory;
 // Factor: kLanes columns of weights; Sum: of kLanes columns' products, and value() what it is in float32; kStep: inputs
-// per row of a panel; kScales: weights that take the place of a column's scale, behind the panel's last row.
+// per row of a panel; kScales: weights that take the place of a column's scale, behind the panel's last row; kRounds:
+// activations are rounded to whole numbers, for which a row must be complete. Panels lie one after another, but those of
+// Grouped (grouped.h), whose `weight` is a list of them.
 
 // float32 weights and activations.
 struct Float32 {
   using Weight = float;
+  using Panel = const float*;
   using Activation = float;
   using Sum = Vec;
   using Factor = Vec;
   static constexpr int kStep = 1, kScales = 0;
+  static constexpr bool kRounds = false;
   static long index(long k, int column) { return k * kPanel + column; }  // of a weight in its panel
   static inline Factor weights(const float* p, int vector) { return load(p + vector * kLanes); }
   static inline Vec spread(const float* a) { return splat(*a); }
@@ -37,10 +44,12 @@ struct Float32 {
 // side for each column; products of bfloat16 are exact.
 struct BFloat16 {
   using Weight = bf16;
+  using Panel = const bf16*;
   using Activation = bf16;
   using Sum = Vec;
   using Factor = __m512bh;
   static constexpr int kStep = 2, kScales = 0;
+  static constexpr bool kRounds = false;
   static long index(long k, int column) { return k / 2 * (2 * kPanel) + 2 * column + k % 2; }
   static inline Factor weights(const bf16* p, int vector) {
     return (__m512bh)_mm512_loadu_si512(p + vector * 2 * kLanes);
@@ -58,10 +67,12 @@ struct BFloat16 {
 // column j + kLanes in its high half.
 struct BFloat16 {
   using Weight = bf16;
+  using Panel = const bf16*;
   using Activation = float;
   using Sum = Vec;
   using Factor = Vec;
   static constexpr int kStep = 1, kScales = 0;
+  static constexpr bool kRounds = false;
   static long index(long k, int column) {
     return k * kPanel + column / (2 * kLanes) * (2 * kLanes) + 2 * (column % kLanes) + column / kLanes % 2;
   }
@@ -80,9 +91,11 @@ struct BFloat16 {
 // activations to 16 bits costs at most a few ten-thousandths of a row's norm, far less than 8 bits cost the weights.
 struct Int8 {
   using Weight = int8_t;
+  using Panel = const int8_t*;
   using Activation = int16_t;
   using Sum = IVec;
   static constexpr int kStep = 2, kScales = sizeof(float);
+  static constexpr bool kRounds = true;
   static constexpr float kLargest = 32767.0f;
   static long index(long k, int column) { return k / 2 * (2 * kPanel) + 2 * column + k % 2; }
 #if defined(__AVX512BW__)
@@ -128,6 +141,28 @@ inline long panel_size(long k) {
   return (round_up(k, Format::kStep) + Format::kScales) * kPanel;
 }
 
+// The n-th panel of a weight with k inputs, and the bytes of one.
+template <class Format>
+inline typename Format::Panel panel_at(const typename Format::Weight* weight, long n, long k) {
+  if constexpr (std::is_same_v<Format, Grouped>)
+    return weight[n];
+  else
+    return weight + n * panel_size<Format>(k);
+}
+template <class Format>
+inline long panel_bytes(const typename Format::Weight* weight, long k) {
+  if constexpr (std::is_same_v<Format, Grouped>)
+    return Grouped::header(weight[0]).panel_bytes;
+  else
+    return panel_size<Format>(k) * long(sizeof(typename Format::Weight));
+}
+
+// Elements of a row of k activations as a product takes it.
+template <class Format>
+inline long prepared_size(long k) {
+  return std::is_same_v<Format, Grouped> ? Grouped::inputs(k) / 2 * 3 : k;
+}
+
 // Activations as a product takes them: rows `stride` apart, and where the format scales rows, a scale for each.
 template <class Format>
 struct Rows {
@@ -167,6 +202,46 @@ inline float prepare_row(const T* x, long n, long padded, int16_t* to) {
   return peak / Int8::kLargest;
 }
 
+// The largest of every run becomes 127; scales and sums follow. Returns 1.
+template <class T>
+inline float prepare_row(const T* x, long n, long padded, int8_t* to) {
+  float* scales = reinterpret_cast<float*>(to + Grouped::scales_at(padded));
+  int32_t* sums = reinterpret_cast<int32_t*>(to + Grouped::sums_at(padded, 64));
+  int32_t* halves = reinterpret_cast<int32_t*>(to + Grouped::sums_at(padded, 32));
+  int32_t* quarters = reinterpret_cast<int32_t*>(to + Grouped::sums_at(padded, 16));
+  const Vec magic = splat(12582912.0f);  // as above
+  for (long at = 0; at < padded; at += kRun) {
+    Vec values[kRun / kLanes];
+    Vec most{};
+    for (int v = 0; v < kRun / kLanes; v++) {
+      const long left = n - at - v * kLanes;
+      values[v] = left >= kLanes ? load(x + at + v * kLanes) : left > 0 ? load_part(x + at + v * kLanes, int(left)) : Vec{};
+      most = max(most, max(values[v], -values[v]));
+    }
+    const float peak = largest(most);
+    const Vec inverse = splat(peak > 0.0f ? 127.0f / peak : 0.0f);
+    IVec total{};
+    for (int v = 0; v < kRun / kLanes; v++) {
+      const UVec bits = (UVec)(values[v] * inverse + magic);
+      const SVec low = __builtin_convertvector(bits, SVec);
+      std::memcpy(to + at + v * kLanes, &low, sizeof(low));
+      const IVec whole = (IVec)(bits << 16) >> 16;
+      total = v * kLanes % 16 ? total + whole : whole;
+      if ((v + 1) * kLanes % 16 == 0) {
+        int32_t sum = 0;
+        for (int i = 0; i < kLanes; i++) sum += total[i];
+        quarters[at / 16 + v * kLanes / 16] = sum;
+      }
+    }
+    const int32_t* four = quarters + at / 16;
+    halves[at / 32] = four[0] + four[1];
+    halves[at / 32 + 1] = four[2] + four[3];
+    sums[at / 64] = four[0] + four[1] + four[2] + four[3];
+    scales[at / kRun] = peak / 127.0f;
+  }
+  return 1.0f;
+}
+
 // sums[r][0..n) (+)= a[r][0..k) · w[0..k)[0..n) for any number of rows, where n is `vectors` (2 or kVectors) x kLanes and
 // `ldw` the distance between two rows of w. Defined in gemm.cpp, where the register tiles are compiled once.
 void float_tiles(int rows, const float* a, long lda, const float* w, long ldw, int k, int vectors, float* sums,
@@ -175,8 +250,8 @@ void float_tiles(int rows, const float* a, long lda, const float* w, long ldw, i
 // sums[rows][kPanel] = a[.., from..to) · the same rows, at most a chunk, of one panel, whose weights are fetched into
 // the L2 cache `prefetch` bytes ahead; 0 leaves that to the hardware. Which is faster depends on the processor.
 template <class Format>
-void chunk_product(int rows, const typename Format::Activation* a, long lda, const typename Format::Weight* panel,
-                   long from, long to, long prefetch, float* sums);
+void chunk_product(int rows, const typename Format::Activation* a, long lda, typename Format::Panel panel, long from, long to,
+                   long prefetch, float* sums);
 
 // Activation rows lie this far apart: whole panels, zero padded, plus a cache line so that rows a power of two long do
 // not all fall into the same cache sets.
@@ -214,7 +289,7 @@ inline void add_chunk(const float* chunk, long n, float* sums) {
 
 // What the sums of a panel's columns mean, for formats with scales.
 template <class Format>
-inline void scale_sums(const typename Format::Weight* panel, long k, const Rows<Format>& a, int first, int rows,
+inline void scale_sums(typename Format::Panel panel, long k, const Rows<Format>& a, int first, int rows,
                        float* sums) {
   if constexpr (Format::kScales > 0) {
     const auto* scales = panel + round_up(k, Format::kStep) * kPanel;
@@ -243,14 +318,14 @@ struct Runs {
   int first(int i) const { return i < count ? i * length : count * length + i - count; }
 };
 
-// All groups of `group` neighbouring panels times all rows, shared out over the team; groups lie `stride` elements
-// apart. done(first_row, rows, index of the group, sums) sees sums[panel of the group][row][kPanel].
+// All groups of `group` neighbouring panels times all rows, shared out over the team; from a group to the next it is
+// `step` panels. done(first_row, rows, index of the group, sums) sees sums[panel of the group][row][kPanel].
 template <class Format, class Done>
 inline void product(Team& team, Counter& counter, int rows, const Rows<Format>& a,
-                    const typename Format::Weight* weight, long k, int groups, int group, long stride, long prefetch,
+                    const typename Format::Weight* weight, long k, int groups, int group, long step, long prefetch,
                     const ProductScratch& scratch, Done&& done) {
   const int chunks = chunks_of(k);
-  auto panel = [&](int index, int i) { return weight + index * stride + i * panel_size<Format>(k); };
+  auto panel = [&](int index, int i) { return panel_at<Format>(weight, index * step + i, k); };
   if (shares_chunks(rows, k, groups, team.size)) {
     const long floats = long(group) * rows * kPanel;  // of a chunk
     for (int item; (item = team.next(counter)) < groups * chunks;) {
@@ -289,7 +364,7 @@ inline void product(Team& team, Counter& counter, int rows, const Rows<Format>& 
     }
     done(first, count, index, static_cast<const float*>(scratch.sums));
   };
-  const long group_bytes = group * panel_size<Format>(k) * long(sizeof(typename Format::Weight));
+  const long group_bytes = group * panel_bytes<Format>(weight, k);
   const Runs runs(groups * blocks, blocks > 1 ? 1 : kRunBytes / group_bytes, team.size);
   for (int i; (i = team.next(counter)) < runs.size();)
     for (int item = runs.first(i); item < runs.first(i + 1); item++) multiply(item);

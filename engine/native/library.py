@@ -24,9 +24,10 @@ logger = logging.getLogger(__name__)
 
 SOURCES: Final = Path(__file__).parent
 
-#: Of activations and caches, and of weights.
+#: Of activations and caches, and of weights; grouped ones (:mod:`engine.grouped_weight`) go by that of 4-bit codes.
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
-WEIGHT_DTYPES: Final = {**DTYPES, torch.int8: 2}
+GROUPED: Final = torch.uint8
+WEIGHT_DTYPES: Final = {**DTYPES, torch.int8: 2, GROUPED: 3}
 
 _Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64
@@ -82,6 +83,11 @@ class NativeLibrary:
         self.pack = lib.tandem_pack
         self.pack.argtypes = (_Int, _Pointer, _Pointer, _Int64, _Int64, _Int64, _Pointer, _Int64, _Int64, _Int)
         self.pack.restype = None
+        self.grouped_panel_bytes = lib.tandem_grouped_panel_bytes
+        self.grouped_panel_bytes.argtypes, self.grouped_panel_bytes.restype = (_Pointer,), _Int64
+        self.pack_grouped = lib.tandem_pack_grouped
+        self.pack_grouped.argtypes = (_Pointer, _Pointer, _Int64, _Pointer, _Int64, _Int64, _Int)
+        self.pack_grouped.restype = None
         self.linear = lib.tandem_linear
         self.linear.argtypes = (
             *(_Int, _Int, _Pointer, _Int, _Int64, _Int64, _Pointer, _Int64),

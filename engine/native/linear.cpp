@@ -9,7 +9,7 @@
 namespace tandem {
 namespace {
 
-enum DType { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+enum DType { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kGrouped = 3 };
 
 template <class Format>
 void pack(const typename Format::Weight* source, const float* scales, long n, long k, long stride,
@@ -43,7 +43,7 @@ int linear(const T* x, int rows, long ldx, long k, const typename Format::Weight
   using Activation = typename Format::Activation;
   constexpr bool same = std::is_same_v<T, Activation>;
   bool copied = !same || k % Format::kStep || (rows > 1 && (ldx * sizeof(T)) % 1024 == 0) || ldx % Format::kStep;
-  long lda = copied ? row_stride(k) : ldx;
+  long lda = copied ? row_stride(prepared_size<Format>(k)) : ldx;
   const int groups = int((n + kPanel - 1) / kPanel);
   const long own_floats = ProductScratch::own_floats(rows, 1);
   const long chunk_floats = ProductScratch::shared_floats(rows, k, groups, 1, threads);
@@ -70,8 +70,7 @@ int linear(const T* x, int rows, long ldx, long k, const typename Format::Weight
       team.barrier();
     }
     const ProductScratch mine{sums + team.id * own_floats, sums + threads * own_floats, done};
-    product<Format>(team, counter, rows, {a, lda, scales}, weight, k, groups, 1, panel_step * panel_size<Format>(k),
-                    prefetch, mine,
+    product<Format>(team, counter, rows, {a, lda, scales}, weight, k, groups, 1, panel_step, prefetch, mine,
                     [&](int first, int count, int panel, const float* s) {
                       long column = long(panel) * kPanel;
                       for (int half = 0; half < kPanel; half += kLanes, column += kLanes) {
@@ -135,7 +134,8 @@ TANDEM_API void tandem_pack(int dtype, const void* weight, const float* scales, 
   });
 }
 
-// y [rows, n] = x [rows, k] W^T + bias; x and y of one dtype, float32 or bfloat16, which is W's unless that is int8; bias
+// y [rows, n] = x [rows, k] W^T + bias; x and y of one dtype, float32 or bfloat16, which is W's unless that is int8 or
+// grouped (then `packed` is a list of panels); bias
 // float32 [n] or null; W's panels are panel_step apart. Returns 0, or -1 without memory.
 TANDEM_API int tandem_linear(int dtype, int weight_dtype, const void* x, int rows, int64_t ldx, int64_t k,
                              const void* packed, int64_t n, const float* bias, void* y, int64_t ldy, int64_t panel_step,
@@ -148,9 +148,11 @@ TANDEM_API int tandem_linear(int dtype, int weight_dtype, const void* x, int row
   if (dtype == kFloat32) {
     const auto* in = static_cast<const float*>(x);
     auto* out = static_cast<float*>(y);
+    if (weight_dtype == kGrouped) return run(Grouped{}, in, out);
     return weight_dtype == kInt8 ? run(Int8{}, in, out) : run(Float32{}, in, out);
   }
   const auto* in = static_cast<const bf16*>(x);
   auto* out = static_cast<bf16*>(y);
+  if (weight_dtype == kGrouped) return run(Grouped{}, in, out);
   return weight_dtype == kInt8 ? run(Int8{}, in, out) : run(BFloat16{}, in, out);
 }

@@ -1,6 +1,6 @@
 """Linear layers with weights packed for a CPU: one row at memory speed, a few rows at the price of one.
 
-Weights may be rounded to 8 bits before (``quantise_linears``). Two packings stand behind one function. The native one
+Weights may be rounded before (:mod:`engine.native.rounded`). Two packings stand behind one function. The native one
 (:mod:`engine.native`) is also batch-invariant: a row's result does not depend on the rows beside it, to the
 bit. Where the kernels cannot be compiled, oneDNN's packing is used, which torch brings along; each shape is first
 compared with the plain layer.
@@ -8,23 +8,24 @@ compared with the plain layer.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
+from engine.grouped_weight import GroupedWeight
 from engine.native.autotune import Prefetch, WeightRun, choose_prefetch
-from engine.native.library import DTYPES, WEIGHT_DTYPES, Memory, NativeLibrary, load, page_aligned
+from engine.native.library import DTYPES, GROUPED, WEIGHT_DTYPES, Memory, NativeLibrary, load, page_aligned
+from engine.native.rounded import GroupedLinear, Int8Linear, PackedLinear, places, plain_weight
+from engine.native.structs import CGroupedSource
 
 logger = logging.getLogger(__name__)
-
-_INT8_MAX: Final = 127
 
 
 class Matrix(NamedTuple):
@@ -34,6 +35,24 @@ class Matrix(NamedTuple):
     #: float32 [out_features] where the weight is int8: what 1 stands for in each row.
     scales: torch.Tensor | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its numbers: a key of ``WEIGHT_DTYPES``."""
+        return self.weight.dtype
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.weight.shape[1]
+
+
+AnyMatrix: TypeAlias = Matrix | GroupedWeight
+
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
@@ -41,27 +60,15 @@ class PackedWeight:
 
     library: NativeLibrary
     memory: Memory
+    #: Of the first panel; of grouped weights the list that names the panels.
     address: int
     #: Panels of a group are interleaved: this weight has every ``panel_step``-th from ``address`` on.
     panel_step: int
     out_features: int
     in_features: int
     dtype: torch.dtype
-
-
-class PackedLinear(nn.Module):
-    """What replaces a linear layer. The weight itself is gone: ``weight`` is empty and tells only the dtype."""
-
-    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.weight = torch.empty(0, dtype=dtype)
-        self.bias = bias
-
-    def extra_repr(self) -> str:
-        """As torch's own linear layer prints itself."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+    #: Of all its panels.
+    num_bytes: int
 
 
 class NativeLinear(PackedLinear):
@@ -105,25 +112,6 @@ class NativeLinear(PackedLinear):
         return y.view(*x.shape[:-1], packed.out_features)
 
 
-class Int8Linear(PackedLinear):
-    """A linear layer whose weight is rounded to 8 bits, before it is packed.
-
-    Run by itself it multiplies by the rounded weight in the layer's dtype, slowly: what a packed one is compared with.
-    """
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Round a weight [N, K] to whole multiples of a scale per output feature, the largest to 127 or -127."""
-        super().__init__(weight.shape[1], weight.shape[0], weight.dtype, bias)
-        exact = weight.detach().float()
-        scales = exact.abs().amax(1) / _INT8_MAX
-        self.scales = scales.where(scales > 0, 1.0)  # [N]
-        self.quantised = (exact / self.scales[:, None]).round().to(torch.int8)  # [N, K]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features]."""
-        return F.linear(x, (self.quantised * self.scales[:, None]).to(self.weight.dtype), self.bias)
-
-
 class OneDnnLinear(PackedLinear):
     """A linear layer on oneDNN with its weight in oneDNN's blocked layout."""
 
@@ -137,30 +125,13 @@ class OneDnnLinear(PackedLinear):
         return result
 
 
-def quantise_linears(model: nn.Module) -> int:
-    """Replace the model's plain linear layers (and ``Conv1D``) on the CPU by :class:`Int8Linear`, in place.
-
-    Embeddings, norms and biases stay as they are; an output layer that shares the embedding's weight gets its own.
-    Returns how many layers were replaced.
-    """
-    done: dict[int, tuple[Any, Int8Linear]] = {}
-    with torch.inference_mode(False), torch.no_grad():
-        for parent, name in _places(model):
-            layer: Any = parent._modules[name]
-            if id(layer) not in done:
-                done[id(layer)] = layer, Int8Linear(matrix_of(layer).weight, layer.bias).train(layer.training)
-                layer.weight = None
-            parent._modules[name] = done[id(layer)][1]
-    return len(done)
-
-
 def pack_linears(model: nn.Module, num_threads: int, autotune: str = "cached") -> int:
     """Replace the model's plain linear layers (and transformers' ``Conv1D``) on the CPU by packed ones, in place.
 
-    Only :class:`Int8Linear` and exact ``nn.Linear`` and ``Conv1D`` of float32 or bfloat16 are taken; their activations
-    must have the same dtype. Each weight is freed as its packed copy is made (one that an embedding shares stays with
-    the embedding); the bias is kept. The model can only be run without gradients afterwards. ``autotune``: see
-    :func:`~engine.native.autotune.choose_prefetch`.
+    Only layers on rounded weights and exact ``nn.Linear`` and ``Conv1D`` of float32 or bfloat16 are taken; their
+    activations must have the same dtype. Each weight is freed as its packed copy is made (one that an embedding shares
+    stays with the embedding); the bias is kept. The model can only be run without gradients afterwards. ``autotune``:
+    see :func:`~engine.native.autotune.choose_prefetch`.
 
     Returns how many layers were replaced.
     """
@@ -168,8 +139,8 @@ def pack_linears(model: nn.Module, num_threads: int, autotune: str = "cached") -
     with torch.inference_mode(False), torch.no_grad():
         if library is None:
             return _pack_with_onednn(model)
-        places = _places(model, (Int8Linear,))
-        layers: list[Any] = [parent._modules[name] for parent, name in places]
+        found = places(model, (Int8Linear, GroupedLinear))
+        layers: list[Any] = [parent._modules[name] for parent, name in found]
         counts = Counter(id(weight) for weight in {id(layer): layer.weight for layer in layers}.values())
         matrices = {id(layer.weight): matrix_of(layer) for layer in layers}
         memory = Memory(library, sum(group_bytes(library, [matrix]) for matrix in matrices.values()))
@@ -177,14 +148,16 @@ def pack_linears(model: nn.Module, num_threads: int, autotune: str = "cached") -
         del layers, matrices
         packed_weights: dict[int, PackedWeight] = {}
         done: dict[int, tuple[Any, NativeLinear]] = {}
-        for parent, name in places:
+        for parent, name in found:
             layer: Any = parent._modules[name]
             if id(layer) not in done:
                 key = id(layer.weight)
                 if key not in packed_weights or key not in shared:
                     packed_weights[key] = pack_group(library, memory, [matrix_of(layer)], num_threads)[0]
                 packed = NativeLinear(packed_weights[key], layer.weight.dtype, layer.bias, num_threads)
-                layer.weight = layer.quantised = None  # free it now; the layer may stand in another place too
+                layer.weight = layer.quantised = layer.grouped = (
+                    None  # free it now; the layer may stand in another place too
+                )
                 done[id(layer)] = layer, packed
             parent._modules[name] = done[id(layer)][1].train(layer.training)
         if done:
@@ -199,75 +172,81 @@ def run_of(group: Sequence[PackedWeight]) -> WeightRun:
     """The memory of weights that were packed together."""
     first = group[0]
     num_panels = sum(-(-packed.out_features // first.library.panel) for packed in group)
-    return WeightRun(first.address, num_panels, first.in_features, first.dtype)
+    num_bytes = sum(packed.num_bytes for packed in group)
+    return WeightRun(first.address, num_panels, first.in_features, first.dtype, num_bytes)
 
 
 def pack_group(
     library: NativeLibrary,
     memory: Memory,
-    matrices: Sequence[Matrix],
+    matrices: Sequence[AnyMatrix],
     num_threads: int,
     *,
     interleave: bool = False,
 ) -> list[PackedWeight]:
     """Pack matrices [N, K] of one K and dtype one after another, or panel by panel in turn.
 
-    Interleaved ones must have one N. The next page of ``memory`` is taken for them.
+    Interleaved ones must have one N. The next page of ``memory`` is taken for them. Grouped ones may have groups and
+    codes of several kinds.
     """
-    panels = [-(-weight.shape[0] // library.panel) for weight, _ in matrices]
-    in_features, dtype = matrices[0].weight.shape[1], matrices[0].weight.dtype
-    code = WEIGHT_DTYPES[dtype]
-    start = memory.take(library.packed_bytes(code, sum(panels), in_features))
+    panels = [-(-matrix.out_features // library.panel) for matrix in matrices]
+    in_features, dtype = matrices[0].in_features, matrices[0].dtype
+    sizes = [_panel_bytes(library, matrix) for matrix in matrices]
+    start = memory.take(group_bytes(library, matrices))
+    list_bytes = _list_bytes(sum(panels)) if dtype == GROUPED else 0
     step = len(matrices) if interleave else 1
     packed, first = [], 0
-    for (weight, scales), count in zip(matrices, panels, strict=True):
-        dense = weight.detach().contiguous()
-        scales_at = None if scales is None else scales.data_ptr()
-        library.pack(code, dense.data_ptr(), scales_at, *dense.shape, in_features, start, first, step, num_threads)
-        address = start + library.packed_bytes(code, first, in_features)
-        packed.append(PackedWeight(library, memory, address, step, weight.shape[0], in_features, dtype))
+    at = start + list_bytes
+    for matrix, count, size in zip(matrices, panels, sizes, strict=True):
+        first_address = start
+        if isinstance(matrix, GroupedWeight):
+            source = CGroupedSource.of(matrix)
+            memory_step = sum(sizes) if interleave else size
+            library.pack_grouped(ctypes.addressof(source), at, memory_step, start, first, step, num_threads)
+            first_address += 8 * first
+        else:
+            dense = matrix.weight.detach().contiguous()
+            scales_at = None if matrix.scales is None else matrix.scales.data_ptr()
+            code = WEIGHT_DTYPES[dtype]
+            library.pack(code, dense.data_ptr(), scales_at, *dense.shape, in_features, start, first, step, num_threads)
+            first_address += first * size
+        at += size if interleave else count * size
+        packed.append(
+            PackedWeight(library, memory, first_address, step, matrix.out_features, in_features, dtype, count * size)
+        )
         first += 1 if interleave else count
     return packed
 
 
-def group_bytes(library: NativeLibrary, matrices: Iterable[Matrix]) -> int:
+def group_bytes(library: NativeLibrary, matrices: Sequence[AnyMatrix]) -> int:
     """Bytes :func:`pack_group` takes."""
-    total = 0
-    for weight, _ in matrices:
-        panels = -(-weight.shape[0] // library.panel)
-        total += library.packed_bytes(WEIGHT_DTYPES[weight.dtype], panels, weight.shape[1])
-    return page_aligned(total)
+    panels = [-(-matrix.out_features // library.panel) for matrix in matrices]
+    total = sum(count * _panel_bytes(library, matrix) for count, matrix in zip(panels, matrices, strict=True))
+    return page_aligned(total + (_list_bytes(sum(panels)) if matrices[0].dtype == GROUPED else 0))
 
 
-def matrix_of(layer: Any) -> Matrix:
-    """The weight of a plain linear layer or an :class:`Int8Linear`."""
+def _panel_bytes(library: NativeLibrary, matrix: AnyMatrix) -> int:
+    if isinstance(matrix, GroupedWeight):
+        source = CGroupedSource.of(matrix)
+        size: int = library.grouped_panel_bytes(ctypes.addressof(source))
+    else:
+        size = library.packed_bytes(WEIGHT_DTYPES[matrix.dtype], 1, matrix.in_features)
+    return size
+
+
+def _list_bytes(num_panels: int) -> int:
+    """Of the addresses of grouped panels, in whole lines of a cache."""
+    return -(-8 * num_panels // 64) * 64
+
+
+def matrix_of(layer: Any) -> AnyMatrix:
+    """The weight of a plain linear layer or of one on rounded weights."""
     if isinstance(layer, Int8Linear):
         return Matrix(layer.quantised, layer.scales)
-    weight: torch.Tensor = layer.weight
-    return Matrix(weight.t() if isinstance(layer, Conv1D) else weight)
-
-
-def is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is exactly a linear layer whose weight may be packed."""
-    return (
-        type(layer) in (nn.Linear, Conv1D)
-        and isinstance(layer.weight, torch.Tensor)
-        and layer.weight.device.type == "cpu"
-        and layer.weight.layout is torch.strided
-        and layer.weight.dtype in DTYPES
-        and layer.weight.numel() > 0
-        and (layer.bias is None or isinstance(layer.bias, torch.Tensor))
-    )
-
-
-def _places(model: nn.Module, others: tuple[type[nn.Module], ...] = ()) -> list[tuple[nn.Module, str]]:
-    """Every place (parent, name) where a plain linear layer or one of other types stands."""
-    return [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent._modules.items()
-        if child is not None and (is_plain(child) or isinstance(child, others))
-    ]
+    if isinstance(layer, GroupedLinear):
+        assert layer.grouped is not None
+        return layer.grouped
+    return Matrix(plain_weight(layer))
 
 
 def _pack_with_onednn(model: nn.Module) -> int:
@@ -275,10 +254,10 @@ def _pack_with_onednn(model: nn.Module) -> int:
         return 0
     verdicts: dict[tuple[int, int, torch.dtype], bool] = {}
     done: dict[int, tuple[Any, OneDnnLinear]] = {}
-    for parent, name in _places(model):
+    for parent, name in places(model):
         layer: Any = parent._modules[name]
         if id(layer) not in done:
-            weight = matrix_of(layer).weight.contiguous()
+            weight = plain_weight(layer).contiguous()
             shape = (*weight.shape, weight.dtype)
             if shape not in verdicts:
                 verdicts[shape] = _agrees(weight)

@@ -143,7 +143,7 @@ class MlpSteps {
       }
       const Rows<Format> inputs{inputs_, stride_, scales_};
       product<Format>(team, projecting, rows, inputs, static_cast<const Weight*>(step.proj), width, panels(m.inner), 1,
-                      panel_size<Format>(width), prefetch, scratch, [&](int first, int count, int panel, const float* s) {
+                      1, prefetch, scratch, [&](int first, int count, int panel, const float* s) {
                         for (int r = 0; r < count; r++) add_token(step, first + r, panel, s + r * kPanel);
                       });
       team.barrier();
@@ -153,7 +153,7 @@ class MlpSteps {
       }
       team.barrier();
       product<Format>(team, answering, rows, inputs, static_cast<const Weight*>(step.head), m.inner, panels(m.vocab), 1,
-                      panel_size<Format>(m.inner), prefetch, scratch, [&](int first, int count, int panel, const float* s) {
+                      1, prefetch, scratch, [&](int first, int count, int panel, const float* s) {
                         for (int v = 0; v < kPanel; v += kLanes) {
                           const int64_t column = int64_t(panel) * kPanel + v, left = m.vocab - column;
                           if (left <= 0) return;

@@ -12,7 +12,7 @@ from torch import nn
 from engine.native.autotune import Prefetch, WeightRun, choose_prefetch
 from engine.native.library import Memory, NativeLibrary
 from engine.native.linears import (
-    Matrix,
+    AnyMatrix,
     NativeLinear,
     PackedWeight,
     group_bytes,
@@ -28,7 +28,7 @@ T = TypeVar("T")
 class Packing:
     """Packs the layers of one model, and keeps what the native structures point into."""
 
-    def __init__(self, library: NativeLibrary, groups: Sequence[Sequence[Matrix]], num_threads: int) -> None:
+    def __init__(self, library: NativeLibrary, groups: Sequence[Sequence[AnyMatrix]], num_threads: int) -> None:
         """``groups`` are the weights that will be packed together."""
         self.library = library
         self.num_threads = num_threads
@@ -120,7 +120,7 @@ class Packing:
         return padded.view(-1, self.library.panel)
 
 
-def layer_groups(layer: Any) -> list[list[Matrix]]:
+def layer_groups(layer: Any) -> list[list[AnyMatrix]]:
     """The weights of a layer that :meth:`Packing.layer` packs together."""
     attention, mlp = layer.self_attn, layer.mlp
     groups = [

@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Mapping
 from typing import Final
 
+from engine.grouped_weight import GroupedWeight
 from engine.plan import BatchPlan
 from engine.sampling.noise import Stream
 
@@ -65,6 +66,35 @@ class CAttentionShape(ctypes.Structure):
         ("window", _Int64),
         ("keys_in_columns", _Int64),
     )
+
+
+class CGroupedSource(ctypes.Structure):
+    """A grouped weight that is packed: grouped.cpp."""
+
+    _fields_ = (
+        ("codes", _Pointer),
+        ("table", _Pointer),
+        ("scales", _Pointer),
+        ("offsets", _Pointer),
+        ("n", _Int64),
+        ("k", _Int64),
+        ("group", _Int64),
+        ("bits", _Int32),
+    )
+
+    @classmethod
+    def of(cls, weight: GroupedWeight) -> CGroupedSource:
+        """Pointers into a weight's tensors, which must outlive it."""
+        return cls(
+            weight.codes.data_ptr(),
+            None if weight.table is None else weight.table.data_ptr(),
+            weight.scales.data_ptr(),
+            None if weight.offsets is None else weight.offsets.data_ptr(),
+            weight.out_features,
+            weight.in_features,
+            weight.group,
+            weight.bits,
+        )
 
 
 class CLayer(ctypes.Structure):
@@ -348,6 +378,7 @@ class CMlp(ctypes.Structure):
 STRUCTS: Final[Mapping[str, type[ctypes.Structure]]] = {
     "Plan": CPlan,
     "AttentionShape": CAttentionShape,
+    "GroupedSource": CGroupedSource,
     "Layer": CLayer,
     "Head": CHead,
     "Model": CModel,

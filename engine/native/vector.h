@@ -37,6 +37,7 @@ typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IVec __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t UVec __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t HVec __attribute__((vector_size(kLanes * 2)));
+typedef uint8_t SVec __attribute__((vector_size(kLanes)));
 
 struct bf16 {
   uint16_t bits;

@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 from specdec.settings.option import about, check_options, option, require
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS: Final = ("int8", "auto")
+QUANTIZATIONS: Final = ("int8", "int4", "auto")
 AUTOTUNE: Final = ("cached", "always", "off")
 #: vLLM's other names of types.
 DTYPE_ALIASES: Final[Mapping[str, str]] = {"half": "float16", "float": "float32"}
@@ -25,7 +25,9 @@ class ModelSettings:
     tokenizer: str | None = option(None, "folder of another tokenizer than the model's")
     dtype: str = option("auto", "type of weights and activations", choices=(*DTYPES, *DTYPE_ALIASES))
     # A checkpoint that is quantised already loads as it is.
-    quantization: str | None = option(None, "8-bit weights, on a CPU; auto: where possible", choices=QUANTIZATIONS)
+    quantization: str | None = option(
+        None, "8- or 4-bit weights, on a CPU; auto: int8 where possible", choices=QUANTIZATIONS
+    )
     device: str = option("auto", "auto, cpu or cuda:N")
     max_model_len: int | None = option(None, "longest sequence in tokens; by default the checkpoint's", gt=0)
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory for weights, activations and KV", gt=0, le=1)

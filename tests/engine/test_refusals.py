@@ -203,6 +203,21 @@ def test_float16_on_a_cpu_says_which_type_is_fast(
     assert "--dtype" not in caplog.text
 
 
+def test_a_checkpoint_in_float16_runs_in_bfloat16_on_a_cpu(
+    tmp_path: Path, tools: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tools.build("llama").half()
+    model.save_pretrained(tmp_path)
+    with caplog.at_level("INFO"):
+        engine = load.load_engine(ModelSettings(model=str(tmp_path), device="cpu"))
+    assert (engine.info.dtype, engine.runner.name) == ("bfloat16", "native decoder")
+    assert "is stored in float16 and runs in bfloat16 on this CPU" in caplog.text
+    exact = load.load_engine(ModelSettings(model=str(tmp_path), device="cpu", dtype="float32"))
+    ids = tools.random_ids(9, seed=3)
+    wanted = tools.stock_logits(model.float(), ids)
+    torch.testing.assert_close(tools.feed(exact, exact.pool.open(9), ids), wanted, atol=1e-3, rtol=1e-3)
+
+
 def test_weights_that_overflow_are_refused(tmp_path: Path, tools: SimpleNamespace) -> None:
     model = tools.build("llama")
     model.model.norm.weight.data.fill_(float("nan"))

@@ -112,7 +112,7 @@ def test_a_flag_carries_every_value(settings: type, name: str) -> None:
     [
         (ModelSettings, {"model": ""}, "model is empty; give the folder"),
         (ModelSettings, {"dtype": "int4"}, "dtype is 'int4'; choose one of auto, float32"),
-        (ModelSettings, {"quantization": "int2"}, "quantization is 'int2'; choose one of int8, auto, or none"),
+        (ModelSettings, {"quantization": "int2"}, "quantization is 'int2'; choose one of int8, int4, auto, or none"),
         (ModelSettings, {"gpu_memory_utilization": 0.0}, "is 0.0; it must be above 0 and at most 1"),
         (ModelSettings, {"block_size": 0}, "block_size is 0; it must be above 0"),
         (ModelSettings, {"num_threads": "two"}, "num_threads is 'two'; it must be a whole number or nothing"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Final, Generic, Protocol, Self, TypeVar
 
 import torch
 
@@ -31,6 +32,11 @@ from specdec.process.cores import usable_cores
 from specdec.rules import DEFAULT_RULE, Rule, one_rule_per_sampling
 from specdec.settings import DTYPES, DraftSettings, ModelSettings
 from specdec.types import ELEMENT_BYTES, HiddenStates, ModelInfo, SessionSpec
+
+logger = logging.getLogger(__name__)
+
+#: Of the rounded weights of heads, which lose their acceptance with fewer.
+_HEAD_BITS: Final = 8
 
 
 class HeadState(DraftState, Protocol):
@@ -104,8 +110,10 @@ def load_head(settings: DraftSettings) -> LoadedHead:
         version=__version__,
         hidden_state_layers=head.hidden_state_layers,
     )
-    if refusals.check_quantization(model, head.config, device):
-        refusals.quantise(model, head)
+    if bits := refusals.check_quantization(model, head.config, device):
+        if bits < _HEAD_BITS:
+            logger.warning("%s: the weights of a head are rounded to %d bits, not to %d", model.model, _HEAD_BITS, bits)
+        refusals.quantise(model, head, _HEAD_BITS)
     return LoadedHead(head, device, model, info)
 
 

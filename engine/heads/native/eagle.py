@@ -20,8 +20,9 @@ from engine.heads.eagle3 import Eagle3Head
 from engine.heads.layer import Rotary
 from engine.native.decoder import NativeModel
 from engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary, load
-from engine.native.linears import Int8Linear, is_plain, matrix_of
+from engine.native.linears import matrix_of
 from engine.native.packing import Packing, layer_groups
+from engine.native.rounded import Int8Linear, is_plain
 from engine.native.structs import CBatch, CHead, CModel, CPlan
 from engine.plan import BatchPlan
 
@@ -47,7 +48,7 @@ class NativeHead(NativeModel):
     ) -> None:
         """Pack the weights of a head that :meth:`build` found suitable. Its module runs on the packed weights too."""
         config, own_layers = head.config.layer, _layers(head)
-        weight_dtype = matrix_of(head.fc).weight.dtype
+        weight_dtype = matrix_of(head.fc).dtype
         of_layers = [group for layer in own_layers for group in layer_groups(layer)]
         groups = [[matrix_of(head.fc)], *of_layers, [matrix_of(head.lm_head)]]
         packing = Packing(library, groups, num_threads)
@@ -181,11 +182,11 @@ def _unknown(  # noqa: PLR0911
     if isinstance(head, Eagle3Head) and not head.config.has_fc:
         return "no fc"
     linears = [module for module in head.modules() if isinstance(module, nn.Linear | Int8Linear)]
-    kind, dtype = type(head.fc), matrix_of(head.fc).weight.dtype
+    kind, dtype = type(head.fc), matrix_of(head.fc).dtype
     for linear in linears:
         if type(linear) is not kind or not (isinstance(linear, Int8Linear) or is_plain(linear)):
             return "linear layers that are not plain"
-        if matrix_of(linear).weight.dtype != dtype:
+        if matrix_of(linear).dtype != dtype:
             return "weights of several dtypes"
     if head.embed_tokens.weight.dtype not in DTYPES or head.embed_tokens.weight.device.type != "cpu":
         return f"an embedding of {head.embed_tokens.weight.dtype}"

@@ -16,8 +16,9 @@ from engine.chain_job import Drawing, StopFlags
 from engine.heads.mlp_speculator import MlpSpeculator
 from engine.native.chains import draw_chains
 from engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary, load
-from engine.native.linears import Int8Linear, is_plain, matrix_of
+from engine.native.linears import matrix_of
 from engine.native.packing import Packing
+from engine.native.rounded import Int8Linear, is_plain
 from engine.native.sampling import MAX_CANDIDATES
 from engine.native.structs import CMlp, CMlpStep
 from engine.sampling.drafting import DraftedChain
@@ -40,7 +41,7 @@ class NativeMlp:
     def __init__(self, library: NativeLibrary, mlp: MlpSpeculator, num_threads: int, autotune: str) -> None:
         """Pack the weights of a speculator that :meth:`build` found suitable. Its module runs on them too."""
         config = mlp.config
-        weight_dtype = matrix_of(mlp.head[0]).weight.dtype
+        weight_dtype = matrix_of(mlp.head[0]).dtype
         distinct = {id(module): module for module in (*mlp.proj, *mlp.head)}
         packing = Packing(library, [[matrix_of(module)] for module in distinct.values()], num_threads)
         del distinct
@@ -192,11 +193,11 @@ def _unknown(mlp: Any) -> str | None:
     """Why a speculator is not one these kernels compute, or None."""
     if not isinstance(mlp, MlpSpeculator):
         return f"it is a {type(mlp).__name__}"
-    kind, dtype = type(mlp.head[0]), matrix_of(mlp.head[0]).weight.dtype
+    kind, dtype = type(mlp.head[0]), matrix_of(mlp.head[0]).dtype
     for linear in (*mlp.proj, *mlp.head):
         if type(linear) is not kind or not (isinstance(linear, Int8Linear) or is_plain(linear)):
             return "linear layers that are not plain"
-        if matrix_of(linear).weight.dtype != dtype:
+        if matrix_of(linear).dtype != dtype:
             return "weights of several dtypes"
     kinds = {part.weight.dtype for part in (*mlp.emb, *mlp.ln)}
     if len(kinds) > 1 or not kinds <= set(DTYPES):

@@ -16,7 +16,8 @@ from engine.heads.native.eagle import NativeHead
 from engine.kv_pool import KVPool
 from engine.kv_sequence import KVSequence
 from engine.native.chains import draft_chains
-from engine.native.linears import NativeLinear, quantise_linears
+from engine.native.linears import NativeLinear
+from engine.native.rounded import quantise_linears
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.state import SamplingState
 from specdec.errors import InvalidRequest

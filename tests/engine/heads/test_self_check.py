@@ -14,7 +14,8 @@ from engine.chain_job import ChainJob
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.native.eagle import NativeHead
 from engine.heads.paged import PagedHead
-from engine.native.linears import NativeLinear, quantise_linears
+from engine.native.linears import NativeLinear
+from engine.native.rounded import quantise_linears
 from engine.sampling.state import SamplingState
 from specdec.params import SamplingParams
 from specdec.rules import Rule

@@ -28,7 +28,8 @@ def _weights(library: NativeLibrary, num_bytes: int, dtype: torch.dtype = torch.
     panel_bytes = library.packed_bytes(WEIGHT_DTYPES[dtype], 1, _IN_FEATURES)
     num_panels = -(-num_bytes // panel_bytes)
     memory = Memory(library, num_panels * panel_bytes)
-    return memory, WeightRun(memory.take(num_panels * panel_bytes), num_panels, _IN_FEATURES, dtype)
+    num_bytes = num_panels * panel_bytes
+    return memory, WeightRun(memory.take(num_bytes), num_panels, _IN_FEATURES, dtype, num_bytes)
 
 
 def _files() -> list[Path]:

@@ -11,7 +11,8 @@ from transformers import GemmaConfig, GemmaForCausalLM, PreTrainedModel
 from engine.native import packing
 from engine.native.autotune import DISTANCES, Prefetch
 from engine.native.decoder import NativeDecoder
-from engine.native.linears import NativeLinear, quantise_linears
+from engine.native.linears import NativeLinear
+from engine.native.rounded import quantise_linears
 from specdec.errors import InvalidRequest
 from tests.engine.native.conftest import MODELS, make_caches, make_model, make_plan, windows_of
 

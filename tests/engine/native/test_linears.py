@@ -9,15 +9,29 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from engine.grouped_weight import GroupedWeight
 from engine.native.autotune import DISTANCES, Prefetch
-from engine.native.linears import Int8Linear, NativeLinear, pack_linears, quantise_linears
+from engine.native.linears import NativeLinear, pack_linears
+from engine.native.rounded import GroupedLinear, Int8Linear, quantise_linears
 
+Rounding = None | str | tuple[int, int, bool]
 #: In, out: single panels, partial panels, odd depths, more than one sub-sum, a stride the caches dislike, and more than
 #: one chunk with too few panels to go round.
 SHAPES = [(1, 1), (7, 3), (16, 32), (48, 97), (513, 65), (1031, 129), (2048, 256), (2049, 40), (5000, 130)]
 DTYPES = [torch.float32, torch.bfloat16]
-#: Of activations and of weights.
-KINDS = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.int8), (torch.bfloat16, torch.int8)]
+#: Of activations, and how weights are rounded: by output to 8 bits, or in groups (bits, group, with offsets).
+KINDS: list[tuple[torch.dtype, Rounding]] = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    (torch.float32, "int8"),
+    (torch.bfloat16, "int8"),
+    (torch.float32, (4, 64, False)),
+    (torch.bfloat16, (4, 32, True)),
+    (torch.float32, (4, 10**6, True)),
+    (torch.float32, (4, 128, True)),
+    (torch.float32, (8, 16, False)),
+    (torch.bfloat16, (8, 64, True)),
+]
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -26,7 +40,7 @@ def _pack(
     shape: tuple[int, int],
     dtype: torch.dtype,
     num_threads: int = 2,
-    weights: torch.dtype | None = None,
+    weights: Rounding = None,
     bias: bool = True,
 ) -> tuple[nn.Module, NativeLinear]:
     """A layer before and after packing; rounded to 8 bits before, where weights are int8."""
@@ -36,33 +50,65 @@ def _pack(
     if bias:
         plain.bias.copy_(torch.randn(plain.bias.shape, generator=generator))
     model = nn.Sequential(plain.to(dtype))
-    if weights is torch.int8:
+    if weights == "int8":
         assert quantise_linears(model) == 1
+    elif isinstance(weights, tuple):
+        grouped = _random_grouped(shape, *weights, generator=generator)
+        model[0] = GroupedLinear(grouped, dtype, plain.bias)
     before = copy.deepcopy(model[0])
     assert pack_linears(model, num_threads) == 1
     assert isinstance(model[0], NativeLinear)
     return before, model[0]
 
 
+def _random_grouped(
+    shape: tuple[int, int], bits: int, group: int, has_offsets: bool, *, generator: torch.Generator
+) -> GroupedWeight:
+    """Every code there is, from a table without order; scales and offsets of either sign."""
+    k, n = shape
+    group = min(group, -(-k // 16) * 16)
+    size = (n, -(-k // group))
+    scales = torch.randn(size, generator=generator) / k**0.5 / 64
+    offsets = torch.randn(size, generator=generator) / k**0.5 if has_offsets else None
+    if bits == 8:
+        codes = torch.randint(-128, 128, (n, k), generator=generator)
+        return GroupedWeight.of_codes(codes, scales, group, offsets=offsets)
+    table = torch.tensor([-128, 127, 0, 1, -1, 2, 90, -90, 5, -77, 44, 3, -3, 66, -50, 17], dtype=torch.int8)
+    codes = torch.randint(0, 16, (n, k), generator=generator)
+    return GroupedWeight.of_codes(codes, scales, group, offsets=offsets, table=table)
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    """Activations as products with grouped weights take them: float64, 127 steps to the largest of 64 neighbours."""
+    runs = F.pad(x.float(), (0, -x.shape[-1] % 64)).unflatten(-1, (-1, 64))
+    peaks = runs.abs().amax(-1, keepdim=True)
+    whole = (runs * (torch.full_like(peaks, 127.0) / peaks).where(peaks > 0, 0.0)).round()
+    return (whole.double() * (peaks / 127).double()).flatten(-2)[..., : x.shape[-1]]
+
+
 def _weight(layer: nn.Module) -> torch.Tensor:
+    if isinstance(layer, GroupedLinear):
+        assert layer.grouped is not None
+        return layer.grouped.decode()
     return layer.quantised * layer.scales[:, None] if isinstance(layer, Int8Linear) else layer.weight  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(("dtype", "weights"), KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_computes_the_plain_layer(shape: tuple[int, int], dtype: torch.dtype, weights: torch.dtype | None) -> None:
+def test_it_computes_the_plain_layer(shape: tuple[int, int], dtype: torch.dtype, weights: Rounding) -> None:
     plain, packed = _pack(shape, dtype, weights=weights)
     for rows in (1, 2, 5, 12, 13, 25, 200, 401):
         x = torch.randn(rows, shape[0]).to(dtype)
-        exact = F.linear(x.double(), _weight(plain).double(), plain.bias.double())  # type: ignore[operator]
-        rounding = 2.0**-8 if dtype == torch.bfloat16 else 2e-4 if weights else 2e-6
+        fed = _rounded(x) if isinstance(weights, tuple) else x.double()
+        exact = F.linear(fed, _weight(plain).double(), plain.bias.double())  # type: ignore[operator]
+        rounding = 2.0**-8 if dtype == torch.bfloat16 else 2e-4 if weights == "int8" else 2e-6
         torch.testing.assert_close(packed(x).double(), exact, atol=4 * rounding, rtol=rounding)
 
 
 @pytest.mark.parametrize(("dtype", "weights"), KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_is_the_same_to_the_bit_in_any_company(
-    shape: tuple[int, int], dtype: torch.dtype, weights: torch.dtype | None
+    shape: tuple[int, int], dtype: torch.dtype, weights: Rounding
 ) -> None:
     _, packed = _pack(shape, dtype, weights=weights)
     x = torch.randn(420, shape[0]).to(dtype)
@@ -78,9 +124,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(
 
 @pytest.mark.parametrize(("dtype", "weights"), KINDS)
 @pytest.mark.parametrize("shape", [(300, 200), (5000, 130), (130, 7000)])
-def test_the_number_of_threads_changes_no_bit(
-    shape: tuple[int, int], dtype: torch.dtype, weights: torch.dtype | None
-) -> None:
+def test_the_number_of_threads_changes_no_bit(shape: tuple[int, int], dtype: torch.dtype, weights: Rounding) -> None:
     x = torch.randn(37, shape[0]).to(dtype)
     wanted = _pack(shape, dtype, 1, weights)[1](x)
     for threads in (1, 2, 3, 7):
@@ -106,7 +150,7 @@ def test_weights_are_rounded_to_the_nearest_of_255_steps_per_output() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
 def test_activations_of_any_size_keep_their_precision_with_int8_weights(scale: float) -> None:
-    plain, packed = _pack((130, 70), torch.float32, weights=torch.int8, bias=False)
+    plain, packed = _pack((130, 70), torch.float32, weights="int8", bias=False)
     x = torch.randn(5, 130) * torch.tensor([scale, scale, 1.0, 0.0, scale])[:, None]
     exact = F.linear(x.double(), _weight(plain).double())
     worst = (packed(x).double() - exact).abs().amax(1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.native.linears import quantise_linears
+from engine.native.rounded import quantise_linears
 from tests.engine.native.conftest import MODELS, make_model, make_plan
 from tests.engine.native.test_decoder import BLOCK, Runner, _ids
 

@@ -1,0 +1,167 @@
+"""Weights of 4 or 8 bits with a scale for every group of inputs: the one form in which quantised weights are kept.
+
+``w[n, k] = scales[n, g] · code[n, k] - offsets[n, g]`` with ``g = k // group``. A code of 8 bits is a whole number from
+-128 to 127; one of 4 bits is looked up in a table of 16 such numbers. Every published format of that kind has numbers
+that this form holds exactly; see :mod:`engine.quantised`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+
+#: Inputs that share a scale where weights are rounded here.
+GROUP: Final = 64
+#: What codes from 0 to 15 stand for: the levels that leave the least square error (Lloyd's condition) of 64 normal
+#: numbers, scaled so that the one of largest magnitude is -127, rounded to whole numbers.
+TABLE: Final = (-127, -99, -78, -61, -47, -33, -21, -9, 3, 15, 27, 40, 54, 69, 87, 110)
+#: Of that scale: which are tried for each group.
+_SHARES: Final = (0.85, 0.9, 0.95, 1.0, 1.05)
+#: Weights that are rounded together: what bounds the memory it takes.
+_ROUNDED_AT_ONCE: Final = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """A weight [out_features, in_features]."""
+
+    out_features: int
+    in_features: int
+    #: Inputs of a group, a multiple of 16; the last group may be shorter.
+    group: int
+    #: 4 bits: uint8 [N, ceil(K / 2)], the first of two neighbours in the low half. 8 bits: int8 [N, K].
+    codes: torch.Tensor
+    #: float32 [N, groups].
+    scales: torch.Tensor
+    #: float32 [N, groups], or None: zero.
+    offsets: torch.Tensor | None = None
+    #: int8 [16] where codes have 4 bits.
+    table: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of grouped weights in general, whatever the bits: a key of ``engine.native.library.WEIGHT_DTYPES``."""
+        return torch.uint8
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 8 if self.table is None else 4
+
+    @property
+    def num_groups(self) -> int:
+        """Of each output."""
+        return -(-self.in_features // self.group)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and offsets."""
+        return self.codes.nbytes + self.scales.nbytes + (0 if self.offsets is None else self.offsets.nbytes)
+
+    def decode(self) -> torch.Tensor:
+        """float32 [N, K]: each weight by one multiplication and, with offsets, one subtraction."""
+        whole = self.codes.float() if self.table is None else self.table.float()[unpack_nibbles(self.codes).long()]
+        whole = F.pad(whole, (0, self.num_groups * self.group - whole.shape[1]))
+        values = whole.view(self.out_features, -1, self.group) * self.scales[:, :, None]
+        if self.offsets is not None:
+            values = values - self.offsets[:, :, None]
+        return values.flatten(1)[:, : self.in_features].contiguous()
+
+    def rows(self, order: torch.Tensor) -> GroupedWeight:
+        """The same outputs in another order, int64 [N]."""
+        offsets = None if self.offsets is None else self.offsets[order]
+        return replace(self, codes=self.codes[order], scales=self.scales[order], offsets=offsets)
+
+    @classmethod
+    def of_codes(
+        cls,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        group: int,
+        *,
+        offsets: torch.Tensor | None = None,
+        table: torch.Tensor | None = None,
+    ) -> GroupedWeight:
+        """A weight of codes [N, K]: from 0 to 15 with a table, else int8. Scales and offsets [N, groups].
+
+        Raises:
+            ValueError: the group is no multiple of 16 though there are several, or the scales are of another number.
+        """
+        num_outputs, num_inputs = codes.shape
+        if group >= num_inputs:
+            group = -(-num_inputs // 16) * 16
+        if group % 16 or group < 1:
+            raise ValueError(f"groups of {group} inputs, not of a multiple of 16")
+        size = (num_outputs, -(-num_inputs // group))
+        if scales.shape != size or (offsets is not None and offsets.shape != size):
+            raise ValueError(f"scales {tuple(scales.shape)} for {size} groups")
+        kept = pack_nibbles(codes) if table is not None else codes.to(torch.int8)
+        return cls(
+            num_outputs,
+            num_inputs,
+            group,
+            kept.contiguous(),
+            scales.float().contiguous(),
+            None if offsets is None else offsets.float().contiguous(),
+            None if table is None else table.to(torch.int8).contiguous(),
+        )
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, ceil(K / 2)] of codes [N, K] from 0 to 15, the first of two neighbours in the low half."""
+    codes = F.pad(codes.to(torch.uint8), (0, codes.shape[1] % 2))
+    return codes[:, ::2] | (codes[:, 1::2] << 4)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, 2 B] of bytes [N, B]: the opposite of :func:`pack_nibbles`."""
+    return torch.stack([packed & 15, packed >> 4], 2).flatten(1)
+
+
+def round_to_4_bits(weight: torch.Tensor, group: int = GROUP) -> GroupedWeight:
+    """A weight [N, K] of real numbers on :data:`TABLE`, with scales that leave the least square error of those tried.
+
+    For each share of the scale that takes a group's number of largest magnitude to -127, codes are the nearest of the
+    table; the scale is then the one of least square error for those codes.
+    """
+    table = torch.tensor(TABLE, dtype=torch.int8)
+    levels = table.float()
+    borders = (levels[1:] + levels[:-1]) / 2
+    codes, scales = [], []
+    for part in torch.split(weight.detach(), max(1, _ROUNDED_AT_ONCE // max(1, weight.shape[1]))):
+        x = _groups(part.float(), group)  # [n, groups, group]
+        widest = x.gather(2, x.abs().argmax(2, keepdim=True)) / levels[0]
+        best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        for share in _SHARES:
+            scale = widest * share
+            found = torch.bucketize(x / scale.where(scale != 0, 1.0), borders)
+            level = levels[found]
+            scale = (x * level).sum(2, keepdim=True) / level.square().sum(2, keepdim=True)
+            error = (x - level * scale).square().sum(2, keepdim=True)
+            if best is None:
+                best = error, scale, found
+            else:
+                better = error < best[0]
+                best = error.where(better, best[0]), scale.where(better, best[1]), found.where(better, best[2])
+        assert best is not None
+        scales.append(best[1][..., 0])
+        codes.append(best[2].to(torch.uint8).flatten(1)[:, : weight.shape[1]])
+    return GroupedWeight.of_codes(torch.cat(codes), torch.cat(scales), group, table=table)
+
+
+def round_to_8_bits(weight: torch.Tensor, group: int = GROUP) -> GroupedWeight:
+    """A weight [N, K] of real numbers in steps of 1/127 of the largest magnitude of each group."""
+    x = _groups(weight.detach().float(), group)
+    scales = x.abs().amax(2) / 127
+    scales = scales.where(scales > 0, 1.0)
+    codes = (x / scales[:, :, None]).round().to(torch.int8).flatten(1)[:, : weight.shape[1]]
+    return GroupedWeight.of_codes(codes, scales, group)
+
+
+def _groups(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """[N, K] as [N, groups, group], padded with zeros."""
+    padded = F.pad(weight, (0, -weight.shape[1] % group))
+    return padded.reshape(weight.shape[0], -1, group).contiguous()

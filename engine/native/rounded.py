@@ -1,0 +1,155 @@
+"""Linear layers on rounded weights, before they are packed; run by themselves, what packed ones are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.grouped_weight import GroupedWeight, round_to_4_bits, round_to_8_bits
+from engine.native.library import DTYPES
+
+_INT8_MAX: Final = 127
+
+
+class PackedLinear(nn.Module):
+    """What replaces a linear layer. The weight itself is gone: ``weight`` is empty and tells only the dtype."""
+
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = torch.empty(0, dtype=dtype)
+        self.bias = bias
+
+    def extra_repr(self) -> str:
+        """As torch's own linear layer prints itself."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Int8Linear(PackedLinear):
+    """A linear layer whose weight is rounded to 8 bits, before it is packed.
+
+    Run by itself it multiplies by the rounded weight in the layer's dtype, slowly.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Round a weight [N, K] to whole multiples of a scale per output feature, the largest to 127 or -127."""
+        super().__init__(weight.shape[1], weight.shape[0], weight.dtype, bias)
+        exact = weight.detach().float()
+        scales = exact.abs().amax(1) / _INT8_MAX
+        self.scales = scales.where(scales > 0, 1.0)  # [N]
+        self.quantised = (exact / self.scales[:, None]).round().to(torch.int8)  # [N, K]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features]."""
+        return F.linear(x, (self.quantised * self.scales[:, None]).to(self.weight.dtype), self.bias)
+
+
+class GroupedLinear(PackedLinear):
+    """A linear layer on a :class:`~engine.grouped_weight.GroupedWeight`, before it is packed.
+
+    Run by itself it multiplies by the decoded weight in the layer's dtype, slowly.
+    """
+
+    def __init__(self, grouped: GroupedWeight, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
+        super().__init__(grouped.in_features, grouped.out_features, dtype, bias)
+        self.grouped: GroupedWeight | None = grouped
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features]."""
+        assert self.grouped is not None
+        return F.linear(x, self.grouped.decode().to(self.weight.dtype), self.bias)
+
+
+def quantise_linears(model: nn.Module, bits: int = 8) -> int:
+    """Replace the model's plain linear layers (and ``Conv1D``) on the CPU by rounded ones, in place.
+
+    8 bits: :class:`Int8Linear`. 4 bits: :class:`GroupedLinear`, whose codes have 8 bits in the output layer, where 4
+    cost more than they save. Embeddings, norms and biases stay as they are; an output layer that shares the embedding's
+    weight gets its own. Returns how many layers were replaced.
+    """
+    output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None  # type: ignore[no-untyped-call]
+
+    def rounded(layer: Any) -> PackedLinear:
+        weight = plain_weight(layer)
+        if bits == 8:
+            return Int8Linear(weight, layer.bias)
+        round_ = round_to_8_bits if layer is output else round_to_4_bits
+        return GroupedLinear(round_(weight), weight.dtype, layer.bias)
+
+    return replace_linears(model, rounded)
+
+
+def group_linears(model: nn.Module) -> int:
+    """Round the model's plain linear layers to 8 bits in groups: what lies beside layers that are grouped already."""
+    return replace_linears(
+        model, lambda layer: GroupedLinear(round_to_8_bits(plain_weight(layer)), layer.weight.dtype, layer.bias)
+    )
+
+
+def rounded_bytes(model: nn.Module) -> int:
+    """Bytes of the rounded weights of a model's layers."""
+    total = 0
+    for module in model.modules():
+        if isinstance(module, Int8Linear):
+            total += module.quantised.nbytes + module.scales.nbytes
+        elif isinstance(module, GroupedLinear) and module.grouped is not None:
+            total += module.grouped.nbytes
+    return total
+
+
+def grouped_numbers(model: PreTrainedModel) -> int:
+    """How many weights a model has in groups: torch does not count them among its parameters. Those of an output layer
+    that is tied to the embedding are counted there.
+    """
+    tied = model.get_output_embeddings() if model.config.tie_word_embeddings else None  # type: ignore[no-untyped-call]
+    layers = [module for module in model.modules() if isinstance(module, GroupedLinear) and module is not tied]
+    return sum(layer.in_features * layer.out_features for layer in layers)
+
+
+def replace_linears(model: nn.Module, make: Callable[[Any], PackedLinear]) -> int:
+    """Replace the model's plain linear layers by others, each weight freed on the way; returns how many there were."""
+    done: dict[int, tuple[Any, PackedLinear]] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for parent, name in places(model):
+            layer: Any = parent._modules[name]
+            if id(layer) not in done:
+                done[id(layer)] = layer, make(layer).train(layer.training)
+                layer.weight = None
+            parent._modules[name] = done[id(layer)][1]
+    return len(done)
+
+
+def plain_weight(layer: Any) -> torch.Tensor:
+    """The weight [N, K] of a plain linear layer."""
+    weight: torch.Tensor = layer.weight
+    return weight.t() if isinstance(layer, Conv1D) else weight
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is exactly a linear layer whose weight may be packed."""
+    return (
+        type(layer) in (nn.Linear, Conv1D)
+        and isinstance(layer.weight, torch.Tensor)
+        and layer.weight.device.type == "cpu"
+        and layer.weight.layout is torch.strided
+        and layer.weight.dtype in DTYPES
+        and layer.weight.numel() > 0
+        and (layer.bias is None or isinstance(layer.bias, torch.Tensor))
+    )
+
+
+def places(model: nn.Module, others: tuple[type[nn.Module], ...] = ()) -> list[tuple[nn.Module, str]]:
+    """Every place (parent, name) where a plain linear layer or one of other types stands."""
+    return [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None and (is_plain(child) or isinstance(child, others))
+    ]

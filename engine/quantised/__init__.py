@@ -1,0 +1,1 @@
+"""Published formats of quantised weights, read exactly into :class:`engine.grouped_weight.GroupedWeight`."""

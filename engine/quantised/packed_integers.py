@@ -1,0 +1,109 @@
+"""Linear layers in compressed-tensors' integers, AWQ and GPTQ: words of 32 bits that hold several codes each.
+
+Every one means ``w = scale · (code - zero)`` with a scale and a zero point for each group of inputs. Layouts, for N
+outputs and K inputs, with code i of a word in its bits from ``bits · i`` on:
+
+* compressed-tensors ``pack-quantized``: ``weight_packed`` [N, K · bits / 32], codes stored 2^(bits - 1) higher;
+  ``weight_scale`` [N, groups]; ``weight_zero_point`` packed along N in the same way. ``int-quantized``: ``weight``
+  int8.
+* AWQ (``gemm``): ``qweight`` [K, N / 8] with columns 0, 2, 4, 6, 1, 3, 5, 7 of eight; ``qzeros`` [groups, N / 8]
+  alike; ``scales`` [groups, N].
+* GPTQ: ``qweight`` [K · bits / 32, N]; ``qzeros`` [groups, N · bits / 32], one lower unless its format is ``gptq_v2``;
+  ``scales`` [groups, N]; ``g_idx`` [K], the group of each input.
+
+Sources: compressed-tensors 0.20, AutoAWQ's and GPTQModel's packing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+
+from engine.grouped_weight import GroupedWeight
+from engine.quantised_formats import QuantisedFormat
+
+#: Which column of eight each code of an AWQ word belongs to.
+_AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def read_linear(stored: QuantisedFormat, tensors: Tensors) -> GroupedWeight:
+    """The weight of a linear layer, given the layer's tensors by the last part of their names.
+
+    Raises:
+        KeyError: a tensor is missing.
+        ValueError: tensors do not fit together, or inputs of a group are not neighbours.
+    """
+    if stored.method == "awq":
+        return _awq(stored, tensors)
+    return _gptq(stored, tensors) if stored.method == "gptq" else _compressed(stored, tensors)
+
+
+def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes, uint8 [R, C · 32 / bits], of int32 words [R, C]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    codes: torch.Tensor = (words[:, :, None] >> shifts) & (2**bits - 1)
+    return codes.to(torch.uint8).flatten(1)
+
+
+def _compressed(stored: QuantisedFormat, tensors: Tensors) -> GroupedWeight:
+    scales = tensors["weight_scale"].float()
+    half = 2 ** (stored.bits - 1)
+    if stored.marker == "weight":
+        codes = (tensors["weight"].int() + half).to(torch.uint8)
+    else:
+        num_inputs = int(tensors["weight_shape"][1])
+        codes = unpack_words(tensors["weight_packed"], stored.bits)[:, :num_inputs]
+    scales = scales.reshape(-1, scales.shape[-1] if scales.dim() else 1).expand(codes.shape[0], -1)
+    zeros = torch.tensor(half)
+    if (zero_point := tensors.get("weight_zero_point")) is not None:
+        if zero_point.dtype == torch.int32 and stored.marker != "weight":
+            zeros = unpack_words(zero_point.t().contiguous(), stored.bits)[:, : codes.shape[0]].t().int()
+        else:
+            zeros = zero_point.int().reshape(zero_point.shape[0] if zero_point.dim() else 1, -1) + half
+    order = tensors.get("weight_g_idx")
+    return _grouped(stored, codes, scales, zeros, order)
+
+
+def _awq(stored: QuantisedFormat, tensors: Tensors) -> GroupedWeight:
+    columns = torch.tensor(_AWQ_ORDER).argsort()
+
+    def in_order(words: torch.Tensor) -> torch.Tensor:
+        return unpack_words(words, 4).view(len(words), -1, 8)[:, :, columns].flatten(1)
+
+    codes, zeros = in_order(tensors["qweight"]).t(), in_order(tensors["qzeros"]).t().int()
+    return _grouped(stored, codes, tensors["scales"].float().t(), zeros, None)
+
+
+def _gptq(stored: QuantisedFormat, tensors: Tensors) -> GroupedWeight:
+    codes = unpack_words(tensors["qweight"].t().contiguous(), stored.bits)
+    zeros = unpack_words(tensors["qzeros"], stored.bits).t().int() + stored.zero_shift
+    return _grouped(stored, codes, tensors["scales"].float().t(), zeros[: codes.shape[0]], tensors.get("g_idx"))
+
+
+def _grouped(
+    stored: QuantisedFormat,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    groups: torch.Tensor | None,
+) -> GroupedWeight:
+    """``scales · (codes - zeros)``: codes uint8 [N, K], scales and zeros [N, groups], or one zero for all."""
+    num_inputs = codes.shape[1]
+    group = stored.group or num_inputs
+    if num_inputs % group:
+        raise ValueError(f"{num_inputs} inputs in groups of {group}")
+    if groups is not None and not torch.equal(groups.long(), torch.arange(num_inputs) // group):
+        raise ValueError("inputs of a group that are not neighbours (act-order)")
+    first = int(zeros.flatten()[0])
+    is_even = bool((zeros == first).all())
+    if stored.bits == 4:
+        table = torch.arange(16) - (first if is_even else 0)
+        offsets = None if is_even else scales * zeros
+        return GroupedWeight.of_codes(codes, scales, group, offsets=offsets, table=table)
+    zeros = zeros - 128
+    offsets = None if is_even and first == 128 else (scales * zeros).expand(scales.shape)
+    return GroupedWeight.of_codes((codes.int() - 128).to(torch.int8), scales, group, offsets=offsets)
