@@ -16,6 +16,7 @@ import numpy as np
 from engine.dropped_entries import DroppedEntries
 from engine.kv_sequence import BlockIds, KVSequence
 from engine.parked_text import ParkedText
+from engine.recurrent.slots import StateSlot, StateSlots
 from specdec.errors import InvalidRequest, Overloaded
 
 
@@ -32,6 +33,7 @@ class _Parked:
     dropped: DroppedEntries
     parked_at_s: float
     owner: str
+    states: StateSlot | None
 
 
 class KVPool:
@@ -44,9 +46,14 @@ class KVPool:
     *free*.
     """
 
-    def __init__(self, total_blocks: int, block_size: int, *, has_windows: bool = False) -> None:
-        """``has_windows``: attention sees a window of the entries, and finds its first by the position of a row."""
+    def __init__(
+        self, total_blocks: int, block_size: int, *, has_windows: bool = False, states: StateSlots | None = None
+    ) -> None:
+        """``has_windows``: attention sees a window of the entries, and finds its first by the position of a row.
+        ``states``: places for the recurrent states of sequences, where the model has such.
+        """
         self._has_windows = has_windows
+        self.states = states
         self.total_blocks = total_blocks
         self.block_size = block_size
         self._free = np.arange(total_blocks, 0, -1, dtype=np.int32)  # a stack: the top is _free[_num_free - 1]
@@ -66,21 +73,26 @@ class KVPool:
             InvalidRequest: it can never fit.
             CacheFull: it does not fit now.
         """
+        self._require_states()
         blocks = self._allocate(self.blocks_for(max_tokens), max_tokens, owner)
         self._num_open += 1
-        return KVSequence(blocks, max_tokens, owner=owner)
+        return KVSequence(blocks, max_tokens, owner=owner, states=self._take_states(owner))
 
     def can_open(self, max_tokens: int) -> bool:
         """Whether :meth:`open` would succeed now (evicting parked sessions counts as success)."""
-        return self.blocks_for(max_tokens) <= self.total_blocks - self._num_used
+        has_place = self.states is None or self.states.num_free > 0 or len(self._parked) > 0
+        return has_place and self.blocks_for(max_tokens) <= self.total_blocks - self._num_used
 
     def branch(self, sequence: KVSequence, length: int, max_tokens: int) -> KVSequence | None:
         """Open a copy of the first ``length`` entries for a guessed continuation, to be adopted or released soon.
 
         Full blocks are shared; the engine copies a partial one before the next forward pass. A branch takes free blocks
         only, as few as ``max_tokens`` needs, so it never evicts a parked session; returns None where they do not
-        suffice. It has room to the end of its last block, and does not count as an open sequence.
+        suffice. It has room to the end of its last block, and does not count as an open sequence. None, too, where the
+        model has recurrent states, which are not shared.
         """
+        if self.states is not None:
+            return None
         num_own = self._own_blocks(sequence, length, max_tokens)
         if num_own > self._num_free:
             return None
@@ -118,7 +130,8 @@ class KVPool:
         """Drop the entries after the first ``length``. O(1), except into blocks shared with a branch.
 
         Shared blocks are replaced by the sequence's own (the one that is kept in part is copied), so a branch never
-        reads what is written next.
+        reads what is written next. Recurrent states that cannot be had at that length are rolled back to 0: all is to
+        be fed again.
 
         Raises:
             CacheFull: shared blocks would have to be replaced and none are free.
@@ -126,6 +139,8 @@ class KVPool:
         self._check_open(sequence)
         if not 0 <= length <= sequence.length:
             raise ValueError(f"cannot roll back to {length} of {sequence.length} entries")
+        if sequence.states is not None and not sequence.states.reaches(length):
+            length = 0
         if length // self.block_size < sequence.num_shared_blocks:
             self._unshare(sequence, length)
         sequence.length = length
@@ -138,6 +153,8 @@ class KVPool:
         self._check_open(sequence)
         if self._has_windows:
             raise ValueError("the model's attention has a sliding window, which counts entries: none can be dropped")
+        if self.states is not None:
+            raise ValueError("the model has recurrent states, which hold every entry: none can be dropped")
         end, size, blocks = first + count, self.block_size, sequence.blocks
         if not 0 <= first <= end or end * size > sequence.length or (self._refs[blocks[first:end]] > 1).any():
             raise ValueError(
@@ -156,6 +173,8 @@ class KVPool:
             return
         sequence.released = True
         self._num_open -= not sequence.is_branch
+        if self.states is not None and sequence.states is not None:
+            self.states.give_back(sequence.states)
         self._drop_open(sequence.blocks)
         self._drop(sequence.blocks)
 
@@ -186,10 +205,11 @@ class KVPool:
             return
         kept = sequence.blocks[: self.blocks_for(sequence.length)]
         self._refs[kept] += 1
+        states = None if sequence.states is None else sequence.states.moved()
         self.release(sequence)
         parked_at_s = time.monotonic() if now is None else now
         text = ParkedText.of(token_ids[: last + 1], text_positions)
-        self._parked[key] = _Parked(kept, text, sequence.dropped, parked_at_s, sequence.owner)
+        self._parked[key] = _Parked(kept, text, sequence.dropped, parked_at_s, sequence.owner, states)
 
     def parked_text_positions(self, key: str) -> Sequence[int]:
         """Where the tokens of a parked session's entries stand in its text; empty where there is none."""
@@ -200,14 +220,15 @@ class KVPool:
         """Take back a parked session, cut to the entries before the first that does not agree with ``token_ids``.
 
         At least the last token must be fed: its entry is not among them.
-        None where nothing is parked under the key or nothing is in common (the parked session is dropped then).
+        None where nothing is parked under the key or nothing is in common (the parked session is dropped then); nor are
+        recurrent states that cannot be had at that length.
         Raises like :meth:`open`; the session then stays parked.
         """
         parked = self._parked.get(key)
         if parked is None:
             return None
         length = parked.text.num_common(token_ids)
-        if length == 0:
+        if length == 0 or not (parked.states is None or parked.states.reaches(length)):
             self.drop_parked(key)
             return None
         num_blocks = self.blocks_for(max(max_tokens, length))
@@ -234,6 +255,7 @@ class KVPool:
             owner,
             num_shared_blocks=length // self.block_size,
             dropped=parked.dropped.before(length),
+            states=parked.states,
         )
 
     def drop_parked(self, key: str) -> bool:
@@ -242,6 +264,8 @@ class KVPool:
         if parked is None:
             return False
         self._drop(parked.blocks)
+        if self.states is not None and parked.states is not None:
+            self.states.give_back(parked.states)
         return True
 
     def expire(self, now: float, ttl_s: float) -> int:
@@ -307,13 +331,31 @@ class KVPool:
         """Take ``count`` blocks for an open sequence of ``max_tokens``, evicting parked sessions as needed."""
         self._require(count, self.blocks_for(max_tokens), max_tokens)
         while self._num_free < count:
-            own = (key for key, parked in self._parked.items() if parked.owner == owner)
-            key = next(own, next(iter(self._parked)))
-            self.drop_parked(key)
+            self._evict(owner)
         self._num_free -= count
         blocks = self._free[self._num_free : self._num_free + count][::-1].copy()
         self._add_open(blocks)
         return blocks
+
+    def _evict(self, owner: str) -> None:
+        """Drop the session that was parked first, of the owner if it has any."""
+        own = (key for key, parked in self._parked.items() if parked.owner == owner)
+        self.drop_parked(next(own, next(iter(self._parked))))
+
+    def _require_states(self) -> None:
+        """Raise unless another sequence's recurrent states have a place."""
+        if self.states is not None and not self.states.num_free and not self._parked:
+            raise CacheFull(
+                f"the {self.states.count} places for recurrent states are in use by {self._num_open} open sessions:"
+                " retry when some have ended, or raise kv_cache_memory_bytes"
+            )
+
+    def _take_states(self, owner: str) -> StateSlot | None:
+        if self.states is None:
+            return None
+        if not self.states.num_free:
+            self._evict(owner)
+        return self.states.take()
 
     def _own_blocks(self, sequence: KVSequence, length: int, max_tokens: int) -> int:
         """Blocks that a branch of the first ``length`` entries needs for itself."""

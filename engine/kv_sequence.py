@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.dropped_entries import DroppedEntries
+from engine.recurrent.slots import StateSlot
 
 BlockIds = npt.NDArray[np.int32]
 
@@ -35,6 +36,8 @@ class KVSequence:
     is_branch: bool = False
     #: What :meth:`~engine.kv_pool.KVPool.drop_blocks` has dropped.
     dropped: DroppedEntries = field(default_factory=DroppedEntries)
+    #: Where its recurrent states lie; None: the model has none.
+    states: StateSlot | None = None
 
     @property
     def num_dropped(self) -> int:

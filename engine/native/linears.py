@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from engine.layers import is_kept_as_it_is
 from engine.native.autotune import Prefetch, WeightRun, choose_prefetch
 from engine.native.library import DTYPES, WEIGHT_DTYPES, Memory, NativeLibrary, load, page_aligned
 
@@ -251,6 +252,7 @@ def is_plain(layer: nn.Module) -> bool:
     """Whether a layer is exactly a linear layer whose weight may be packed."""
     return (
         type(layer) in (nn.Linear, Conv1D)
+        and not is_kept_as_it_is(layer)
         and isinstance(layer.weight, torch.Tensor)
         and layer.weight.device.type == "cpu"
         and layer.weight.layout is torch.strided
