@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from engine.layers import PAGED, RECORDING, ForwardState, keep_as_it_is
 from engine.recurrent.convolution import ConvolutionShape, convolve
 from engine.recurrent.delta_rule import DeltaRule, delta_shape
+from engine.recurrent.kernels import RecurrentKernels
 from engine.recurrent.plan import StatePlan
 from engine.recurrent.state_cache import StateCache, StateShape, run_pass
 from engine.recurrent.state_space import Mamba2Scan, MambaScan, mamba2_shape, mamba_shape, time_steps
@@ -45,11 +46,19 @@ class Mixer:
     state: ForwardState | None = None
     #: Calls of the pass that is run.
     num_calls: int = 0
+    #: Of each convolution its weight [taps, C] and bias, float32, as kernels read them.
+    kernel_weights: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
 
     @property
     def is_recording(self) -> bool:
         """Whether the pass finds out what the module calls."""
         return bool(self.config._attn_implementation == RECORDING)
+
+    @property
+    def kernels(self) -> RecurrentKernels | None:
+        """Kernels of the pass that is run."""
+        assert self.state is not None
+        return None if self.state.kernels is None else self.state.kernels.RECURRENCES
 
     def bind(self, caches: Sequence[RecurrentCache], state: ForwardState) -> None:
         """Give the module an engine's caches, one for each of its shapes."""
@@ -131,8 +140,16 @@ def _convolve(  # noqa: PLR0917 - a function of transformers
         return stock(hidden_states, weight, bias, activation=activation)
     rings, plan = mixer.next_call(shape)
     assert isinstance(rings, torch.Tensor)
-    rows = convolve(rings, plan, hidden_states[0].t(), weight=weight, bias=bias, activation=activation)
-    return rows.t()[None].contiguous()
+    inputs = hidden_states[0].t()
+    if mixer.kernels is not None:
+        if mixer.num_calls not in mixer.kernel_weights:
+            floats = None if bias is None else bias.float()
+            mixer.kernel_weights[mixer.num_calls] = weight.t().float().contiguous(), floats
+        taps, floats = mixer.kernel_weights[mixer.num_calls]
+        out = mixer.kernels.convolve(rings, plan, inputs, weight=taps, bias=floats, activation=activation)
+        if out is not None:
+            return out.t()[None]
+    return convolve(rings, plan, inputs, weight=weight, bias=bias, activation=activation).t()[None]
 
 
 def _delta_rule(  # noqa: PLR0917 - a function of transformers
@@ -151,9 +168,17 @@ def _delta_rule(  # noqa: PLR0917 - a function of transformers
     if mixer.is_recording:
         mixer.shapes.append(shape)
         return torch.zeros_like(value), None
-    rule = DeltaRule(query[0], key[0], value[0], g[0], beta[0], is_normalised=not use_qk_l2norm_in_kernel)
-    _run(mixer, shape, rule)
-    return rule.outputs[None].to(query.dtype), None
+    cache, plan = mixer.next_call(shape)
+    assert isinstance(cache, StateCache)
+    rows = {"log_decay": g[0], "beta": beta[0]}
+    is_normalised = not use_qk_l2norm_in_kernel
+    if mixer.kernels is not None:
+        out = mixer.kernels.delta_rule(cache, plan, query[0], key[0], value[0], **rows, is_normalised=is_normalised)
+    else:
+        rule = DeltaRule(query[0], key[0], value[0], **rows, is_normalised=is_normalised)
+        run_pass(cache, plan, rule)
+        out = rule.outputs
+    return out[None].to(query.dtype), None
 
 
 def _mamba2_scan(  # noqa: PLR0917 - a function of transformers
@@ -176,8 +201,12 @@ def _mamba2_scan(  # noqa: PLR0917 - a function of transformers
         mixer.shapes.append(shape)
         return torch.zeros_like(hidden_states, dtype=torch.float32)
     steps = time_steps(dt, dt_bias, has_softplus=dt_softplus).clamp(*dt_limit)
+    cache, plan = mixer.next_call(shape)
+    assert isinstance(cache, StateCache)
+    if mixer.kernels is not None:
+        return mixer.kernels.mamba2(cache, plan, hidden_states[0], steps[0], a=A, b=B[0], c=C[0], d=D)[None]
     scan = Mamba2Scan(hidden_states[0], steps[0], a=A, b=B[0], c=C[0], d=D)
-    _run(mixer, shape, scan)
+    run_pass(cache, plan, scan)
     return scan.outputs[None]
 
 
@@ -203,15 +232,11 @@ def _mamba_scan(  # noqa: PLR0917 - a function of transformers
     bias = None if delta_bias is None else delta_bias[..., None]
     steps = time_steps(dt, bias, has_softplus=delta_softplus)
     scan = MambaScan(hidden_states[0].t(), steps[0].t(), a=A, b=B[0].t(), c=C[0].t(), d=D)
-    _run(mixer, shape, scan)
-    out = scan.outputs.t()[None]
-    return out if z is None else out * nn.functional.silu(z)
-
-
-def _run(mixer: Mixer, shape: StateShape, recurrence: DeltaRule | Mamba2Scan | MambaScan) -> None:
     cache, plan = mixer.next_call(shape)
     assert isinstance(cache, StateCache)
-    run_pass(cache, plan, recurrence)
+    run_pass(cache, plan, scan)
+    out = scan.outputs.t()[None]
+    return out if z is None else out * nn.functional.silu(z)
 
 
 _RECURRENCES: Final[dict[str, Callable[..., Any]]] = {

@@ -110,6 +110,22 @@ class NativeLibrary:
         self.draft_mlp.argtypes = (_Pointer, _Pointer, _Int64, _Pointer, _Pointer, _Int)
         self.likeliest = lib.tandem_likeliest
         self.likeliest.argtypes = (_Pointer, _Int64, _Int64, _Pointer, _Pointer, _Pointer, _Int64, _Pointer, _Pointer)
+        self.convolve = lib.tandem_convolve
+        self.convolve.argtypes = (
+            *(_Int, _Pointer, _Int64, _Int64, _Int64, _Pointer, _Pointer, _Int),
+            *(_Pointer, _Int64, _Pointer, _Int64, _Pointer, _Int),
+        )
+        self.convolve.restype = None
+        self.delta_rule = lib.tandem_delta_rule
+        self.delta_rule.argtypes = (
+            *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int64, _Int64, _Int64, _Int64, _Int, _Int),
+            *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int64, _Int64, _Pointer, _Int),
+        )
+        self.mamba2 = lib.tandem_mamba2
+        self.mamba2.argtypes = (
+            *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int64, _Int64, _Int64, _Int64),
+            *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int64, _Int64, _Pointer, _Int),
+        )
         self.verify_rounds = lib.tandem_verify_rounds
         self.verify_rounds.argtypes = (_Pointer, _Int64, _Pointer, _Int64, _Pointer, _Int)
         self.check_draft = lib.tandem_check_draft

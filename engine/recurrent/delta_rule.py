@@ -30,9 +30,9 @@ class DeltaRule(Recurrence):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        *,
         log_decay: torch.Tensor,
         beta: torch.Tensor,
-        *,
         is_normalised: bool,
     ) -> None:
         """Queries and keys [T, HK, K], values [T, HV, V], g [T, HV] or [T, HV, K], beta [T, HV]; any dtype.

@@ -51,6 +51,12 @@ class StatePlan:
         return rows
 
     @cached_property
+    def numbers(self) -> torch.Tensor:
+        """int64 [6, S]: slots, bases, starts, ends, new bases, first rows."""
+        parts = (self.slots, self.bases, self.starts, self.ends, self.new_bases, self.row_starts[:-1])
+        return torch.tensor(parts, dtype=torch.int64)
+
+    @cached_property
     def slot_ids(self) -> torch.Tensor:
         """int64 [S]."""
         return self._ids(self.slots)

@@ -40,6 +40,7 @@ def test_many_sessions_at_once_and_one_by_one(hybrid, prompts):
 
 def test_killed_services_leave_no_trace_in_the_text(hybrid, prompts):
     for prompt, process in ((prompts[1], hybrid.drafts[0]), (prompts[2], hybrid.targets[0])):
+
         def kill(process=process):
             process.kill()
             process.restart_on_same_port()

@@ -16,7 +16,11 @@ from target_service.core import TargetCore
 from tests.draft_first import draft_first
 from tests.hybrids import KINDS, save_hybrid
 
-PROMPTS = ["def main(argv):\n    ", "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self", "for i in range("]
+PROMPTS = [
+    "def main(argv):\n    ",
+    "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self",
+    "for i in range(",
+]
 NUM_TOKENS = 40
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
@@ -73,5 +77,5 @@ def test_trees_are_refused_at_start(tmp_path: Path) -> None:
     target = save_hybrid(tmp_path / "target", "mamba2")
     draft = save_hybrid(tmp_path / "draft", "mamba2", noise=0.01)
     for model in (target, "python-12m"):
-        with pytest.raises(InvalidRequest, match="recurrent states .* follow a chain of tokens and no tree"):
+        with pytest.raises(InvalidRequest, match=r"recurrent states .* follow a chain of tokens and no tree"):
             LLM(model, speculative_config={"model": draft, "num_speculative_tokens": 6, "tree_top_k": 2})
