@@ -38,7 +38,7 @@ class ModelModules:
         #: The ranks of a split model; None while they load in step, and where it is not split.
         self.ranks: Ranks | None = None
         self._model = model
-        self._tap = StateTap(model, shapes)
+        self._tap = StateTap(model, shapes, [mixer.module for mixer in mixers])
         self._state = ForwardState()
         self.num_layers = self._tap.num_layers
         for shape, (k_cache, v_cache) in zip(shapes, caches, strict=True):

@@ -239,6 +239,7 @@ class TargetCore:
         """Drop the entries after the first ``length``."""
         if sequence.length != length:
             self.engine.pool.rollback(sequence, length)
+            assert sequence.length == length  # no round has more rows than recurrent states have records
 
     def release(self, session: Session, *, park: bool) -> None:
         """Give back (or park) a session's cache and let the next one in."""

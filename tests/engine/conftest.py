@@ -98,7 +98,8 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2": (
         "zamba2",
         {
-            "layers_block_type": ["mamba", "hybrid"],
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],  # the attention of one, with two caches
+            "num_hidden_layers": 4,
             "mamba_d_state": 6,
             "mamba_ngroups": 2,
             "n_mamba_heads": 8,
