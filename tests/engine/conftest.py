@@ -98,8 +98,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2": (
         "zamba2",
         {
-            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],  # the attention of one, with two caches
-            "num_hidden_layers": 4,
+            "layers_block_type": ["hybrid", "hybrid"],  # of one attention, with two caches
             "mamba_d_state": 6,
             "mamba_ngroups": 2,
             "n_mamba_heads": 8,
