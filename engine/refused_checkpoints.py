@@ -17,10 +17,11 @@ from specdec.errors import InvalidRequest, ModelNotSupported
 
 #: Values of ``quant_method`` whose scales are applied; bitsandbytes needs its library.
 QUANTIZATION_METHODS: Final = ("fp8", "mxfp4", "bitsandbytes")
-#: Types of models of text and images that transformers gives as causal language models, which run without images.
+#: Types of models of text and images that run without images.
 TEXT_MODELS_OF_MULTIMODAL: Final = frozenset(
     """
-    dots3_note fuyu gemma3 gemma3n gemma4 gemma4_unified llama4 phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp
+    dots3_note fuyu gemma3 gemma3n gemma4 gemma4_unified lfm2_vl llama4 mistral3 phi4_multimodal qwen2_5_vl qwen3_5
+    qwen3_5_moe qwen3_vl qwen4_exp
     """.split()  # noqa: SIM905
 )
 
