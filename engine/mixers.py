@@ -76,7 +76,7 @@ class Mixer:
 
 
 #: A layer whose weight its parent multiplies by itself.
-_READ_WEIGHT: Final = re.compile(r"\bself\.(\w+)\.weight\b")
+_READ_WEIGHT: Final = re.compile(r"\bself\.(\w+)\.weight @")
 
 
 def adopt_mixers(model: PreTrainedModel) -> list[Mixer]:

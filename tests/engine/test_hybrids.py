@@ -13,6 +13,7 @@ import torch
 from engine.engine import Engine, Segment
 from engine.kv_pool import CacheFull
 from engine.kv_sequence import KVSequence
+from engine.loading import acceleration
 from engine.recurrent.slots import NUM_RECORDS
 from specdec.errors import InvalidRequest
 
@@ -211,3 +212,15 @@ def test_bfloat16_and_int8(name: str, load_engine: Callable[..., Engine], tools:
         spread = wanted.std()
         assert (rest - wanted[7:]).square().mean(-1).sqrt().median() < 0.05 * spread
         engine.pool.release(sequence)
+
+
+@pytest.mark.parametrize(("name", "read"), [("granite4", set()), ("jamba", {"dt_proj"}), ("mamba", {"dt_proj"})])
+def test_all_linear_layers_are_packed_but_those_whose_weight_is_read(
+    name: str, read: set[str], load_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = []
+    stock = acceleration.pack_linears
+    monkeypatch.setattr(acceleration, "pack_linears", lambda model, *rest: (models.append(model), stock(model, *rest)))
+    load_engine(name)
+    plain = {each.rpartition(".")[2] for each, part in models[0].named_modules() if type(part) is torch.nn.Linear}
+    assert plain == read
