@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draft_service.core import DraftCore
 from specdec.errors import InvalidRequest
 from tandem import LLM, SamplingParams
+from tandem.sampling_params import StructuredOutputsParams
 from target_service.core import TargetCore
 from tests.draft_first import draft_first
 from tests.hybrids import KINDS, save_hybrid
@@ -27,11 +28,21 @@ PARAMS = [
     SamplingParams(temperature=0.8, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True),
     # Of few tokens, so that the text repeats and lookups find some of it.
     SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, allowed_token_ids=list(range(40, 46))),
+    SamplingParams(temperature=0.9, seed=2, n=3, max_tokens=20, ignore_eos=True),
+    # With tokens that the grammar forces.
+    SamplingParams(
+        temperature=0.7,
+        seed=1,
+        max_tokens=NUM_TOKENS,
+        structured_outputs=StructuredOutputsParams(regex=r"(return|import) [a-z]{2} = self\.argument_parser[0-9]{3}"),
+    ),
 ]
 DRAFTERS = [
     {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
     {"method": "draft_model", "num_speculative_tokens": 3},
     {"method": ["ngram", "draft_model"], "num_speculative_tokens": 6},
+    # What the draft reads is fed again whenever its window moves.
+    {"method": "draft_model", "num_speculative_tokens": 2, "draft_window_size": 24, "draft_sink_size": 4},
 ]
 
 
@@ -45,9 +56,10 @@ def drafts_open_first() -> Iterator[None]:
 def texts_of(llm: LLM) -> list[list[int]]:
     """All prompts together, greedy and sampled."""
     return [
-        list(output.outputs[0].token_ids)
+        list(sample.token_ids)
         for params in PARAMS
         for output in llm.generate(PROMPTS, params, use_tqdm=False)
+        for sample in output.outputs
     ]
 
 
