@@ -84,10 +84,16 @@ def adopt_mixers(model: PreTrainedModel) -> list[Mixer]:
     mixers = []
     for module in model.modules():
         stock = module.forward
+        config = getattr(module, "config", model.config.get_text_config(decoder=True))
+        if (adapter := _ADAPTERS.get(type(module).__name__)) is not None:
+            mixer = Mixer(module, config)
+            module.forward = partial(_forward, mixer, partial(adapter, mixer), stock)
+            mixers.append(mixer)
+            continue
         forward = inspect.unwrap(type(module).forward)
         if not isinstance(forward, FunctionType) or not (names := _RECURRENCES.keys() & forward.__code__.co_names):
             continue
-        mixer = Mixer(module, getattr(module, "config", model.config.get_text_config(decoder=True)))
+        mixer = Mixer(module, config)
         own = {name: partial(_RECURRENCES[name], mixer, forward.__globals__[name]) for name in names}
         changed = FunctionType(
             forward.__code__,
@@ -183,7 +189,7 @@ def _delta_rule(  # noqa: PLR0917 - a function of transformers
 
 def _mamba2_scan(  # noqa: PLR0917 - a function of transformers
     mixer: Mixer,
-    _: Callable[..., Any],
+    _: Callable[..., Any] | None,
     hidden_states: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -238,6 +244,23 @@ def _mamba_scan(  # noqa: PLR0917 - a function of transformers
     out = scan.outputs.t()[None]
     return out if z is None else out * nn.functional.silu(z)
 
+
+def _lightning(mixer: Mixer, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    """MiniMax's lightning attention (arXiv 2501.08313): [1, T, H] to the same.
+
+    Its state is that of Mamba2 with v for the input, k for B, q for C and a decay that never changes.
+    """
+    module: Any = mixer.module
+    heads, dim = module.num_attention_heads, module.head_dim
+    query, key, value = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (heads, -1)).split(dim, dim=-1)
+    steps = hidden_states.new_ones(*hidden_states.shape[:2], heads)
+    out = _mamba2_scan(mixer, None, value, steps, -module.slope_rate.flatten(), key, query)
+    out = module.norm(out.to(hidden_states.dtype).flatten(-2))
+    return module.out_proj(module.output_gate(hidden_states).sigmoid() * out), None
+
+
+#: Mixers whose recurrence is no function of its own in transformers.
+_ADAPTERS: Final[dict[str, Callable[..., Any]]] = {"MiniMaxLightningAttention": _lightning}
 
 _RECURRENCES: Final[dict[str, Callable[..., Any]]] = {
     "causal_conv1d_fn": _convolve,

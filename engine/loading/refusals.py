@@ -34,6 +34,10 @@ _NO_LENGTHS: Final = frozenset(
 )
 
 
+#: Of one type of model: tokens that its recurrence takes together.
+_NO_LENGTHS_OF: Final = {"minimax": frozenset({"block_size"})}
+
+
 def check_config(config: PreTrainedConfig) -> None:
     """Refuse what the configuration alone gives away, before any weight is read."""
     if getattr(config, "is_encoder_decoder", False):
@@ -121,7 +125,8 @@ def longest_named_length(model: PreTrainedModel) -> tuple[int, str]:
         (value, name)
         for name, value in text.to_dict().items()
         if isinstance(value, int) and not isinstance(value, bool)
-        if _LENGTH_NAME.search(name) and name not in _NO_LENGTHS and re.search(rf"config\.{name}\b", code)
+        if name not in _NO_LENGTHS and name not in _NO_LENGTHS_OF.get(text.model_type, ())
+        if _LENGTH_NAME.search(name) and re.search(rf"config\.{name}\b", code)
     )
     return max(named, default=(0, ""))
 

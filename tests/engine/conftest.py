@@ -121,6 +121,10 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_state": 6,
         },
     ),
+    "minimax_lightning": (
+        "minimax",
+        {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "block_size": 100},
+    ),
     "kimi_linear": (
         "kimi_linear",
         {
@@ -212,10 +216,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "codegen": ("codegen", {"rotary_dim": 4}),
     "diffllama": ("diffllama", {}),
-    "minimax_lightning": (
-        "minimax",
-        {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "block_size": 4},
-    ),
     "recurrent_gemma": ("recurrent_gemma", {"attention_window_size": 8, "lru_width": 32}),
     "rwkv": ("rwkv", {"attention_hidden_size": 32}),
     "llama4": (

@@ -59,6 +59,7 @@ SUPPORTED = [
     "falcon_mamba",
     "jamba",
     "kimi_linear",
+    "minimax_lightning",
     "bailing_hybrid",
 ]
 PROMPTS = (9, 2, 30)

@@ -18,7 +18,7 @@ from engine.recurrent.slots import NUM_RECORDS
 from specdec.errors import InvalidRequest
 
 #: One family of every kind of state.
-FAMILIES = ["lfm2", "qwen3_5", "kimi_linear", "granite4", "falcon_h1", "mamba2", "jamba"]
+FAMILIES = ["lfm2", "qwen3_5", "kimi_linear", "minimax_lightning", "granite4", "falcon_h1", "mamba2", "jamba"]
 #: transformers' modules round a row by where it stands in its pass; a wrong state is off by far more.
 TOLERANCE = 2e-4
 NUM_TOKENS = 70

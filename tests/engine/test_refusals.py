@@ -29,7 +29,6 @@ from specdec.settings import ModelSettings
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
-        ("minimax_lightning", {}, "has 2 layers but 1 of them attend .* recurrent, linear or home-made attention"),
         ("recurrent_gemma", {}, "has 2 layers but 0 of them attend .* recurrent, linear or home-made attention"),
         ("rwkv", {}, "RwkvForCausalLM has an attention of its own"),
         ("falcon_alibi", {}, "'falcon' with ALiBi positions .* attends in code of its own"),
