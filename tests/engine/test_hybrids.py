@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,8 +15,10 @@ from engine.engine import Engine, Segment
 from engine.kv_pool import CacheFull
 from engine.kv_sequence import KVSequence
 from engine.loading import acceleration
-from engine.recurrent.slots import NUM_RECORDS
-from specdec.errors import InvalidRequest
+from engine.recurrent.convolution import ConvolutionShape
+from engine.recurrent.delta_rule import delta_shape
+from engine.recurrent.slots import NUM_RECORDS, StateSlot
+from specdec.errors import InvalidRequest, ModelNotSupported
 
 #: One family of every kind of state.
 FAMILIES = ["lfm2", "qwen3_5", "kimi_linear", "minimax_lightning", "granite4", "falcon_h1", "mamba2", "jamba"]
@@ -224,3 +227,25 @@ def test_all_linear_layers_are_packed_but_those_whose_weight_is_read(
     load_engine(name)
     plain = {each.rpartition(".")[2] for each, part in models[0].named_modules() if type(part) is torch.nn.Linear}
     assert plain == read
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "granite4", "jamba"])
+def test_the_check_at_load_finds_a_rollback_that_folds_too_much(
+    name: str, load_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state after all rows of a pass is kept, rejected ones among them."""
+    monkeypatch.setattr(StateSlot, "base_after", lambda slot, length, num_rows: length + num_rows)
+    monkeypatch.setattr(StateSlot, "reaches", lambda slot, length: True)
+    with pytest.raises(ModelNotSupported, match="would give wrong answers here"):
+        load_engine(name)
+
+
+def test_a_drafted_token_costs_less_than_a_megabyte() -> None:
+    """In the shape of Qwen3.5-9B, whose state takes 48 MiB: 24 layers of 16 key and 32 value heads of 128."""
+    key, value, decay = torch.empty(1, 1, 16, 128), torch.empty(1, 1, 32, 128), torch.empty(1, 1, 32)
+    rule = delta_shape(key, value, decay)
+    convolution = ConvolutionShape(2 * 16 * 128 + 32 * 128, 4, torch.bfloat16)
+    state = 4 * math.prod(rule.state)
+    assert 24 * state == 48 * 2**20
+    of_records = rule.bytes_per_slot - state + convolution.bytes_per_slot
+    assert 24 * of_records / NUM_RECORDS < 1.1e6
