@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from engine.batch import Batch
 from engine.plan import BatchPlan
+from engine.recurrent.kernels import RecurrentKernels
 
 
 class AttentionKernels(Protocol):
@@ -26,6 +27,11 @@ class AttentionKernels(Protocol):
     @property
     def KNOWS_SINKS(self) -> bool:
         """Whether ``sinks`` may be given."""
+        ...
+
+    @property
+    def RECURRENCES(self) -> RecurrentKernels | None:
+        """Kernels of the same device for recurrent layers; None: those run in torch."""
         ...
 
     def paged_attention(  # noqa: PLR0917 - an operator's signature

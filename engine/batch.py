@@ -13,6 +13,7 @@ import torch
 
 from engine.kv_sequence import KVSequence
 from engine.plan import BatchPlan
+from engine.recurrent.plan import StatePlan
 from engine.sampling.transfer import send
 from specdec.errors import InvalidRequest
 from specdec.tree_shape import MAX_SPECULATIVE_TOKENS
@@ -55,6 +56,8 @@ class Batch:
     row_starts: list[int]
     #: Entries of each sequence once the batch is written.
     kv_lens: list[int]
+    #: What it does to recurrent states; None: the model has none.
+    states: StatePlan | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device: one copy from pinned memory, which the host does not wait for."""
@@ -78,7 +81,8 @@ class Batch:
         )
         rest = numbers[2 * num_rows :]
         ids = rest[num_logits : num_logits + num_rows] if ids.device.type == "cpu" else ids
-        return replace(self, plan=moved, input_ids=ids.unsqueeze(0), logit_rows=rest[:num_logits])
+        states = None if self.states is None else replace(self.states, device=device)
+        return replace(self, plan=moved, input_ids=ids.unsqueeze(0), logit_rows=rest[:num_logits], states=states)
 
 
 def build_batch(segments: Sequence[Segment], *, block_size: int, vocab_size: int, max_model_len: int) -> Batch:
@@ -142,7 +146,8 @@ def build_batch(segments: Sequence[Segment], *, block_size: int, vocab_size: int
     )
     rest = numbers[2 * num_rows :]
     ids = rest[len(logit_rows) :] if token_ids is not None else _given_ids(segments)
-    return Batch(plan, ids.unsqueeze(0), rest[: len(logit_rows)], row_starts, kv_lens)
+    states = _state_plan(segments, starts, kv_lens)
+    return Batch(plan, ids.unsqueeze(0), rest[: len(logit_rows)], row_starts, kv_lens, states)
 
 
 def check_segment(segment: Segment, max_model_len: int) -> None:
@@ -152,6 +157,8 @@ def check_segment(segment: Segment, max_model_len: int) -> None:
         raise ValueError(f"a segment of {count} tokens cannot give {segment.num_logits} rows of logits")
     longest = count
     if parents:
+        if segment.sequence.states is not None:
+            raise ValueError("the model has recurrent states, which follow a chain of tokens and no tree")
         if len(parents) != count or count > MAX_TREE_ROWS or MAX_TREE_ROWS - 1 in parents:
             raise ValueError(
                 f"a tree of {count} tokens with {len(parents)} parents; at most {MAX_TREE_ROWS - 1} may have children"
@@ -165,6 +172,22 @@ def check_segment(segment: Segment, max_model_len: int) -> None:
             f"{length} entries and {count} tokens exceed the {segment.sequence.capacity} the sequence has room"
             f" for (the model takes {max_model_len})"
         )
+
+
+def _state_plan(segments: Sequence[Segment], starts: Sequence[int], ends: Sequence[int]) -> StatePlan | None:
+    """What the pass does to the recurrent states; those of a released sequence go to slot 0."""
+    slots = [segment.sequence.states for segment in segments]
+    kept = [slot for slot in slots if slot is not None]
+    if not kept:
+        return None
+    return StatePlan(
+        slots=[slot.index for slot in kept],
+        bases=[slot.base if start else 0 for slot, start in zip(kept, starts, strict=True)],
+        starts=starts,
+        ends=ends,
+        new_bases=[slot.base_after(start, end - start) for slot, start, end in zip(kept, starts, ends, strict=True)],
+        device=torch.device("cpu"),
+    )
 
 
 def _tree(parents: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -15,10 +15,12 @@ from engine.compaction import Kept, copy_blocks
 from engine.hidden_states import PassStates, StateRows, check_layers
 from engine.kv_pool import KVPool
 from engine.layers import LayerShape, allocate_caches
+from engine.mixers import Mixer
 from engine.modules import ModelModules
 from engine.parallel import messages
 from engine.parallel.messages import Operation
 from engine.parallel.ranks import Ranks
+from engine.recurrent.slots import StateSlots
 from engine.runner import PassLimits, Runner
 from engine.torch_runner import TorchRunner
 from specdec.errors import Unavailable
@@ -48,9 +50,17 @@ class Engine:
         block_size: int,
         device: torch.device,
         num_threads: int = 1,
+        mixers: Sequence[Mixer] = (),
+        num_slots: int = 0,
     ) -> None:
+        """``mixers``: of a model with recurrent states, which ``num_slots`` sequences may have at a time."""
         self.info = ModelInfo(name="", vocab_size=vocab_size, max_model_len=max_model_len)
-        self.pool = KVPool(num_blocks, block_size, has_windows=any(shape.window for shape in shapes))
+        self.pool = KVPool(
+            num_blocks,
+            block_size,
+            has_windows=any(shape.window for shape in shapes),
+            states=StateSlots(num_slots) if mixers else None,
+        )
         self.device = device
         #: What bounds the batches of all its runners.
         self.limits = PassLimits(block_size=block_size, vocab_size=vocab_size, max_model_len=max_model_len)
@@ -60,7 +70,9 @@ class Engine:
         self.caches = allocate_caches(shapes, num_blocks, block_size, device)
         #: Width of a hidden state.
         self.hidden_size: int = model.config.get_text_config(decoder=True).hidden_size
-        self._modules: ModelModules | None = ModelModules(model, shapes, self.caches)
+        self._modules: ModelModules | None = ModelModules(
+            model, shapes, self.caches, device=device, mixers=mixers, num_slots=num_slots
+        )
         self._num_layers = self._modules.num_layers
         self._runner: Runner | None = self.torch_runner("torch attention")
 
@@ -159,6 +171,8 @@ class Engine:
         for num_sequences, num_rows in ((1, 1), (1, 5), (4, 5), (1, 64), (1, LARGE_PASS_ROWS)):
             rows = min(num_rows, self.info.max_model_len)
             if not self.pool.can_open(num_sequences * -(-rows // self.pool.block_size) * self.pool.block_size):
+                continue
+            if self.pool.num_places < num_sequences:
                 continue
             sequences = [self.pool.open(rows) for _ in range(num_sequences)]
             try:

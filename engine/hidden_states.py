@@ -102,9 +102,18 @@ class PassStates:
 class StateTap:
     """Catches hidden states in transit through a transformers model."""
 
-    def __init__(self, model: PreTrainedModel, shapes: Sequence[LayerShape]) -> None:
-        """``shapes``: the model's attention, layer by layer."""
-        self._layers = _layers_of(model, [shape.module for shape in shapes])
+    def __init__(
+        self, model: PreTrainedModel, shapes: Sequence[LayerShape], recurrent: Sequence[nn.Module] = ()
+    ) -> None:
+        """``shapes``: the model's attention, layer by layer; ``recurrent``: modules that stand in its place or beside
+        it, or let layers do without either.
+        """
+        attention = [shape.module for shape in shapes]
+        if recurrent:
+            count = model.config.get_text_config(decoder=True).num_hidden_layers
+            self._layers = _layers_that_hold(model, [*attention, *recurrent], count)
+        else:
+            self._layers = _layers_of(model, attention)
         #: What returns the states behind the final norm: a model calls the one or the other.
         self._bodies: tuple[nn.Module, ...] = (model.base_model, model.get_decoder())  # type: ignore[no-untyped-call]
         #: Layers of the model; None where its modules do not show what passes between them.
@@ -173,6 +182,16 @@ def _layers_of(model: nn.Module, attention: Sequence[nn.Module]) -> list[nn.Modu
             continue
         if all(any(part is own for part in layer.modules()) for layer, own in zip(module, attention, strict=True)):
             return list(module)
+    return None
+
+
+def _layers_that_hold(model: nn.Module, parts: Sequence[nn.Module], count: int) -> list[nn.Module] | None:
+    """The items of a list of so many modules that hold all parts."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            inner = {id(part) for layer in module for part in layer.modules()}
+            if all(id(part) in inner for part in parts):
+                return list(module)
     return None
 
 

@@ -5,6 +5,7 @@ Called from the event loop only. A sequence gets blocks before a pass that needs
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Final
@@ -12,8 +13,10 @@ from typing import Final
 import numpy as np
 
 from engine.dropped_entries import DroppedEntries
+from engine.kept_states import KeptStates
 from engine.kv_sequence import BlockIds, KVSequence
 from engine.prefix_tree import PrefixNode, PrefixTree, Scope, longest_beginning, pack
+from engine.recurrent.slots import StateSlots
 from specdec.errors import InvalidRequest, Overloaded
 
 _NO_BLOCKS: Final = np.empty(0, dtype=np.int32)
@@ -34,13 +37,20 @@ class KVPool:
     gives up the last one first: so of a text the end is always reused before the beginning.
     """
 
-    def __init__(self, total_blocks: int, block_size: int, *, has_windows: bool = False) -> None:
-        """``has_windows``: attention sees a window of the entries, and finds its first by the position of a row."""
+    def __init__(
+        self, total_blocks: int, block_size: int, *, has_windows: bool = False, states: StateSlots | None = None
+    ) -> None:
+        """``has_windows``: attention sees a window of the entries, and finds its first by the position of a row.
+        ``states``: places for the recurrent states of sequences, where the model has such.
+        """
         self._has_windows = has_windows
+        #: None: the model has no recurrent states.
+        self.states = states
+        self._states = None if states is None else KeptStates(states)
         self.total_blocks = total_blocks
         self.block_size = block_size
         #: Entries at the beginning of a block that are worth a copy of it.
-        self._least_copied = max(1, block_size // 4)
+        self._least_copied = 1 if states is not None else max(1, block_size // 4)
         self._free = np.arange(total_blocks, 0, -1, dtype=np.int32)  # a stack: the top is _free[_num_free - 1]
         self._num_free = total_blocks
         self._refs = np.zeros(total_blocks + 1, dtype=np.int32)  # sequences and branches that have a block
@@ -69,13 +79,29 @@ class KVPool:
         return sequence
 
     def open_empty(self, scope: Scope | None = None) -> KVSequence:
-        """A sequence without blocks. It shares entries with the other sequences of its scope; None: with none."""
+        """A sequence without blocks. It shares entries with the other sequences of its scope; None: with none.
+
+        Raises:
+            CacheFull: there is no place for its recurrent states.
+        """
+        kept = self._states
+        if kept is not None and not kept.num_available:
+            raise CacheFull(
+                f"the {kept.count} places for recurrent states are in use by {self._num_open} open sessions: retry"
+                " when some have ended, or raise kv_cache_memory_bytes"
+            )
+        states = None if kept is None else kept.take()
         self._num_open += 1
-        return KVSequence(_NO_BLOCKS, 0, node=None if scope is None else self._tree.root(scope))
+        return KVSequence(_NO_BLOCKS, 0, node=None if scope is None else self._tree.root(scope), states=states)
 
     def can_open(self, max_tokens: int) -> bool:
         """Whether :meth:`open` would succeed now."""
-        return self.blocks_for(max_tokens) <= self.available_blocks
+        return self.num_places > 0 and self.blocks_for(max_tokens) <= self.available_blocks
+
+    @property
+    def num_places(self) -> int:
+        """Sequences that could be opened now, as far as their recurrent states are concerned."""
+        return sys.maxsize if self._states is None else self._states.num_available
 
     def check_fits(self, max_tokens: int) -> None:
         """Raise :class:`InvalidRequest` where a sequence of ``max_tokens`` entries can never fit."""
@@ -100,7 +126,8 @@ class KVPool:
         """Drop the entries after the first ``length``. O(1), except into blocks that others may read.
 
         Those are given up, and the one that is kept in part is copied, so the others never read what is written next.
-        Without a block for the copy, the sequence keeps the entries of whole blocks only.
+        Without a block for the copy, the sequence keeps the entries of whole blocks only; and none where the recurrent
+        states cannot be had at that length.
         """
         self._check_open(sequence)
         if not 0 <= length <= sequence.length:
@@ -108,6 +135,8 @@ class KVPool:
         first, partial = divmod(length, self.block_size)
         if first < sequence.num_shared_blocks:
             length = self._leave_shared(sequence, first, partial)
+        if sequence.states is not None and not sequence.states.reaches(length):
+            length = self._leave_shared(sequence, 0, 0) if sequence.num_shared_blocks else 0
         sequence.length = length
         sequence.dropped = sequence.dropped.before(length)
 
@@ -118,6 +147,8 @@ class KVPool:
         self._check_open(sequence)
         if self._has_windows:
             raise ValueError("the model's attention has a sliding window, which counts entries: none can be dropped")
+        if self._states is not None:
+            raise ValueError("the model has recurrent states, which hold every entry: none can be dropped")
         end, size, blocks = first + count, self.block_size, sequence.blocks
         if not 0 <= first <= end or end * size > sequence.length:
             raise ValueError(
@@ -139,6 +170,8 @@ class KVPool:
         sequence.length = sequence.num_shared_blocks = 0
         sequence.dropped = DroppedEntries()
         sequence.node = _ancestor(sequence.node, 0)
+        if sequence.states is not None:
+            sequence.states.forget()
         self._drop(blocks)
 
     def release(self, sequence: KVSequence, token_ids: Sequence[int] = ()) -> None:
@@ -151,6 +184,9 @@ class KVPool:
             text = pack(token_ids[start:length])
             if text not in node.children:
                 self._tree.add(node, text, int(sequence.blocks[node.depth]))
+            node = node.children[text]
+        if self._states is not None and sequence.states is not None:
+            self._states.give_back(sequence.states, node if length == sequence.length else None)
         sequence.released = True
         sequence.node = None
         self._num_open -= not sequence.is_branch
@@ -196,30 +232,28 @@ class KVPool:
         node, size, start = sequence.node, self.block_size, sequence.length
         if node is None or start != node.depth * size:
             return 0
+        if sequence.states is not None:
+            return self._match_states(sequence, token_ids, end)
         found = self._find(node, token_ids, end)
-        if found:
-            shared = np.array([each.block for each in found], dtype=np.int32)
-            first, last = node.depth, found[-1].depth
-            replaced = sequence.blocks[first:last]
-            self._add(shared)
-            self._set_blocks(sequence, np.concatenate((sequence.blocks[:first], shared, sequence.blocks[last:])))
-            self._drop(replaced)
-            sequence.node = node = found[-1]
-            sequence.length = last * size
-            sequence.num_shared_blocks = max(sequence.num_shared_blocks, last)
+        self._take_over(sequence, found)
         rest = token_ids[sequence.length : min(end, sequence.length + size)]
-        sequence.length += self._copy_beginning(sequence, node, rest)
+        sequence.length += self._copy_beginning(sequence, found[-1] if found else node, rest)
         return sequence.length - start
 
     def blocks_to_match(self, sequence: KVSequence, token_ids: Sequence[int], end: int) -> tuple[int, int]:
         """The full blocks that :meth:`match` would find, and how many of them nobody uses."""
-        found = [] if sequence.node is None else self._find(sequence.node, token_ids, end)
+        if sequence.node is None:
+            return 0, 0
+        if sequence.states is None:
+            found = self._find(sequence.node, token_ids, end)
+        else:
+            found, _, _ = self._find_with_states(sequence, token_ids, end)
         return len(found), sum(node.block in self._cached for node in found)
 
     def next_block(self, sequence: KVSequence, token_ids: Sequence[int]) -> tuple[PrefixNode, bytes] | None:
         """What tells the block that the sequence computes next from all others; None: nobody else could use it."""
         node, size = sequence.node, self.block_size
-        if node is None or (node.depth + 1) * size > len(token_ids):
+        if node is None or sequence.states is not None or (node.depth + 1) * size > len(token_ids):
             return None
         return node, pack(token_ids[node.depth * size : (node.depth + 1) * size])
 
@@ -230,9 +264,11 @@ class KVPool:
 
         Full blocks are shared; the engine copies a partial one before the next forward pass. A branch takes free blocks
         only, as few as ``max_tokens`` needs, so it never drops what is cached; returns None where they do not
-        suffice. It does not count as an open sequence.
+        suffice, or the model has recurrent states, which are not shared. It does not count as an open sequence.
         """
         self._check_open(sequence)
+        if self._states is not None:
+            return None
         if not 0 <= length <= min(sequence.length, max_tokens):
             raise ValueError(f"cannot branch off {length} of {sequence.length} entries into room for {max_tokens}")
         num_full, partial = divmod(length, self.block_size)
@@ -321,7 +357,9 @@ class KVPool:
         """``count`` of the available blocks, now with one reference each."""
         while self._num_free < count:
             block, _ = self._cached.popitem(last=False)
-            self._tree.remove(block)
+            node = self._tree.remove(block)
+            if self._states is not None:
+                self._states.forget(node)
             self._push(np.array([block], dtype=np.int32))
         self._num_free -= count
         blocks = self._free[self._num_free : self._num_free + count][::-1].copy()
@@ -360,6 +398,50 @@ class KVPool:
                 break
             found.append(node := following)
         return found
+
+    def _take_over(self, sequence: KVSequence, found: Sequence[PrefixNode]) -> None:
+        """Share blocks that follow those of the sequence, which gives up its own in their places."""
+        if not found:
+            return
+        shared = np.array([each.block for each in found], dtype=np.int32)
+        last = found[-1].depth
+        first = last - len(found)
+        replaced = sequence.blocks[first:last]
+        self._add(shared)
+        self._set_blocks(sequence, np.concatenate((sequence.blocks[:first], shared, sequence.blocks[last:])))
+        self._drop(replaced)
+        sequence.node, sequence.length = found[-1], last * self.block_size
+        sequence.num_shared_blocks = max(sequence.num_shared_blocks, last)
+
+    def _match_states(self, sequence: KVSequence, token_ids: Sequence[int], end: int) -> int:
+        """Take over the states of the longest text that was ended with them, and its blocks."""
+        if self._states is None or sequence.states is None or sequence.length:
+            return 0
+        found, last, length = self._find_with_states(sequence, token_ids, end)
+        if last is None:
+            return 0
+        if length > len(found) * self.block_size:  # the rest is copied
+            held = np.array([last.block], dtype=np.int32)
+            self._add(held)
+            has_room = self.grow(sequence, length)
+            self._drop(held)
+            if not has_room:
+                return 0
+            self._copies.append((last.block, int(sequence.blocks[len(found)])))
+        self._take_over(sequence, found)
+        sequence.states = self._states.exchange(sequence.states, last)
+        sequence.length = length
+        return length
+
+    def _find_with_states(
+        self, sequence: KVSequence, token_ids: Sequence[int], end: int
+    ) -> tuple[list[PrefixNode], PrefixNode | None, int]:
+        """What :meth:`KeptStates.find` finds, and the full blocks of it before."""
+        assert self._states is not None
+        assert sequence.node is not None
+        found = self._find(sequence.node, token_ids, end)
+        last, length = self._states.find(sequence.node, found, token_ids, end, self.block_size)
+        return found[: length // self.block_size], last, length
 
     def _replace(self, sequence: KVSequence, index: int, block: int) -> None:
         """Another block holds the same entries: share it, and give up the own one."""

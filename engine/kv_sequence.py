@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from engine.dropped_entries import DroppedEntries
 from engine.prefix_tree import PrefixNode
+from engine.recurrent.slots import StateSlot
 
 BlockIds = npt.NDArray[np.int32]
 
@@ -37,6 +38,8 @@ class KVSequence:
     is_branch: bool = False
     #: What :meth:`~engine.kv_pool.KVPool.drop_blocks` has dropped.
     dropped: DroppedEntries = field(default_factory=DroppedEntries)
+    #: Where its recurrent states lie; None: the model has none.
+    states: StateSlot | None = None
 
     @property
     def num_dropped(self) -> int:

@@ -28,6 +28,7 @@ RECORDING: Final = "tandem_recording"
 
 _LAYER: Final = "tandem_layer"
 _RECORDER: Final = "tandem_recorder"
+_KEPT: Final = "tandem_kept"
 #: Positions at which a mask is read: the last ones of a million, so windows and chunks below that show.
 _PROBES: Final = (2**20 - 1, 2**20 - 2, 2**20 - 5)
 #: Arguments of an attention call that are applied here, are in the mask, or change nothing. Any other, such as the
@@ -94,6 +95,16 @@ class PagedLayer:
     v_cache: torch.Tensor
     window: int | None
     state: ForwardState
+
+
+def keep_as_it_is(layer: nn.Module) -> None:
+    """Have nobody pack or round a linear layer: its weight is read by others."""
+    layer.__dict__[_KEPT] = True
+
+
+def is_kept_as_it_is(layer: nn.Module) -> bool:
+    """Whether a linear layer must not be packed or rounded."""
+    return _KEPT in layer.__dict__
 
 
 def bind(shape: LayerShape, layer: PagedLayer) -> None:
@@ -213,8 +224,10 @@ def _window_of(name: str, mask: torch.Tensor | None, window: int | None) -> tupl
     return None, max(counts)
 
 
-def record_layers(model: PreTrainedModel, num_layers: int, device: torch.device) -> tuple[list[LayerShape], int]:
+def record_layers(model: PreTrainedModel, num_layers: int | None, device: torch.device) -> tuple[list[LayerShape], int]:
     """Run a short recording pass; returns the attention layers in order of their calls, and the logits' width.
+
+    ``num_layers`` None: layers may do without attention.
 
     Raises:
         ModelNotSupported: not exactly ``num_layers`` modules attend, once each and causally, or the model cannot be
@@ -237,7 +250,7 @@ def record_layers(model: PreTrainedModel, num_layers: int, device: torch.device)
     finally:
         for module in modules:
             module.__dict__.pop(_RECORDER, None)
-    if len(recorder.shapes) != num_layers:
+    if num_layers is not None and len(recorder.shapes) != num_layers:
         raise ModelNotSupported(
             f"{type(model).__name__} has {num_layers} layers but {len(recorder.shapes)} of them attend through"
             " transformers' attention interface: recurrent, linear or home-made attention cannot be paged"

@@ -12,6 +12,7 @@ from engine.attention import AttentionKernels, PagedBatch
 from engine.batch import Batch
 from engine.hidden_states import StateTap
 from engine.layers import ForwardState, LayerShape, PagedLayer, bind
+from engine.mixers import Mixer
 from engine.parallel.ranks import Ranks, Words
 
 T = TypeVar("T")
@@ -21,19 +22,29 @@ class ModelModules:
     """The modules, bound to key and value caches [num_blocks + 1, Hkv, block_size, D] of every layer."""
 
     def __init__(
-        self, model: PreTrainedModel, shapes: Sequence[LayerShape], caches: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        self,
+        model: PreTrainedModel,
+        shapes: Sequence[LayerShape],
+        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        device: torch.device,
+        mixers: Sequence[Mixer] = (),
+        num_slots: int = 0,
     ) -> None:
-        self.device = caches[0][0].device
+        """``num_slots``: sequences whose recurrent states are kept."""
+        self.device = device
         #: Key and value caches, one after another.
         self.caches = [cache for pair in caches for cache in pair]
         #: The ranks of a split model; None while they load in step, and where it is not split.
         self.ranks: Ranks | None = None
         self._model = model
-        self._tap = StateTap(model, shapes)
+        self._tap = StateTap(model, shapes, [mixer.module for mixer in mixers])
         self._state = ForwardState()
         self.num_layers = self._tap.num_layers
         for shape, (k_cache, v_cache) in zip(shapes, caches, strict=True):
             bind(shape, PagedLayer(k_cache, v_cache, shape.window, self._state))
+        for mixer in mixers:
+            mixer.bind([shape.allocate(num_slots, device) for shape in mixer.shapes], self._state)
 
     def logits(self, batch: Batch, *, kernels: AttentionKernels | None) -> torch.Tensor:
         """Logits [N, vocab_size] of a batch on the device; ``kernels`` None: torch's attention."""

@@ -58,24 +58,29 @@ class PrefixTree:
         node = parent.children[token_ids] = self._nodes[block] = PrefixNode(parent, token_ids, block)
         return node
 
-    def remove(self, block: int) -> None:
-        """The block, which no other one follows, will hold something else."""
+    def remove(self, block: int) -> PrefixNode:
+        """The block, which no other one follows, will hold something else; returns its node."""
         node = self._nodes.pop(block)
         assert node.parent is not None
         assert not node.children, "a block that others follow is not to be reused"
         del node.parent.children[node.token_ids]
+        return node
 
 
 def longest_beginning(parent: PrefixNode, token_ids: bytes) -> tuple[PrefixNode | None, int]:
     """Of the newest blocks after ``parent`` the one that begins most like a text, and the tokens in common."""
     best, most = None, 0
-    text = memoryview(token_ids).cast("i")
     for child in islice(reversed(parent.children.values()), MAX_COMPARED):
-        pairs = zip(memoryview(child.token_ids).cast("i"), text, strict=False)
-        count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        count = num_common(child.token_ids, token_ids)
         if count > most:
             best, most = child, count
     return best, most
+
+
+def num_common(left: bytes, right: bytes) -> int:
+    """Tokens that two texts begin with."""
+    pairs = zip(memoryview(left).cast("i"), memoryview(right).cast("i"), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def pack(token_ids: Sequence[int]) -> bytes:

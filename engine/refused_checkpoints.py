@@ -13,14 +13,16 @@ from typing import Final, NoReturn
 
 from engine.checkpoint_files import CheckpointFiles
 from engine.quantised_formats import METHODS, MODEL_TYPES, read_format
+from specdec.checkpoint_config import read_text_config
 from specdec.errors import InvalidRequest, ModelNotSupported
 
 #: Values of ``quant_method`` whose scales transformers applies; bitsandbytes needs its library.
 QUANTIZATION_METHODS: Final = ("fp8", "mxfp4", "bitsandbytes")
-#: Types of models of text and images that transformers gives as causal language models, which run without images.
+#: Types of models of text and images that run without images.
 TEXT_MODELS_OF_MULTIMODAL: Final = frozenset(
     """
-    dots3_note fuyu gemma3 gemma3n gemma4 gemma4_unified llama4 phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp
+    dots3_note fuyu gemma3 gemma3n gemma4 gemma4_unified lfm2_vl llama4 mistral3 phi4_multimodal qwen2_5_vl qwen3_5
+    qwen3_5_moe qwen3_vl qwen4_exp
     """.split()  # noqa: SIM905
 )
 
@@ -36,6 +38,9 @@ _ENCODERS: Final = frozenset(
 )
 _OTHER_TASKS: Final = ("ForMaskedLM", "Classification", "ForQuestionAnswering", "ForMultipleChoice", "ForRewardModel")
 _PERCEPTION: Final = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "visual")
+#: Types of models whose layers have recurrent states, where the configuration lists no types of layers.
+_RECURRENT: Final = frozenset("bamba falcon_h1 falcon_mamba jamba mamba mamba2 nemotron_h zamba2".split())  # noqa: SIM905
+_RECURRENT_LAYERS: Final = frozenset({"conv", "hybrid", "linear_attention", "mamba"})
 #: Names under which bitsandbytes keeps the scales of its weights, as the end of a tensor's name.
 _BITSANDBYTES_SCALES: Final = (".absmax", ".quant_map", ".SCB", "bitsandbytes__nf4", "bitsandbytes__fp4")
 #: Types of a header that hold numbers to compute with; all others are codes, which mean nothing without a scale.
@@ -184,6 +189,23 @@ REFUSALS: Final = (
     ),
     Refusal(_codes, _UNQUANTISED, reads_headers=True),
 )
+
+
+def check_tree(folder: str | Path) -> None:
+    """Refuse to draft trees for, or with, the checkpoint in a folder if its layers have recurrent states.
+
+    Raises:
+        InvalidRequest: they have, as far as ``config.json`` shows.
+    """
+    text = read_text_config(folder)
+    layers = text.get("layer_types")
+    is_recurrent = bool(_RECURRENT_LAYERS & set(layers)) if isinstance(layers, list) else False
+    if is_recurrent or text.get("model_type") in _RECURRENT:
+        raise InvalidRequest(
+            f"{folder} has recurrent states ({text.get('model_type')!r}), which follow a chain of tokens and no tree:"
+            " leave out tree_top_k and speculative_token_tree",
+            param="tree_top_k",
+        )
 
 
 def check_config(folder: str | Path, *, is_head: bool = False) -> None:

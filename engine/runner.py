@@ -53,14 +53,23 @@ class Runner(ABC):
     def forward(self, segments: Sequence[Segment], wanted: StateRows | None) -> Results:
         """Feed every segment; each sequence grows by its tokens.
 
-        Raises as :func:`engine.batch.build_batch`, after which no sequence has grown.
+        Raises as :func:`engine.batch.build_batch`, after which no sequence has grown. A pass that breaks off leaves no
+        recurrent state behind: such sequences are empty then.
         """
         with torch.inference_mode():
             batch = build_batch(segments, **self.limits)
             rows, layers = ([], ()) if wanted is None else (wanted.rows(), wanted.layers)
-            results = self.run_everywhere(batch, rows, layers)
+            try:
+                results = self.run_everywhere(batch, rows, layers)
+            except BaseException:
+                _forget_states(segments)
+                raise
         for segment, kv_len in zip(segments, batch.kv_lens, strict=True):
             segment.sequence.length = kv_len
+        if batch.states is not None:
+            for segment, base, end in zip(segments, batch.states.new_bases, batch.states.ends, strict=True):
+                if (slot := segment.sequence.states) is not None:
+                    slot.base, slot.end = base, end
         return results
 
     def run_everywhere(self, batch: Batch, rows: Sequence[int], layers: tuple[int, ...]) -> Results:
@@ -82,3 +91,11 @@ class Runner(ABC):
     def warm_up(self) -> None:
         """Prepare what the first passes need."""
         return
+
+
+def _forget_states(segments: Sequence[Segment]) -> None:
+    """A pass broke off, maybe between two layers."""
+    for segment in segments:
+        if segment.sequence.states is not None:
+            segment.sequence.states.forget()
+            segment.sequence.length = 0

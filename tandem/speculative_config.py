@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from engine.refused_checkpoints import check_checkpoint
+from engine.refused_checkpoints import check_checkpoint, check_tree
 from specdec.errors import InvalidRequest, quote
 from specdec.methods import HEAD_METHODS, method_of
 from specdec.settings import SpeculativeSettings
@@ -137,9 +137,13 @@ def choose_models(
     check_checkpoint(target)
     if speculative is None:
         speculative = SpeculativeSettings(model=DRAFT) if model is None else SpeculativeSettings(method="none")
+    if speculative.tree is not None and speculative.methods != ("none",):
+        check_tree(target)
     if speculative.model is not None:
         draft = find_checkpoint(speculative.model)
         check_checkpoint(draft, is_head=any(method in HEAD_METHODS for method in speculative.methods))
+        if speculative.tree is not None and "draft_model" in speculative.methods:
+            check_tree(draft)
         speculative = replace(speculative, model=draft)
         if "draft_model" in speculative.methods:
             check_pair(target, draft, tokenizer=tokenizer)

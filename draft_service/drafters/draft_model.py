@@ -141,6 +141,15 @@ class ModelDrafter(Drafter[ModelState]):
         self._states: set[ModelState] = set()
         self._shares_prefixes = settings.scheduler.enable_prefix_caching
         tree = settings.speculative.tree
+        if (states := engine.pool.states) is not None:
+            if tree is not None:
+                raise InvalidRequest(
+                    f"the draft {engine.info.name} has recurrent states, which follow a chain of tokens and no tree:"
+                    " leave out tree_top_k and speculative_token_tree",
+                    param="tree_top_k",
+                )
+            # A chain that gets no verdict is rolled back as a whole, with the token before it.
+            states.num_kept = settings.speculative.num_speculative_tokens + 1
         #: Entries that trees need beyond those of the tokens before them.
         self._num_fed = 0 if tree is None else tree.num_fed
         self.info: ModelInfo = replace(
@@ -219,7 +228,8 @@ class ModelDrafter(Drafter[ModelState]):
 
     def use_session_cache(self, make: SessionCacheFactory) -> None:
         """Keep the cache of each session opened from now on in what ``make`` returns."""
-        self._session_cache = make
+        if self._engine.pool.states is None:  # else there are no branches, and nothing is drafted ahead
+            self._session_cache = make
 
     def num_cached_tokens(self, state: ModelState) -> int:
         """Tokens whose entries another session had computed."""

@@ -17,6 +17,7 @@ from engine.cuda import kernels
 from engine.plan import BatchPlan
 
 KNOWS_SINKS: Final = True
+RECURRENCES: Final = None
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 #: Programs per multiprocessor that a launch should have before entries are no longer split.

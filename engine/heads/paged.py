@@ -58,7 +58,7 @@ class PagedHead:
             )
             for attention in head.attentions
         ]
-        num_blocks, self.max_model_len = size_cache(
+        num_blocks, _, self.max_model_len = size_cache(
             settings,
             shapes,
             device=device,

@@ -87,7 +87,8 @@ def runners(
         if (kernels := _of_all(ranks, native_attention())) is not None:
             yield engine.torch_runner("native attention", kernels)
     elif (kernels := _of_all(ranks, triton_attention())) is not None:
-        if not enforce_eager and not is_split:
+        # The host plans the steps of recurrent states, which a graph would replay as they were.
+        if not enforce_eager and not is_split and engine.pool.states is None:
             yield _with_graphs(engine, engine.torch_runner("cuda graphs", kernels))
         yield engine.torch_runner("triton attention", kernels)
     yield engine.torch_runner("torch attention")

@@ -15,7 +15,14 @@ from pickle import UnpicklingError
 from typing import Any, Final
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from engine.checkpoint_files import CheckpointFiles
 from engine.gguf_file import GgufFile
@@ -31,6 +38,8 @@ logger = logging.getLogger(__name__)
 _TOKENIZER_FILES: Final = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 #: Buffers of rotary embeddings, causal masks and positions; prediction layers that stand apart.
 _BUFFER: Final = re.compile(r"rotary_emb\.inv_freq$|(?:attn|attention)\.(?:masked_)?bias$|position_ids$|(?:^|\.)mtp\.")
+#: What a model of text and images reads images with.
+_TOWER: Final = re.compile(r"^(?:model\.)?(?:vision_model|vision_tower|visual|multi_modal_projector|audio_tower)\.")
 _LAYER: Final = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -87,7 +96,7 @@ def load_model(
     if getattr(config, "quantization_config", None) is not None:
         options["device_map"] = {"": device}  # quantised weights are placed while they are read
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _loader(config).from_pretrained(
             settings.model,
             config=config,
             dtype=dtype,
@@ -173,11 +182,18 @@ def _refuse_unused(settings: ModelSettings, names: Iterable[str], model: PreTrai
         )
 
 
+def _loader(config: PreTrainedConfig) -> Any:
+    """What makes a model of the configuration. A model of text and images is run without images."""
+    is_language_model = type(config) in AutoModelForCausalLM._model_mapping
+    sees = not is_language_model and type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
 def unused_tensors(names: Iterable[str], model: PreTrainedModel) -> list[str]:
     """Of the tensors that a model did not take, those that may change its answers; sorted.
 
     Harmless are buffers that older versions of the model saved, a tied output layer, and layers beyond the last one
-    (prediction layers, which draft). Others, such as towers for images, transformers leaves out by itself.
+    (prediction layers, which draft); and what reads images, where the model does not.
     """
     text = model.config.get_text_config(decoder=True)
     is_tied, num_layers = bool(getattr(text, "tie_word_embeddings", False)), text.num_hidden_layers
@@ -185,6 +201,8 @@ def unused_tensors(names: Iterable[str], model: PreTrainedModel) -> list[str]:
     def is_harmless(name: str) -> bool:
         layer = _LAYER.search(name)
         is_beyond = layer is not None and int(layer[1]) >= num_layers
+        if _TOWER.search(name) and not hasattr(model.config, "vision_config"):
+            return True
         return is_beyond or _BUFFER.search(name) is not None or (is_tied and name.endswith("lm_head.weight"))
 
     return sorted(name for name in names if not is_harmless(name))

@@ -17,8 +17,9 @@ from engine.engine import LARGE_PASS_ROWS, Engine
 from engine.layers import PAGED, record_layers
 from engine.loading import checkpoint, refusals
 from engine.loading.acceleration import choose_runner
-from engine.loading.memory import measure_activation, size_cache
+from engine.loading.memory import bytes_per_slot, measure_activation, size_cache
 from engine.loading.self_check import Reference
+from engine.mixers import adopt_mixers, check_recorded
 from engine.native.rounded import grouped_numbers, rounded_bytes
 from engine.parallel import shards
 from engine.parallel.ranks import Ranks
@@ -73,14 +74,18 @@ def _load(
     if ranks is not None:
         shards.make_local(model, ranks)
     adopt(model)
+    mixers = adopt_mixers(model)
     refusals.check_model(model)
+    if mixers and ranks is not None:
+        refusals.refuse_split_states(model)
     tokenizer = checkpoint.read_tokenizer(settings)
     if bits:
         refusals.quantise(settings, model, bits)
     text = config.get_text_config(decoder=True)
     if ranks is not None:
         ranks.wait_for_all()
-    shapes, vocab_size = record_layers(model, text.num_hidden_layers, device)
+    shapes, vocab_size = record_layers(model, None if mixers else text.num_hidden_layers, device)
+    check_recorded(mixers)
     refusals.check_chunks(shapes, max_model_len)
 
     activation_bytes = 0
@@ -94,12 +99,14 @@ def _load(
             vocab_size=vocab_size,
             num_rows=min(LARGE_PASS_ROWS, max_model_len),
             device=device,
+            mixers=mixers,
         )
         if not settings.enforce_eager:
             activation_bytes += reserved_bytes(vocab_size, device)
-    num_blocks, max_model_len = size_cache(
+    num_blocks, num_slots, max_model_len = size_cache(
         settings,
         shapes,
+        mixers,
         device=device,
         max_model_len=max_model_len,
         weight_bytes=weight_bytes,
@@ -116,6 +123,7 @@ def _load(
         block_size=settings.block_size,
         max_model_len=max_model_len,
         named_length=refusals.longest_named_length(model),
+        has_states=bool(mixers),
     )
     model.set_attn_implementation(PAGED)
 
@@ -128,6 +136,8 @@ def _load(
         block_size=settings.block_size,
         device=device,
         num_threads=num_threads,
+        mixers=mixers,
+        num_slots=num_slots,
     )
     choose_runner(engine, model, shapes, reference=reference, settings=settings, ranks=ranks)
     description = engine.runner.description
@@ -146,7 +156,7 @@ def _load(
         version=specdec.__version__,
         execution=description if ranks is None else f"{description}, {ranks.place.size} ranks",
         weight_bytes=(weight_bytes,) if ranks is None else tuple(ranks.gather(torch.tensor(weight_bytes)).tolist()),
-        kv_cache_bytes=sum(cache.nbytes for cache in engine.all_caches),
+        kv_cache_bytes=sum(cache.nbytes for cache in engine.all_caches) + num_slots * bytes_per_slot(mixers),
     )
     if ranks is not None:
         logger.info(

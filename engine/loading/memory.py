@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from engine.engine import Engine, Segment
 from engine.layers import LayerShape
+from engine.mixers import Mixer
 from engine.parallel.ranks import Ranks
 from specdec.errors import InvalidRequest
 from specdec.settings import ModelSettings
@@ -21,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 #: Full-length sequences beyond which more cache is of no use on a CPU.
 MAX_USEFUL_SEQUENCES: Final = 256
+#: Sequences that the check at load feeds together.
+_MIN_SLOTS: Final = 2
+#: Share of the cache that the recurrent states of open sessions take at most.
+_SHARE_OF_STATES: Final = 0.5
 #: Share of a GPU's free memory that a cache takes at most: other processes on it have their peaks, too.
 _SHARE_OF_FREE: Final = 0.9
 
@@ -38,18 +43,25 @@ def machine_bytes() -> int:
     return total
 
 
+def bytes_per_slot(mixers: Sequence[Mixer]) -> int:
+    """Bytes of one sequence's recurrent states and records."""
+    return sum(shape.bytes_per_slot for mixer in mixers for shape in mixer.shapes)
+
+
 def size_cache(
     settings: ModelSettings,
     shapes: Sequence[LayerShape],
+    mixers: Sequence[Mixer] = (),
     *,
     device: torch.device,
     max_model_len: int,
     weight_bytes: int = 0,
     activation_bytes: int = 0,
     ranks: Ranks | None = None,
-) -> tuple[int, int]:
-    """Blocks the budget pays for, block 0 (padding) not counted; and ``max_model_len``, cut to what they hold where no
-    setting asks for it. Of several ranks, the blocks that each can pay for.
+) -> tuple[int, int, int]:
+    """Blocks the budget pays for, block 0 (padding) not counted; sequences whose recurrent states it pays for; and
+    ``max_model_len``, cut to what the blocks hold where no setting asks for it. Of several ranks, the blocks that each
+    can pay for.
 
     ``kv_cache_memory_bytes`` where it is set; else on a CPU ``cpu_kv_cache_share`` of the memory but no more than
     :data:`MAX_USEFUL_SEQUENCES` full sequences need; else ``gpu_memory_utilization`` of the device less
@@ -59,7 +71,9 @@ def size_cache(
     Raises:
         InvalidRequest: not one block fits, or the ``max_model_len`` of the settings does not.
     """
-    block_bytes = settings.block_size * sum(shape.bytes_per_token for shape in shapes)
+    # Without attention a block costs nothing but its number.
+    block_bytes = settings.block_size * max(1, sum(shape.bytes_per_token for shape in shapes))
+    slot_bytes = bytes_per_slot(mixers)
     if settings.kv_cache_memory_bytes is not None:
         budget = settings.kv_cache_memory_bytes
     elif device.type == "cuda":
@@ -70,7 +84,18 @@ def size_cache(
     else:
         useful = MAX_USEFUL_SEQUENCES * -(-max_model_len // settings.block_size) + 1
         share = settings.cpu_kv_cache_share / (1 if ranks is None else ranks.place.local_size)
-        budget = min(int(machine_bytes() * share), useful * block_bytes)
+        budget = min(int(machine_bytes() * share), useful * block_bytes + (MAX_USEFUL_SEQUENCES + 1) * slot_bytes)
+    num_slots = 0
+    if slot_bytes:
+        num_slots = min(int(budget * _SHARE_OF_STATES // slot_bytes) - 1, MAX_USEFUL_SEQUENCES)
+        if num_slots < _MIN_SLOTS:
+            least = int((_MIN_SLOTS + 1) * slot_bytes / _SHARE_OF_STATES)
+            raise InvalidRequest(
+                f"the KV cache may take {max(budget, 0)} bytes, half of it for recurrent states, and those of a session"
+                f" take {slot_bytes}: raise kv_cache_memory_bytes to {least} or more (or the memory shares)",
+                param="kv_cache_memory_bytes",
+            )
+        budget -= (num_slots + 1) * slot_bytes
     num_blocks = int(budget // block_bytes) - 1
     if ranks is not None:
         num_blocks = ranks.smallest(num_blocks)
@@ -80,7 +105,7 @@ def size_cache(
             f" {2 * block_bytes}: raise kv_cache_memory_bytes (or the memory shares), or take a smaller model",
             param="kv_cache_memory_bytes",
         )
-    return num_blocks, _fit_max_model_len(settings, max_model_len, num_blocks)
+    return num_blocks, num_slots, _fit_max_model_len(settings, max_model_len, num_blocks)
 
 
 def _fit_max_model_len(settings: ModelSettings, max_model_len: int, num_blocks: int) -> int:
@@ -105,6 +130,7 @@ def measure_activation(
     vocab_size: int,
     num_rows: int,
     device: torch.device,
+    mixers: Sequence[Mixer] = (),
 ) -> int:
     """Bytes a pass of ``num_rows`` rows needs on a GPU beyond weights and cache."""
     engine = Engine(
@@ -115,6 +141,8 @@ def measure_activation(
         num_blocks=-(-num_rows // block_size),
         block_size=block_size,
         device=device,
+        mixers=mixers,
+        num_slots=1,
     )
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

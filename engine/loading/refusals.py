@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
@@ -28,10 +28,14 @@ _LENGTH_NAME: Final = re.compile(
 #: Fields of such a name that are read from the mask, or count experts, layers or channels.
 _NO_LENGTHS: Final = frozenset(
     """
-    attention_chunk_size block_multiple_of decoder_sparse_step max_window_layers moe_top_k moe_topk num_local_experts
-    sliding_window sliding_window_pattern sliding_window_size top_k_experts topk_group
+    attention_chunk_size block_multiple_of chunk_size decoder_sparse_step mamba_chunk_size max_window_layers moe_top_k
+    moe_topk num_local_experts sliding_window sliding_window_pattern sliding_window_size top_k_experts topk_group
     """.split()  # noqa: SIM905
 )
+
+
+#: Of one type of model: tokens that its recurrence takes together.
+_NO_LENGTHS_OF: Final = {"minimax": frozenset({"block_size"})}
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -102,6 +106,14 @@ def check_model(model: PreTrainedModel) -> None:
         raise ModelNotSupported(f"{name} has an attention of its own, outside transformers' attention interface")
 
 
+def refuse_split_states(model: PreTrainedModel) -> NoReturn:
+    """Refuse to split a model with recurrent states."""
+    raise ModelNotSupported(
+        f"{type(model).__name__} has recurrent states, which are not split over several ranks: leave out"
+        " tensor_parallel_size"
+    )
+
+
 def longest_named_length(model: PreTrainedModel) -> tuple[int, str]:
     """The largest number in the config at which a model may begin to attend differently, and its name; or 0.
 
@@ -115,7 +127,8 @@ def longest_named_length(model: PreTrainedModel) -> tuple[int, str]:
         (value, name)
         for name, value in text.to_dict().items()
         if isinstance(value, int) and not isinstance(value, bool)
-        if _LENGTH_NAME.search(name) and name not in _NO_LENGTHS and re.search(rf"config\.{name}\b", code)
+        if name not in _NO_LENGTHS and name not in _NO_LENGTHS_OF.get(text.model_type, ())
+        if _LENGTH_NAME.search(name) and re.search(rf"config\.{name}\b", code)
     )
     return max(named, default=(0, ""))
 

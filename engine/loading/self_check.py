@@ -9,6 +9,7 @@ to :mod:`engine.loading.long_context`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from engine.adapters import is_adopted
 from engine.batch import Segment
 from engine.compaction import Kept
+from engine.kv_sequence import KVSequence
 from engine.layers import LayerShape
 from engine.loading.long_context import (
     MAX_ENTRIES,
@@ -28,7 +30,7 @@ from engine.loading.long_context import (
     keeps_what_is_paged,
     tree_of,
 )
-from engine.native.rounded import GroupedLinear
+from engine.native.rounded import GroupedLinear, Int8Linear
 from specdec.errors import ModelNotSupported
 
 if TYPE_CHECKING:
@@ -44,6 +46,20 @@ TOLERANCES: Final = {torch.float32: (1e-3, 0.0), torch.float16: (2e-2, 0.25), to
 #: Of weights that transformers has quantised, and of grouped ones, whose activations the kernels round to 8 bits and
 #: the stock model does not: trained models differ by some hundredths.
 QUANTISED_TOLERANCE: Final = (0.2, 0.25)
+#: A recurrent state carries on what a product of rounded weights is off by (about 1e-4 of the spread).
+_CARRIED_ON: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one of the sequences is fed in a step."""
+
+    owner: int
+    segment: Segment
+    #: The rows that belong to its text.
+    kept: Kept
+    #: The others follow them, and are rolled back.
+    is_rejected: bool = False
 
 
 class Reference:
@@ -59,11 +75,13 @@ class Reference:
         block_size: int,
         max_model_len: int,
         named_length: tuple[int, str] = (0, ""),
+        has_states: bool = False,
     ) -> None:
         """Run the stock model (reference attention, one sequence at a time).
 
         The sequences are cut to fit ``num_blocks`` blocks together and ``max_model_len`` each. ``named_length`` is what
-        :func:`~engine.loading.refusals.longest_named_length` found.
+        :func:`~engine.loading.refusals.longest_named_length` found. With ``has_states`` the model has recurrent states:
+        no tree is fed then, and rejected tokens in their place.
 
         Raises:
             ModelNotSupported: the stock model itself answers with NaN or infinity, keeps more than keys and values, or
@@ -73,6 +91,7 @@ class Reference:
         num_sequences = min(num_blocks, len(_CHUNKS))
         limit = min(num_blocks // num_sequences * block_size, max_model_len)
         self._vocab_size = vocab_size
+        self._has_states = has_states
         self.sequences: list[list[int]] = []
         self.logits: list[torch.Tensor] = []
         for chunks in _CHUNKS[:num_sequences]:
@@ -89,10 +108,12 @@ class Reference:
         is_grouped = any(isinstance(module, GroupedLinear) for module in model.modules())
         if is_grouped or getattr(model, "hf_quantizer", None) is not None:
             self.tolerance, self.allowed_share = QUANTISED_TOLERANCE
+        elif has_states and any(isinstance(module, Int8Linear) for module in model.modules()):
+            self.tolerance *= _CARRIED_ON
         length, name = named_length
         entries = reach(shapes, length, num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
         self._long: LongContext | None = None
-        if not is_adopted(model) and keeps_what_is_paged(model, shapes) and entries:
+        if not has_states and not is_adopted(model) and keeps_what_is_paged(model, shapes) and entries:
             self._long = LongContext(model, shapes, (entries, entries // 3), vocab_size=vocab_size)
         #: Entries of the longest text that is checked.
         self.longest = max(len(ids) for ids in self.sequences) if self._long is None else entries
@@ -109,25 +130,22 @@ class Reference:
         in_trees: list[tuple[int, int]] = []  # sequence and position
         try:
             for step in zip_longest(*_CHUNKS[: len(opened)], fillvalue=0):
-                segments, owners, kept = [], [], []
-                for owner, (sequence, ids) in enumerate(zip(opened, self.sequences, strict=True)):
-                    start, rest = sequence.length, ids[sequence.length :]
-                    if step[owner] == _TREE and len(rest) >= len(TREE_PARENTS):
-                        tree = tree_of(rest[: len(PATH_ROWS)], self._vocab_size)
-                        segments.append(Segment(sequence, tree, len(tree), parents=TREE_PARENTS))
-                        kept.append(Kept(sequence, start, PATH_ROWS))
-                        in_trees += [(owner, start + depth) for depth in range(len(PATH_ROWS))]
-                    elif chunk := rest[: abs(step[owner])]:
-                        segments.append(Segment(sequence, chunk, len(chunk)))
-                    else:
-                        continue
-                    owners.append(owner)
-                if segments:
-                    logits = engine.forward(segments)
-                    for owner, segment in zip(owners, segments, strict=True):
-                        part, logits = logits[: segment.num_logits], logits[segment.num_logits :]
-                        rows[owner].append(part[list(PATH_ROWS)] if segment.parents else part)
-                    engine.keep_rows(kept)
+                parts = [
+                    part
+                    for owner, (sequence, count) in enumerate(zip(opened, step, strict=True))
+                    if (part := self._part(owner, sequence, count)) is not None
+                ]
+                if not parts:
+                    continue
+                logits = engine.forward([part.segment for part in parts])
+                engine.keep_rows([part.kept for part in parts if part.segment.parents])
+                for part in parts:
+                    answered, logits = logits[: part.segment.num_logits], logits[part.segment.num_logits :]
+                    rows[part.owner].append(answered[list(part.kept.rows)])
+                    if part.is_rejected or part.segment.parents:
+                        in_trees += [(part.owner, part.kept.first + at) for at in range(len(PATH_ROWS))]
+                    if part.is_rejected:
+                        engine.pool.rollback(part.kept.sequence, part.kept.first + len(part.kept.rows))
         finally:
             for sequence in reversed(opened):
                 engine.pool.release(sequence)
@@ -135,10 +153,27 @@ class Reference:
         found = disagreement(torch.cat(answers), torch.cat(self.logits), self.tolerance, self.allowed_share)
         if found is None and in_trees:
             tree_rows = [torch.stack([part[o][at] for o, at in in_trees]) for part in (answers, self.logits)]
-            found = _in_few_rows(self.tolerance, self.allowed_share, *tree_rows, what="in trees")
+            found = _in_few_rows(self.tolerance, self.allowed_share, *tree_rows, what="among rejected tokens")
         if found is None and self._long is not None:
             found = _in_few_rows(self.tolerance, self.allowed_share, *self._long.feed(engine), what="after a long text")
         return found
+
+    def _part(self, owner: int, sequence: KVSequence, count: int) -> _Part | None:
+        """What a sequence is fed in one step; None at its end."""
+        rest = self.sequences[owner][sequence.length :]
+        chunk = rest[: abs(count)]
+        if not chunk:
+            return None
+        if count != _TREE or len(rest) < len(TREE_PARENTS):
+            return _Part(
+                owner, Segment(sequence, chunk, len(chunk)), Kept(sequence, sequence.length, range(len(chunk)))
+            )
+        tree = tree_of(chunk, self._vocab_size)
+        if self._has_states:
+            segment = Segment(sequence, chunk + tree[::2], len(tree))
+            return _Part(owner, segment, Kept(sequence, sequence.length, range(len(chunk))), is_rejected=True)
+        segment = Segment(sequence, tree, len(tree), parents=TREE_PARENTS)
+        return _Part(owner, segment, Kept(sequence, sequence.length, PATH_ROWS))
 
 
 def reach(shapes: Sequence[LayerShape], length: int, *, num_blocks: int, block_size: int, max_model_len: int) -> int:

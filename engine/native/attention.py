@@ -11,11 +11,13 @@ from typing import Final
 
 import torch
 
+from engine.native import recurrent
 from engine.native.library import DTYPES, NativeLibrary, load
 from engine.native.structs import CAttentionShape, CPlan
 from engine.plan import BatchPlan
 
 KNOWS_SINKS: Final = False
+RECURRENCES: Final = recurrent
 
 
 def _library() -> NativeLibrary:

@@ -125,6 +125,25 @@ class NativeLibrary:
         self.panel: int = lib.tandem_panel()
         #: Positions that are attended to together.
         self.key_tile: int = lib.tandem_key_tile()
+        self._add_recurrences(lib)
+
+    def _add_recurrences(self, lib: ctypes.CDLL) -> None:
+        self.convolve = lib.tandem_convolve
+        self.convolve.argtypes = (
+            *(_Int, _Pointer, _Int64, _Int64, _Int64, _Pointer, _Pointer, _Int),
+            *(_Pointer, _Int64, _Pointer, _Int64, _Pointer, _Int),
+        )
+        self.convolve.restype = None
+        self.delta_rule = lib.tandem_delta_rule
+        self.delta_rule.argtypes = (
+            *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int64, _Int64, _Int64, _Int64, _Int, _Int),
+            *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int64, _Int64, _Pointer, _Int),
+        )
+        self.mamba2 = lib.tandem_mamba2
+        self.mamba2.argtypes = (
+            *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int64, _Int64, _Int64, _Int64),
+            *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int64, _Int64, _Pointer, _Int),
+        )
 
 
 _lock = threading.Lock()

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.grouped_weight import GroupedWeight, round_to_4_bits, round_to_8_bits
+from engine.layers import is_kept_as_it_is
 from engine.native.library import DTYPES
 
 _INT8_MAX: Final = 127
@@ -136,6 +137,7 @@ def is_plain(layer: nn.Module) -> bool:
     """Whether a layer is exactly a linear layer whose weight may be packed."""
     return (
         type(layer) in (nn.Linear, Conv1D)
+        and not is_kept_as_it_is(layer)
         and isinstance(layer.weight, torch.Tensor)
         and layer.weight.device.type == "cpu"
         and layer.weight.layout is torch.strided

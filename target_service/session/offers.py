@@ -52,7 +52,14 @@ class Offers:
                 param="token_ids",
             )
         check_draft(proposal.token_ids, proposal.q_rows, self._session.state.num_tokens, proposal.parents)
-        return _as_chain(proposal)
+        chain = _as_chain(proposal)
+        if chain.parents and self._session.sequence.states is not None:
+            raise InvalidRequest(
+                "the proposal is a tree, and the target's recurrent states follow a chain of tokens: start the draft"
+                " without tree_top_k and speculative_token_tree",
+                param="parents",
+            )
+        return chain
 
     def keep(self, path: Path, proposal: Proposal) -> bool:
         """Keep a proposal until the tokens of ``path`` are committed; False where another one for them waits.

@@ -42,8 +42,116 @@ SPARSE_BLOCKS: dict[str, Any] = {
     "mlp_layer_types": ["dense", "sparse"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
 }
+LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4}
+EXPERTS = {"num_experts": 4, "shared_expert_intermediate_size": 24, **MOE}
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "mamba_chunk_size": 8,
+}
+#: Models with recurrent states: name -> (model type, what differs from COMMON).
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "lfm2_moe": ("lfm2_moe", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, **EXPERTS}),
+    "lfm3": ("lfm3", {"layer_types": ["conv", "full_attention"]}),
+    "qwen3_next": ("qwen3_next", {**DELTA_NET, **EXPERTS}),
+    "qwen3_5": ("qwen3_5_text", DELTA_NET),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**DELTA_NET, **EXPERTS}),
+    "olmo_hybrid": ("olmo_hybrid", DELTA_NET),
+    "bamba": ("bamba", {**MAMBA2, "attn_layer_indices": [1]}),
+    "granite4": (
+        "granitemoehybrid",
+        {**MAMBA2, "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 48},
+    ),
+    "granite4_moe": (
+        "granitemoehybrid",
+        {
+            **MAMBA2,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+        },
+    ),
+    "falcon_h1": ("falcon_h1", {**MAMBA2, "mamba_d_ssm": 64}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "attention", "mlp"],
+            "num_hidden_layers": 3,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 6,
+            "chunk_size": 8,
+        },
+    ),
+    "zamba2": (
+        "zamba2",
+        {
+            "layers_block_type": ["hybrid", "hybrid"],  # of one attention, with two caches
+            "mamba_d_state": 6,
+            "mamba_ngroups": 2,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 8,
+            "chunk_size": 8,
+            "num_mem_blocks": 1,
+        },
+    ),
+    "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "chunk_size": 8}),
+    "mamba": ("mamba", {"state_size": 6}),
+    "falcon_mamba": ("falcon_mamba", {"state_size": 6}),
+    "jamba": (
+        "jamba",
+        {
+            "num_experts": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 6,
+        },
+    ),
+    "minimax_lightning": (
+        "minimax",
+        {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "block_size": 100},
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+            "num_local_experts": 4,
+            **LATENT,
+            **MOE,
+        },
+    ),
+    "bailing_hybrid": (
+        "bailing_hybrid",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_local_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            **LATENT,
+            **MOE,
+        },
+    ),
+}
 #: name -> (model type, what differs from COMMON)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    **HYBRIDS,
     "llama": ("llama", {}),
     "llama_long": ("llama", {"max_position_embeddings": 512}),
     "llama_yarn": (
@@ -107,19 +215,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "codegen": ("codegen", {"rotary_dim": 4}),
-    "mamba": ("mamba", {}),
-    "jamba": (
-        "jamba",
-        {
-            "num_experts": 2,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "use_mamba_kernels": False,
-        },
-    ),
     "diffllama": ("diffllama", {}),
+    "recurrent_gemma": ("recurrent_gemma", {"attention_window_size": 8, "lru_width": 32}),
+    "rwkv": ("rwkv", {"attention_hidden_size": 32}),
     "llama4": (
         "llama4_text",
         {
@@ -260,6 +358,7 @@ def tools() -> SimpleNamespace:
     """The plain functions of this file, for test modules (which cannot import it)."""
     return SimpleNamespace(
         architectures=ARCHITECTURES,
+        hybrids=HYBRIDS,
         vocab=VOCAB,
         build=build,
         stock_logits=stock_logits,

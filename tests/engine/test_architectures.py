@@ -41,6 +41,26 @@ SUPPORTED = [
     "bloom_three_heads",
     "mpt",
     "mpt_six_heads",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "olmo_hybrid",
+    "bamba",
+    "granite4",
+    "granite4_moe",
+    "falcon_h1",
+    "nemotron_h",
+    "zamba2",
+    "mamba2",
+    "mamba",
+    "falcon_mamba",
+    "jamba",
+    "kimi_linear",
+    "minimax_lightning",
+    "bailing_hybrid",
 ]
 PROMPTS = (9, 2, 30)
 NEW_TOKENS = 10
@@ -108,7 +128,9 @@ def test_ragged_equals_stock(
     texts, rows = greedy_ragged(engine, prompts)
     for prompt, text, parts in zip(prompts, texts, rows, strict=True):
         wanted = tools.stock_logits(stock, text[:-1])
-        torch.testing.assert_close(torch.cat(parts), wanted, atol=1e-4, rtol=1e-4)
+        # The two forms of a recurrence in transformers, by chunks and by tokens, differ by up to 2e-4 themselves.
+        atol = 5e-4 if name in tools.hybrids else 1e-4
+        torch.testing.assert_close(torch.cat(parts), wanted, atol=atol, rtol=1e-4)
         generated = stock.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),

@@ -29,8 +29,8 @@ from specdec.settings import ModelSettings
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
-        ("mamba", {}, "MambaForCausalLM has 2 layers but 0 of them attend"),
-        ("jamba", {}, "has 2 layers but 1 of them attend .* recurrent, linear or home-made attention"),
+        ("recurrent_gemma", {}, "has 2 layers but 0 of them attend .* recurrent, linear or home-made attention"),
+        ("rwkv", {}, "RwkvForCausalLM has an attention of its own"),
         ("falcon_alibi", {}, "'falcon' with ALiBi positions .* attends in code of its own"),
         ("codegen", {}, "CodeGenForCausalLM has an attention of its own"),
         ("diffllama", {}, "attends twice in one pass"),

@@ -17,6 +17,7 @@ from specdec.errors import InvalidRequest
 #: Of models with two layers: embedding, between them, after the last, after the norm.
 ALL = (0, 1, 2, -1)
 ARCHITECTURES = ("llama", "mistral", "qwen2_window", "qwen3", "gemma2", "opt", "gpt2", "gpt_neox", "phi", "qwen2_moe")
+HYBRIDS = ("lfm2", "qwen3_5", "granite4", "falcon_h1")
 
 
 @torch.no_grad()
@@ -38,7 +39,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.float(), expected, rtol=2**-8, atol=2e-4)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=[*ARCHITECTURES, *HYBRIDS])
 def pair(
     request: pytest.FixtureRequest,
     load_engine: Callable[..., Engine],

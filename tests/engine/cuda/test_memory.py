@@ -21,7 +21,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch, share: float, *, free: int, **bytes_
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * GB)
     shapes: Any = [SimpleNamespace(bytes_per_token=1000)]
     settings = ModelSettings(model="some", gpu_memory_utilization=share)
-    found, max_model_len = memory.size_cache(
+    found, _, max_model_len = memory.size_cache(
         settings, shapes, device=torch.device("cuda"), max_model_len=100, **bytes_of
     )
     assert max_model_len == 100

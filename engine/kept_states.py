@@ -1,0 +1,82 @@
+"""The recurrent states of ended sequences, by the text that they stand for. Uses no device.
+
+Unlike the entries of a KV cache, a state cannot be cut anywhere, and one sequence alone goes on with it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from engine.prefix_tree import PrefixNode, num_common, pack
+from engine.recurrent.slots import StateSlot, StateSlots
+
+
+class KeptStates:
+    """Places for states: those of open sequences, and those kept, which are given up when there is no other place."""
+
+    def __init__(self, slots: StateSlots) -> None:
+        self._slots = slots
+        #: By the last block of the text; the least recently used first.
+        self._kept: OrderedDict[PrefixNode, StateSlot] = OrderedDict()
+
+    @property
+    def count(self) -> int:
+        """Places in all."""
+        return self._slots.count
+
+    @property
+    def num_available(self) -> int:
+        """Places that open sequences can get."""
+        return self._slots.num_free + len(self._kept)
+
+    def take(self) -> StateSlot:
+        """A place for a new sequence; one must be available."""
+        if not self._slots.num_free:
+            self._slots.give_back(self._kept.popitem(last=False)[1])
+        return self._slots.take()
+
+    def give_back(self, slot: StateSlot, node: PrefixNode | None = None) -> None:
+        """A sequence has ended. Keep its states, which stand for the text up to ``node``; None: they are of no use."""
+        if node is None or node.parent is None or node in self._kept:
+            self._slots.give_back(slot)
+        else:
+            self._kept[node] = slot.moved()
+
+    def exchange(self, slot: StateSlot, node: PrefixNode) -> StateSlot:
+        """The states of the text up to ``node``, for a sequence that gives back its own."""
+        self._slots.give_back(slot)
+        return self._kept.pop(node)
+
+    def forget(self, node: PrefixNode) -> None:
+        """The block of a node holds something else from now on."""
+        if (slot := self._kept.pop(node, None)) is not None:
+            self._slots.give_back(slot)
+
+    def find(
+        self, root: PrefixNode, found: Sequence[PrefixNode], token_ids: Sequence[int], end: int, block_size: int
+    ) -> tuple[PrefixNode | None, int]:
+        """The longest text among the first ``end`` tokens whose states can be had.
+
+        ``found``: the full blocks after ``root`` that hold the tokens. Returns the last block of the text that the
+        states were kept with (one of those found, or one that follows one of them; None: there is no such text), and
+        the entries for which they can be had.
+        """
+        for count in range(len(found), -1, -1):
+            node = found[count - 1] if count else root
+            start = node.depth * block_size
+            rest = pack(token_ids[start : min(end, start + block_size)])
+            lengths = {
+                child: start + num_common(child.token_ids, rest)
+                for child in node.children.values()
+                if child in self._kept
+            }
+            fitting = [
+                child for child, length in lengths.items() if start < length and self._kept[child].reaches(length)
+            ]
+            if fitting:
+                best = max(fitting, key=lengths.__getitem__)
+                return best, lengths[best]
+            if count and node in self._kept:
+                return node, start
+        return None, 0

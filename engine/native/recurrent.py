@@ -1,0 +1,148 @@
+"""Recurrent layers by the native kernels: all rows of a pass read a state once, and heads run on several threads.
+
+A row's result is the same to the bit whatever other rows stand in the batch and however many threads run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.native.library import DTYPES, NativeLibrary, load
+from engine.recurrent.plan import StatePlan
+from engine.recurrent.slots import NUM_RECORDS
+from engine.recurrent.state_cache import StateCache
+
+_ACTIVATIONS = {None: 0, "silu": 1, "swish": 1}
+
+
+def _library() -> NativeLibrary:
+    library = load()
+    if library is None:
+        raise NotImplementedError("the native kernels are not available on this machine")
+    return library
+
+
+def convolve(
+    rings: torch.Tensor,
+    plan: StatePlan,
+    inputs: torch.Tensor,
+    *,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+) -> torch.Tensor | None:
+    """As :func:`engine.recurrent.convolution.convolve`; None for a dtype or activation it does not know.
+
+    ``weight`` is float32 [taps, C] here, and ``bias`` float32.
+    """
+    if inputs.dtype not in DTYPES or activation not in _ACTIVATIONS:
+        return None
+    if inputs.stride(1) != 1:
+        inputs = inputs.contiguous()
+    out = torch.empty(inputs.shape, dtype=inputs.dtype)
+    taps, channels = weight.shape
+    _library().convolve(
+        DTYPES[inputs.dtype],
+        inputs.data_ptr(),
+        inputs.stride(0),
+        channels,
+        taps,
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        _ACTIVATIONS[activation],
+        rings.data_ptr(),
+        rings.shape[1],
+        plan.numbers.data_ptr(),
+        len(plan.slots),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def delta_rule(
+    cache: StateCache,
+    plan: StatePlan,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    is_normalised: bool,
+) -> torch.Tensor:
+    """A pass of :class:`engine.recurrent.delta_rule.DeltaRule`; its outputs, float32 [T, HV, V]."""
+    query, key, value, log_decay = (_dense(part) for part in (query, key, value, log_decay))
+    beta = beta.float().contiguous()
+    heads, value_dim = value.shape[1:]
+    out = value.new_empty(value.shape)
+    strides = _strides(query, key, value, log_decay)
+    failed = _library().delta_rule(
+        *(part.data_ptr() for part in (query, key, value, log_decay, beta, strides)),
+        key.shape[1],
+        heads,
+        key.shape[2],
+        value_dim,
+        log_decay.dim() == 3,
+        is_normalised,
+        *(part.data_ptr() for part in (cache.state, *(cache.records[name] for name in ("key", "delta", "decay")))),
+        plan.numbers.data_ptr(),
+        len(plan.slots),
+        NUM_RECORDS,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("working memory for recurrent states")
+    return out
+
+
+def mamba2(
+    cache: StateCache,
+    plan: StatePlan,
+    inputs: torch.Tensor,
+    steps: torch.Tensor,
+    *,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+) -> torch.Tensor:
+    """A pass of :class:`engine.recurrent.state_space.Mamba2Scan`; its outputs, float32 [T, H, P]."""
+    inputs, b, c = _dense(inputs), _dense(b), _dense(c)
+    steps, a = steps.float().contiguous(), a.float().contiguous()
+    d = None if d is None else d.float().contiguous()
+    heads, dim = inputs.shape[1:]
+    out = inputs.new_empty(inputs.shape)
+    strides = _strides(inputs, b, c)
+    failed = _library().mamba2(
+        *(part.data_ptr() for part in (inputs, b, c, steps, a)),
+        None if d is None else d.data_ptr(),
+        strides.data_ptr(),
+        heads,
+        dim,
+        *b.shape[1:],
+        *(part.data_ptr() for part in (cache.state, *(cache.records[name] for name in ("input", "b", "decay")))),
+        plan.numbers.data_ptr(),
+        len(plan.slots),
+        NUM_RECORDS,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("working memory for recurrent states")
+    return out
+
+
+def _dense(part: torch.Tensor) -> torch.Tensor:
+    """Float32 whose last dimension is dense."""
+    part = part.float()
+    return part if part.stride(-1) == 1 else part.contiguous()
+
+
+def _strides(*parts: torch.Tensor) -> torch.Tensor:
+    """int64: strides of rows and heads of each part [T, H, …]."""
+    strides: Sequence[int] = [stride for part in parts for stride in part.stride()[:2]]
+    return torch.tensor(strides, dtype=torch.int64)

@@ -1,0 +1,57 @@
+"""What a device may bring for passes through recurrent layers; without it they run in torch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from engine.recurrent.plan import StatePlan
+from engine.recurrent.state_cache import StateCache
+
+
+class RecurrentKernels(Protocol):
+    """The module :mod:`engine.native.recurrent` is such."""
+
+    def convolve(
+        self,
+        rings: torch.Tensor,
+        plan: StatePlan,
+        inputs: torch.Tensor,
+        *,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+    ) -> torch.Tensor | None:
+        """As :func:`engine.recurrent.convolution.convolve`, or None; ``weight`` is float32 [taps, C], ``bias`` too."""
+        ...
+
+    def delta_rule(
+        self,
+        cache: StateCache,
+        plan: StatePlan,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        is_normalised: bool,
+    ) -> torch.Tensor:
+        """A pass of :class:`engine.recurrent.delta_rule.DeltaRule`; its outputs, float32 [T, HV, V]."""
+        ...
+
+    def mamba2(
+        self,
+        cache: StateCache,
+        plan: StatePlan,
+        inputs: torch.Tensor,
+        steps: torch.Tensor,
+        *,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        d: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """A pass of :class:`engine.recurrent.state_space.Mamba2Scan`; its outputs, float32 [T, H, P]."""
+        ...

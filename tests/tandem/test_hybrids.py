@@ -1,0 +1,93 @@
+"""Targets and drafts with recurrent states, end to end: the text is that of plain decoding, whatever drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from draft_service.core import DraftCore
+from specdec.errors import InvalidRequest
+from tandem import LLM, SamplingParams
+from tandem.sampling_params import StructuredOutputsParams
+from target_service.core import TargetCore
+from tests.draft_first import draft_first
+from tests.hybrids import KINDS, save_hybrid
+
+PROMPTS = [
+    "def main(argv):\n    ",
+    "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self",
+    "for i in range(",
+]
+NUM_TOKENS = 40
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True),
+    # Of few tokens, so that the text repeats and lookups find some of it.
+    SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, allowed_token_ids=list(range(40, 46))),
+    SamplingParams(temperature=0.9, seed=2, n=3, max_tokens=20, ignore_eos=True),
+    # With tokens that the grammar forces.
+    SamplingParams(
+        temperature=0.7,
+        seed=1,
+        max_tokens=NUM_TOKENS,
+        structured_outputs=StructuredOutputsParams(regex=r"(return|import) [a-z]{2} = self\.argument_parser[0-9]{3}"),
+    ),
+]
+DRAFTERS = [
+    {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
+    {"method": "draft_model", "num_speculative_tokens": 3},
+    {"method": ["ngram", "draft_model"], "num_speculative_tokens": 6},
+    # What the draft reads is fed again whenever its window moves.
+    {"method": "draft_model", "num_speculative_tokens": 2, "draft_window_size": 24, "draft_sink_size": 4},
+]
+
+
+@pytest.fixture(autouse=True)
+def drafts_open_first() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        draft_first(TargetCore, DraftCore, patch.setattr)
+        yield
+
+
+def texts_of(llm: LLM) -> list[list[int]]:
+    """All prompts together, greedy and sampled."""
+    return [
+        list(sample.token_ids)
+        for params in PARAMS
+        for output in llm.generate(PROMPTS, params, use_tqdm=False)
+        for sample in output.outputs
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_that_of_plain_decoding(kind: str, tmp_path: Path) -> None:
+    target = save_hybrid(tmp_path / "target", kind)
+    draft = save_hybrid(tmp_path / "draft", kind, noise=0.01)
+    with LLM(target, dtype="float32", num_threads=1) as plain:
+        wanted = texts_of(plain)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    stock = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    for prompt, text in zip(PROMPTS, wanted, strict=False):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        generated = stock.generate(ids, do_sample=False, max_new_tokens=NUM_TOKENS)
+        assert generated[0, ids.shape[1] :].tolist() == text
+    for config in DRAFTERS:
+        with_model = {"model": draft} if "draft_model" in config["method"] else {}
+        with LLM(
+            target, dtype="float32", num_threads=1, speculative_config=config | with_model, fixed_draft_length=True
+        ) as llm:
+            assert texts_of(llm) == wanted, config
+            (output,) = llm.generate(PROMPTS[1], PARAMS[2], use_tqdm=False)
+            assert 0 < output.metrics.num_accepted_tokens < output.metrics.num_draft_tokens, config
+
+
+def test_trees_are_refused_at_start(tmp_path: Path) -> None:
+    target = save_hybrid(tmp_path / "target", "mamba2")
+    draft = save_hybrid(tmp_path / "draft", "mamba2", noise=0.01)
+    for model in (target, "python-12m"):
+        with pytest.raises(InvalidRequest, match=r"recurrent states .* follow a chain of tokens and no tree"):
+            LLM(model, speculative_config={"model": draft, "num_speculative_tokens": 6, "tree_top_k": 2})
