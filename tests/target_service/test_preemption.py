@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
 from specdec.errors import Unavailable
 from specdec.rules import Rule
+from specdec.settings import ModelSettings, TargetSettings
 from specdec.types import Proposal
 from target_service import sequence_memory
+from target_service.core import TargetCore
 from target_service.sequence_memory import SequenceMemory
+from tests.hybrids import KINDS, save_hybrid
 from tests.target_service.conftest import VOCAB, make_prompt, make_spec, multi_step_decode, until_clean
 from tests.target_service.test_hidden_states import LAYERS
 from tests.until import until
+
+
+class TakesBlocksAtRandom(SequenceMemory):
+    """Any session that is in no step may lose its blocks before any step, any number of times."""
+
+    rng = random.Random(0)
+
+    def come_back(self):
+        for holding in self._holdings.values():
+            if holding.can_be_preempted and self.rng.random() < 0.3:
+                holding.num_preemptions = 0
+                self._take_from(holding)
+        super().come_back()
+
 
 #: Blocks of 16 tokens: room for two or three of the sessions below at their full length.
 FEW_BLOCKS = 12
@@ -223,3 +241,30 @@ async def test_a_prompt_that_was_fed_in_part_starts_again(start_core, plain):
         assert (*second.first.token_ids, *await multi_step_decode(second, 71, 19)) == plain(make_prompt(1, 70), 20)
         await first.close()
         await second.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_recurrent_states_are_computed_again(kind, tmp_path, monkeypatch):
+    """Sessions that lose their blocks at random have the texts of undisturbed ones, in rounds and without."""
+    folder = save_hybrid(tmp_path, kind)
+
+    async def texts() -> tuple[list[tuple[int, ...]], int]:
+        model = ModelSettings(model=folder, dtype="float32", num_threads=1, kv_cache_memory_bytes=2**24)
+        core = await TargetCore.start(TargetSettings(model=model))
+        try:
+            specs = [
+                make_spec(
+                    make_prompt(seed, 20 + seed), 40, session_id=str(seed), seed=seed, temperature=0.8 * (seed % 2)
+                )
+                for seed in range(4)
+            ]
+            done = await run_all(core, [replace(spec, rule=Rule.COUPLED) for spec in specs])
+            return [tokens for _, (tokens, _, _) in done], core.memory.num_preemptions
+        finally:
+            await core.close()
+
+    expected, _ = await texts()
+    monkeypatch.setattr("target_service.core.SequenceMemory", TakesBlocksAtRandom)
+    got, num_preemptions = await texts()
+    assert got == expected
+    assert num_preemptions > 5

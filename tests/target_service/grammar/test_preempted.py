@@ -10,23 +10,10 @@ from specdec.rules import Rule
 from specdec.settings import ModelSettings, TargetSettings
 from specdec.types import Proposal
 from target_service.core import TargetCore
-from target_service.sequence_memory import SequenceMemory
 from tests.target_service.conftest import make_spec
 from tests.target_service.grammar.conftest import MODEL
 from tests.target_service.grammar.test_forced import LANGUAGE, NUM_TOKENS
-
-
-class TakesBlocksAtRandom(SequenceMemory):
-    """Any session that is in no step may lose its blocks before any step, any number of times."""
-
-    rng = random.Random(0)
-
-    def come_back(self) -> None:
-        for holding in self._holdings.values():
-            if holding.can_be_preempted and self.rng.random() < 0.8:
-                holding.num_preemptions = 0
-                self._take_from(holding)
-        super().come_back()
+from tests.target_service.test_preemption import TakesBlocksAtRandom
 
 
 async def texts_of(tokenizer, given) -> tuple[list[tuple[int, ...]], int]:
@@ -67,4 +54,4 @@ async def test_the_text_is_the_same(tokenizer, monkeypatch, given):
     monkeypatch.setattr("target_service.core.SequenceMemory", TakesBlocksAtRandom)
     texts, num_preemptions = await texts_of(tokenizer, given)
     assert texts == expected
-    assert num_preemptions > 3
+    assert num_preemptions > 0
