@@ -1,4 +1,4 @@
-"""What the KV memory of sequences gives and costs: ``python -m benchmarks.memory [SECTION…]``.
+"""What the KV memory of sequences gives, and costs: ``python -m benchmarks.memory [SECTION…]``.
 
 Plain decoding of the bundled target, in the processes that ``tandem serve`` runs.
 
