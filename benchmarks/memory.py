@@ -246,11 +246,14 @@ async def prefill(args: argparse.Namespace) -> list[Row]:
         {"tokens of a step": chunk, **{name: median(row[name] for row in own) for name in own[0]}}
         for chunk, own in results.items()
     ]
-    most = next(row for row in rows if row["tokens of a step"] == max(args.chunks))["prefill tokens/s"]
-    return [
-        row | {"p99 over before": row["p99 ms"] / row["p99 ms before"], "prefill kept": row["prefill tokens/s"] / most}
-        for row in sorted(rows, key=lambda row: -row["tokens of a step"])
-    ]
+    most = [row["prefill tokens/s"] for row in results[max(args.chunks)]]
+    for row in rows:
+        own = results[row["tokens of a step"]]
+        row["p99 over before"] = Ratio.of(
+            *([each[name] for each in own] for name in ("p99 ms", "p99 ms before"))
+        ).show()
+        row["prefill kept"] = Ratio.of([each["prefill tokens/s"] for each in own], most).show()
+    return sorted(rows, key=lambda row: -row["tokens of a step"])
 
 
 async def _protected(server: MemoryServer, arriving: Sequence[Tokens], seconds: float) -> Row:
