@@ -2,8 +2,8 @@
 
 Plain decoding of the bundled target, in the processes that ``tandem serve`` runs.
 
-- ``held``: sessions open at once in a pool of 512 blocks. Each may fill the context of 2,048 tokens; its client leaves
-  when prompt and answer have 50 to 400 tokens (uniform). 64 blocks reserved for each would be 8 sessions.
+- ``held``: sessions open at once in a pool of ``--blocks`` blocks. Each may fill the context of 2,048 tokens (64
+  blocks); its client leaves when prompt and answer have 50 to 400 tokens (uniform).
 - ``full``: tokens per second of 64 clients over a pool that holds 12 sessions of the longest kind, against a pool
   without a bound, with as many sessions open at most. The servers get the same requests in turn; half are greedy, half
   have a seed. What counts are the tokens between the end of the first 64 requests and the start of the last one.
@@ -64,7 +64,7 @@ async def held(args: argparse.Namespace) -> list[Row]:
     """Sessions open at once."""
     from benchmarks.memory_server import BLOCK_SIZE, CONTEXT, serve  # noqa: PLC0415
 
-    num_clients, num_blocks = args.clients or 160, 512
+    num_clients, num_blocks = args.clients or 160, args.blocks
     source, given = random.Random(1), prompts(PROMPT_TOKENS, 1)
     samples: list[tuple[int, int, int]] = []
     async with serve(num_blocks) as server:
@@ -84,6 +84,8 @@ async def held(args: argparse.Namespace) -> list[Row]:
                 (load,) = await server.loads()
                 active = sum(bool(each.arrivals and each.arrivals[-1][0] > now - 1.0) for each in server.open)
                 samples.append((load.open_sessions, active, load.used_blocks))
+            arrivals = [each for reply in (*server.open, *server.ended) for each in reply.arrivals]
+            result["tokens/s"] = sum(len(piece) for at, piece in arrivals if at > began) / (time.perf_counter() - began)
             result["requests"] = len(server.ended) - first
             result["preemptions"] = (await server.loads())[0].preemptions - preempted
 
@@ -349,6 +351,7 @@ def parser() -> Parser:
     flags.add_argument("--repeats", type=int, default=3, help="windows of each kind")
     flags.add_argument("--seconds", type=float, default=8.0, help="of a window, where one has a fixed length")
     flags.add_argument("--clients", type=int, help="sessions or prompts, in place of the section's own number")
+    flags.add_argument("--blocks", type=int, default=512, help="held: blocks of the pool (default: 512)")
     flags.add_argument("--batch-limits", type=command.numbers, default=(24,), help="full: sessions at most")
     flags.add_argument("--shares", type=_shares, default=SHARES, help="full: values of ADMITTED_SHARE")
     flags.add_argument("--chunks", type=command.numbers, default=CHUNKS, help="prefill: tokens of a step")
