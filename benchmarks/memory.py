@@ -203,6 +203,8 @@ async def replay(args: argparse.Namespace) -> list[Row]:
     for num_targets in (1, 2):
         async with serve(UNBOUNDED, num_targets=num_targets) as server:
             firsts, users, pauses = prompts(100, 5), prompts(40, 6), random.Random(7)
+            while not all(load.num_batches for load in await server.loads()):  # until the gateway knows all targets
+                await server.ask(next(firsts), 1)
             counts = await asyncio.gather(*(chat(server, next(firsts), users, pauses) for _ in range(8)))
             steps = " + ".join(str(load.num_batches) for load in await server.loads())
         possible, cached = (sum(column) for column in zip(*counts, strict=True))
