@@ -33,8 +33,8 @@ class KVPool:
 
     A block is *used* while an open sequence or a branch has it. Else it is *cached* if its entries can be found by
     their text, or *free*. Free blocks are reused last-freed-first, so memory the system has not backed yet stays
-    untouched; then cached ones, least recently used first. A sequence that has a block has those before it, too, and
-    gives up the last one first: so of a text the end is always reused before the beginning.
+    untouched; then cached ones, least recently used first. A sequence gives up its last block first, so of a text the
+    end is reused before the beginning.
     """
 
     def __init__(
@@ -357,10 +357,14 @@ class KVPool:
         """``count`` of the available blocks, now with one reference each."""
         while self._num_free < count:
             block, _ = self._cached.popitem(last=False)
-            node = self._tree.remove(block)
-            if self._states is not None:
-                self._states.forget(node)
-            self._push(np.array([block], dtype=np.int32))
+            removed = self._tree.remove(block)
+            # Others follow it where a sequence has dropped it from the middle of its text; some may be in use.
+            unused = [block, *(each.block for each in removed[1:] if each.block in self._cached)]
+            for each in removed:
+                self._cached.pop(each.block, None)
+                if self._states is not None:
+                    self._states.forget(each)
+            self._push(np.array(unused, dtype=np.int32))
         self._num_free -= count
         blocks = self._free[self._num_free : self._num_free + count][::-1].copy()
         self._refs[blocks] = 1

@@ -58,13 +58,18 @@ class PrefixTree:
         node = parent.children[token_ids] = self._nodes[block] = PrefixNode(parent, token_ids, block)
         return node
 
-    def remove(self, block: int) -> PrefixNode:
-        """The block, which no other one follows, will hold something else; returns its node."""
-        node = self._nodes.pop(block)
+    def remove(self, block: int) -> list[PrefixNode]:
+        """The block will hold something else. Returns its node, and those that follow it: they are not found any more,
+        either.
+        """
+        node = self._nodes[block]
         assert node.parent is not None
-        assert not node.children, "a block that others follow is not to be reused"
         del node.parent.children[node.token_ids]
-        return node
+        removed = [node]
+        for each in removed:  # grows meanwhile
+            del self._nodes[each.block]
+            removed += each.children.values()
+        return removed
 
 
 def longest_beginning(parent: PrefixNode, token_ids: bytes) -> tuple[PrefixNode | None, int]:

@@ -239,13 +239,15 @@ class TargetCore:
         pool = self.engine.pool
         if sequence.length != length:
             pool.rollback(sequence, length)
-        pool.publish(sequence, token_ids)
+        if pool.may_publish(sequence):
+            pool.publish(sequence, token_ids)
 
     def finish(self, session: Session) -> None:
         """Give back the cache of a session that has ended; its client may be slow to close it."""
         step_session = session.step_session
         token_ids = () if session.has_failed else step_session.state.token_ids
         self.memory.release(step_session.sequence, token_ids)
+        self._admission.admit_next()
 
     def release(self, session: Session) -> None:
         """Give back a session's cache and let the next one in."""

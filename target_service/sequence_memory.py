@@ -14,7 +14,7 @@ from specdec.scheduling.admission import ClientFull
 
 #: Share of the blocks that may be in use once a session has got some beside others: what is left lets those grow.
 ADMITTED_SHARE: Final = 0.9
-#: Times that a session may lose its blocks. Then it comes back once there is room for all that it may ever need.
+#: Times that a session may lose its blocks before it comes back with room to double its length, which it keeps.
 MAX_PREEMPTIONS: Final = 3
 #: Nanoseconds after which a session that is asked for nothing yields to those that wait: its client is slow. A draft
 #: takes some milliseconds.
@@ -65,11 +65,15 @@ class _Holding:
     max_entries: int
     #: Order of arrival.
     number: int
+    #: Blocks that were taken from the pool for it.
+    num_taken: int = 0
     #: None until the session is made.
     occupant: Occupant | None = None
     #: It lost its blocks and waits for others.
     is_waiting: bool = False
     num_preemptions: int = 0
+    #: As long as the sequence has no more entries, its blocks are not taken any more.
+    safe_entries: int = 0
 
     @property
     def has_work(self) -> bool:
@@ -81,8 +85,8 @@ class _Holding:
 
     @property
     def is_safe(self) -> bool:
-        """Whether its blocks are not taken any more."""
-        return self.num_preemptions >= MAX_PREEMPTIONS
+        """Whether its blocks are not taken at this length."""
+        return self.sequence.capacity <= self.safe_entries
 
     @property
     def can_be_preempted(self) -> bool:
@@ -96,14 +100,17 @@ class SequenceMemory:
     A session is admitted with blocks for its prompt, and gets one after another while it decodes. If there are none
     left, the youngest session of the client with the most blocks is *preempted*: it gives up all its blocks, keeps its
     committed tokens, and is fed them again when there is room. Sessions come back in order of arrival, before new ones
-    are admitted. One that lost its blocks :data:`MAX_PREEMPTIONS` times comes back with all that it may ever need. So
-    every session ends: those that cannot be preempted have what they need to their end, and a session alone fits.
+    are admitted. One that lost its blocks :data:`MAX_PREEMPTIONS` times comes back with room to double its length, and
+    keeps it until it has. So it loses its blocks as many times more as its length may double, at most, and every session
+    ends: a session alone fits.
     """
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         #: In order of arrival.
         self._holdings: dict[KVSequence, _Holding] = {}
+        #: Blocks that were taken from the pool for the sessions of each client.
+        self._taken: Counter[str] = Counter()
         self._num_admitted = 0
         #: Called when no session waits any more: others may be admitted.
         self.on_all_back: Callable[[], None] = lambda: None
@@ -132,14 +139,13 @@ class SequenceMemory:
         sequence = pool.open_empty(scope)
         holding = _Holding(sequence, client, limit, max_entries, self._num_admitted)
         try:
-            num_shared, _ = pool.blocks_to_match(sequence, token_ids, num_reusable)
-            num_new = pool.blocks_for(len(token_ids)) - num_shared
-            if self._is_over_limit(holding, num_new):
+            if self._is_over_limit(holding, self._num_new(holding, token_ids, num_reusable, len(token_ids))):
                 raise ClientFull(f"the client holds as many as it may of the {limit} KV blocks")
             is_first = not any(each.is_waiting and each.has_work for each in self._holdings.values())
             if not (is_first and self._fill(holding, token_ids, num_reusable, len(token_ids))):
                 raise CacheFull(f"{pool.used_blocks} of {pool.total_blocks} KV blocks are in use")
         except BaseException:
+            self._take(holding, -holding.num_taken)
             pool.release(sequence)
             raise
         self._num_admitted += 1
@@ -152,7 +158,8 @@ class SequenceMemory:
 
     def release(self, sequence: KVSequence, token_ids: Sequence[int] = ()) -> None:
         """Give an admitted sequence back. Idempotent. Entry i stands for ``token_ids[i]``: without, none are reused."""
-        self._holdings.pop(sequence, None)
+        if (holding := self._holdings.pop(sequence, None)) is not None:
+            self._take(holding, -holding.num_taken)
         self._pool.release(sequence, token_ids)
 
     def grow(self, sequence: KVSequence, num_entries: int) -> bool:
@@ -164,8 +171,10 @@ class SequenceMemory:
             return True
         holding, pool = self._holdings[sequence], self._pool
         while not holding.is_waiting:
-            is_over_limit = self._is_over_limit(holding, pool.blocks_for(num_entries) - len(sequence.blocks))
+            num_new = pool.blocks_for(num_entries) - len(sequence.blocks)
+            is_over_limit = self._is_over_limit(holding, num_new)
             if not is_over_limit and pool.grow(sequence, num_entries):
+                self._take(holding, num_new)
                 return True
             if not self._preempt(holding.client if is_over_limit else None):
                 break
@@ -192,10 +201,16 @@ class SequenceMemory:
         for holding in waiting:
             assert holding.occupant is not None, "a session that was not fed yet has nothing to come back to"
             token_ids, num_reusable = holding.occupant.reusable
-            num_entries = holding.max_entries if holding.is_safe else len(token_ids)
+            num_entries = len(token_ids)
+            if holding.num_preemptions >= MAX_PREEMPTIONS:
+                num_entries = min(2 * num_entries, holding.max_entries)
+            if self._is_over_limit(holding, self._num_new(holding, token_ids, num_reusable, num_entries)):
+                continue  # it waits for sessions of its own client
             if not self._fill(holding, token_ids, num_reusable, num_entries):
                 return
             holding.is_waiting = False
+            if holding.num_preemptions >= MAX_PREEMPTIONS:
+                holding.safe_entries = holding.sequence.capacity
         if waiting:
             self.on_all_back()
 
@@ -209,7 +224,7 @@ class SequenceMemory:
         while True:
             num_shared, num_unused = pool.blocks_to_match(sequence, token_ids, num_reusable)
             in_use = pool.used_blocks + num_unused + pool.blocks_for(num_entries) - num_shared
-            may_fill = not pool.used_blocks or holding.is_safe
+            may_fill = not pool.used_blocks or holding.num_preemptions >= MAX_PREEMPTIONS
             if in_use <= (pool.total_blocks if may_fill else int(ADMITTED_SHARE * pool.total_blocks)):
                 break
             if not self._preempt_idle():
@@ -217,6 +232,7 @@ class SequenceMemory:
         matched = pool.match(sequence, token_ids, num_reusable)
         has_room = pool.grow(sequence, num_entries)
         assert has_room, "the blocks were counted"
+        self._take(holding, len(sequence.blocks) - num_shared)
         if matched and holding.occupant is not None:
             holding.occupant.matched(matched)
         return True
@@ -244,14 +260,23 @@ class SequenceMemory:
         self.num_preemptions += 1
         victim.num_preemptions += 1
         victim.is_waiting = True
+        self._take(victim, -victim.num_taken)
         self._pool.vacate(victim.sequence)
         if victim.occupant is not None:
             victim.occupant.preempt()
 
+    def _num_new(self, holding: _Holding, token_ids: Sequence[int], num_reusable: int, num_entries: int) -> int:
+        """Blocks that a sequence without any would take from the pool."""
+        num_shared, _ = self._pool.blocks_to_match(holding.sequence, token_ids, num_reusable)
+        return self._pool.blocks_for(num_entries) - num_shared
+
+    def _take(self, holding: _Holding, count: int) -> None:
+        """Blocks were taken from the pool for a session, or given back."""
+        holding.num_taken += count
+        self._taken[holding.client] += count
+        if not self._taken[holding.client]:
+            del self._taken[holding.client]
+
     def _is_over_limit(self, holding: _Holding, num_new: int) -> bool:
-        """Whether ``num_new`` blocks more are too many for the client. Those that others have, too, do not count."""
-        limit, pool = holding.client_limit, self._pool
-        if limit >= pool.total_blocks:
-            return False
-        own = (each.sequence for each in self._holdings.values() if each.client == holding.client)
-        return sum(map(pool.num_own_blocks, own), num_new) > limit
+        """Whether ``num_new`` blocks more are too many for the client. What was found in the cache does not count."""
+        return self._taken[holding.client] + num_new > holding.client_limit

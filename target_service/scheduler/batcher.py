@@ -162,7 +162,8 @@ class StepBatcher:
 
     def _has_room(self, session: Session) -> bool:
         sequence = session.step_session.sequence
-        return self._memory.grow(sequence, sequence.length + session.num_round_tokens)
+        num_entries = sequence.length + session.num_round_tokens
+        return num_entries <= sequence.capacity or self._memory.grow(sequence, num_entries)
 
     async def _step(self, scheduled: Sequence[tuple[Session, ScheduledSequence]]) -> None:
         """Run a step, and those that follow it. If one fails, its sessions are lost; all others live on."""

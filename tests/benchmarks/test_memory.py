@@ -1,0 +1,134 @@
+"""The memory benchmark: its arithmetic, its bookkeeping without a model, and small sections on real services."""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks import bookkeeping, constants, memory
+from benchmarks.memory_server import CONTEXT, Reply, block_bytes, serve
+from specdec.errors import InvalidRequest, TandemError
+from target_service import sequence_memory
+from target_service.scheduler import composition
+
+
+def options(**values: object) -> argparse.Namespace:
+    return argparse.Namespace(**vars(memory.parser().parse_args([])) | values)
+
+
+def test_gaps_are_those_that_end_in_the_time() -> None:
+    replies = [Reply(0.0, [(at, (1,)) for at in (1.0, 1.5, 3.0, 3.25)]), Reply(0.0, [(2.0, (1,))]), Reply(0.0)]
+    assert memory.gaps_ms(replies, 1.0, 3.0) == [500.0, 1500.0]
+
+
+class FakeServer:
+    """Answers a request of n tokens in n seconds, one at a time per place; the third one fails."""
+
+    def __init__(self, places: int) -> None:
+        self.places = asyncio.Semaphore(places)
+        self.ended: list[Reply] = []
+        self.num_asked = 0
+
+    async def loads(self) -> list[argparse.Namespace]:
+        return [argparse.Namespace(preemptions=2 * self.num_asked)]
+
+    async def ask(self, prompt: tuple[int, ...], max_tokens: int, *, seed: int | None) -> Reply:
+        self.num_asked += 1
+        is_third = self.num_asked == 3
+        async with self.places:
+            reply = Reply(time.perf_counter())
+            for _ in range(max_tokens):
+                await asyncio.sleep(1.0)
+                if is_third:
+                    raise InvalidRequest("no")
+                reply.arrivals.append((time.perf_counter(), (*prompt, seed or 0)))
+        self.ended.append(reply)
+        return reply
+
+
+@pytest.mark.usefixtures("virtual_time")
+async def test_throughput_counts_the_middle_and_errors_are_told() -> None:
+    requests = [((number,), 10, number) for number in range(16)]
+    done = await memory.serve_all(FakeServer(places=2), requests, 4)  # type: ignore[arg-type]
+    assert done.num_errors == 1
+    assert done.preemptions == 32
+    assert done.texts[5] == (5, 5) * 10
+    assert set(done.texts) == {*range(16)} - {2}
+    assert done.tokens_per_s == pytest.approx(4.0, rel=0.2), "two places, two tokens a second each"
+
+
+async def test_an_error_of_the_load_ends_it() -> None:
+    async def fail() -> None:
+        raise InvalidRequest("the load")
+
+    with pytest.raises(TandemError, match="the load"):
+        await memory.while_running([fail()], asyncio.sleep(60))
+    assert await memory.while_running([asyncio.sleep(60)], asyncio.sleep(0, 7)) == 7
+
+
+async def test_bookkeeping_is_measured_on_real_sessions() -> None:
+    with_memory, without = await bookkeeping.between_steps(4, 40, 1)
+    assert min(without) > 0
+    assert min(with_memory) > 0
+    found = bookkeeping.calls(4, 40)
+    assert all(us > 0 for us in found.values())
+    assert (
+        found["match, one prompt of 1,500 tokens, all found"]
+        > 2 * found["match, one prompt of 1,500 tokens, none found"]
+    )
+
+
+def test_constants_are_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((sequence_memory, "ADMITTED_SHARE"), (composition, "MIN_CHUNK")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # puts it back
+    constants.change(f"{memory.ADMITTED_SHARE}=0.5,target_service.scheduler.composition:MIN_CHUNK=64")
+    assert sequence_memory.ADMITTED_SHARE == 0.5
+    assert composition.MIN_CHUNK == 64
+    with pytest.raises(InvalidRequest, match="no NOTHING"):
+        constants.change("target_service.sequence_memory:NOTHING=1")
+
+
+def test_the_table_is_markdown() -> None:
+    rows = [{"name": "a", "x": 1.234, "n": 3}, {"name": "b", "x": 12345.6, "n": 4}]
+    assert memory.table(rows).splitlines() == [
+        "| name | x | n |",
+        "| --- | --- | --- |",
+        "| a | 1.23 | 3 |",
+        "| b | 12,346 | 4 |",
+    ]
+
+
+@pytest.mark.e2e
+async def test_a_pool_that_is_full_gives_the_same_texts() -> None:
+    (unbounded, *bounded) = await memory.full(options(clients=16, repeats=1, batch_limits=(16,), shares=(1.0,)))
+    assert unbounded["preemptions"] == 0
+    assert [(row["errors"], row["other texts"]) for row in bounded] == [(0, 0)]
+
+
+@pytest.mark.e2e
+async def test_a_reply_may_be_left_and_tells_what_was_cached() -> None:
+    assert block_bytes() == 6 * 2 * 2 * 64 * 4 * 32
+    async with serve(CONTEXT // 32) as server:
+        prompt = tuple(range(100, 228))
+        first = await server.ask(prompt, CONTEXT - 128, leave_after=4)
+        assert 4 <= len(first.token_ids) < 100
+        second = await server.ask(prompt, 2, seed=1)
+        assert second.num_cached == 127, "the last token of a prompt is computed"
+        assert not server.open
+        assert server.ended == [first, second]
+        with pytest.raises(TandemError):
+            await server.ask((), 1)
+
+
+@pytest.mark.e2e
+def test_the_command(tmp_path) -> None:
+    command = [sys.executable, "-m", "benchmarks.memory", "shared", "--repeats", "1", "--json", str(tmp_path / "out")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    (row,) = json.loads((tmp_path / "out").read_text())["shared"]
+    assert row["cached tokens"] == 1500
+    assert row["known over cold"] < 0.5
+    assert "| cold ms | known ms |" in done.stdout
