@@ -141,8 +141,7 @@ class SequenceMemory:
         try:
             if self._is_over_limit(holding, self._num_new(holding, token_ids, num_reusable, len(token_ids))):
                 raise ClientFull(f"the client holds as many as it may of the {limit} KV blocks")
-            is_first = not any(each.is_waiting and each.has_work for each in self._holdings.values())
-            if not (is_first and self._fill(holding, token_ids, num_reusable, len(token_ids))):
+            if self._has_precedence() or not self._fill(holding, token_ids, num_reusable, len(token_ids)):
                 raise CacheFull(f"{pool.used_blocks} of {pool.total_blocks} KV blocks are in use")
         except BaseException:
             self._take(holding, -holding.num_taken)
@@ -170,6 +169,8 @@ class SequenceMemory:
         if num_entries <= sequence.capacity:
             return True
         holding, pool = self._holdings[sequence], self._pool
+        if num_entries > holding.safe_entries:
+            holding.safe_entries = 0
         while not holding.is_waiting:
             num_new = pool.blocks_for(num_entries) - len(sequence.blocks)
             is_over_limit = self._is_over_limit(holding, num_new)
@@ -265,6 +266,17 @@ class SequenceMemory:
         if victim.occupant is not None:
             victim.occupant.preempt()
 
+    def _has_precedence(self) -> bool:
+        """Whether a session waits for its blocks before new ones are admitted; one that waits for sessions of its own
+        client does not count.
+        """
+        return any(
+            each.is_waiting
+            and each.has_work
+            and not (each.occupant and self._is_over_limit(each, self._pool.blocks_for(len(each.occupant.reusable[0]))))
+            for each in self._holdings.values()
+        )
+
     def _num_new(self, holding: _Holding, token_ids: Sequence[int], num_reusable: int, num_entries: int) -> int:
         """Blocks that a sequence without any would take from the pool."""
         num_shared, _ = self._pool.blocks_to_match(holding.sequence, token_ids, num_reusable)
@@ -279,4 +291,5 @@ class SequenceMemory:
 
     def _is_over_limit(self, holding: _Holding, num_new: int) -> bool:
         """Whether ``num_new`` blocks more are too many for the client. What was found in the cache does not count."""
-        return self._taken[holding.client] + num_new > holding.client_limit
+        limit = holding.client_limit
+        return limit < self._pool.total_blocks and self._taken[holding.client] + num_new > limit

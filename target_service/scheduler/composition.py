@@ -7,8 +7,12 @@ from typing import Final
 
 #: Share of a step's tokens kept for prompts while any is waiting, so that many rounds cannot shut new sessions out.
 PREFILL_SHARE: Final = 1 / 8
-#: Prompts get at least this many tokens each: the fixed cost of a sequence in a batch should not dominate.
-MIN_CHUNK: Final = 32
+#: Share of a step's tokens that prompts may have while sessions decode. With a target of 12 M parameters on two cores 8
+#: of them then wait 2.4 times as long as without prompts (99th percentile), and prompts are fed at 0.97 of the speed of
+#: full steps, which make them wait 3.0 times as long (``python -m benchmarks.memory prefill``).
+DECODING_SHARE: Final = 3 / 4
+#: Prompts get at least this many tokens each: of many that wait, few are fed at a time, so that the first are done soon.
+MIN_CHUNK: Final = 128
 
 
 def take_rounds(tokens: Sequence[int], num_prefill: int, max_tokens: int) -> int:
@@ -31,21 +35,24 @@ def prefill_room(num_round_tokens: int, max_tokens: int, *, is_drafting: bool) -
 
     ``is_drafting``: a session is between two rounds, or has one in this step. Its round waits for the step that runs
     when it arrives, and then for its own. Prompts fill steps by half, so that both delay it by one full step at most.
+    Where sessions decode without drafts, prompts fill :data:`DECODING_SHARE`; where none do, all.
     """
     least = int(max_tokens * PREFILL_SHARE)
     room = max_tokens - num_round_tokens
-    return max(min(room, least), max_tokens // 2 - num_round_tokens) if is_drafting else room
+    if not (is_drafting or num_round_tokens):
+        return room
+    share = 1 / 2 if is_drafting else DECODING_SHARE
+    return max(min(room, least), int(max_tokens * share) - num_round_tokens)
 
 
 def share_prefill(needs: Sequence[int], room: int) -> list[int]:
-    """Tokens each waiting prompt gets, in order: what it needs, or an equal share of the room if that is less.
-
-    What short prompts leave of their share goes to the longer ones. Where the shares would fall below ``MIN_CHUNK``,
-    the first prompts share alone; the caller moves them to the back of the queue.
+    """Tokens each waiting prompt gets, in order: :data:`MIN_CHUNK` or what it needs, as long as there is room; what is
+    left goes to the first ones. The caller moves those that got some to the back of the queue.
     """
     shares = [0] * len(needs)
-    chosen = range(min(len(needs), max(1, room // MIN_CHUNK)))
-    for count, index in enumerate(sorted(chosen, key=lambda index: needs[index])):
-        shares[index] = max(0, min(needs[index], room // (len(chosen) - count)))
-        room -= shares[index]
+    for limit in (MIN_CHUNK, room):
+        for index, need in enumerate(needs):
+            more = min(need, limit, shares[index] + room) - shares[index]
+            shares[index] += more
+            room -= more
     return shares

@@ -1,4 +1,4 @@
-"""Models with recurrent states, rolled back, taken up and in any company, answer as in one pass over the same tokens."""
+"""Models with recurrent states, rolled back, taken up, in any company, answer as in one pass over the same tokens."""
 
 from __future__ import annotations
 

@@ -203,6 +203,23 @@ def test_texts_with_gaps_are_not_found_behind_them() -> None:
     assert pool.match(found, TEXT, 20) == 12
 
 
+def test_blocks_behind_a_gap_are_not_found_once_the_block_before_is_reused() -> None:
+    """A cached block that others follow is reused: of those, what nobody has is free, and the rest stays in use."""
+    pool = KVPool(8, BLOCK)
+    sequence, other = opened(pool, ALICE, 16), pool.open_empty(ALICE)
+    pool.match(other, TEXT, 8)
+    pool.release(other)
+    pool.drop_blocks(sequence, 1, 1)
+    last = sequence.blocks[-1]
+    assert (pool.used_blocks, pool.cached_blocks) == (3, 1)
+    large = pool.open(20)
+    assert last not in large.blocks
+    assert (pool.used_blocks, pool.cached_blocks, pool.available_blocks) == (8, 0, 0)
+    assert pool.blocks_to_match(pool.open_empty(ALICE), TEXT, 16) == (1, 0)
+    pool.release(sequence)
+    assert pool.used_blocks == 5
+
+
 def test_dropped_blocks_go_back() -> None:
     pool = KVPool(8, BLOCK)
     sequence = pool.open(6 * BLOCK)

@@ -17,7 +17,20 @@ from tests.engine.paged import num_free_blocks
 
 #: Sequences that share what they have in common; and branches of them and of each other, adopted also while others
 #: share blocks with them.
-SHARING = ("open", "begin", "begin", "feed", "feed", "feed", "publish", "match", "rollback", "release", "vacate")
+SHARING = (
+    "open",
+    "begin",
+    "begin",
+    "feed",
+    "feed",
+    "feed",
+    "publish",
+    "match",
+    "rollback",
+    "release",
+    "vacate",
+    "drop",
+)
 ADOPTING = ("begin", "feed", "feed", "branch", "branch", "publish", "rollback", "release", "adopt", "adopt")
 #: Texts: few tokens, so that many begin alike.
 TOKENS = range(3)
@@ -69,6 +82,10 @@ def run_random_actions(pool: KVPool, actions: Sequence[str], seed: int, steps: i
                 pool.rollback(sequence, length)
                 assert sequence.length in (length, length // BLOCK * BLOCK)
                 del expected[sequence][sequence.length :]
+            elif action == "drop":
+                first, end = sorted(rng.randint(0, sequence.length // BLOCK) for _ in range(2))
+                pool.drop_blocks(sequence, first, end - first)
+                del expected[sequence][first * BLOCK : end * BLOCK]
             elif action == "vacate":
                 pool.vacate(sequence)
                 expected[sequence].clear()

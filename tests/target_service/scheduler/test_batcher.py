@@ -320,14 +320,15 @@ def test_rounds_leave_a_share_to_waiting_prompts():
 
 
 def test_prompts_share_the_room():
-    assert share_prefill([10, 1000, 1000], 210) == [10, 100, 100]
+    assert share_prefill([10, 1000, 1000], 410) == [10, 400 - MIN_CHUNK, MIN_CHUNK]
     assert share_prefill([1000, 10, 50], 512) == [452, 10, 50]
     assert share_prefill([20] * 3, 512) == [20] * 3
     assert share_prefill([1000] * 10, 2 * MIN_CHUNK) == [MIN_CHUNK] * 2 + [0] * 8
+    assert share_prefill([1000] * 3, 2 * MIN_CHUNK + 9) == [MIN_CHUNK, MIN_CHUNK, 9]
     assert share_prefill([1000, 1000], 5) == [5, 0]
     assert share_prefill([1000], 0) == [0]
     assert share_prefill([], 100) == []
-    assert sum(share_prefill([7, 300, 11, 90, 2000], 400)) == 400
+    assert share_prefill([7, 300, 11, 90, 2000], 400) == [7, 164, 11, 90, 128]
 
 
 def test_where_a_sequence_ends():
@@ -343,7 +344,9 @@ def test_where_a_sequence_ends():
 
 def test_prompts_fill_a_step_by_half_while_sessions_draft():
     assert prefill_room(0, 512, is_drafting=False) == 512
-    assert prefill_room(12, 512, is_drafting=False) == 500
+    assert prefill_room(12, 512, is_drafting=False) == 372
+    assert prefill_room(500, 512, is_drafting=False) == 12, "what is left"
+    assert prefill_room(400, 512, is_drafting=False) == 64, "an eighth is theirs in any case"
     assert prefill_room(0, 512, is_drafting=True) == 256
     assert prefill_room(12, 512, is_drafting=True) == 244
     assert prefill_room(400, 512, is_drafting=True) == 64, "an eighth is theirs in any case"
