@@ -101,8 +101,8 @@ class SequenceMemory:
     left, the youngest session of the client with the most blocks is *preempted*: it gives up all its blocks, keeps its
     committed tokens, and is fed them again when there is room. Sessions come back in order of arrival, before new ones
     are admitted. One that lost its blocks :data:`MAX_PREEMPTIONS` times comes back with room to double its length, and
-    keeps it until it has. So it loses its blocks as many times more as its length may double, at most, and every session
-    ends: a session alone fits.
+    keeps it until then. So it loses its blocks as many times more as its length may double, at most, and every session
+    ends: one alone fits.
     """
 
     def __init__(self, pool: KVPool) -> None:

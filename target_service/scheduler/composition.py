@@ -7,9 +7,9 @@ from typing import Final
 
 #: Share of a step's tokens kept for prompts while any is waiting, so that many rounds cannot shut new sessions out.
 PREFILL_SHARE: Final = 1 / 8
-#: Share of a step's tokens that prompts may have while sessions decode. With a target of 12 M parameters on two cores 8
-#: of them then wait 2.4 times as long as without prompts (99th percentile), and prompts are fed at 0.97 of the speed of
-#: full steps, which make them wait 3.0 times as long (``python -m benchmarks.memory prefill``).
+#: Share of a step's tokens that prompts may have while sessions decode. Eight sessions on a target of 12 M parameters
+#: and two cores then wait 2.4 times as long as without prompts (99th percentile), and prompts are fed at 0.97 of the
+#: speed of full steps, which make them wait 3.0 times as long (``python -m benchmarks.memory prefill``).
 DECODING_SHARE: Final = 3 / 4
 #: Prompts get at least this many tokens each: of many that wait, few are fed at a time, so that the first are done soon.
 MIN_CHUNK: Final = 128
