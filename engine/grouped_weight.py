@@ -19,7 +19,7 @@ GROUP: Final = 64
 #: numbers, scaled so that the one of largest magnitude is -127, rounded to whole numbers.
 TABLE: Final = (-127, -99, -78, -61, -47, -33, -21, -9, 3, 15, 27, 40, 54, 69, 87, 110)
 #: Of that scale: which are tried for each group.
-_SHARES: Final = (0.85, 0.9, 0.95, 1.0, 1.05)
+_SHARES: Final = (0.92, 1.02)
 #: Weights that are rounded together: what bounds the memory it takes.
 _ROUNDED_AT_ONCE: Final = 2**22
 
@@ -63,11 +63,16 @@ class GroupedWeight:
 
     def decode(self) -> torch.Tensor:
         """float32 [N, K]: each weight by one multiplication and, with offsets, one subtraction."""
-        whole = self.codes.float() if self.table is None else self.table.float()[unpack_nibbles(self.codes).long()]
-        whole = F.pad(whole, (0, self.num_groups * self.group - whole.shape[1]))
-        values = whole.view(self.out_features, -1, self.group) * self.scales[:, :, None]
+        if self.table is None:
+            whole = self.codes.float()
+        else:  # both halves of a byte at once
+            pairs = torch.stack([self.table.float().repeat(16), self.table.float().repeat_interleave(16)], 1)
+            whole = pairs.index_select(0, self.codes.flatten().int()).view(self.out_features, -1)
+        padded = self.num_groups * self.group
+        whole = whole[:, :padded] if whole.shape[1] >= padded else F.pad(whole, (0, padded - whole.shape[1]))
+        values = whole.reshape(self.out_features, -1, self.group).mul_(self.scales[:, :, None])
         if self.offsets is not None:
-            values = values - self.offsets[:, :, None]
+            values.sub_(self.offsets[:, :, None])
         return values.flatten(1)[:, : self.in_features].contiguous()
 
     def rows(self, order: torch.Tensor) -> GroupedWeight:
@@ -129,7 +134,7 @@ def round_to_4_bits(weight: torch.Tensor, group: int = GROUP) -> GroupedWeight:
     """
     table = torch.tensor(TABLE, dtype=torch.int8)
     levels = table.float()
-    borders = (levels[1:] + levels[:-1]) / 2
+    borders = ((levels[1:] + levels[:-1]) / 2).tolist()
     codes, scales = [], []
     for part in torch.split(weight.detach(), max(1, _ROUNDED_AT_ONCE // max(1, weight.shape[1]))):
         x = _groups(part.float(), group)  # [n, groups, group]
@@ -137,8 +142,8 @@ def round_to_4_bits(weight: torch.Tensor, group: int = GROUP) -> GroupedWeight:
         best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         for share in _SHARES:
             scale = widest * share
-            found = torch.bucketize(x / scale.where(scale != 0, 1.0), borders)
-            level = levels[found]
+            found = _count_above(x / scale.where(scale != 0, 1.0), borders)
+            level = levels[found.int()]
             scale = (x * level).sum(2, keepdim=True) / level.square().sum(2, keepdim=True)
             error = (x - level * scale).square().sum(2, keepdim=True)
             if best is None:
@@ -148,7 +153,7 @@ def round_to_4_bits(weight: torch.Tensor, group: int = GROUP) -> GroupedWeight:
                 best = error.where(better, best[0]), scale.where(better, best[1]), found.where(better, best[2])
         assert best is not None
         scales.append(best[1][..., 0])
-        codes.append(best[2].to(torch.uint8).flatten(1)[:, : weight.shape[1]])
+        codes.append(best[2].flatten(1)[:, : weight.shape[1]])
     return GroupedWeight.of_codes(torch.cat(codes), torch.cat(scales), group, table=table)
 
 
@@ -159,6 +164,14 @@ def round_to_8_bits(weight: torch.Tensor, group: int = GROUP) -> GroupedWeight:
     scales = scales.where(scales > 0, 1.0)
     codes = (x / scales[:, :, None]).round().to(torch.int8).flatten(1)[:, : weight.shape[1]]
     return GroupedWeight.of_codes(codes, scales, group)
+
+
+def _count_above(x: torch.Tensor, borders: list[float]) -> torch.Tensor:
+    """How many borders each number is above, uint8: faster than a search."""
+    found = torch.zeros(x.shape, dtype=torch.uint8)
+    for border in borders:
+        found += x > border
+    return found
 
 
 def _groups(weight: torch.Tensor, group: int) -> torch.Tensor:
