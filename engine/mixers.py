@@ -237,11 +237,16 @@ def _mamba_scan(  # noqa: PLR0917 - a function of transformers
         return torch.zeros_like(hidden_states)
     bias = None if delta_bias is None else delta_bias[..., None]
     steps = time_steps(dt, bias, has_softplus=delta_softplus)
-    scan = MambaScan(hidden_states[0].t(), steps[0].t(), a=A, b=B[0].t(), c=C[0].t(), d=D)
     cache, plan = mixer.next_call(shape)
     assert isinstance(cache, StateCache)
-    run_pass(cache, plan, scan)
-    out = scan.outputs.t()[None]
+    inputs, step_rows, b, c = hidden_states[0].t(), steps[0].t(), B[0].t(), C[0].t()
+    if mixer.kernels is not None:
+        rows = mixer.kernels.mamba(cache, plan, inputs, step_rows, a=A, b=b, c=c, d=D)
+    else:
+        scan = MambaScan(inputs, step_rows, a=A, b=b, c=c, d=D)
+        run_pass(cache, plan, scan)
+        rows = scan.outputs
+    out = rows.t()[None]
     return out if z is None else out * nn.functional.silu(z)
 
 

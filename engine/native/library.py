@@ -126,6 +126,11 @@ class NativeLibrary:
             *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int64, _Int64, _Int64, _Int64),
             *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int64, _Int64, _Pointer, _Int),
         )
+        self.mamba = lib.tandem_mamba
+        self.mamba.argtypes = (
+            *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int64, _Int64),
+            *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int64, _Int64, _Pointer, _Int),
+        )
         self.verify_rounds = lib.tandem_verify_rounds
         self.verify_rounds.argtypes = (_Pointer, _Int64, _Pointer, _Int64, _Pointer, _Int)
         self.check_draft = lib.tandem_check_draft

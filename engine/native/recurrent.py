@@ -136,6 +136,37 @@ def mamba2(
     return out
 
 
+def mamba(
+    cache: StateCache,
+    plan: StatePlan,
+    inputs: torch.Tensor,
+    steps: torch.Tensor,
+    *,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+) -> torch.Tensor:
+    """A pass of :class:`engine.recurrent.state_space.MambaScan`; its outputs, float32 [T, C]."""
+    inputs, steps, a, b, c = (part.float().contiguous() for part in (inputs, steps, a, b, c))
+    d = None if d is None else d.float().contiguous()
+    out = torch.empty_like(inputs)
+    failed = _library().mamba(
+        *(part.data_ptr() for part in (inputs, steps, b, c, a)),
+        None if d is None else d.data_ptr(),
+        *a.shape,
+        *(part.data_ptr() for part in (cache.state, *(cache.records[name] for name in ("step", "input", "b")))),
+        plan.numbers.data_ptr(),
+        len(plan.slots),
+        NUM_RECORDS,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("working memory for recurrent states")
+    return out
+
+
 def _dense(part: torch.Tensor) -> torch.Tensor:
     """Float32 whose last dimension is dense."""
     part = part.float()

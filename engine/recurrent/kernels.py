@@ -55,3 +55,18 @@ class RecurrentKernels(Protocol):
     ) -> torch.Tensor:
         """A pass of :class:`engine.recurrent.state_space.Mamba2Scan`; its outputs, float32 [T, H, P]."""
         ...
+
+    def mamba(
+        self,
+        cache: StateCache,
+        plan: StatePlan,
+        inputs: torch.Tensor,
+        steps: torch.Tensor,
+        *,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        d: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """A pass of :class:`engine.recurrent.state_space.MambaScan`; its outputs, float32 [T, C]."""
+        ...
