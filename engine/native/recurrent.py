@@ -6,13 +6,18 @@ A row's result is the same to the bit whatever other rows stand in the batch and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
+from engine.native.activations import EvenActivations
 from engine.native.library import DTYPES, NativeLibrary, load
 from engine.recurrent.plan import StatePlan
 from engine.recurrent.slots import NUM_RECORDS
 from engine.recurrent.state_cache import StateCache
+
+#: Entered for a pass of modules that are not of these kernels.
+EVEN: Final = EvenActivations
 
 _ACTIVATIONS = {None: 0, "silu": 1, "swish": 1}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -12,6 +14,11 @@ from engine.recurrent.state_cache import StateCache
 
 class RecurrentKernels(Protocol):
     """The module :mod:`engine.native.recurrent` is such."""
+
+    @property
+    def EVEN(self) -> Callable[[], AbstractContextManager[object]]:
+        """What makes the elementwise functions of torch the same for a row in any company, while it is entered."""
+        ...
 
     def convolve(
         self,
