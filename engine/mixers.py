@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from engine.layers import PAGED, RECORDING, ForwardState, keep_as_it_is
 from engine.recurrent.convolution import ConvolutionShape, convolve
 from engine.recurrent.delta_rule import DeltaRule, delta_shape
+from engine.recurrent.even import run_evenly
 from engine.recurrent.kernels import RecurrentKernels
 from engine.recurrent.plan import StatePlan
 from engine.recurrent.state_cache import StateCache, StateShape, run_pass
@@ -75,6 +76,8 @@ class Mixer:
         return self.caches[at], plan
 
 
+#: Functions of torch that compute an element by where in a tensor it stands.
+_UNEVEN: Final = frozenset({"sigmoid", "silu", "softplus"})
 #: A layer whose weight its parent multiplies by itself.
 _READ_WEIGHT: Final = re.compile(r"\bself\.(\w+)\.weight @")
 
@@ -82,32 +85,35 @@ _READ_WEIGHT: Final = re.compile(r"\bself\.(\w+)\.weight @")
 def adopt_mixers(model: PreTrainedModel) -> list[Mixer]:
     """Give the recurrences of a model to :mod:`engine.recurrent`; none where it has none that is known."""
     mixers = []
+    uneven = []
     for module in model.modules():
-        stock = module.forward
         config = getattr(module, "config", model.config.get_text_config(decoder=True))
-        if (adapter := _ADAPTERS.get(type(module).__name__)) is not None:
-            mixer = Mixer(module, config)
-            module.forward = partial(_forward, mixer, partial(adapter, mixer), stock)
-            mixers.append(mixer)
-            continue
         forward = inspect.unwrap(type(module).forward)
-        if not isinstance(forward, FunctionType) or not (names := _RECURRENCES.keys() & forward.__code__.co_names):
+        names = set(forward.__code__.co_names) if isinstance(forward, FunctionType) else set()
+        if (adapter := _ADAPTERS.get(type(module).__name__)) is not None:
+            mixers.append(Mixer(module, config))
+            module.forward = partial(_forward, mixers[-1], partial(adapter, mixers[-1]), module.forward)
+        elif called := _RECURRENCES.keys() & names:
+            mixers.append(Mixer(module, config))
+            changed = partial(_changed(forward, called, mixers[-1]), module)
+            module.forward = partial(_forward, mixers[-1], changed, module.forward)
+            for name in _READ_WEIGHT.findall(inspect.getsource(forward)):
+                keep_as_it_is(getattr(module, name))
+        elif not _UNEVEN & names:
             continue
-        mixer = Mixer(module, config)
-        own = {name: partial(_RECURRENCES[name], mixer, forward.__globals__[name]) for name in names}
-        changed = FunctionType(
-            forward.__code__,
-            {**forward.__globals__, **own},
-            forward.__name__,
-            forward.__defaults__,
-            forward.__closure__,
-        )
-        changed.__kwdefaults__ = forward.__kwdefaults__
-        module.forward = partial(_forward, mixer, partial(changed, module), stock)
-        for name in _READ_WEIGHT.findall(inspect.getsource(forward)):
-            keep_as_it_is(getattr(module, name))
-        mixers.append(mixer)
+        uneven.append(module)
+    for module in uneven if mixers else ():
+        module.forward = partial(run_evenly, module.forward)
     return mixers
+
+
+def _changed(forward: FunctionType, called: Iterable[str], mixer: Mixer) -> FunctionType:
+    """A module's own code with other recurrences."""
+    own = {name: partial(_RECURRENCES[name], mixer, forward.__globals__[name]) for name in called}
+    names = {**forward.__globals__, **own}
+    changed = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    changed.__kwdefaults__ = forward.__kwdefaults__
+    return changed
 
 
 def check_recorded(mixers: Sequence[Mixer]) -> None:

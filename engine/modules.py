@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -15,6 +14,7 @@ from engine.hidden_states import StateTap
 from engine.layers import ForwardState, LayerShape, PagedLayer, bind
 from engine.mixers import Mixer
 from engine.parallel.ranks import Ranks, Words
+from engine.recurrent.even import ask_for
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class ModelModules:
         self._state.batch, self._state.kernels = PagedBatch(batch), kernels
         recurrences = None if kernels is None or not self._has_states else kernels.RECURRENCES
         try:
-            with nullcontext() if recurrences is None else recurrences.EVEN():
+            with ask_for(None if recurrences is None else recurrences.EVEN):
                 output = self._model(
                     input_ids=batch.input_ids,
                     position_ids=batch.plan.positions.unsqueeze(0),

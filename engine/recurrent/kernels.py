@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
+from engine.recurrent.even import Replacing
 from engine.recurrent.plan import StatePlan
 from engine.recurrent.state_cache import StateCache
 
@@ -16,7 +15,7 @@ class RecurrentKernels(Protocol):
     """The module :mod:`engine.native.recurrent` is such."""
 
     @property
-    def EVEN(self) -> Callable[[], AbstractContextManager[object]]:
+    def EVEN(self) -> Replacing:
         """What makes the elementwise functions of torch the same for a row in any company, while it is entered."""
         ...
 
