@@ -99,9 +99,8 @@ def adopt_mixers(model: PreTrainedModel) -> list[Mixer]:
             module.forward = partial(_forward, mixers[-1], changed, module.forward)
             for name in _READ_WEIGHT.findall(inspect.getsource(forward)):
                 keep_as_it_is(getattr(module, name))
-        elif not _UNEVEN & names:
-            continue
-        uneven.append(module)
+        if _UNEVEN & names:
+            uneven.append(module)
     for module in uneven if mixers else ():
         module.forward = partial(run_evenly, module.forward)
     return mixers
@@ -212,7 +211,7 @@ def _mamba2_scan(  # noqa: PLR0917 - a function of transformers
     if mixer.is_recording:
         mixer.shapes.append(shape)
         return torch.zeros_like(hidden_states, dtype=torch.float32)
-    steps = time_steps(dt, dt_bias, has_softplus=dt_softplus).clamp(*dt_limit)
+    steps = run_evenly(time_steps, dt, dt_bias, has_softplus=dt_softplus).clamp(*dt_limit)
     cache, plan = mixer.next_call(shape)
     assert isinstance(cache, StateCache)
     if mixer.kernels is not None:
@@ -242,7 +241,7 @@ def _mamba_scan(  # noqa: PLR0917 - a function of transformers
         mixer.shapes.append(shape)
         return torch.zeros_like(hidden_states)
     bias = None if delta_bias is None else delta_bias[..., None]
-    steps = time_steps(dt, bias, has_softplus=delta_softplus)
+    steps = run_evenly(time_steps, dt, bias, has_softplus=delta_softplus)
     cache, plan = mixer.next_call(shape)
     assert isinstance(cache, StateCache)
     inputs, step_rows, b, c = hidden_states[0].t(), steps[0].t(), B[0].t(), C[0].t()
@@ -253,7 +252,7 @@ def _mamba_scan(  # noqa: PLR0917 - a function of transformers
         run_pass(cache, plan, scan)
         rows = scan.outputs
     out = rows.t()[None]
-    return out if z is None else out * nn.functional.silu(z)
+    return out if z is None else out * run_evenly(nn.functional.silu, z)
 
 
 def _lightning(mixer: Mixer, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
