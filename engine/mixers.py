@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from engine.layers import PAGED, RECORDING, ForwardState, keep_as_it_is
 from engine.recurrent.convolution import ConvolutionShape, convolve
 from engine.recurrent.delta_rule import DeltaRule, delta_shape
+from engine.recurrent.even import run_evenly
 from engine.recurrent.kernels import RecurrentKernels
 from engine.recurrent.plan import StatePlan
 from engine.recurrent.state_cache import StateCache, StateShape, run_pass
@@ -75,6 +76,8 @@ class Mixer:
         return self.caches[at], plan
 
 
+#: Functions of torch that compute an element by where in a tensor it stands.
+_UNEVEN: Final = frozenset({"sigmoid", "silu", "softplus"})
 #: A layer whose weight its parent multiplies by itself.
 _READ_WEIGHT: Final = re.compile(r"\bself\.(\w+)\.weight @")
 
@@ -82,32 +85,34 @@ _READ_WEIGHT: Final = re.compile(r"\bself\.(\w+)\.weight @")
 def adopt_mixers(model: PreTrainedModel) -> list[Mixer]:
     """Give the recurrences of a model to :mod:`engine.recurrent`; none where it has none that is known."""
     mixers = []
+    uneven = []
     for module in model.modules():
-        stock = module.forward
         config = getattr(module, "config", model.config.get_text_config(decoder=True))
-        if (adapter := _ADAPTERS.get(type(module).__name__)) is not None:
-            mixer = Mixer(module, config)
-            module.forward = partial(_forward, mixer, partial(adapter, mixer), stock)
-            mixers.append(mixer)
-            continue
         forward = inspect.unwrap(type(module).forward)
-        if not isinstance(forward, FunctionType) or not (names := _RECURRENCES.keys() & forward.__code__.co_names):
-            continue
-        mixer = Mixer(module, config)
-        own = {name: partial(_RECURRENCES[name], mixer, forward.__globals__[name]) for name in names}
-        changed = FunctionType(
-            forward.__code__,
-            {**forward.__globals__, **own},
-            forward.__name__,
-            forward.__defaults__,
-            forward.__closure__,
-        )
-        changed.__kwdefaults__ = forward.__kwdefaults__
-        module.forward = partial(_forward, mixer, partial(changed, module), stock)
-        for name in _READ_WEIGHT.findall(inspect.getsource(forward)):
-            keep_as_it_is(getattr(module, name))
-        mixers.append(mixer)
+        names = set(forward.__code__.co_names) if isinstance(forward, FunctionType) else set()
+        if (adapter := _ADAPTERS.get(type(module).__name__)) is not None:
+            mixers.append(Mixer(module, config))
+            module.forward = partial(_forward, mixers[-1], partial(adapter, mixers[-1]), module.forward)
+        elif called := _RECURRENCES.keys() & names:
+            mixers.append(Mixer(module, config))
+            changed = partial(_changed(forward, called, mixers[-1]), module)
+            module.forward = partial(_forward, mixers[-1], changed, module.forward)
+            for name in _READ_WEIGHT.findall(inspect.getsource(forward)):
+                keep_as_it_is(getattr(module, name))
+        if _UNEVEN & names:
+            uneven.append(module)
+    for module in uneven if mixers else ():
+        module.forward = partial(run_evenly, module.forward)
     return mixers
+
+
+def _changed(forward: FunctionType, called: Iterable[str], mixer: Mixer) -> FunctionType:
+    """A module's own code with other recurrences."""
+    own = {name: partial(_RECURRENCES[name], mixer, forward.__globals__[name]) for name in called}
+    names = {**forward.__globals__, **own}
+    changed = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    changed.__kwdefaults__ = forward.__kwdefaults__
+    return changed
 
 
 def check_recorded(mixers: Sequence[Mixer]) -> None:
@@ -206,7 +211,7 @@ def _mamba2_scan(  # noqa: PLR0917 - a function of transformers
     if mixer.is_recording:
         mixer.shapes.append(shape)
         return torch.zeros_like(hidden_states, dtype=torch.float32)
-    steps = time_steps(dt, dt_bias, has_softplus=dt_softplus).clamp(*dt_limit)
+    steps = run_evenly(time_steps, dt, dt_bias, has_softplus=dt_softplus).clamp(*dt_limit)
     cache, plan = mixer.next_call(shape)
     assert isinstance(cache, StateCache)
     if mixer.kernels is not None:
@@ -236,13 +241,18 @@ def _mamba_scan(  # noqa: PLR0917 - a function of transformers
         mixer.shapes.append(shape)
         return torch.zeros_like(hidden_states)
     bias = None if delta_bias is None else delta_bias[..., None]
-    steps = time_steps(dt, bias, has_softplus=delta_softplus)
-    scan = MambaScan(hidden_states[0].t(), steps[0].t(), a=A, b=B[0].t(), c=C[0].t(), d=D)
+    steps = run_evenly(time_steps, dt, bias, has_softplus=delta_softplus)
     cache, plan = mixer.next_call(shape)
     assert isinstance(cache, StateCache)
-    run_pass(cache, plan, scan)
-    out = scan.outputs.t()[None]
-    return out if z is None else out * nn.functional.silu(z)
+    inputs, step_rows, b, c = hidden_states[0].t(), steps[0].t(), B[0].t(), C[0].t()
+    if mixer.kernels is not None:
+        rows = mixer.kernels.mamba(cache, plan, inputs, step_rows, a=A, b=b, c=c, d=D)
+    else:
+        scan = MambaScan(inputs, step_rows, a=A, b=b, c=c, d=D)
+        run_pass(cache, plan, scan)
+        rows = scan.outputs
+    out = rows.t()[None]
+    return out if z is None else out * run_evenly(nn.functional.silu, z)
 
 
 def _lightning(mixer: Mixer, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:

@@ -14,6 +14,7 @@ from engine.hidden_states import StateTap
 from engine.layers import ForwardState, LayerShape, PagedLayer, bind
 from engine.mixers import Mixer
 from engine.parallel.ranks import Ranks, Words
+from engine.recurrent.even import ask_for
 
 T = TypeVar("T")
 
@@ -40,6 +41,7 @@ class ModelModules:
         self._model = model
         self._tap = StateTap(model, shapes, [mixer.module for mixer in mixers])
         self._state = ForwardState()
+        self._has_states = bool(mixers)
         self.num_layers = self._tap.num_layers
         for shape, (k_cache, v_cache) in zip(shapes, caches, strict=True):
             bind(shape, PagedLayer(k_cache, v_cache, shape.window, self._state))
@@ -52,13 +54,15 @@ class ModelModules:
         # An output layer is not asked to handle no rows at all: it gets one, which is dropped.
         rows = batch.logit_rows if num_logits else batch.plan.slots.new_zeros(1)
         self._state.batch, self._state.kernels = PagedBatch(batch), kernels
+        recurrences = None if kernels is None or not self._has_states else kernels.RECURRENCES
         try:
-            output = self._model(
-                input_ids=batch.input_ids,
-                position_ids=batch.plan.positions.unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=rows,
-            )
+            with ask_for(None if recurrences is None else recurrences.EVEN):
+                output = self._model(
+                    input_ids=batch.input_ids,
+                    position_ids=batch.plan.positions.unsqueeze(0),
+                    use_cache=False,
+                    logits_to_keep=rows,
+                )
         finally:
             self._state.batch = None
         logits: torch.Tensor = output.logits[0]

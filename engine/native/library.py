@@ -144,6 +144,13 @@ class NativeLibrary:
             *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int64, _Int64, _Int64, _Int64),
             *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int64, _Int64, _Pointer, _Int),
         )
+        self.elementwise = lib.tandem_elementwise
+        self.elementwise.argtypes, self.elementwise.restype = (_Int, _Int, _Pointer, _Pointer, _Int64, _Int), None
+        self.mamba = lib.tandem_mamba
+        self.mamba.argtypes = (
+            *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int64, _Int64),
+            *(_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int64, _Int64, _Pointer, _Int),
+        )
 
 
 _lock = threading.Lock()

@@ -271,6 +271,58 @@ struct Mamba2 {
   }
 };
 
+struct Mamba {
+  StatePlan plan;
+  int64_t channels, size;
+  const float *a, *c, *d;  // [channels, size], [T, size], [channels] or null
+  float* state;            // [slots, channels, size]
+  Part steps, inputs, bs;  // the rows are what is given
+  float* out;              // [T, channels]
+
+  static constexpr int64_t kChannels = 32;  // of a task
+  static int64_t own_floats(int64_t size) { return (kChannels + 2) * round_up(size, kLanes); }
+
+  // S = exp(step a) S + step b x of one channel; the sum of S c where c is given.
+  float go_on(float* own, int64_t channel, float step, float x, const float* b, const float* c_row) const {
+    Vec answer{};
+    for (int64_t n = 0; n < size; n += kLanes) {
+      const Vec decay = exp(load_part(a + channel * size + n, lanes_left(size - n)) * step);
+      const Vec decayed = load(own + n) * decay;
+      const Vec written = fma(load(b + n) * step, splat(x), decayed);
+      store(own + n, written);
+      if (c_row) answer = fma(written, load(c_row + n), answer);
+    }
+    return sum(answer);
+  }
+
+  // Some channels, for all entries of a sequence.
+  void run(int64_t s, int64_t first, int64_t last, float* own) const {
+    const int64_t width = round_up(size, kLanes);
+    float *b_row = own + kChannels * width, *c_row = b_row + width;
+    float* stored = state + (plan.slots[s] * channels + first) * size;
+    if (plan.bases[s])
+      for (int64_t i = 0; i < last - first; i++) scale_row(stored + i * size, size, 1.0f, own + i * width);
+    else
+      std::memset(own, 0, size_t(last - first) * width * sizeof(float));
+    for (int64_t e = plan.bases[s]; e < plan.ends[s]; e++) {
+      const bool is_row = e >= plan.starts[s];
+      const int64_t at = is_row ? plan.row(s, e) : plan.place(s, e);
+      auto part = [&](const Part& of) { return is_row ? of.of_row(at) : of.of_place(at); };
+      scale_row(part(bs), size, 1.0f, b_row);
+      if (is_row) scale_row(c + at * size, size, 1.0f, c_row);
+      for (int64_t channel = first; channel < last; channel++) {
+        const float x = part(inputs)[channel];
+        float* own_row = own + (channel - first) * width;
+        const float y = go_on(own_row, channel, part(steps)[channel], x, b_row, is_row ? c_row : nullptr);
+        if (is_row) out[at * channels + channel] = d ? y + d[channel] * x : y;
+      }
+      if (e + 1 == plan.new_bases[s])
+        for (int64_t i = 0; i < last - first; i++)
+          std::memcpy(stored + i * size, own + i * width, size_t(size) * sizeof(float));
+    }
+  }
+};
+
 enum Activation { kNone = 0, kSilu = 1 };
 
 template <class T>
@@ -430,6 +482,39 @@ TANDEM_API int tandem_mamba2(const float* input, const float* b, const float* c,
       scan.run(item / heads, item % heads, memory + team.id * own);
     team.barrier();
     keep_records(plan, {input_part, b_part, decay_part}, team, keeping);
+  });
+  return 0;
+}
+
+// Input and steps [T, channels], b and c [T, size], a [channels, size]. Returns 0, or -1 without memory.
+TANDEM_API int tandem_mamba(float* input, float* steps, float* b, const float* c, const float* a, const float* d,
+                            int64_t channels, int64_t size, float* state, float* kept_steps, float* inputs, float* bs,
+                            const int64_t* numbers, int64_t count, int64_t num_records, float* out, int threads) {
+  const StatePlan plan(numbers, count, num_records);
+  const int64_t own = Mamba::own_floats(size);
+  Pool& pool = Pool::local();
+  float* memory = static_cast<float*>(pool.scratch(size_t(threads * own) * sizeof(float)));
+  if (!memory) return -1;
+  const Mamba scan{plan,
+                   channels,
+                   size,
+                   a,
+                   c,
+                   d,
+                   state,
+                   {steps, kept_steps, channels},
+                   {input, inputs, channels},
+                   {b, bs, size},
+                   out};
+  const int64_t parts = (channels + Mamba::kChannels - 1) / Mamba::kChannels;
+  Counter running, keeping;
+  pool.run(threads, [&](Team& team) {
+    for (int64_t item; (item = team.next(running)) < count * parts;) {
+      const int64_t first = item % parts * Mamba::kChannels;
+      scan.run(item / parts, first, std::min(first + Mamba::kChannels, channels), memory + team.id * own);
+    }
+    team.barrier();
+    keep_records(plan, {scan.steps, scan.inputs, scan.bs}, team, keeping);
   });
   return 0;
 }

@@ -6,13 +6,18 @@ A row's result is the same to the bit whatever other rows stand in the batch and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
+from engine.native.activations import EvenActivations
 from engine.native.library import DTYPES, NativeLibrary, load
 from engine.recurrent.plan import StatePlan
 from engine.recurrent.slots import NUM_RECORDS
 from engine.recurrent.state_cache import StateCache
+
+#: Entered for a pass of modules that are not of these kernels.
+EVEN: Final = EvenActivations
 
 _ACTIVATIONS = {None: 0, "silu": 1, "swish": 1}
 
@@ -125,6 +130,37 @@ def mamba2(
         dim,
         *b.shape[1:],
         *(part.data_ptr() for part in (cache.state, *(cache.records[name] for name in ("input", "b", "decay")))),
+        plan.numbers.data_ptr(),
+        len(plan.slots),
+        NUM_RECORDS,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("working memory for recurrent states")
+    return out
+
+
+def mamba(
+    cache: StateCache,
+    plan: StatePlan,
+    inputs: torch.Tensor,
+    steps: torch.Tensor,
+    *,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+) -> torch.Tensor:
+    """A pass of :class:`engine.recurrent.state_space.MambaScan`; its outputs, float32 [T, C]."""
+    inputs, steps, a, b, c = (part.float().contiguous() for part in (inputs, steps, a, b, c))
+    d = None if d is None else d.float().contiguous()
+    out = torch.empty_like(inputs)
+    failed = _library().mamba(
+        *(part.data_ptr() for part in (inputs, steps, b, c, a)),
+        None if d is None else d.data_ptr(),
+        *a.shape,
+        *(part.data_ptr() for part in (cache.state, *(cache.records[name] for name in ("step", "input", "b")))),
         plan.numbers.data_ptr(),
         len(plan.slots),
         NUM_RECORDS,

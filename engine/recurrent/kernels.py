@@ -6,12 +6,18 @@ from typing import Protocol
 
 import torch
 
+from engine.recurrent.even import Replacing
 from engine.recurrent.plan import StatePlan
 from engine.recurrent.state_cache import StateCache
 
 
 class RecurrentKernels(Protocol):
     """The module :mod:`engine.native.recurrent` is such."""
+
+    @property
+    def EVEN(self) -> Replacing:
+        """What makes the elementwise functions of torch the same for a row in any company, while it is entered."""
+        ...
 
     def convolve(
         self,
@@ -54,4 +60,19 @@ class RecurrentKernels(Protocol):
         d: torch.Tensor | None,
     ) -> torch.Tensor:
         """A pass of :class:`engine.recurrent.state_space.Mamba2Scan`; its outputs, float32 [T, H, P]."""
+        ...
+
+    def mamba(
+        self,
+        cache: StateCache,
+        plan: StatePlan,
+        inputs: torch.Tensor,
+        steps: torch.Tensor,
+        *,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        d: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """A pass of :class:`engine.recurrent.state_space.MambaScan`; its outputs, float32 [T, C]."""
         ...

@@ -22,14 +22,22 @@ from specdec.errors import InvalidRequest, ModelNotSupported
 
 #: One family of every kind of state.
 FAMILIES = ["lfm2", "qwen3_5", "kimi_linear", "minimax_lightning", "granite4", "falcon_h1", "mamba2", "jamba"]
-#: transformers' modules round a row by where it stands in its pass; a wrong state is off by far more.
+#: Experts round a row by where it stands in its pass, and so does a product with a weight that is not packed; a wrong
+#: state is off by far more.
 TOLERANCE = 2e-4
+#: Models without either: the same to the bit.
+EXACT = ("Lfm2", "Qwen3_5", "Granite", "FalconH1", "Mamba2")
 NUM_TOKENS = 70
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def hybrid(request: pytest.FixtureRequest, load_engine: Callable[..., Engine]) -> Engine:
     return load_engine(request.param)
+
+
+def tolerance_of(engine: Engine) -> float:
+    """How far logits may be off."""
+    return 0.0 if engine.info.architecture.startswith(EXACT) else TOLERANCE
 
 
 def in_one_pass(engine: Engine, token_ids: list[int]) -> torch.Tensor:
@@ -59,7 +67,7 @@ def mistakes(engine: Engine, texts: list[list[int]], seed: int) -> int:
         logits = engine.forward(segments)
         for segment, (i, start, right) in zip(segments, rounds, strict=True):
             part, logits = logits[:right], logits[segment.num_logits :]
-            count += int(((part - wanted[i][start : start + right]).abs() > TOLERANCE).any(-1).sum())
+            count += int(((part - wanted[i][start : start + right]).abs() > tolerance_of(engine)).any(-1).sum())
             accepted = rng.choice((right, right, 0, rng.randrange(right + 1)))
             engine.pool.rollback(sequences[i], start + accepted)
             assert sequences[i].length == start + accepted
@@ -113,7 +121,7 @@ def test_a_text_is_taken_up_where_its_states_can_be_had(hybrid: Engine, tools: S
             assert found == again.length == (agreed if agreed >= ended - 6 and is_in_last_block else 0)
             assert pool.grow(again, 40)
             rest = hybrid.forward([Segment(again, text[found:], 40 - found)])
-            assert (rest - wanted[found:]).abs().max() < TOLERANCE
+            assert (rest - wanted[found:]).abs().max() <= tolerance_of(hybrid)
             pool.release(again)
     assert pool.states is not None
     taken = pool.open(1)  # nothing but states of ended texts is left
@@ -131,7 +139,7 @@ def test_what_cannot_be_rolled_back_is_fed_again(hybrid: Engine, tools: SimpleNa
     hybrid.pool.rollback(sequence, 20)
     assert sequence.length == 0
     again = hybrid.forward([Segment(sequence, text, len(text))])
-    assert (again - wanted).abs().max() < TOLERANCE
+    assert (again - wanted).abs().max() <= tolerance_of(hybrid)
     hybrid.pool.release(sequence)
 
 
@@ -147,7 +155,7 @@ def test_a_pass_that_breaks_off_leaves_no_half_written_state(
         with pytest.raises(RuntimeError, match="broken"):
             hybrid.forward([Segment(sequence, text[10:], 1)])
     assert sequence.length == 0
-    assert (hybrid.forward([Segment(sequence, text, 30)]) - wanted).abs().max() < TOLERANCE
+    assert (hybrid.forward([Segment(sequence, text, 30)]) - wanted).abs().max() <= tolerance_of(hybrid)
     with pytest.raises(InvalidRequest, match="outside the vocabulary"):
         hybrid.forward([Segment(sequence, [97], 1)])
     assert sequence.length == 30  # nothing had begun
@@ -164,7 +172,7 @@ def test_a_released_sequence_writes_to_nobodys_states(hybrid: Engine, tools: Sim
     hybrid.forward([Segment(sequence, text[:10], 1)])
     hybrid.forward([Segment(gone, text[:5], 1)])
     rest = hybrid.forward([Segment(gone, text[:5], 5), Segment(sequence, text[10:], 20)])[5:]
-    assert (rest - wanted[10:]).abs().max() < TOLERANCE
+    assert (rest - wanted[10:]).abs().max() <= tolerance_of(hybrid)
     hybrid.pool.release(sequence)
 
 

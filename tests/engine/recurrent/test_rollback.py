@@ -139,6 +139,18 @@ def native_mamba2(
     )
 
 
+def native_mamba(channels: int, size: int) -> tuple[dict[str, tuple[int, ...]], Callable[[int], Layer]]:
+    a = -torch.rand(channels, size, generator=torch.Generator().manual_seed(2))
+    return native_recurrence(
+        {"x": (channels,), "dt": (channels,), "b": (size,), "c": (size,)},
+        lambda x, b, **_: mamba_shape(x.transpose(1, 2), b.transpose(1, 2)),
+        lambda x, dt, b, c: MambaScan(x, dt.abs(), a=a, b=b, c=c, d=a[:, 0]),
+        lambda cache, plan, rows: native.mamba(
+            cache, plan, rows["x"], rows["dt"].abs(), a=a, b=rows["b"], c=rows["c"], d=a[:, 0]
+        ),
+    )
+
+
 def delta_rule(decay: tuple[int, ...]) -> tuple[dict[str, tuple[int, ...]], Callable[[int], Layer]]:
     return recurrence(
         {"query": (2, 8), "key": (2, 8), "value": (4, 6), "g": decay, "beta": (4,)},
@@ -170,6 +182,8 @@ KINDS: dict[str, Callable[[], tuple[dict[str, tuple[int, ...]], Callable[[int], 
     "native delta rule of narrow heads": lambda: native_delta_rule(3, 3, 6, 4, decays_channels=False),
     "native delta rule with a decay per channel": lambda: native_delta_rule(2, 2, 20, 20, decays_channels=True),
     "native mamba2": lambda: native_mamba2(4, 12, 2, 40),
+    "native mamba": lambda: native_mamba(70, 16),
+    "native mamba of narrow states": lambda: native_mamba(5, 6),
     "native mamba2 of narrow states": lambda: native_mamba2(3, 5, 1, 6),
 }
 
@@ -274,7 +288,7 @@ def test_the_fuzz_finds_a_wrong_number_of_folds(kind: str, num_folds: int, monke
     assert any(list(differences(kind, seed)) for seed in range(4))
 
 
-@pytest.mark.parametrize("kind", ["native convolution", "native delta rule", "native mamba2"])
+@pytest.mark.parametrize("kind", ["native convolution", "native delta rule", "native mamba2", "native mamba"])
 def test_the_number_of_threads_changes_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter(range(10**6))
     monkeypatch.setattr(torch, "get_num_threads", lambda: next(numbers) % 4 + 1)
