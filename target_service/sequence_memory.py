@@ -186,8 +186,8 @@ class SequenceMemory:
 
         Returns what tells the block that it computes next from all others; None: it is of no use to others.
         """
-        holding = self._holdings[sequence]
-        if holding.is_waiting or holding.occupant is None:
+        holding = self._holdings.get(sequence)
+        if holding is None or holding.is_waiting or holding.occupant is None:
             return None
         token_ids, num_reusable = holding.occupant.reusable
         if not num_reusable:

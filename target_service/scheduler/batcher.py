@@ -119,9 +119,10 @@ class StepBatcher:
     def _schedule(self) -> list[tuple[Session, ScheduledSequence]]:
         """Choose what the next step feeds, now in flight. Sessions that were not served in full stay ready."""
         rounds, prompts = self._sort_ready()
-        num_prefill = sum(session.num_missing for session in prompts)
-        count = take_rounds([session.num_round_tokens for session in rounds], num_prefill, self._max_tokens)
-        scheduled = [(session, session.next_round()) for session in rounds[:count] if self._has_room(session)]
+        sizes = [session.num_round_tokens for session in rounds]
+        count = take_rounds(sizes, sum(session.num_missing for session in prompts), self._max_tokens)
+        fitting = zip(rounds[:count], sizes, strict=False)
+        scheduled = [(session, session.next_round()) for session, size in fitting if self._has_room(session, size)]
         # Rounds may have taken the blocks of others.
         prompts = [session for session in prompts if not self._memory.is_waiting(session.step_session.sequence)]
         if prompts:
@@ -148,21 +149,24 @@ class StepBatcher:
         prompts: list[Session] = []
         computed: set[Hashable] = set()
         for session in [*self._ready]:
-            sequence = session.step_session.sequence
-            block = memory.match(sequence) if session.num_missing else None
-            if session.num_missing:
-                if not memory.is_waiting(sequence) and block not in computed:
-                    prompts.append(session)
-                    computed |= {block} - {None}
-            elif session.num_round_tokens:
+            if session.is_behind:
+                sequence = session.step_session.sequence
+                block = memory.match(sequence)
+                if session.num_missing:
+                    if not memory.is_waiting(sequence) and block not in computed:
+                        prompts.append(session)
+                        computed |= {block} - {None}
+                    continue
+                session.is_behind = False
+            if session.has_round:
                 rounds.append(session)
             else:
                 del self._ready[session]
         return rounds, prompts
 
-    def _has_room(self, session: Session) -> bool:
+    def _has_room(self, session: Session, num_tokens: int) -> bool:
         sequence = session.step_session.sequence
-        num_entries = sequence.length + session.num_round_tokens
+        num_entries = sequence.length + num_tokens
         return num_entries <= sequence.capacity or self._memory.grow(sequence, num_entries)
 
     async def _step(self, scheduled: Sequence[tuple[Session, ScheduledSequence]]) -> None:

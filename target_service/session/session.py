@@ -98,6 +98,8 @@ class Session:
         self.num_cached_tokens = step_session.sequence.length
         #: Times that it lost its blocks.
         self.num_preemptions = 0
+        #: Whether any of its tokens may have no entry; False says so at once where :attr:`num_missing` has to count.
+        self.is_behind = True
         #: Called where nothing is asked of the session any more.
         self.on_idle: Callable[[], None] | None = None
         #: What the verdict of the round that is asked for tells of its proposal.
@@ -318,6 +320,7 @@ class Session:
     def preempt(self) -> None:
         """Its blocks were taken; it is in no step. Everything is fed again when it gets others."""
         self.num_preemptions += 1
+        self.is_behind = True
         self._prompt_logprobs.clear()
 
     @property
@@ -403,6 +406,7 @@ class Session:
         else:
             length = len(state) - 1 if part.decides else sequence.length
             self._owner.keep(sequence, length, () if self.has_failed else state.token_ids)
+            self.is_behind = not part.decides or sequence.length != length
         if self._closing:
             self._release()
         elif self._failure is None and part.decides:
