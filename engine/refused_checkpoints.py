@@ -222,8 +222,8 @@ def check_checkpoint(folder: str | Path, *, is_head: bool = False) -> None:
 def _refuse_file(path: Path) -> NoReturn:
     if path.suffix == ".gguf":
         raise ModelNotSupported(
-            f"{path} is a GGUF file, of which a service needs a folder: tandem serve, tandem target, tandem draft and LLM"
-            " make one"
+            f"{path} is a GGUF file, of which a service needs a folder: tandem serve, tandem target, tandem draft and"
+            " LLM make one"
         )
     raise InvalidRequest(f"{path} is a file; give the folder of a checkpoint in Hugging Face format", param="model")
 
