@@ -40,6 +40,8 @@ class GroupedWeight:
     offsets: torch.Tensor | None = None
     #: int8 [16] where codes have 4 bits.
     table: torch.Tensor | None = None
+    #: int32 [K]: which input each column of the codes belongs to; None: they are in order.
+    order: torch.Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,7 +75,8 @@ class GroupedWeight:
         values = whole.reshape(self.out_features, -1, self.group).mul_(self.scales[:, :, None])
         if self.offsets is not None:
             values.sub_(self.offsets[:, :, None])
-        return values.flatten(1)[:, : self.in_features].contiguous()
+        values = values.flatten(1)[:, : self.in_features]
+        return values.contiguous() if self.order is None else values[:, self.order.argsort()]
 
     def rows(self, order: torch.Tensor) -> GroupedWeight:
         """The same outputs in another order, int64 [N]."""
@@ -89,6 +92,7 @@ class GroupedWeight:
         *,
         offsets: torch.Tensor | None = None,
         table: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
     ) -> GroupedWeight:
         """A weight of codes [N, K]: from 0 to 15 with a table, else int8. Scales and offsets [N, groups].
 
@@ -112,6 +116,7 @@ class GroupedWeight:
             scales.float().contiguous(),
             None if offsets is None else offsets.float().contiguous(),
             None if table is None else table.to(torch.int8).contiguous(),
+            None if order is None else order.to(torch.int32).contiguous(),
         )
 
 

@@ -172,7 +172,7 @@ def _codes(files: CheckpointFiles) -> str | None:
 
 #: In the order they are looked for: what needs no weights comes first.
 REFUSALS: Final = (
-    Refusal(_gguf, "give the path of the .gguf file itself to tandem serve, tandem target, tandem draft or LLM"),
+    Refusal(_gguf, "give the path of the .gguf file itself"),
     Refusal(_adapter, "merge it into its base model (peft: merge_and_unload, save_pretrained) and give that folder"),
     Refusal(_no_config, "give a folder in Hugging Face format, with config.json and safetensors"),
     Refusal(_embeddings, "give a decoder-only language model", is_of_heads=False),
@@ -243,7 +243,10 @@ def check_checkpoint(folder: str | Path, *, is_head: bool = False) -> None:
 
 def _refuse_file(path: Path) -> NoReturn:
     if path.suffix == ".gguf":
-        raise ModelNotSupported(f"{path} is a GGUF file: {REFUSALS[0].remedy}")
+        raise ModelNotSupported(
+            f"{path} is a GGUF file, of which a service needs a folder: tandem serve, tandem target, tandem draft and"
+            " LLM make one"
+        )
     raise InvalidRequest(f"{path} is a file; give the folder of a checkpoint in Hugging Face format", param="model")
 
 

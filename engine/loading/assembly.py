@@ -80,8 +80,7 @@ class PackedSource:
             return read_linear(self._stored, {part: self.read(f"{prefix}.{part}") for part in parts})
         except (KeyError, RuntimeError, ValueError) as error:
             raise ModelNotSupported(
-                f"{prefix} cannot be read as {self._stored.method}: {error}; take a checkpoint without act-order, or"
-                " the one that is not quantised"
+                f"{prefix} cannot be read as {self._stored.method}: {error}; take the checkpoint that is not quantised"
             ) from None
 
 

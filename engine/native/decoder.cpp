@@ -239,17 +239,20 @@ class Pass {
         const Layer& layer = m.layers[l];
         const bool last = l + 1 == m.num_layers;
         const bool joins = l == 0 && m.head && m.head->kind == kEagle3;
-        project_to_heads(layer, joins ? joined(*m.head) : normed(layer.input_norm), joins ? p.joined : p.hidden);
+        project_to_heads(layer, joins ? joined(*m.head, layer.qkv) : normed(layer.input_norm, layer.qkv),
+                         joins ? p.joined : p.hidden);
         attend_rows(layer, l, last);
         if (last && !keep_wanted()) return;
-        project_to_stream(stored(heads_out, p.query_width, p.out_stride), layer.output, p.query_width, layer.output_bias);
-        activate(layer, normed(layer.post_norm));
-        project_to_stream(stored(p.mid, m.intermediate, p.mid_stride), layer.down, m.intermediate, layer.down_bias);
+        project_to_stream(stored(heads_out, p.query_width, p.out_stride, layer.output), layer.output, p.query_width,
+                          layer.output_bias);
+        activate(layer, normed(layer.post_norm, layer.gate_up));
+        project_to_stream(stored(p.mid, m.intermediate, p.mid_stride, layer.down), layer.down, m.intermediate,
+                          layer.down_bias);
       }
       if (p.states_at_end && !keep_logits()) return;
       const bool norms_output = m.head && m.head->norms_output;
       if (norms_output) norm_stream(m.final_norm);
-      write_logits(normed(norms_output ? nullptr : m.final_norm));
+      write_logits(normed(norms_output ? nullptr : m.final_norm, m.lm_head));
     }
 
    private:
@@ -285,7 +288,7 @@ class Pass {
     // The residual stream of a head.
     void ingest(const Head& head) {
       if (head.kind == kEagle)
-        project_to_stream<false>(paired(), head.fuse, p.fused, head.fuse_bias);
+        project_to_stream<false>(paired(head.fuse), head.fuse, p.fused, head.fuse_bias);
       else if (p.batch.features)
         project_to_stream<false>(featured(head), head.fuse, p.fused, head.fuse_bias);
       if (head.norms_residual) norm_stream(head.state_norm);
@@ -301,9 +304,9 @@ class Pass {
     }
 
     // Embedding and state side by side. The states may be in the stream, which the product replaces: they are read before.
-    Rows<Format> paired() {
+    Rows<Format> paired(const void* weight) {
       return prepare(p.joined, [&](int r, Activation* to) {
-        return make_row(p.joined, to, [&](auto* row) {
+        return make_row(p.joined, to, weight, [&](auto* row) {
           with_embedding(r, [&](auto* from) { prepare_row(from, p.hidden, p.hidden, row); });
           auto add_state = [&](auto* from) { prepare_row(from, p.hidden, p.hidden, row + p.hidden); };
           p.batch.features ? with_features(r, add_state) : add_state(x + r * p.hidden_stride);
@@ -314,7 +317,7 @@ class Pass {
     // The target's features.
     Rows<Format> featured(const Head& head) {
       return prepare(p.fused, [&](int r, Activation* to) {
-        return make_row(p.fused, to, [&](auto* row) {
+        return make_row(p.fused, to, head.fuse, [&](auto* row) {
           with_features(r, [&](auto* from) {
             if (!head.feature_norm) return void(prepare_row(from, p.fused, p.fused, row));
             const int64_t width = p.fused / head.feature_parts;
@@ -326,9 +329,9 @@ class Pass {
     }
 
     // What the first layer of an EAGLE-3 head sees: embedding and state, each through its norm, side by side.
-    Rows<Format> joined(const Head& head) {
+    Rows<Format> joined(const Head& head, const void* weight) {
       return prepare(p.joined, [&](int r, Activation* to) {
-        return make_row(p.joined, to, [&](auto* row) {
+        return make_row(p.joined, to, weight, [&](auto* row) {
           with_embedding(r, [&](auto* from) { rms_norm(from, head.embedding_norm, p.hidden, m.eps, row); });
           normed_row(x + r * p.hidden_stride, head.norms_residual ? nullptr : head.state_norm, row + p.hidden);
         });
@@ -341,14 +344,14 @@ class Pass {
       weight ? rms_norm(from, weight, p.hidden, m.eps, to) : void(prepare_row(from, p.hidden, p.hidden, to));
     }
 
-    // A row that make(row) writes, as a product takes it; returns its scale. Some zeros may be written behind it.
+    // A row that make(row) writes, as a product with a weight takes it; returns its scale. Some zeros may be written behind it.
     template <class Make>
-    float make_row(int64_t width, Activation* to, Make&& make) const {
+    float make_row(int64_t width, Activation* to, const void* weight, Make&& make) const {
       const int64_t padded = round_up(width, Format::kStep);
       if constexpr (Format::kRounds) {
         float* row = reinterpret_cast<float*>(p.own + team.id * p.own_bytes + p.own_row_at);
         make(row);
-        return prepare_row(row, width, padded, to);
+        return prepare_row(row, width, padded, to, order_of<Format>(weight));
       } else {
         make(to);
         for (int64_t i = width; i < padded; i++) store_one(to + i, 0.0f);
@@ -380,17 +383,17 @@ class Pass {
     }
 
     // The stream's rows through an RMSNorm.
-    Rows<Format> normed(const float* weight) {
+    Rows<Format> normed(const float* norm, const void* weight) {
       return prepare(p.hidden, [&](int r, Activation* to) {
-        return make_row(p.hidden, to, [&](auto* row) { normed_row(x + r * p.hidden_stride, weight, row); });
+        return make_row(p.hidden, to, weight, [&](auto* row) { normed_row(x + r * p.hidden_stride, norm, row); });
       });
     }
 
     // Rows that attention or an activation left behind.
-    Rows<Format> stored(const Stored* from, int64_t width, int64_t stride) {
+    Rows<Format> stored(const Stored* from, int64_t width, int64_t stride, const void* weight) {
       if constexpr (Format::kRounds)
         return prepare(width, [&](int r, Activation* to) {
-          return prepare_row(from + r * stride, width, round_up(width, Format::kStep), to);
+          return prepare_row(from + r * stride, width, round_up(width, Format::kStep), to, order_of<Format>(weight));
         });
       else
         return {from, stride, nullptr};

@@ -268,6 +268,8 @@ def _unknown(  # noqa: PLR0911
         norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
         if any(type(norm).__name__ not in _NORMS or norm.variance_epsilon != config.rms_norm_eps for norm in norms):
             return "norms of another kind"
+        if not (_have_one_order(linears[:3]) and _have_one_order(linears[4:6])):
+            return "inputs in several orders"
         if attention.scaling != layers[0].self_attn.scaling or attention.head_dim % 2:
             return "head sizes"
     if not _is_known(model.lm_head) or type(model.model.norm).__name__ not in _NORMS:
@@ -276,6 +278,13 @@ def _unknown(  # noqa: PLR0911
     if type(model.model.embed_tokens) is not nn.Embedding or any(p.dtype != dtype for p in model.parameters()):
         return "weights of several dtypes"
     return _unknown_cache(caches) or _unknown_rotary(model)
+
+
+def _have_one_order(linears: Sequence[nn.Module]) -> bool:
+    """Whether layers that are packed together take their inputs in one order."""
+    orders = [linear.grouped.order for linear in linears if isinstance(linear, GroupedLinear) and linear.grouped]
+    first = orders[0] if orders else None
+    return all(order is first or (order is not None and first is not None and order.equal(first)) for order in orders)
 
 
 def _is_known(linear: nn.Module) -> bool:

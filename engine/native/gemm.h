@@ -173,7 +173,7 @@ struct Rows {
 
 // to[0 … n) = a row as a product takes it, zeros up to `padded`. Returns its scale, 1 where the format has none.
 template <class T, class To>
-inline float prepare_row(const T* x, long n, long padded, To* to) {
+inline float prepare_row(const T* x, long n, long padded, To* to, const int32_t* = nullptr) {
   long i = 0;
   for (; i + kLanes <= n; i += kLanes) store(to + i, load(x + i));
   if (i < n) store_part(to + i, load_part(x + i, int(n - i)), int(n - i));
@@ -183,7 +183,7 @@ inline float prepare_row(const T* x, long n, long padded, To* to) {
 
 // The largest becomes kLargest.
 template <class T>
-inline float prepare_row(const T* x, long n, long padded, int16_t* to) {
+inline float prepare_row(const T* x, long n, long padded, int16_t* to, const int32_t* = nullptr) {
   Vec most{};
   for (long i = 0; i < n; i += kLanes) {
     const Vec v = load_part(x + i, int(n - i < kLanes ? n - i : kLanes));
@@ -202,9 +202,26 @@ inline float prepare_row(const T* x, long n, long padded, int16_t* to) {
   return peak / Int8::kLargest;
 }
 
-// The largest of every run becomes 127; scales and sums follow. Returns 1.
+// The order in which a product takes activations, or null.
+template <class Format>
+inline const int32_t* order_of(const void* weight) {
+  if constexpr (std::is_same_v<Format, Grouped>)
+    return Grouped::order(static_cast<const Grouped::Weight*>(weight));
+  else
+    return nullptr;
+}
+
+// kLanes numbers at most, x[order[0]] and so on.
 template <class T>
-inline float prepare_row(const T* x, long n, long padded, int8_t* to) {
+inline Vec gather(const T* x, const int32_t* order, long n) {
+  float found[kLanes] = {};
+  for (long i = 0; i < n && i < kLanes; i++) found[i] = to_float(x[order[i]]);
+  return load(found);
+}
+
+// The largest of every run becomes 127; scales and sums follow. Returns 1. `order`: of the activations, or null.
+template <class T>
+inline float prepare_row(const T* x, long n, long padded, int8_t* to, const int32_t* order = nullptr) {
   float* scales = reinterpret_cast<float*>(to + Grouped::scales_at(padded));
   int32_t* sums = reinterpret_cast<int32_t*>(to + Grouped::sums_at(padded, 64));
   int32_t* halves = reinterpret_cast<int32_t*>(to + Grouped::sums_at(padded, 32));
@@ -215,7 +232,11 @@ inline float prepare_row(const T* x, long n, long padded, int8_t* to) {
     Vec most{};
     for (int v = 0; v < kRun / kLanes; v++) {
       const long left = n - at - v * kLanes;
-      values[v] = left >= kLanes ? load(x + at + v * kLanes) : left > 0 ? load_part(x + at + v * kLanes, int(left)) : Vec{};
+      const long first = at + v * kLanes;
+      if (order)
+        values[v] = gather(x, order + first, left);
+      else
+        values[v] = left >= kLanes ? load(x + first) : left > 0 ? load_part(x + first, int(left)) : Vec{};
       most = max(most, max(values[v], -values[v]));
     }
     const float peak = largest(most);

@@ -224,10 +224,11 @@ struct GroupedSource {
   const int8_t* table;  // [16], null for 8 bits
   const float* scales;
   const float* offsets;
-  int64_t n, k, group;  // group: 0 is all inputs
+  const int32_t* order;  // [k] or null: which activation each input is; it must outlive the panels
+  int64_t n, k, group;   // group: 0 is all inputs
   int32_t bits;
 };
-TANDEM_STRUCT(GroupedSource, codes, table, scales, offsets, n, k, group, bits)
+TANDEM_STRUCT(GroupedSource, codes, table, scales, offsets, order, n, k, group, bits)
 
 namespace {
 
@@ -238,6 +239,7 @@ GroupedHeader header_of(const GroupedSource& source) {
   header.chain = header.group % 64 == 0 ? 64 : header.group % 32 == 0 ? 32 : 16;
   header.bits = source.bits;
   header.has_offsets = source.offsets != nullptr;
+  header.order = source.order;
   header.codes_at = kPanel * (header.has_offsets ? 8 : 4);
   header.block_bytes = header.codes_at + header.group * kPanel * source.bits / 8;
   header.panel_bytes = kHeaderBytes + (header.inputs + header.group - 1) / header.group * header.block_bytes;

@@ -23,6 +23,7 @@ struct GroupedHeader {
   int64_t group, block_bytes, codes_at, panel_bytes;
   int32_t bits, chain;  // chain: inputs whose products are one whole number: 16, 32 or 64
   int32_t has_offsets;
+  const int32_t* order;  // [inputs before padding]: which activation each input is; null: itself
 };
 constexpr long kHeaderBytes = 128;
 static_assert(sizeof(GroupedHeader) <= kHeaderBytes, "the header of a panel");
@@ -35,6 +36,7 @@ struct Grouped {
   static constexpr bool kRounds = true;
 
   static long inputs(long k) { return (k + kRun - 1) / kRun * kRun; }
+  static const int32_t* order(const Weight* weight) { return header(weight[0]).order; }
   static const GroupedHeader& header(Panel panel) { return *reinterpret_cast<const GroupedHeader*>(panel); }
 
   // Behind a row's padded activations: the scale of every run; sums of the activations of every 64, 32 and 16.

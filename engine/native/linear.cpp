@@ -64,7 +64,8 @@ int linear(const T* x, int rows, long ldx, long k, const typename Format::Weight
     const Activation* a = copied ? copy : reinterpret_cast<const Activation*>(x);
     if (copied) {
       for (int r; (r = team.next(copying)) < rows;) {
-        const float scale = prepare_row(x + r * ldx, k, round_up(k, Format::kStep), copy + r * lda);
+        const float scale =
+            prepare_row(x + r * ldx, k, round_up(k, Format::kStep), copy + r * lda, order_of<Format>(weight));
         if (Format::kScales) scales[r] = scale;
       }
       team.barrier();

@@ -69,6 +69,8 @@ class PackedWeight:
     dtype: torch.dtype
     #: Of all its panels.
     num_bytes: int
+    #: What the panels point to: :attr:`GroupedWeight.order`.
+    order: torch.Tensor | None = None
 
 
 class NativeLinear(PackedLinear):
@@ -187,7 +189,7 @@ def pack_group(
     """Pack matrices [N, K] of one K and dtype one after another, or panel by panel in turn.
 
     Interleaved ones must have one N. The next page of ``memory`` is taken for them. Grouped ones may have groups and
-    codes of several kinds.
+    codes of several kinds, but one order of inputs.
     """
     panels = [-(-matrix.out_features // library.panel) for matrix in matrices]
     in_features, dtype = matrices[0].in_features, matrices[0].dtype
@@ -212,7 +214,17 @@ def pack_group(
             first_address += first * size
         at += size if interleave else count * size
         packed.append(
-            PackedWeight(library, memory, first_address, step, matrix.out_features, in_features, dtype, count * size)
+            PackedWeight(
+                library,
+                memory,
+                first_address,
+                step,
+                matrix.out_features,
+                in_features,
+                dtype,
+                count * size,
+                matrix.order if isinstance(matrix, GroupedWeight) else None,
+            )
         )
         first += 1 if interleave else count
     return packed

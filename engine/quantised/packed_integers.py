@@ -9,7 +9,7 @@ outputs and K inputs, with code i of a word in its bits from ``bits · i`` on:
 * AWQ (``gemm``): ``qweight`` [K, N / 8] with columns 0, 2, 4, 6, 1, 3, 5, 7 of eight; ``qzeros`` [groups, N / 8]
   alike; ``scales`` [groups, N].
 * GPTQ: ``qweight`` [K · bits / 32, N]; ``qzeros`` [groups, N · bits / 32], one lower unless its format is ``gptq_v2``;
-  ``scales`` [groups, N]; ``g_idx`` [K], the group of each input.
+  ``scales`` [groups, N]; ``g_idx`` [K], the group of each input, which is any with act-order.
 
 Sources: compressed-tensors 0.20, AutoAWQ's and GPTQModel's packing.
 """
@@ -35,7 +35,7 @@ def read_linear(stored: QuantisedFormat, tensors: Tensors) -> GroupedWeight:
 
     Raises:
         KeyError: a tensor is missing.
-        ValueError: tensors do not fit together, or inputs of a group are not neighbours.
+        ValueError: tensors do not fit together.
     """
     if stored.method == "awq":
         return _awq(stored, tensors)
@@ -96,14 +96,18 @@ def _grouped(
     group = stored.group or num_inputs
     if num_inputs % group:
         raise ValueError(f"{num_inputs} inputs in groups of {group}")
+    order = None
     if groups is not None and not torch.equal(groups.long(), torch.arange(num_inputs) // group):
-        raise ValueError("inputs of a group that are not neighbours (act-order)")
+        order = groups.long().argsort(stable=True)
+        if not torch.equal(groups.long()[order], torch.arange(num_inputs) // group):
+            raise ValueError("groups of several sizes (act-order)")
+        codes = codes[:, order]
     first = int(zeros.flatten()[0])
     is_even = bool((zeros == first).all())
     if stored.bits == 4:
         table = torch.arange(16) - (first if is_even else 0)
         offsets = None if is_even else scales * zeros
-        return GroupedWeight.of_codes(codes, scales, group, offsets=offsets, table=table)
+        return GroupedWeight.of_codes(codes, scales, group, offsets=offsets, table=table, order=order)
     zeros = zeros - 128
     offsets = None if is_even and first == 128 else (scales * zeros).expand(scales.shape)
-    return GroupedWeight.of_codes((codes.int() - 128).to(torch.int8), scales, group, offsets=offsets)
+    return GroupedWeight.of_codes((codes.int() - 128).to(torch.int8), scales, group, offsets=offsets, order=order)

@@ -163,7 +163,7 @@ def test_damaged_folders_are_named(name: str, tmp_path: Path) -> None:
 
 def test_files_in_place_of_folders(tmp_path: Path) -> None:
     write(tmp_path, {"model.gguf": b"GGUF", "model.safetensors": PLAIN})
-    with pytest.raises(ModelNotSupported, match=r"model\.gguf holds GGUF weights"):
+    with pytest.raises(ModelNotSupported, match=r"model\.gguf is a GGUF file, of which .* tandem target"):
         check_checkpoint(tmp_path / "model.gguf")
     with pytest.raises(InvalidRequest, match="is a file; give the folder"):
         check_checkpoint(tmp_path / "model.safetensors")

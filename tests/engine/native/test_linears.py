@@ -75,7 +75,8 @@ def _random_grouped(
         return GroupedWeight.of_codes(codes, scales, group, offsets=offsets)
     table = torch.tensor([-128, 127, 0, 1, -1, 2, 90, -90, 5, -77, 44, 3, -3, 66, -50, 17], dtype=torch.int8)
     codes = torch.randint(0, 16, (n, k), generator=generator)
-    return GroupedWeight.of_codes(codes, scales, group, offsets=offsets, table=table)
+    order = torch.randperm(k, generator=generator) if group == 128 else None
+    return GroupedWeight.of_codes(codes, scales, group, offsets=offsets, table=table, order=order)
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
@@ -84,6 +85,14 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
     peaks = runs.abs().amax(-1, keepdim=True)
     whole = (runs * (torch.full_like(peaks, 127.0) / peaks).where(peaks > 0, 0.0)).round()
     return (whole.double() * (peaks / 127).double()).flatten(-2)[..., : x.shape[-1]]
+
+
+def _fed(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    """Activations as a product with the layer's weight takes them: float64."""
+    if not isinstance(layer, GroupedLinear) or layer.grouped is None:
+        return x.double()
+    order = torch.arange(x.shape[-1]) if layer.grouped.order is None else layer.grouped.order.long()
+    return _rounded(x[..., order])[..., order.argsort()]
 
 
 def _weight(layer: nn.Module) -> torch.Tensor:
@@ -99,7 +108,7 @@ def test_it_computes_the_plain_layer(shape: tuple[int, int], dtype: torch.dtype,
     plain, packed = _pack(shape, dtype, weights=weights)
     for rows in (1, 2, 5, 12, 13, 25, 200, 401):
         x = torch.randn(rows, shape[0]).to(dtype)
-        fed = _rounded(x) if isinstance(weights, tuple) else x.double()
+        fed = _fed(x, plain)
         exact = F.linear(fed, _weight(plain).double(), plain.bias.double())  # type: ignore[operator]
         rounding = 2.0**-8 if dtype == torch.bfloat16 else 2e-4 if weights == "int8" else 2e-6
         torch.testing.assert_close(packed(x).double(), exact, atol=4 * rounding, rtol=rounding)

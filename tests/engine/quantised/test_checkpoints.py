@@ -74,20 +74,28 @@ def _compressed(bits: int, symmetric: bool, kind: str = "pack-quantized") -> tup
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}}, store
 
 
-def _gptq() -> tuple[dict[str, Any], Store]:
+def _gptq(*, act_order: bool = False, own_orders: bool = False) -> tuple[dict[str, Any], Store]:
+    """``act_order``: groups of inputs that are not neighbours, the same for every layer of a width or its own."""
+    seeds = iter(range(1000, 2000))
+
     def store(weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
-        groups = weight.view(weight.shape[0], -1, 32)
+        index = torch.arange(weight.shape[1], dtype=torch.int32) // 32
+        if act_order:
+            index = index[
+                torch.randperm(len(index), generator=torch.Generator().manual_seed(next(seeds) if own_orders else 5))
+            ]
+        order = index.argsort(stable=True)
+        groups = weight[:, order].view(weight.shape[0], -1, 32)
         scale = (groups.abs().amax(2) / 7).half()
         codes = ((groups / scale.float()[:, :, None]).round().clamp(-8, 7) + 8).int().flatten(1)
+        codes = codes[:, order.argsort()]
         shifts = torch.arange(0, 32, 4)
         words = (codes.t().reshape(-1, 8, weight.shape[0]).long() << shifts[:, None]).sum(1)
         zeros = torch.full((groups.shape[1], weight.shape[0] // 8), 0x77777777, dtype=torch.int32)
-        index = torch.arange(weight.shape[1], dtype=torch.int32) // 32
         stored = {"qweight": words.to(torch.int32), "qzeros": zeros, "scales": scale.t(), "g_idx": index}
-        meant = (codes.view_as(groups) - 8) * scale.float()[:, :, None]
-        return stored, meant.flatten(1)
+        return stored, (codes - 8) * scale.float()[:, index.long()]
 
-    return {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, store
+    return {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": act_order}, store
 
 
 _FORMATS: dict[str, Callable[[], tuple[dict[str, Any], Store]]] = {
@@ -96,6 +104,7 @@ _FORMATS: dict[str, Callable[[], tuple[dict[str, Any], Store]]] = {
     "w8a16": lambda: _compressed(8, True),
     "w8a8": lambda: _compressed(8, True, "int-quantized"),
     "gptq": _gptq,
+    "gptq act-order": lambda: _gptq(act_order=True),
 }
 
 
@@ -117,6 +126,16 @@ def test_a_checkpoint_answers_as_the_weights_it_stands_for(
     wanted = tools.stock_logits(model, ids)
     difference = (tools.feed(engine, engine.pool.open(20), ids) - wanted).square().mean().sqrt() / wanted.std()
     assert float(difference) < 0.15  # activations of 8 bits, in a model of sharp attention; with wrong scales it is 1
+
+
+def test_projections_that_take_inputs_in_several_orders_run_apart(tmp_path: Path, tools: SimpleNamespace) -> None:
+    model = tools.build("llama", **_SIZES)
+    engine = load.load_engine(_write(model, tmp_path, *_gptq(act_order=True, own_orders=True)))
+    assert engine.runner.name == "native attention"
+    ids = tools.random_ids(20, seed=3)
+    wanted = tools.stock_logits(model, ids)
+    difference = (tools.feed(engine, engine.pool.open(20), ids) - wanted).square().mean().sqrt() / wanted.std()
+    assert float(difference) < 0.15
 
 
 def test_a_layer_that_lacks_a_tensor_is_named(tmp_path: Path, tools: SimpleNamespace) -> None:

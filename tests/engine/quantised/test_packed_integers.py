@@ -94,5 +94,9 @@ def test_gptq(bits: int, shift: int) -> None:
     weight = read_linear(form, tensors)
     exact = scales[each].double() * (codes - zeros[each])
     assert torch.equal(weight.decode().half(), exact.half().t())
+    shuffled = each[torch.randperm(_K, generator=torch.Generator().manual_seed(4))]
+    weight = read_linear(form, {**tensors, "g_idx": shuffled.to(torch.int32)})
+    exact = scales[shuffled].double() * (codes - zeros[shuffled])
+    assert torch.equal(weight.decode().half(), exact.half().t())
     with pytest.raises(ValueError, match="act-order"):
-        read_linear(form, {**tensors, "g_idx": each.flip(0).to(torch.int32)})
+        read_linear(form, {**tensors, "g_idx": torch.zeros(_K, dtype=torch.int32)})

@@ -68,7 +68,7 @@ def truncated(tmp_path: Path) -> str:
 )
 def test_formats_that_are_refused(command: tuple[str, ...], gguf: str) -> None:
     line = refuse(*(part.format(gguf) for part in command))
-    assert f"{gguf} holds GGUF weights (model-Q4_K_M.gguf), which are not read: give the folder" in line
+    assert f"{gguf} holds GGUF weights (model-Q4_K_M.gguf) without config.json: give the path of the .gguf file" in line
 
 
 @pytest.mark.parametrize("module", ["target_service", "draft_service"])
