@@ -66,7 +66,7 @@ class TargetSession(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release (or park) the cache. Idempotent; never raises for a peer that is gone."""
+        """Release the cache. Idempotent; never raises for a peer that is gone."""
         ...
 
 
@@ -141,7 +141,7 @@ class DraftSession(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release (or park) the cache. Idempotent; never raises for a peer that is gone."""
+        """Release the cache. Idempotent; never raises for a peer that is gone."""
         ...
 
 

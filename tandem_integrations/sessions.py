@@ -102,7 +102,7 @@ class RowDraft:
 class _RemoteSession:
     name: str
     length: int
-    #: Length up to which the service has reserved cache.
+    #: Length up to which the service drafts.
     end: int
     last_step: int
     #: Step from which a session that was lost may be opened again; None: it is open.

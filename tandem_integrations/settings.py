@@ -25,7 +25,7 @@ class RemoteDraftSettings:
     )
     reserve_tokens: int = option(
         1024,
-        "tokens a draft reserves cache for, more than num_speculative_tokens; a longer sequence is opened again",
+        "tokens a sequence may grow by until it is opened again; more than num_speculative_tokens",
         ge=2,
         le=2**20,
     )

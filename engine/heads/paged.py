@@ -196,7 +196,7 @@ class PagedHead:
         )
 
     def _copy_blocks(self) -> None:
-        """Make the copies that sequences taken back from a parked one wait for."""
+        """Make the copies of blocks that new sequences share in part wait for; due before any pass."""
         if copies := self.pool.take_copies():
             for cache in self._caches:
                 copy_blocks(cache, copies)

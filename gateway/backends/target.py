@@ -117,7 +117,7 @@ class GrpcTargetSession:
                 return verdict
 
     async def close(self) -> None:
-        """Release (or park) the cache. Idempotent."""
+        """Release the cache. Idempotent."""
         if self._draft is not None:
             self._draft.end()
         await self._stream.close()

@@ -16,7 +16,7 @@ class Closable(Protocol):
     """An open session, on a target or a draft."""
 
     async def close(self) -> None:
-        """Release or park the cache."""
+        """Release the cache."""
         ...
 
 

@@ -88,5 +88,5 @@ class DraftStream:
         return self._arrived.popleft()
 
     async def close(self) -> None:
-        """Release (or park) the cache. Idempotent."""
+        """Release the cache. Idempotent."""
         await self._stream.close()

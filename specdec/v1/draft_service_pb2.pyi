@@ -84,7 +84,7 @@ class OpenDraftSession(_message.Message):
     verification: _types_pb2.VerificationRule.ValueType
     """The rule the target verifies with: it decides how tokens are drawn and whether q rows are sent."""
     max_tokens: _builtins.int
-    """Output tokens at most; cache is reserved for them."""
+    """Output tokens at most."""
     num_speculative_tokens: _builtins.int
     """Drafted tokens a round at most."""
     park: _builtins.bool

@@ -61,7 +61,7 @@ class DraftServiceServicer:
         """One stream is one session. The first message opens it; then one Advance per verdict. The answer to an Advance is a
         proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
         verdict on the assumption that the verdict is this one, and sent already.
-        The end of the stream releases the session's cache, or parks it when the session asked for that.
+        The end of the stream releases the session's cache; later sessions may take over what it held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

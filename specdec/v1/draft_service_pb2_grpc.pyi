@@ -38,7 +38,7 @@ class DraftServiceStub:
     """One stream is one session. The first message opens it; then one Advance per verdict. The answer to an Advance is a
     proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
     verdict on the assumption that the verdict is this one, and sent already.
-    The end of the stream releases the session's cache, or parks it when the session asked for that.
+    The end of the stream releases the session's cache; later sessions may take over what it held.
     """
     DraftSteps: _grpc.StreamStreamMultiCallable[_draft_service_pb2.DraftStepRequest, _draft_service_pb2.DraftStepResponse]
     """Many sessions on one stream, for an engine that decodes all its sequences in one step: one message a step, answered by
@@ -56,7 +56,7 @@ class DraftServiceAsyncStub(DraftServiceStub):
     """One stream is one session. The first message opens it; then one Advance per verdict. The answer to an Advance is a
     proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
     verdict on the assumption that the verdict is this one, and sent already.
-    The end of the stream releases the session's cache, or parks it when the session asked for that.
+    The end of the stream releases the session's cache; later sessions may take over what it held.
     """
     DraftSteps: _aio.StreamStreamMultiCallable[_draft_service_pb2.DraftStepRequest, _draft_service_pb2.DraftStepResponse]  # type: ignore[assignment]
     """Many sessions on one stream, for an engine that decodes all its sequences in one step: one message a step, answered by
@@ -77,7 +77,7 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         """One stream is one session. The first message opens it; then one Advance per verdict. The answer to an Advance is a
         proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
         verdict on the assumption that the verdict is this one, and sent already.
-        The end of the stream releases the session's cache, or parks it when the session asked for that.
+        The end of the stream releases the session's cache; later sessions may take over what it held.
         """
 
     @_abc_1.abstractmethod

@@ -54,7 +54,7 @@ class TargetServiceServicer:
 
     def Verify(self, request_iterator, context):
         """One stream is one session. The first message opens it; then one message a round. The end of the stream, however
-        it comes, releases the session's KV cache, or parks it when the session asked for that.
+        it comes, releases the session's KV cache; later sessions may take over what it held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

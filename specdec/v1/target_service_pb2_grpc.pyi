@@ -36,7 +36,7 @@ class TargetServiceStub:
     def __new__(cls, channel: _aio.Channel) -> TargetServiceAsyncStub: ...
     Verify: _grpc.StreamStreamMultiCallable[_target_service_pb2.VerifyRequest, _target_service_pb2.VerifyResponse]
     """One stream is one session. The first message opens it; then one message a round. The end of the stream, however
-    it comes, releases the session's KV cache, or parks it when the session asked for that.
+    it comes, releases the session's KV cache; later sessions may take over what it held.
     """
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetModelInfoRequest, _types_pb2.GetModelInfoResponse]
     """Describes the model and the load."""
@@ -48,7 +48,7 @@ class TargetServiceAsyncStub(TargetServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Verify: _aio.StreamStreamMultiCallable[_target_service_pb2.VerifyRequest, _target_service_pb2.VerifyResponse]  # type: ignore[assignment]
     """One stream is one session. The first message opens it; then one message a round. The end of the stream, however
-    it comes, releases the session's KV cache, or parks it when the session asked for that.
+    it comes, releases the session's KV cache; later sessions may take over what it held.
     """
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_types_pb2.GetModelInfoRequest, _types_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     """Describes the model and the load."""
@@ -63,7 +63,7 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_target_service_pb2.VerifyResponse], _abc.AsyncIterator[_target_service_pb2.VerifyResponse]]:
         """One stream is one session. The first message opens it; then one message a round. The end of the stream, however
-        it comes, releases the session's KV cache, or parks it when the session asked for that.
+        it comes, releases the session's KV cache; later sessions may take over what it held.
         """
 
     @_abc_1.abstractmethod

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from typing import Final
 
 from specdec.flags import Parser, add_flags, add_grouped_flags, flag_of, from_environment
 from specdec.settings import API_KEY_VARIABLE, GatewaySettings, ModelSettings, SchedulerSettings
 from tandem.launcher.deployment import DERIVED_OPTIONS, SERVER_OPTIONS
 from tandem.speculative_config import OLDER_NAMES
+
+#: Options of the scheduler that one machine needs.
+_SCHEDULING: Final = ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
 
 
 def add_deployment_flags(parser: Parser) -> None:
@@ -15,7 +19,7 @@ def add_deployment_flags(parser: Parser) -> None:
     _add_speculation_flags(parser.group("speculation"))
     add_grouped_flags(parser, ModelSettings, skip=("model",), aliases={"tensor_parallel_size": "-tp"})
     add_grouped_flags(parser, GatewaySettings, skip={*DERIVED_OPTIONS, *SERVER_OPTIONS})
-    add_flags(parser.group("scheduling"), SchedulerSettings, "max_num_seqs", "max_num_batched_tokens")
+    add_flags(parser.group("scheduling"), SchedulerSettings, *_SCHEDULING)
 
 
 def add_key_flag(parser: argparse._ActionsContainer) -> None:

@@ -33,8 +33,8 @@ from tandem.cli.services import SERVICES
 from tandem.speculative_config import OLDER_NAMES
 from tandem_integrations.settings import RemoteDraftSettings
 
-#: The flags of these groups are only named: ``--help`` tells their meaning and default, docs/api.md what they are for.
-_NAMED: Final = ("limits of a request", "connections", "limits of a client")
+#: The flags of these groups are only named: ``--help`` tells their meaning and default, other pages what they are for.
+_NAMED: Final = ("limits of a request", "connections", "limits of a client", "log", "access")
 _MARKED: Final = re.compile(r"(<!-- options: (\S+) -->\n).*?(<!-- end of options -->)", re.DOTALL)
 
 

@@ -43,7 +43,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
         "model_argument",
         metavar="MODEL",
         nargs="?",
-        help="folder or hub name of the target; without it the bundled pair is served",
+        help="folder, .gguf file or hub name of the target; without it the bundled pair is served",
     )
     parser.add_argument("--model", help=argparse.SUPPRESS)
 

@@ -159,7 +159,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             state.known.add(hidden_states)
 
     def num_cached_tokens(self, state: EagleState) -> int:
-        """Tokens that were found in a parked cache at opening."""
+        """Tokens whose entries another session had computed."""
         return state.num_cached_tokens
 
     def room(self, state: EagleState) -> int:

@@ -185,7 +185,7 @@ def test_the_other_flags_reach_their_settings() -> None:
         *("--dtype", "bfloat16", "--seed", "42", "--max-model-len", "512", "--gpu_memory_utilization", "0.8"),
         *("--kv-cache-memory-bytes", "1000000", "-tp", "1", "--trust-remote-code", "--verification", "token"),
         *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--chat-template", "x", "--enforce-eager"),
-        *("--drain-s", "3", "--num-threads", "1"),
+        *("--drain-s", "3", "--num-threads", "1", "--no-enable-prefix-caching"),
         *("--speculative-config", '{"model": "python-1m", "disable_by_batch_size": 6}'),
     )
     gateway, model, scheduler = deployment.gateway, deployment.target.model, deployment.target.scheduler
@@ -196,6 +196,9 @@ def test_the_other_flags_reach_their_settings() -> None:
     assert deploy("--dtype", "half").target.model.dtype == "float16"
     assert (model.trust_remote_code, model.enforce_eager, model.num_threads) == (True, True, 1)
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (8, 64)
+    assert (scheduler.enable_prefix_caching, deploy().target.scheduler.enable_prefix_caching) == (False, True)
+    told = ["--no-enable-prefix-caching" in service.arguments for service in services_of(deployment, SOCKETS)]
+    assert told == [True, True, False]
     assert deployment.target.verification is Rule.TOKEN
     assert deployment.draft is not None
     assert deployment.draft.model is not None
