@@ -120,7 +120,8 @@ def test_a_gguf_file_writes_nearly_what_its_original_does(gguf_file, real_prompt
 def test_serving_a_gguf_file(tmp_path):
     """The path alone; its tokenizer is the one in the file."""
     write_gguf(tmp_path / "python-q8.gguf")
-    shutil.copytree(cache_folder(), tmp_path / "cache" / "tandem")  # the compiled kernels
+    kernels = shutil.ignore_patterns("gguf")  # and links to files that other tests made
+    shutil.copytree(cache_folder(), tmp_path / "cache" / "tandem", ignore=kernels)
     draft = json.dumps({"model": "python-1m", "num_speculative_tokens": 3})
     command = [sys.executable, "-m", "tandem", "serve", str(tmp_path / "python-q8.gguf"), "--speculative-config", draft]
     process = subprocess.Popen(
