@@ -96,9 +96,13 @@ class StepBatcher:
                     await asyncio.sleep(0)
             else:
                 self._wake.clear()
-                with suppress(TimeoutError):  # what is ready waits for blocks, of sessions that may become idle
-                    async with asyncio.timeout(MAX_IDLE_NS / 1e9 if self._ready else None):
-                        await self._wake.wait()
+                await (self._wait_for_blocks() if self._ready else self._wake.wait())
+
+    async def _wait_for_blocks(self) -> None:
+        """What is ready has no blocks. Those of sessions that become idle may be had without an event."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(MAX_IDLE_NS / 1e9):
+                await self._wake.wait()
 
     async def _wait_for_rounds(self) -> None:
         """Wait for rounds that are about to arrive, where that has been faster."""
