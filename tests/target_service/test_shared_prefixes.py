@@ -139,3 +139,25 @@ async def test_what_is_cached_yields_to_open_sessions(start_core, plain):
         assert newest.opened.num_cached_tokens > oldest.opened.num_cached_tokens == 0
         await newest.close()
         await oldest.close()
+
+
+@pytest.mark.parametrize("length", [20, 32, 45])
+async def test_logprobs_after_reused_entries_are_the_same_to_the_bit(start_core, length):
+    prompt = make_prompt(40, 50)
+
+    async def logprobs(core, salt):
+        session = await core.open(make_spec((*prompt[:length], 1, 2, 3), 20, logprobs=5, cache_salt=salt))
+        scores, verdict = [*session.first.logprobs], session.first
+        while verdict.finish_reason is None:
+            session.offer(Proposal(1, session.committed_len, (1, 2)))
+            verdict = await session.receive()
+            scores += verdict.logprobs
+        num_cached = session.opened.num_cached_tokens
+        await session.close()
+        return num_cached, scores
+
+    async with start_core() as core:
+        await (await core.open(make_spec(prompt, 4))).close()
+        reused, alone = await logprobs(core, ""), await logprobs(core, "alone")
+        assert (reused[0], alone[0]) == (length // 16 * 16 + (length % 16 if length % 16 >= 4 else 0), 0)
+        assert reused[1] == alone[1]
