@@ -37,8 +37,10 @@ def drafts_open_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("drafts_open_first")
 def test_several_drafters_over_grpc(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
-    # Without pacing, which may find that nothing pays off in so few tokens.
+    # Without pacing, which may find that nothing pays off in so few tokens. A draft that the target asks is opened after
+    # the target: more than a few tokens, so that it takes part.
     flags = ["--k", "3", "--fixed-draft-length", "--drafter", ",".join(DRAFTERS), "--batch-size", "1,2"]
+    flags += ["--max-tokens", "96"]
     assert cli.main(["bench", *TINY, *flags, *files]) == 0
     printed = capsys.readouterr().out
     for text in ("plain", *DRAFTERS, "1 session", "2 sessions", "acceptance per token", "limit", "torch"):
