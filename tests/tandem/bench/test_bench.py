@@ -37,8 +37,8 @@ def drafts_open_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("drafts_open_first")
 def test_several_drafters_over_grpc(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
-    # Without pacing, which may find that nothing pays off in so few tokens. A draft that the target asks is opened after
-    # the target: more than a few tokens, so that it takes part.
+    # Without pacing, which may find that nothing pays off in so few tokens. A draft that the target asks is opened
+    # after the target: it takes part in a text that is not too short.
     flags = ["--k", "3", "--fixed-draft-length", "--drafter", ",".join(DRAFTERS), "--batch-size", "1,2"]
     flags += ["--max-tokens", "96"]
     assert cli.main(["bench", *TINY, *flags, *files]) == 0
