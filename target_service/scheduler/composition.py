@@ -11,8 +11,9 @@ PREFILL_SHARE: Final = 1 / 8
 #: and two cores then wait 2.4 times as long as without prompts (99th percentile), and prompts are fed at 0.97 of the
 #: speed of full steps, which make them wait 3.0 times as long (``python -m benchmarks.memory prefill``).
 DECODING_SHARE: Final = 3 / 4
-#: Prompts get at least this many tokens each: of many that wait few are fed at a time, so that the first are done soon.
-MIN_CHUNK: Final = 128
+#: Prompts get at least this many tokens each: the fixed cost of a sequence in a batch should not dominate. With 128 the
+#: first tokens of 12 prompts come no sooner.
+MIN_CHUNK: Final = 32
 
 
 def take_rounds(tokens: Sequence[int], num_prefill: int, max_tokens: int) -> int:

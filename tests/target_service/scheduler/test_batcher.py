@@ -321,14 +321,14 @@ def test_rounds_leave_a_share_to_waiting_prompts():
 
 def test_prompts_share_the_room():
     assert share_prefill([10, 1000, 1000], 410) == [10, 400 - MIN_CHUNK, MIN_CHUNK]
-    assert share_prefill([1000, 10, 50], 512) == [452, 10, 50]
+    assert share_prefill([1000, 10, 50], 512) == [470, 10, MIN_CHUNK]
     assert share_prefill([20] * 3, 512) == [20] * 3
     assert share_prefill([1000] * 10, 2 * MIN_CHUNK) == [MIN_CHUNK] * 2 + [0] * 8
     assert share_prefill([1000] * 3, 2 * MIN_CHUNK + 9) == [MIN_CHUNK, MIN_CHUNK, 9]
     assert share_prefill([1000, 1000], 5) == [5, 0]
     assert share_prefill([1000], 0) == [0]
     assert share_prefill([], 100) == []
-    assert share_prefill([7, 300, 11, 90, 2000], 400) == [7, 164, 11, 90, 128]
+    assert share_prefill([7, 300, 11, 90, 2000], 400) == [7, 300, 11, 50, MIN_CHUNK]
 
 
 def test_where_a_sequence_ends():
