@@ -115,7 +115,8 @@ class FakeTarget:
         if self._with_memory:
             if sequence.length != length:
                 self.pool.rollback(sequence, length)
-            self.pool.publish(sequence, token_ids)
+            if sequence.length >= sequence.publishable_from:
+                self.pool.publish(sequence, token_ids)
 
     def finish(self, session: Session) -> None:
         """It has ended."""
