@@ -7,9 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Self
 
-from draft_service.ahead.scheduler import AheadScheduler
 from draft_service.batcher import DraftBatcher
-from draft_service.draft_ahead import DraftAhead
 from draft_service.drafters.base import Drafter, DraftState
 from draft_service.drafters.registry import load_drafter
 from draft_service.session import CoreSession, check_tokens
@@ -28,23 +26,13 @@ ADMISSION_WAIT_S: Final = 0.25
 class DraftCore:
     """A :class:`~specdec.backends.DraftBackend` on a drafter. All methods run on one event loop."""
 
-    def __init__(
-        self,
-        drafter: Drafter[Any],
-        scheduler: SchedulerSettings,
-        tree: TreeShape | None = None,
-        ahead: DraftAhead | None = None,
-    ) -> None:
-        """``tree``: what sessions have drafted; None: chains. ``ahead`` None: nothing is drafted ahead of verdicts."""
+    def __init__(self, drafter: Drafter[Any], scheduler: SchedulerSettings, tree: TreeShape | None = None) -> None:
+        """``tree``: what sessions have drafted; None: chains."""
         self.drafter = drafter
         self.tree = tree
-        self.ahead = ahead or DraftAhead()
-        drafter.use_session_cache(self.ahead.session_cache)
         self._max_num_seqs = scheduler.max_num_seqs
         self._sessions: set[CoreSession] = set()
-        self.batcher: DraftBatcher[Any] = DraftBatcher(
-            drafter, scheduler.max_num_batched_tokens, self.ahead, fail=self._fail
-        )
+        self.batcher: DraftBatcher[Any] = DraftBatcher(drafter, scheduler.max_num_batched_tokens, fail=self._fail)
         self._admission: Admission[DraftState] = Admission(
             max_open=scheduler.max_num_seqs,
             max_waiting=scheduler.max_waiting,
@@ -70,7 +58,7 @@ class DraftCore:
         speculative = settings.speculative
         drafter = await load_drafter(settings)
         tree = speculative.tree if speculative.needs_model else None
-        return cls(drafter, settings.scheduler, tree, ahead=AheadScheduler())  # without it: drafting ahead is off
+        return cls(drafter, settings.scheduler, tree)
 
     async def open(self, spec: SessionSpec) -> CoreSession:
         """Admit a session and prefill its tokens.
@@ -99,7 +87,6 @@ class DraftCore:
     async def load(self) -> ServerLoad:
         """Describe the occupancy at this moment."""
         blocks = self.drafter.occupancy()
-        ahead = self.ahead.counts
         return ServerLoad(
             open_sessions=self._admission.num_open,
             waiting_sessions=self._admission.num_waiting,
@@ -109,10 +96,6 @@ class DraftCore:
             stale_messages=self._num_stale,
             num_batches=self.batcher.num_batches,
             busy_ns=self.batcher.busy_ns,
-            ahead_busy_ns=ahead.busy_ns,
-            ahead_proposals=ahead.num_proposals,
-            ahead_hits=ahead.num_hits,
-            wasted_draft_tokens=ahead.num_wasted_tokens,
         )
 
     def drain(self) -> None:

@@ -97,9 +97,7 @@ async def _read(core: DraftCore, session: CoreSession, context: Context) -> None
             token_ids = tuple(advance.token_ids)
             for states in advance.hidden_states:
                 waiting.add(codec.decode_hidden_states(states))
-            await session.advance(
-                advance.base_len, token_ids, advance.num_draft_tokens, advance.num_ahead_proposals, waiting.take()
-            )
+            await session.advance(advance.base_len, token_ids, advance.num_draft_tokens, waiting.take())
             await asyncio.sleep(0)  # drafting comes before the next read
         else:
             waiting.clear()

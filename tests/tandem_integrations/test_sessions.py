@@ -104,10 +104,9 @@ def chains(drafting):
 PROMPTS = [(5, 6, 7), (8, 9), (5, 6, 7), tuple(range(3, 60))]
 
 
-@pytest.mark.parametrize("num_ahead_proposals", [0, 4])
-async def test_a_good_draft_is_accepted(num_ahead_proposals):
+async def test_a_good_draft_is_accepted():
     async with Service(FakeDraft(quality=1.0)) as service:
-        drafting = remote(service, num_ahead_proposals=num_ahead_proposals)
+        drafting = remote(service)
         engine = Engine(chains(drafting), PROMPTS, 60)
         try:
             while engine.unfinished:
