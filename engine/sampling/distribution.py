@@ -17,6 +17,8 @@ from engine.sampling.transfer import send
 
 #: On a CPU, if only top-p or min-p bounds the survivors: tokens examined first, eight times more at each retry.
 FIRST_WIDTH = 256
+#: Logits of rows that are computed together, in distributions and what is made of them: 64 MiB of float64 each.
+MAX_NUMBERS = 2**23
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.sampling.distribution import distribution
+from engine.sampling.distribution import MAX_NUMBERS, distribution
 from engine.sampling.edits import edited
 from engine.sampling.rows import Rows
 from engine.sampling.transfer import send
@@ -29,16 +29,31 @@ def verify_with_tensors(logits: Tensor, rounds: Sequence[Round]) -> list[Outcome
     of_kind: dict[tuple[Rule | None, bool, bool], list[int]] = {}
     for i, r in enumerate(rounds):
         of_kind.setdefault(_kind(r), []).append(i)
-    groups = [_Group.of(logits, [rounds[i] for i in indices]) for indices in of_kind.values()]
+    together = [part for indices in of_kind.values() for part in _cut(indices, rounds, logits.shape[1])]
+    groups = [_Group.of(logits, [rounds[i] for i in indices]) for indices in together]
     host = torch.cat([part for group in groups for part in group.decide(logits)]).tolist()
 
     outcomes: list[Outcome | None] = [None] * len(rounds)
     at = 0
-    for group, indices in zip(groups, of_kind.values(), strict=True):
+    for group, indices in zip(groups, together, strict=True):
         for i, outcome in zip(indices, group.read(host[at : at + group.num_values], logits), strict=True):
             outcomes[i] = outcome
         at += group.num_values
     return [outcome for outcome in outcomes if outcome is not None]
+
+
+def _cut(indices: Sequence[int], rounds: Sequence[Round], num_tokens: int) -> Iterator[list[int]]:
+    """Rounds of one kind, in parts of at most :data:`MAX_NUMBERS` logits."""
+    part: list[int] = []
+    num_rows = 0
+    for i in indices:
+        own = len(rounds[i].draft_token_ids) + 1
+        if part and (num_rows + own) * num_tokens > MAX_NUMBERS:
+            yield part
+            part, num_rows = [], 0
+        part.append(i)
+        num_rows += own
+    yield part
 
 
 def _kind(r: Round) -> tuple[Rule | None, bool, bool]:
