@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -25,6 +25,10 @@ BOUNDS: Final = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-
 LONG: Final = 600
 #: Rows of a chunk: more than a tile of any kernel holds.
 _CHUNK: Final = 80
+#: Row-heads of a tile of the kernels for a GPU.
+TILE_SIZES: Final = (16, 32, 64)
+#: Of a sequence in a batch: entries before, rows, and their parents.
+_Part: TypeAlias = tuple[int, int, tuple[int, ...]]
 #: Each row follows its half: a binary tree.
 _TREE: Final = (-1, *((row - 1) // 2 for row in range(1, MAX_TREE_ROWS - 1)), 0)
 
@@ -49,16 +53,30 @@ def difference(
     return None
 
 
+def _variants(group: int) -> dict[str, list[_Part]]:
+    """Batches that between them run every variant of the kernels for a GPU, so that none is compiled while requests
+    wait: tiles of each size, in chains and trees, over texts that are split and that are not.
+    """
+    return {
+        f"{rows} rows after {before} entries{' as a tree' * is_tree}": [(before, rows, _TREE[:rows] if is_tree else ())]
+        for rows in sorted({max(1, size // group) for size in TILE_SIZES})
+        for before in (LONG, 0)
+        for is_tree in (False, True)
+    }
+
+
 def _batches(
     shape: LayerShape, block_size: int, device: torch.device
 ) -> Iterator[tuple[str, PagedBatch, tuple[torch.Tensor, torch.Tensor]]]:
     """Batches of every kind on caches of random entries; what nobody has written is NaN."""
-    kinds: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {  # entries before, rows, parents
+    kinds: dict[str, list[_Part]] = {
         "a tree after a long text": [(LONG, len(_TREE), _TREE), (7, 5, ()), (LONG // 3, 1, ())],
         "a row after a long text": [(LONG, 1, ())],
         "a chunk of a prompt": [(3, _CHUNK, ()), (0, 1, ())],
         "rows of short texts": [(5, 1, ()), (0, 2, ()), (9, 1, ())],
     }
+    if device.type == "cuda":
+        kinds |= _variants(shape.num_heads // shape.num_kv_heads)
     generator = torch.Generator().manual_seed(22)
     for name, parts in kinds.items():
         pool = KVPool(sum(-(-(before + rows) // block_size) for before, rows, _ in parts), block_size)

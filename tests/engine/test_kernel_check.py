@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.attention import PagedBatch
+from engine.batch import Batch
 from engine.cuda import attention as triton
 from engine.layers import LayerShape
 from engine.loading import acceleration, kernel_check
@@ -56,6 +58,50 @@ def test_kernels_for_a_gpu_pass_with_entries_split(dtype: torch.dtype, monkeypat
     assert len(num_splits) == 4
     assert num_splits[1] > 2, "a row after a long text"
     assert num_splits[3] == 1
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (7, 7), (16, 1)])
+def test_on_a_gpu_every_variant_is_compiled_at_load(heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever batch comes later: the launches of many more are among those of the check."""
+    multiprocessors = 132
+    num_programs = 4 * multiprocessors
+
+    def variants(batches: Iterable[BatchPlan]) -> set[tuple[int, int, bool, bool]]:
+        found = set()
+        for plan in batches:
+            launch = triton.Launch.of(
+                plan, num_heads=heads, num_kv_heads=kv_heads, dim=128, itemsize=2, num_programs=num_programs
+            )
+            found.add((launch.tile_m, launch.tile_n, launch.num_splits > 1, plan.ancestors is not None))
+        return found
+
+    shape = LayerShape(nn.Identity(), heads, kv_heads, 128, 128, torch.float32, None, None)
+    seen: list[BatchPlan] = []
+
+    def distance(kernels: Any, shape: LayerShape, batch: PagedBatch, caches: Any) -> float:
+        seen.append(batch.batch.plan)
+        return 0.0
+
+    monkeypatch.setattr(kernel_check, "_distance", distance)
+    monkeypatch.setattr(Batch, "to", lambda batch, device: batch)
+    monkeypatch.setattr(Tensor, "to", lambda tensor, *_: tensor)
+    kernel_check.difference(triton, [shape], block_size=32, device=torch.device("cuda"))  # type: ignore[arg-type]
+    monkeypatch.undo()
+    later = [
+        plan_of(rows, sequences, kv_len, is_tree=is_tree)
+        for rows in (1, 2, 3, 5, 8, 17, 33, 65, 512)
+        for sequences in (1, 2, 7, 40, 300)
+        for kv_len in (rows, rows + 700, rows + 100_000)
+        for is_tree in ((False, True) if rows < 66 else (False,))
+    ]
+    assert variants(later) <= variants(seen)
+    assert len(variants(seen)) >= 8
+
+
+def plan_of(rows: int, sequences: int, kv_len: int, *, is_tree: bool) -> BatchPlan:
+    positions, sizes = torch.zeros(rows * sequences, dtype=torch.int64), torch.zeros(sequences + 1, dtype=torch.int32)
+    ancestors = positions if is_tree else None
+    return BatchPlan(positions, positions, sizes, sizes[None], sizes[1:], kv_len, rows, 32, ancestors)
 
 
 def _one_entry_less(plan: BatchPlan) -> BatchPlan:

@@ -21,6 +21,7 @@ from engine import torch_runner
 from engine.engine import Engine
 from engine.layers import PagedLayer
 from engine.loading import acceleration, checkpoint, load
+from engine.native import attention as native
 from engine.plan import BatchPlan
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.settings import ModelSettings
@@ -308,9 +309,6 @@ def test_kernels_are_checked_with_trees_and_with_long_texts(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    native = acceleration.native_attention()
-    assert native is not None
-
     def paged_attention(
         query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BatchPlan, *rest: Any, **more: Any
     ) -> torch.Tensor:
@@ -325,7 +323,8 @@ def test_kernels_are_checked_with_trees_and_with_long_texts(
 def test_the_path_of_a_tree_is_checked_where_it_stays(
     load_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_runner, "move_entries", lambda *_: None)
+    for module in (torch_runner, native):
+        monkeypatch.setattr(module, "move_entries", lambda *_: None)
     with pytest.raises(ModelNotSupported, match=WRONG):
         load_engine("llama", enforce_eager=True)
 
