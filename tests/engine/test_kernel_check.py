@@ -20,6 +20,8 @@ from engine.native import attention as native
 from engine.plan import BatchPlan
 
 CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 Fault = Callable[[BatchPlan], BatchPlan]
 
 

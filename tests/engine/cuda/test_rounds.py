@@ -24,6 +24,7 @@ from engine.cuda.sync import HostWaits, NoSync
 from engine.engine import Segment
 from engine.hidden_states import PassStates, StateRows
 from engine.kv_pool import KVPool
+from engine.sampling import distribution
 from engine.sampling.rows import Rows
 from engine.sampling.sparse import pack
 from engine.sampling.state import SamplingState
@@ -128,7 +129,8 @@ def every_state() -> list[tuple[SamplingState, Rule]]:
 
 @pytest.mark.parametrize("parents", [(), (-1, -1)])
 @pytest.mark.parametrize("has_q", [False, True])
-def test_a_step_waits_once(has_q: bool, parents: tuple[int, ...]) -> None:
+def test_a_step_waits_once(has_q: bool, parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distribution, "NUM_CANDIDATES", 20)
     model = Model()
     q_rows = tuple(pack(np.array(ids), np.array([2, 1])) for ids in ([3, 7], [5, 6])) if has_q else ()
     criteria = StopCriteria(len(PROMPT), 40, frozenset(), 0)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.native import library
+from engine.sampling import distribution
 from engine.sampling.drafting import collect, draft
 from engine.sampling.edits import edited
 from engine.sampling.noise import Stream, number
@@ -267,6 +268,27 @@ def test_many_rounds_are_decided_in_parts_with_the_memory_of_one(monkeypatch: py
             decide_many(many)
         found.append(largest.num_rows)
     assert found == [83, 10]
+
+
+def test_rounds_whose_survivors_are_many_are_decided_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a distribution may lack tokens."""
+    logits, rounds = mixed_rounds()
+    wanted = VERIFIER.verify(logits, rounds)
+    decided: list[int] = []
+    verify = tensor_verifier.verify_with_tensors
+
+    def watched(logits: Tensor, rounds: Sequence[Round], *, exact: bool = False) -> list[Outcome]:
+        decided.append(len(rounds))
+        return verify(logits, rounds, exact=exact)
+
+    monkeypatch.setattr(tensor_verifier, "verify_with_tensors", watched)
+    monkeypatch.setattr(distribution, "_counts_survivors", lambda logits: False)
+    monkeypatch.setattr(distribution, "NUM_CANDIDATES", 4)
+    found = watched(logits, rounds)
+    assert [(o.num_accepted, o.token_ids, o.path) for o in found] == [
+        (o.num_accepted, o.token_ids, o.path) for o in wanted
+    ]
+    assert 0 < decided[1] < decided[0]
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
