@@ -49,6 +49,7 @@ class PagedHead:
         shapes = [
             LayerShape(
                 module=attention,
+                num_heads=attention.num_heads,
                 num_kv_heads=attention.num_kv_heads,
                 head_dim=attention.head_dim,
                 value_dim=attention.head_dim,
@@ -72,11 +73,12 @@ class PagedHead:
         self._caches = allocate_caches(shapes, num_blocks, settings.block_size, device)
         self._kernels: AttentionKernels | None = None
         self._native: NativeHead | None = None
+        caches = settings.block_size, device
         if not settings.enforce_eager and device.type == "cpu":
-            self._kernels = acceleration.native_attention()
+            self._kernels = acceleration.checked("native attention", acceleration.native_attention(), shapes, *caches)
             self._native = self._build_native(settings.num_threads or usable_cores(), settings.autotune)
         elif not settings.enforce_eager:
-            self._kernels = acceleration.triton_attention()
+            self._kernels = acceleration.checked("triton attention", acceleration.triton_attention(), shapes, *caches)
 
     def _build_native(self, num_threads: int, autotune: str) -> NativeHead | None:
         """The head on native kernels, if they agree with its module; else the module gets packed layers alone."""
