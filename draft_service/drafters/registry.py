@@ -16,6 +16,8 @@ DRAFTERS: Final[dict[str, str | type[Drafter[Any]]]] = {
     "draft_model": "draft_service.drafters.draft_model:ModelDrafter",
     "eagle": "draft_service.drafters.heads.eagle:EagleDrafter",
     "eagle3": "draft_service.drafters.heads.eagle:EagleDrafter",
+    "dflash": "draft_service.drafters.heads.dflash:DFlashDrafter",
+    "dspark": "draft_service.drafters.heads.dflash:DFlashDrafter",
     "medusa": "draft_service.drafters.heads.medusa:MedusaDrafter",
     "mlp_speculator": "draft_service.drafters.heads.mlp_speculator:MlpDrafter",
     "ngram": "draft_service.drafters.lookup:NgramDrafter",

@@ -37,6 +37,9 @@ class SpeculativeSettings(LookupSettings):
         only=ATTENDING_METHODS,
     )
     draft_sink_size: int = option(4, "first tokens that are read of a longer text", ge=0, only=ATTENDING_METHODS)
+    draft_confidence_threshold: float = option(
+        0.0, "a draft ends before a token whose confidence is below this", ge=0, le=1, only=("dspark",)
+    )
     parallel_drafting: bool | None = option(
         None, "one pass drafts all tokens (PARD); by default where the checkpoint names a mask token", flag=False
     )

@@ -9,10 +9,13 @@ import torch
 from specdec.types import HiddenStates
 from tests.engine.heads import checkpoints as files
 from tests.engine.heads import reference
+from tests.engine.heads.block_files import STATES
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 K = 4
-KINDS = ("eagle", "eagle3", "medusa", "mlp_speculator")
+KINDS = ("eagle", "eagle3", "medusa", "mlp_speculator", "dflash", "dspark")
+#: Those whose chains are drawn by native code.
+NATIVE = ("eagle", "eagle3")
 
 
 class Talk:
@@ -20,7 +23,7 @@ class Talk:
 
     def __init__(self, core, model, method, dtype="float32"):
         self._core, self._model, self._dtype = core, model, dtype
-        self._layers = (2, 3, 4) if method == "eagle3" else (-1,)
+        self._layers = {"eagle3": (2, 3, 4), "dflash": STATES, "dspark": STATES}.get(method, (-1,))
         self.tokens = list(PROMPT)
 
     async def open(self, spec):
