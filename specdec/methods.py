@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from specdec.checkpoint_config import read_config
 from specdec.errors import InvalidRequest, ModelNotSupported
+from specdec.refused_methods import refuse_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +155,7 @@ def method_of(folder: str) -> str:
 
 def method_of_config(config: Mapping[str, Any]) -> str | None:
     """The method that a ``config.json`` names; None if it may be any causal language model's."""
+    refuse_config(config)
     kind = config.get("speculators_model_type")
     if kind is not None:
         known = {method.speculators_type: name for name, method in METHODS.items() if method.speculators_type}

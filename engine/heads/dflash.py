@@ -1,4 +1,4 @@
-"""DFlash (arXiv 2602.06036): a few layers that draft a whole block in one pass, on the target's states as their context.
+"""DFlash (arXiv 2602.06036): a few layers that draft a block in one pass, on the target's states as their context.
 
 ::
 
@@ -8,8 +8,8 @@
     logits = lm_head(norm(x))                                 # the target's output layer, unless the file brings one
 
 Within the block a layer is causal, or every row sees all. There are two layouts. With ``predicts_next`` row i predicts
-the token after it, as in DSpark; else a mask is filled in: row i > 0 predicts the token at its own position. The rows of
-one pass do not see each other's tokens, so the drafted tokens are independent, given the committed ones.
+the token after it, as in DSpark; else a mask is filled in: row i > 0 predicts the token at its own position. No row
+sees what is drawn at another, so the drafted tokens are independent, given the committed ones.
 """
 
 from __future__ import annotations

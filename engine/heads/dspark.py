@@ -158,10 +158,11 @@ class MarkovWalk(BlockWalk):
         lengths = list(counts)
         if least <= 0 or not self._confidences:
             return lengths
-        for step, (chains, logits) in reversed(list(enumerate(self._confidences))):
-            for chain, confidence in zip(chains, torch.sigmoid(logits.float()).tolist(), strict=True):
-                if confidence < least:
-                    lengths[chain] = min(lengths[chain], step)
+        values = torch.sigmoid(torch.cat([logits.float() for _, logits in self._confidences])).tolist()
+        steps = [(step, chain) for step, (chains, _) in enumerate(self._confidences) for chain in chains]
+        for (step, chain), confidence in zip(steps, values, strict=True):
+            if confidence < least:
+                lengths[chain] = min(lengths[chain], step)
         return lengths
 
 

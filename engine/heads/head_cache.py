@@ -49,7 +49,7 @@ class HeadCache:
             weight_bytes=sum(parameter.nbytes for parameter in head.parameters()),
         )
         self.pool = KVPool(num_blocks, settings.block_size)
-        self._scale = attentions[0].head_dim**-0.5
+        self._scale = attentions[0].head_dim ** -0.5
         self._caches = allocate_caches(shapes, num_blocks, settings.block_size, self.device)
         self._kernels: AttentionKernels | None = None
         if not settings.enforce_eager:

@@ -22,6 +22,12 @@ from specdec.settings import DraftSettings
 class DFlashDrafter(EagleDrafter):
     """Drafts chains of the tokens of a block at most."""
 
+    def __init__(self, loaded: LoadedHead, blocks: PagedBlocks, thread: DeviceThread, settings: DraftSettings) -> None:
+        """Both were loaded on the thread; the drafter's ``info`` says how many tokens are drafted."""
+        super().__init__(loaded, blocks, thread, settings)
+        self._max_depth = loaded.info.num_speculative_tokens
+        self._num_rows = blocks.num_rows
+
     @classmethod
     def _of(cls, loaded: LoadedHead, thread: DeviceThread, settings: DraftSettings) -> Self:
         head, speculative = loaded.head, settings.speculative
@@ -41,10 +47,7 @@ class DFlashDrafter(EagleDrafter):
             least_confidence=speculative.draft_confidence_threshold,
         )
         info = replace(loaded.info, num_speculative_tokens=num_tokens)
-        drafter = cls(replace(loaded, info=info), blocks, thread, settings)
-        drafter._max_depth = num_tokens
-        drafter._num_fed = blocks.num_rows
-        return drafter
+        return cls(replace(loaded, info=info), blocks, thread, settings)
 
     def _num_more(self, job: DraftJob[EagleState], num_tokens: int) -> int:
-        return self._num_fed if num_tokens else 0
+        return self._num_rows if num_tokens else 0

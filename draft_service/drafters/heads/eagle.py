@@ -26,9 +26,9 @@ from draft_service.drafters.window import DraftWindow
 from engine.batch import Segment
 from engine.chains import ChainJob, StopFlags
 from engine.device_thread import DeviceThread
+from engine.heads.blocks import PagedBlocks
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
-from engine.heads.blocks import PagedBlocks
 from engine.heads.paged import PagedHead
 from engine.kv_pool import CacheFull
 from engine.kv_sequence import KVSequence

@@ -39,7 +39,7 @@ def read_dflash(
     """
     fields, options = read_fields(folder, config, tensors, target, predicts_next=False)
     fields.finish()
-    return load_dflash(DFlashHead, DFlashConfig(**options), fields, tensors, folder, target)
+    return load_dflash(DFlashHead, DFlashConfig(**options), fields, tensors, target)
 
 
 def read_fields(
@@ -121,7 +121,6 @@ def load_dflash(
     config: DFlashConfig,
     fields: Fields,
     tensors: dict[str, Tensor],
-    folder: Path,
     target: TargetTensors,
 ) -> DFlashHead:
     """A head of this kind, with what it shares with the target.
@@ -131,7 +130,9 @@ def load_dflash(
     """
     size = config.layer.hidden_size
     if not config.owns_embeddings and size != target.hidden_size:
-        raise fields.refusal("hidden_size", f"without embed_tokens.weight it must be the target's, {target.hidden_size}")
+        raise fields.refusal(
+            "hidden_size", f"the file has no embed_tokens.weight, and the target's is {target.hidden_size}"
+        )
     if not config.owns_lm_head and (config.draft_vocab_size, size) != (target.vocab_size, target.hidden_size):
         raise fields.refusal("draft_vocab_size", "the file has no lm_head.weight, and the target's does not fit")
     vocabulary = take_vocabulary(fields, tensors, config.draft_vocab_size, config.vocab_size)
@@ -140,7 +141,10 @@ def load_dflash(
     shared = [*(() if config.owns_embeddings else ("embed_tokens.weight",))]
     shared += [*(() if config.owns_lm_head else ("lm_head.weight",))]
     head = load(
-        lambda: kind(config, embeddings=embeddings, lm_head=lm_head), tensors, folder, shared=("d2t", "t2d", *shared)
+        lambda: kind(config, embeddings=embeddings, lm_head=lm_head),
+        tensors,
+        Path(fields.origin).parent,
+        shared=("d2t", "t2d", *shared),
     )
     set_vocabulary(head, vocabulary)
     return head
@@ -210,13 +214,20 @@ def _reaches(
     named = fields.take("causal")
     causal = named if causal is None else causal
     both_ways = bool(fields.take("sliding_window_non_causal", sees_all))
-    return tuple(
+    reaches = tuple(
         Reach(
             is_causal=(kind == _SLIDING and not both_ways) if causal is None else bool(causal),
             window=None if kind == _FULL else window + is_muse,
         )
         for kind in kinds
     )
+    block_size = fields.number("block_size")
+    if any(reach.window and reach.window < block_size and not reach.is_causal for reach in reaches):
+        raise ModelNotSupported(
+            f"{fields.origin}: sliding_window is {window}, less than block_size, {block_size}; such a block can only"
+            " be run if its layers are causal"
+        )
+    return reaches
 
 
 def _states(fields: Fields, target: TargetTensors, num_layers: int) -> tuple[int, ...]:

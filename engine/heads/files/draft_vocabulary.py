@@ -29,9 +29,7 @@ def take_vocabulary(fields: Fields, tensors: dict[str, Tensor], size: int, vocab
         raise fields.refusal("draft_vocab_size", f"the target has {vocab_size} tokens and d2t is missing")
     is_distinct = len(set(token_ids.tolist())) == len(token_ids) == size
     if not is_distinct or not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
-        raise fields.refusal(
-            "draft_vocab_size", f"d2t or t2d does not name as many different ids below {vocab_size}"
-        )
+        raise fields.refusal("draft_vocab_size", f"d2t or t2d does not name as many different ids below {vocab_size}")
     return token_ids
 
 

@@ -43,7 +43,7 @@ def read_dspark(
         confidence_reads_token=reads_token,
         markov_bias=any(f"markov_head.{name}_proj.bias" in tensors for name in ("gate", "joint")),
     )
-    head = load_dflash(DSparkHead, spark, fields, tensors, folder, target)
+    head = load_dflash(DSparkHead, spark, fields, tensors, target)
     assert isinstance(head, DSparkHead)
     return head
 

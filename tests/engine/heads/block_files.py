@@ -175,15 +175,19 @@ class BlockReference:
         start = positions[-1] + 1 if positions else 0
         places = range(start, start + len(block))
         for i, (is_causal, window) in enumerate(zip(self.causal, self.windows, strict=True)):
-            block = self._layer(f"layers.{i}.", block, context, [*positions, *places], is_causal, window)
+            sight = is_causal, window
+            block = self._layer(f"layers.{i}.", block, context, [*positions, *places], sight)
         return [rms(x, self.w["norm.weight"], self.eps) for x in block]
 
     def after(self, token_ids: Sequence[int], states: Sequence[Tensor], start: int = 0) -> Step:
         """As :meth:`tests.engine.heads.reference.EagleReference.after`."""
         assert len(token_ids) == start + len(states) + 1
-        context = [self.fuse(state) for state in states]
-        h = self.rows(token_ids[-1], context, range(start, start + len(states)))
-        return lambda drafted: self._logits(h, token_ids[-1], drafted)
+        return self.behind(token_ids[-1], states, range(start, start + len(states)))
+
+    def behind(self, last_token: int, states: Sequence[Tensor], positions: Sequence[int]) -> Step:
+        """Drafting behind states of some positions."""
+        h = self.rows(last_token, [self.fuse(state) for state in states], positions)
+        return lambda drafted: self._logits(h, last_token, drafted)
 
     def confidences(self, h: Sequence[Tensor], last_token: int, drafted: Sequence[int]) -> list[float]:
         """Of each drafted token, before it is drawn."""
@@ -224,9 +228,9 @@ class BlockReference:
         block: Sequence[Tensor],
         context: Sequence[Tensor],
         positions: Sequence[int],
-        is_causal: bool,
-        window: int | None,
+        sight: tuple[bool, int | None],
     ) -> list[Tensor]:
+        is_causal, window = sight
         normed = [rms(x, self.w[prefix + "input_layernorm.weight"], self.eps) for x in block]
         read = [*context, *normed]
         keys = [self._heads(prefix + "self_attn.k", x, p) for x, p in zip(read, positions, strict=True)]

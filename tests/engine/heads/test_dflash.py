@@ -8,9 +8,10 @@ from transformers import GenerationConfig, MuseGlimmerAssistantConfig, MuseGlimm
 from transformers.generation import DFlashTokenCandidateGenerator
 
 from engine.chains import ChainJob
-from engine.heads import blocks
+from engine.cuda import attention as triton_kernels
 from engine.heads.blocks import PagedBlocks
 from engine.heads.files.checkpoint import read_head
+from engine.loading import acceleration
 from engine.sampling.state import SamplingState
 from specdec.params import SamplingParams
 from specdec.rules import DEFAULT_RULE
@@ -67,19 +68,19 @@ def job(sequence, tokens, first, states, k):
     """What is new of a text: its tokens from ``first`` + 1 on, with the states before them."""
     new = tokens[first + 1 :]
     features = states[first : first + len(new)].contiguous()
-    return ChainJob(
-        sequence, new, k, SamplingState(GREEDY, tokens, 1, files.VOCAB), DEFAULT_RULE, features=features
-    )
+    return ChainJob(sequence, new, k, SamplingState(GREEDY, tokens, 1, files.VOCAB), DEFAULT_RULE, features=features)
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["torch", "kernels"])
+@pytest.mark.parametrize("kernels", ["torch", "native", "triton"])
 @pytest.mark.parametrize("window", [7, 500])
-def test_logits_are_those_of_transformers(folder, target, monkeypatch, eager, window):
+def test_logits_are_those_of_transformers(folder, target, monkeypatch, kernels, window):
     """Over rounds in which some of what was drafted is accepted, with windows shorter than the text and longer."""
+    if kernels == "triton":  # in its interpreter
+        monkeypatch.setattr(acceleration, "native_attention", lambda: triton_kernels)
     draft = muse(folder / f"muse-{window}", window)
     head = read_head(folder / f"muse-{window}", folder / "target")
     settings = ModelSettings(
-        model="head", enforce_eager=eager, kv_cache_memory_bytes=1 << 20, block_size=16, device="cpu"
+        model="head", enforce_eager=kernels == "torch", kv_cache_memory_bytes=1 << 20, block_size=16, device="cpu"
     )
     paged = PagedBlocks(head, settings, 512, num_tokens=BLOCK - 1)
     oracle = DFlashTokenCandidateGenerator(
@@ -89,7 +90,7 @@ def test_logits_are_those_of_transformers(folder, target, monkeypatch, eager, wi
     walk = head.walk
     monkeypatch.setattr(head, "walk", lambda x: seen.append(head.logits(x)) or walk(x))
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(files.VOCAB, (11,), generator=generator).tolist()
+    tokens = torch.randint(files.VOCAB, (62,), generator=generator).tolist()
     sequence, known, accepted = paged.pool.open(200), 0, 0
     for accepted in (None, 0, 3, 1, 5, 2):
         if accepted is not None:

@@ -13,7 +13,6 @@ from tests.engine.heads import block_files as blocks
 from tests.engine.heads import checkpoints as files
 from tests.engine.heads import reference
 
-
 #: Heads that draft a block, and how their rows attend.
 BLOCKS = {
     "dflash": {

@@ -21,7 +21,6 @@ from tests.draft_service.drafters.heads.talk import KINDS, NATIVE, PROMPT, K, Ta
 from tests.engine.heads import block_files as blocks
 from tests.engine.heads import checkpoints as files
 
-
 VARIANTS = [*((kind, True) for kind in KINDS), *((kind, False) for kind in (*NATIVE, "dflash", "dspark"))]
 
 
@@ -220,7 +219,9 @@ async def test_states_of_another_width_are_refused(start, spec, target, method):
         await talk.session.close()
 
 
-@pytest.mark.parametrize(("method", "most"), [("medusa", 4), ("mlp_speculator", 5), ("eagle", 9), ("dflash", 5), ("dspark", 6)])
+@pytest.mark.parametrize(
+    ("method", "most"), [("medusa", 4), ("mlp_speculator", 5), ("eagle", 9), ("dflash", 5), ("dspark", 6)]
+)
 async def test_no_more_tokens_than_the_head_can_draft(start, spec, target, method, most):
     async with start(method, k=9) as core:
         assert (await core.info()).num_speculative_tokens == most
