@@ -86,6 +86,8 @@ _BUILT_IN: Final = (
         speculators_type="dflash",
         config_field="dflash_config",
         architecture="dflashdraft|dflashspeculator|muse_?glimmer_?assistant",
+        training_name="dflash",
+        training_summary="layers that draft a block in one pass, on some of the target's hidden states",
     ),
     Method(
         name="dspark",
@@ -96,6 +98,8 @@ _BUILT_IN: Final = (
         speculators_type="dspark",
         config_field="markov_rank",
         architecture="dspark",
+        training_name="dspark",
+        training_summary="the same, with a bias from token to token and an estimate of each token's acceptance",
     ),
     Method(
         name="medusa",

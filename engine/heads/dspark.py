@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.heads.dflash import BlockWalk, DFlashConfig, DFlashHead
@@ -75,6 +74,16 @@ class MarkovHead(nn.Module):
             gate = torch.sigmoid(g)
             return torch.tanh(o), gate * state + (1 - gate) * torch.tanh(c)
         return embedded, state
+
+    def along(self, h: Tensor, embedded: Tensor) -> Tensor:
+        """What W2 is multiplied by at every row of blocks whose tokens are known: [..., R, H] and [..., R, r] to
+        [..., R, r].
+        """
+        state, outs = torch.zeros_like(embedded[..., 0, :]), []
+        for row in range(h.shape[-2]):
+            out, state = self(h[..., row, :], embedded[..., row, :], state)
+            outs.append(out)
+        return torch.stack(outs, dim=-2)
 
 
 class ConfidenceHead(nn.Module):
@@ -164,20 +173,3 @@ class MarkovWalk(BlockWalk):
             if confidence < least:
                 lengths[chain] = min(lengths[chain], step)
         return lengths
-
-
-def markov_logits(head: DSparkHead, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Logits over the draft vocabulary and confidences of whole blocks whose tokens are known, as training needs them.
-
-    ``x`` [..., R, H]; ``previous`` int64 [..., R]: the token before that of each row. Returns [..., R, Vd] and
-    [..., R].
-    """
-    logits, embedded = head.logits(x), None
-    if head.config.markov_rank:
-        embedded = head.markov_head.markov_w1(previous)
-        state, outs = torch.zeros_like(embedded[..., 0, :]), []
-        for row in range(x.shape[-2]):
-            out, state = head.markov_head(x[..., row, :], embedded[..., row, :], state)
-            outs.append(out)
-        logits = logits + F.linear(torch.stack(outs, dim=-2), head.markov_head.markov_w2.weight)
-    return logits, head.confidence(x, embedded) if head.config.has_confidence else None
