@@ -9,7 +9,7 @@ its kernels let every row see the entries before the rows that are fed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +21,9 @@ from engine.batch import MAX_TREE_ROWS, Batch, Segment, build_batch
 from engine.chains import ChainJob, StopFlags, draw_chains
 from engine.heads.dflash import DFlashHead
 from engine.heads.head_cache import HeadCache
+from engine.heads.native.walk import NativeWalk
 from engine.native.linears import pack_linears
+from engine.native.sampling import knows
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.transfer import send
 from specdec.errors import ModelNotSupported
@@ -73,8 +75,11 @@ class PagedBlocks(HeadCache):
         self._least_confidence = least_confidence
         #: Entries a block needs at most, and tokens of a block.
         self.num_rows = min(num_tokens, head.config.max_tokens) + head.config.num_given
+        self._native: NativeWalk | None = None
         if not settings.enforce_eager and self.device.type == "cpu":
-            pack_linears(head, settings.num_threads or usable_cores(), settings.autotune)
+            num_threads = settings.num_threads or usable_cores()
+            self._native = NativeWalk.build(head, num_threads)
+            pack_linears(head, num_threads, settings.autotune)
 
     def draft_chains(self, jobs: Sequence[ChainJob], stop: StopFlags | None = None) -> list[DraftedChain]:
         """Ingest what the jobs feed, as context, and draft a chain for those that want one.
@@ -92,8 +97,10 @@ class PagedBlocks(HeadCache):
             x, starts = self._pass(jobs, drafting)
             if not drafting:
                 return [DraftedChain(())] * len(jobs)
-            walk, step = self.head.walk(x), 0
             first = dict(zip(drafting, starts, strict=True))
+            if self._native is not None and all(knows(job.state) for job in jobs):
+                return self._draw_natively(self._native, x, first, jobs, stop)
+            walk, step = self.head.walk(x), 0
 
             def rows(chains: Sequence[int]) -> Tensor:
                 return send([first[i] + self.head.config.num_given + step for i in chains], self.device)
@@ -107,6 +114,25 @@ class PagedBlocks(HeadCache):
             chains = draw_chains(walk.step(drafting, rows(drafting), last), jobs, feed, stop)
             lengths = walk.lengths([len(chain.token_ids) for chain in chains], self._least_confidence)
         return [_cut(chain, length) for chain, length in zip(chains, lengths, strict=True)]
+
+    def _draw_natively(
+        self,
+        native: NativeWalk,
+        x: Tensor,
+        first: Mapping[int, int],
+        jobs: Sequence[ChainJob],
+        stop: StopFlags | None,
+    ) -> list[DraftedChain]:
+        """The chains in one native call."""
+        rows = [first.get(i, 0) + self.head.config.num_given for i in range(len(jobs))]
+        chains, confidences = native.draft_chains(x, rows, jobs, stop)
+        if confidences is None or self._least_confidence <= 0:
+            return chains
+        unsure = (torch.sigmoid(confidences) < self._least_confidence).tolist()
+        return [
+            _cut(chain, below.index(True)) if True in below else chain
+            for chain, below in zip(chains, unsure, strict=True)
+        ]
 
     def _pass(self, jobs: Sequence[ChainJob], drafting: Sequence[int]) -> tuple[Tensor, list[int]]:
         """One pass over all that is fed; returns the blocks' rows, [R, H], and the first of each block."""

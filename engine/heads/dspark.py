@@ -48,6 +48,10 @@ class DSparkConfig(DFlashConfig):
     markov_bias: bool = True
 
 
+class SmallLinear(nn.Linear):
+    """A layer that is not worth packing or rounding, and so is left as it is."""
+
+
 class MarkovHead(nn.Module):
     """The bias that the token before gives to the logits."""
 
@@ -57,9 +61,9 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Embedding(config.draft_vocab_size, rank)  # rows are looked up
         if config.markov_type == "gated":
-            self.gate_proj = nn.Linear(size + rank, rank, bias=config.markov_bias)
+            self.gate_proj = SmallLinear(size + rank, rank, bias=config.markov_bias)
         elif config.markov_type == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + size, 3 * rank, bias=config.markov_bias)
+            self.joint_proj = SmallLinear(2 * rank + size, 3 * rank, bias=config.markov_bias)
         self.kind = config.markov_type
 
     def forward(self, h: Tensor, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +95,7 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, num_inputs: int) -> None:
         super().__init__()
-        self.proj = nn.Linear(num_inputs, 1)
+        self.proj = SmallLinear(num_inputs, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., inputs] to logits [...]."""

@@ -15,7 +15,7 @@ PROMPT = [3, 14, 15, 9, 26, 5]
 K = 4
 KINDS = ("eagle", "eagle3", "medusa", "mlp_speculator", "dflash", "dspark")
 #: Those whose chains are drawn by native code.
-NATIVE = ("eagle", "eagle3")
+NATIVE = ("eagle", "eagle3", "dflash", "dspark")
 
 
 class Talk:

@@ -19,7 +19,7 @@ from engine.device_thread import DeviceThread
 from engine.heads import dspark
 from engine.heads.blocks import PagedBlocks
 from engine.heads.dflash import DFlashConfig, DFlashHead, Reach
-from engine.heads.dspark import DSparkConfig, DSparkHead, MarkovWalk
+from engine.heads.dspark import DSparkConfig, DSparkHead
 from engine.sampling.sparse import unpack
 from specdec.rules import Rule
 from specdec.settings import DraftSettings, ModelSettings, SpeculativeSettings
@@ -86,12 +86,12 @@ def rows_of(tokens, start):
 async def start_head():
     started = []
 
-    async def start(kind, least=0.0):
+    async def start(kind, least=0.0, *, in_torch=False):
         head = shaken(HEADS[kind]())
         if isinstance(head, DSparkHead):  # let the token before decide about the confidence
             head.confidence_head.proj.weight[:, : -head.config.markov_rank] *= 0.1
             head.confidence_head.proj.bias.zero_()
-        model = ModelSettings(model="head", num_threads=1, kv_cache_memory_bytes=1 << 24)
+        model = ModelSettings(model="head", num_threads=1, kv_cache_memory_bytes=1 << 24, enforce_eager=in_torch)
         settings = DraftSettings(
             speculative=SpeculativeSettings(model="head", method=head.method, num_speculative_tokens=3),
             model=model,
@@ -118,9 +118,19 @@ async def start_head():
         await drafter.shutdown()
 
 
-@pytest.mark.parametrize(("kind", "rule"), [("dflash", Rule.TOKEN), ("dflash", Rule.BLOCK), ("rnn", Rule.BLOCK)])
-async def test_ratio_rules_keep_the_targets_distribution(start_head, spec, kind, rule):
-    texts = await counted.texts_of(await start_head(kind), partial(spec, max_tokens=24), rule, 2000)
+@pytest.mark.parametrize(
+    ("kind", "rule", "in_torch"),
+    [
+        ("dflash", Rule.TOKEN, False),
+        ("dflash", Rule.BLOCK, True),
+        ("vanilla", Rule.BLOCK, False),
+        ("gated", Rule.TOKEN, False),
+        ("rnn", Rule.TOKEN, True),
+        ("rnn", Rule.BLOCK, False),
+    ],
+)
+async def test_ratio_rules_keep_the_targets_distribution(start_head, spec, kind, rule, in_torch):
+    texts = await counted.texts_of(await start_head(kind, in_torch=in_torch), partial(spec, max_tokens=24), rule, 2000)
     assert counted.p_value(texts) > 1e-3
 
 
@@ -147,41 +157,46 @@ async def test_rows_of_other_positions_are_noticed(start_head, spec, monkeypatch
 def lengths(monkeypatch):
     """Lengths of the chains that confidences have cut."""
     found = Counter()
-    real = MarkovWalk.lengths
+    real = DFlashDrafter.draft
 
-    def counting(self, counts, least):
-        kept = real(self, counts, least)
-        found.update(kept)
-        return kept
+    async def counting(self, batch):
+        drafts = await real(self, batch)
+        found.update(len(draft.token_ids) for draft, job in zip(drafts, batch, strict=True) if job.num_tokens)
+        return drafts
 
-    monkeypatch.setattr(MarkovWalk, "lengths", counting)
+    monkeypatch.setattr(DFlashDrafter, "draft", counting)
     return found
 
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
 async def test_chains_that_end_before_an_unsure_token(start_head, spec, lengths, rule):
-    texts = await counted.texts_of(await start_head("rnn", 0.5), partial(spec, max_tokens=24), rule, 2000)
+    head = await start_head("rnn", 0.5, in_torch=rule is Rule.TOKEN)
+    texts = await counted.texts_of(head, partial(spec, max_tokens=24), rule, 2000)
     assert min(lengths[length] for length in range(4)) > 100
     assert counted.p_value(texts) > 1e-3
 
 
-@pytest.mark.parametrize("rule", [Rule.BLOCK])
-async def test_chains_that_end_at_the_token_that_was_drawn_are_noticed(start_head, spec, lengths, monkeypatch, rule):
+async def test_chains_that_end_at_the_token_that_was_drawn_are_noticed(start_head, spec, monkeypatch):
     """Planted: the confidence that is looked at has read the token itself."""
-    real = MarkovWalk.lengths
-    monkeypatch.setattr(
-        MarkovWalk, "lengths", lambda self, counts, least: [max(0, n - 1) for n in real(self, counts, least)]
-    )
-    texts = await counted.texts_of(await start_head("rnn", 0.5), partial(spec, max_tokens=24), rule, 2000)
-    assert lengths
+    real = DFlashDrafter.draft
+
+    async def shorter(self, batch):
+        drafts = await real(self, batch)
+        cut = [replace(draft, token_ids=draft.token_ids[:-1], q_rows=draft.q_rows[:-1]) for draft in drafts]
+        return [draft if len(draft.token_ids) == 3 else less for draft, less in zip(drafts, cut, strict=True)]
+
+    monkeypatch.setattr(DFlashDrafter, "draft", shorter)
+    texts = await counted.texts_of(await start_head("rnn", 0.5), partial(spec, max_tokens=24), Rule.BLOCK, 2000)
     assert counted.p_value(texts) < 1e-9
 
 
-@pytest.mark.parametrize(("kind", "num_candidates"), [*((kind, 256) for kind in HEADS), ("gated", 3)])
-async def test_rows_are_what_tokens_were_drawn_from(start_head, spec, monkeypatch, kind, num_candidates):
-    """χ² of the second token where the first one is the most frequent; no other than a candidate is drafted."""
+@pytest.mark.parametrize("in_torch", [True, False])
+@pytest.mark.parametrize("case", [*((kind, 256) for kind in HEADS), ("gated", 3)], ids=str)
+async def test_rows_are_what_tokens_were_drawn_from(start_head, spec, monkeypatch, case, in_torch):
+    """χ² of the second token, for each first one; no other than a candidate is drafted."""
+    kind, num_candidates = case
     monkeypatch.setattr(dspark, "NUM_CANDIDATES", num_candidates)
-    drafter = await start_head(kind)
+    drafter = await start_head(kind, in_torch=in_torch)
     counts, rows = {}, {}
     for seed in range(0, 3000, 500):
         openings = [

@@ -33,7 +33,7 @@ TREE = {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"}
 
 @pytest.mark.parametrize(
     ("method", "tree"),
-    [(method, tree) for method in (*NATIVE, "dflash", "dspark") for tree in ({}, TREE) if method in NATIVE or not tree],
+    [*((method, {}) for method in NATIVE), ("eagle", TREE), ("eagle3", TREE)],
 )
 @pytest.mark.parametrize("in_torch", [True, False])
 async def test_a_window(start, spec, formula, method, tree, in_torch):  # noqa: PLR0917
