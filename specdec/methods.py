@@ -90,6 +90,15 @@ _BUILT_IN: Final = (
         training_summary="layers that draft a block in one pass, on some of the target's hidden states",
     ),
     Method(
+        name="dflash2",
+        needs_model=True,
+        is_head=True,
+        attends=True,
+        usual_acceptance_length=2.4,
+        speculators_type="dflash2",
+        architecture="dflash2",
+    ),
+    Method(
         name="dspark",
         needs_model=True,
         is_head=True,

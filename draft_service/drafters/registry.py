@@ -17,6 +17,7 @@ DRAFTERS: Final[dict[str, str | type[Drafter[Any]]]] = {
     "eagle": "draft_service.drafters.heads.eagle:EagleDrafter",
     "eagle3": "draft_service.drafters.heads.eagle:EagleDrafter",
     "dflash": "draft_service.drafters.heads.dflash:DFlashDrafter",
+    "dflash2": "draft_service.drafters.heads.dflash:DFlashDrafter",
     "dspark": "draft_service.drafters.heads.dflash:DFlashDrafter",
     "medusa": "draft_service.drafters.heads.medusa:MedusaDrafter",
     "mlp_speculator": "draft_service.drafters.heads.mlp_speculator:MlpDrafter",

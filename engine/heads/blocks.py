@@ -38,6 +38,8 @@ class _Blocks:
     #: int64 [R].
     token_ids: Tensor
     positions: Tensor
+    #: Of the rows in their blocks.
+    places: Tensor
     #: Slots of the rows, then, unless all layers are causal, of copies of them: what lies where attention believes the
     #: rows to stand is masked, but must be a number.
     slots: Tensor
@@ -161,7 +163,7 @@ class PagedBlocks(HeadCache):
             self.write(layer, key, value, written)
             return self.attend(layer, query, blocks.causal if reach.is_causal else blocks.both_ways, reach.window)
 
-        x = head(blocks.token_ids, context, torch.cat((new.positions, blocks.positions)), attend)
+        x = head(blocks.token_ids, context, torch.cat((new.positions, blocks.positions)), attend, blocks.places)
         return x, blocks.starts
 
     def _blocks(self, jobs: Sequence[ChainJob]) -> _Blocks:
@@ -200,6 +202,7 @@ class PagedBlocks(HeadCache):
         return _Blocks(
             send(batch.input_ids[0], self.device),
             send(plan.positions, self.device),
+            send(torch.from_numpy(entries - np.repeat(starts, counts)), self.device),
             send(slots, self.device),
             PagedBatch(causal.to(self.device)),
             PagedBatch(both_ways),

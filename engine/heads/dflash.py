@@ -206,19 +206,25 @@ class DFlashHead(MappedHead):
             x = torch.where((token_ids == self.config.mask_token_id)[..., None], self.mask_embedding, x)
         return x
 
-    def forward(self, token_ids: Tensor, context: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, context: Tensor, positions: Tensor, attend: Attend, places: Tensor) -> Tensor:
         """One pass over blocks.
 
         ``token_ids`` int64 [..., R] of the blocks' rows; ``context`` [..., T, H] of :meth:`fuse`, the committed
         positions that have no keys and values yet; ``positions`` int64 [..., T + R] of both. ``attend`` gets the keys
-        and values of all T + R rows. Returns [..., R, H], what :meth:`logits` reads.
+        and values of all T + R rows. ``places`` int64 [R]: those of the rows in their blocks. Returns [..., R, H], what
+        :meth:`logits` reads.
         """
         x = self.embed(token_ids)
-        rotation = self.rotary(positions, x.dtype)
+        out: Tensor = self.norm(self.run_layers(x, self.rotary(positions, x.dtype), attend, context, places))
+        return out
+
+    def run_layers(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend, context: Tensor, places: Tensor
+    ) -> Tensor:
+        """[..., R, H] to [..., R, H]; arguments as of :meth:`forward`."""
         for layer in self.layers:
             x = layer(x, rotation, attend, context)
-        out: Tensor = self.norm(x)
-        return out
+        return x
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits over the draft vocabulary, [..., Vd]."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.heads.dflash import BlockWalk, DFlashConfig, DFlashHead
+from engine.heads.layer import SmallLinear
 from engine.sampling.transfer import send
 
 #: How a bias is made of the token before.
@@ -46,10 +47,6 @@ class DSparkConfig(DFlashConfig):
     confidence_reads_token: bool = False
     #: Biases of ``gate_proj`` or ``joint_proj``.
     markov_bias: bool = True
-
-
-class SmallLinear(nn.Linear):
-    """A layer that is not worth packing or rounding, and so is left as it is."""
 
 
 class MarkovHead(nn.Module):

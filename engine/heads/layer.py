@@ -194,6 +194,10 @@ class LlamaLayer(nn.Module):
         return out
 
 
+class SmallLinear(nn.Linear):
+    """A layer that is not worth packing or rounding, and so is left as it is."""
+
+
 def frozen_embedding(vocab_size: int, size: int, shared: Tensor | None) -> nn.Embedding:
     """An embedding that is not trained: on a tensor such as the target's, uncopied, or with weights of its own."""
     if shared is None:

@@ -5,7 +5,7 @@
 
 namespace tandem {
 
-enum class WalkKind : int64_t { kNone, kVanilla, kGated, kRecurrent };
+enum class WalkKind : int64_t { kNone, kVanilla, kGated, kRecurrent, kProduct };
 
 // The blocks of a batch. r is the rank of the bias; without one, candidates and what follows mean nothing.
 struct Walk {
@@ -13,7 +13,7 @@ struct Walk {
   const int64_t* rows;        // [chains]: the row of each chain's first token; the others follow
   const int32_t* target_ids;  // [outputs], or null: outputs are tokens
   const int64_t* candidates;  // [rows, num_candidates]: the outputs that can be drawn
-  const float* inner;         // [rows, r or 3 r]: the row's part of gate or joint, bias included; null: vanilla
+  const float* inner;         // [rows, r or 3 r]: the row's part of gate, joint or product; null: vanilla
   const float* weights;       // the token's part [r, r], or the state's and the token's [3 r, 2 r]
   const void* before;         // W1 [vocab, r]
   const void* after;          // W2 [outputs, r]
@@ -116,6 +116,9 @@ class WalkSteps {
           state[i] = gate * state[i] + (1.0f - gate) * std::tanh(scratch[r + i]);
           bias[i] = std::tanh(scratch[2 * r + i]);
         }
+        return;
+      case WalkKind::kProduct:
+        for (int64_t i = 0; i < r; i++) bias[i] = w.inner[row * r + i] * e[i];
         return;
       default:
         std::memcpy(bias, e, size_t(r) * 4);

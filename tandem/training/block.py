@@ -92,7 +92,8 @@ def block_logits(
         own = (starts[:, None] + 1 + torch.arange(count, device=rows.device)).flatten()
         positions = torch.cat([torch.arange(length, device=rows.device), own])
         attend = BlockAttention(config.reaches, starts, length, count)
-        out: Tensor = head(fed.flatten(1), context, positions, attend)
+        places = torch.arange(count, device=rows.device).repeat(len(starts))
+        out: Tensor = head(fed.flatten(1), context, positions, attend, places)
         parts.append(out.reshape(*fed.shape, -1))
     h = torch.cat(parts, 1)[:, :, config.num_given :]  # [B, A, steps, H]
     starts = torch.cat(list(groups))

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.chain_job import ChainJob, StopFlags
 from engine.heads import dspark
 from engine.heads.dflash import DFlashHead
+from engine.heads.dflash2 import DFlash2Head
 from engine.heads.dspark import MARKOV_TYPES, DSparkHead
 from engine.native.chains import draw_chains
 from engine.native.library import DTYPES, NativeLibrary, load
@@ -21,7 +22,7 @@ from engine.native.structs import CWalk
 from engine.sampling.drafting import DraftedChain
 
 #: ``WalkKind`` of walk.cpp.
-_KINDS: Final = {kind: i + 1 for i, kind in enumerate(MARKOV_TYPES)}
+_KINDS: Final = {kind: i + 1 for i, kind in enumerate((*MARKOV_TYPES, "product"))}
 
 
 class NativeWalk:
@@ -42,6 +43,10 @@ class NativeWalk:
             self._struct.target_ids = self._keep(ids)
         if isinstance(head, DSparkHead):
             self._read(head)
+        elif isinstance(head, DFlash2Head):
+            selector = head.candidate_selector
+            self._read_tables("product", selector.predecessor_codebook, selector.successor_codebook)
+            self._inner = selector.hidden_projection.weight, None
 
     @classmethod
     def build(cls, head: DFlashHead, num_threads: int) -> NativeWalk | None:
@@ -66,7 +71,8 @@ class NativeWalk:
         held = [logits, first := torch.tensor(rows, dtype=torch.int64)]
         struct.logits, struct.rows = logits.data_ptr(), first.data_ptr()
         if struct.rank:
-            struct.num_candidates = min(dspark.NUM_CANDIDATES, logits.shape[1])
+            most = head.config.selector_top_k if isinstance(head, DFlash2Head) else dspark.NUM_CANDIDATES
+            struct.num_candidates = min(most, logits.shape[1])
             held.append(candidates := logits.topk(struct.num_candidates, dim=-1).indices)
             struct.candidates = candidates.data_ptr()
         if self._inner is not None:
@@ -96,9 +102,7 @@ class NativeWalk:
         size, rank = config.layer.hidden_size, config.markov_rank
         if rank:
             markov = head.markov_head
-            struct.rank, struct.kind = rank, _KINDS[config.markov_type]
-            struct.table_dtype = DTYPES[markov.markov_w1.weight.dtype]
-            struct.before, struct.after = self._keep(markov.markov_w1.weight), self._keep(markov.markov_w2.weight)
+            self._read_tables(config.markov_type, markov.markov_w1.weight, markov.markov_w2.weight)
             if config.markov_type == "gated":
                 layer = markov.gate_proj  # reads the row, then the token
                 self._inner = layer.weight[:, :size].contiguous(), layer.bias
@@ -112,6 +116,11 @@ class NativeWalk:
             self._sure = proj.weight[:, :size].contiguous(), proj.bias
             if config.confidence_reads_token:
                 struct.sure_weights = self._keep(proj.weight[0, size:].float())
+
+    def _read_tables(self, kind: str, before: Tensor, after: Tensor) -> None:
+        self._struct.rank, self._struct.kind = before.shape[1], _KINDS[kind]
+        self._struct.table_dtype = DTYPES[before.dtype]
+        self._struct.before, self._struct.after = self._keep(before), self._keep(after)
 
     def _keep(self, tensor: Tensor) -> int:
         """The address of a tensor that lives as long as this."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.engine.heads import checkpoints as files
 from tests.engine.heads.reference import Step, rms, rope_angles, turned
 
-BLOCK, MASK, LAYERS, RANK = 6, 96, (1, 3, 4), 10
+BLOCK, MASK, LAYERS, RANK, TOP_K = 6, 96, (1, 3, 4), 10, 7
 #: The states they read, as transformers numbers them.
 STATES = tuple(i + 1 for i in LAYERS)
 
@@ -61,6 +61,20 @@ def dspark_config(kind: str = "rnn", **changes: Any) -> dict[str, Any]:
     )
 
 
+def dflash2_config(**changes: Any) -> dict[str, Any]:
+    """Of ``z-lab/…-DFlash2``."""
+    config = dflash_config(architectures=["DFlash2DraftModel"], is_causal=False)
+    config["dflash_config"] |= {
+        "conv_kernel_size": 2,
+        "conv_group_size": 8,
+        "selector_rank": RANK,
+        "selector_top_k": TOP_K,
+        "final_logit_softcapping": 20.0,
+        "output_multiplier": 0.7,
+    }
+    return config | changes
+
+
 def speculators_config(kind: str, **changes: Any) -> dict[str, Any]:
     """Of the speculators library; ``kind``: dflash, dflash2 or dspark."""
     layer = files.layer_config() | {
@@ -75,8 +89,16 @@ def speculators_config(kind: str, **changes: Any) -> dict[str, Any]:
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
     }
+    selector = {
+        "draft_vocab_size": files.VOCAB,
+        "sliding_window_non_causal": True,
+        "conv_kernel_size": 2,
+        "conv_group_size": 8,
+        "selector_rank": RANK,
+        "selector_top_k": TOP_K,
+    }
     return {
-        "architectures": ["DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"],
+        "architectures": [{"dspark": "DSparkSpeculator", "dflash2": "DFlash2DraftModel"}.get(kind, "DFlashSpeculator")],
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "block_size": BLOCK,
@@ -86,7 +108,7 @@ def speculators_config(kind: str, **changes: Any) -> dict[str, Any]:
         "target_hidden_size": None,
         "sliding_window_non_causal": False,
         "transformer_layer_config": layer,
-        **(spark if kind == "dspark" else {}),
+        **{"dspark": spark, "dflash2": selector}.get(kind, {}),
     } | changes
 
 
@@ -96,10 +118,11 @@ def block_tensors(
     markov: str | None = None,
     own: bool = False,
     draft_vocab: int | None = None,
+    convolved: bool = False,
     num_layers: int = 2,
 ) -> dict[str, Tensor]:
-    """``markov``: with the heads of DSpark; ``own``: with embeddings and output layer; ``draft_vocab``: with an output
-    layer over so many tokens.
+    """``markov``: with the heads of DSpark; ``convolved``: with what DFlash2 adds; ``own``: with embeddings and output
+    layer; ``draft_vocab``: with an output layer over so many tokens.
     """
     draw = files.Draw(seed)
     hidden, vocab = files.HIDDEN, draft_vocab or files.VOCAB
@@ -112,6 +135,13 @@ def block_tensors(
         tensors |= files.layer_tensors(draw, f"layers.{i}.", hidden, qkv_bias=False)
         tensors[f"layers.{i}.input_layernorm.weight"] = draw.norm(hidden)
         tensors |= {f"layers.{i}.self_attn.{part}_norm.weight": draw.norm(files.HEAD_DIM) for part in "qk"}
+        for name in ("attention_conv", "mlp_conv") if convolved else ():
+            tensors[f"layers.{i}.{name}.base_kernel"] = draw.norm(2 * 2 * hidden).view(2, 2, hidden)
+            tensors[f"layers.{i}.{name}.kernel_projection.weight"] = draw(2 * 2 * hidden // 8, hidden)
+    if convolved:
+        tensors["candidate_selector.predecessor_codebook"] = 3 * draw(files.VOCAB, RANK)
+        tensors["candidate_selector.successor_codebook"] = 3 * draw(files.VOCAB, RANK)
+        tensors["candidate_selector.hidden_projection.weight"] = 3 * draw(RANK, hidden)
     if own:
         tensors["embed_tokens.weight"] = draw(files.VOCAB, hidden)
     if own or draft_vocab:
@@ -164,6 +194,8 @@ class BlockReference:
         self.num_rows, self.causal, self.windows = num_rows, causal, windows
         self.first = 0 if predicts_next else 1
         self.markov = markov
+        own = config.get("dflash_config", config)
+        self.scale, self.cap = own.get("output_multiplier", 1.0), own.get("final_logit_softcapping", 0.0)
 
     def fuse(self, state: Tensor) -> Tensor:
         """[features] of one position to [H]."""
@@ -200,7 +232,14 @@ class BlockReference:
         return [1 / (1 + math.exp(-float(score))) for score in scores]
 
     def _logits(self, h: Sequence[Tensor], last_token: int, drafted: Sequence[int]) -> Tensor:
-        own = self.lm_head @ h[self.first + len(drafted)]
+        own = self.lm_head @ h[self.first + len(drafted)] * self.scale
+        own = torch.tanh(own / self.cap) * self.cap if self.cap else own
+        if "candidate_selector.predecessor_codebook" in self.w:
+            before = self.w["candidate_selector.predecessor_codebook"][[last_token, *drafted][-1]]
+            moved = before * (self.w["candidate_selector.hidden_projection.weight"] @ h[self.first + len(drafted)])
+            best = own.topk(TOP_K).indices
+            scores = own[best] + self.w["candidate_selector.successor_codebook"][best] @ moved
+            own = torch.full_like(own, -torch.inf).index_copy_(0, best, scores)
         if self.markov:
             own = own + self.w["markov_head.markov_w2.weight"] @ self._bias(h, [last_token, *drafted])
         whole = torch.full((self.vocab_size,), -torch.inf, dtype=torch.float64)
@@ -232,11 +271,14 @@ class BlockReference:
     ) -> list[Tensor]:
         is_causal, window = sight
         normed = [rms(x, self.w[prefix + "input_layernorm.weight"], self.eps) for x in block]
+        convolved = prefix + "attention_conv.base_kernel" in self.w
+        kernels = [self._kernels(prefix + "attention_conv", x) for x in normed] if convolved else []
+        normed = self._convolved(normed, kernels, 0)
         read = [*context, *normed]
         keys = [self._heads(prefix + "self_attn.k", x, p) for x, p in zip(read, positions, strict=True)]
         values = [self._heads(prefix + "self_attn.v", x, None) for x in read]
         out = []
-        for row, x in enumerate(block):
+        for row in range(len(block)):
             own = len(context) + row
             sees = [
                 other
@@ -249,11 +291,31 @@ class BlockReference:
                 shared = head // (self.heads // self.kv_heads)
                 scores = torch.stack([keys[i][shared] for i in sees]) @ queries[head] / math.sqrt(self.head_dim)
                 attended.append(torch.softmax(scores, 0) @ torch.stack([values[i][shared] for i in sees]))
-            y = x + self.w[prefix + "self_attn.o_proj.weight"] @ torch.cat(attended)
-            z = rms(y, self.w[prefix + "post_attention_layernorm.weight"], self.eps)
+            out.append(self.w[prefix + "self_attn.o_proj.weight"] @ torch.cat(attended))
+        block = [x + y for x, y in zip(block, self._convolved(out, kernels, 1), strict=True)]
+        normed = [rms(x, self.w[prefix + "post_attention_layernorm.weight"], self.eps) for x in block]
+        kernels = [self._kernels(prefix + "mlp_conv", x) for x in normed] if convolved else []
+        out = []
+        for z in self._convolved(normed, kernels, 0):
             gate, up = (self.w[f"{prefix}mlp.{part}_proj.weight"] @ z for part in ("gate", "up"))
-            out.append(y + self.w[prefix + "mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up))
-        return out
+            out.append(self.w[prefix + "mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up))
+        return [x + y for x, y in zip(block, self._convolved(out, kernels, 1), strict=True)]
+
+    def _kernels(self, name: str, x: Tensor) -> Tensor:
+        """[2, taps, H] of one row."""
+        base = self.w[name + ".base_kernel"]
+        moved = (self.w[name + ".kernel_projection.weight"] @ x).view(2, 2, -1)
+        return torch.stack([base[..., c] + moved[..., c // 8] for c in range(base.shape[-1])], dim=-1)
+
+    def _convolved(self, rows: list[Tensor], kernels: list[Tensor], side: int) -> list[Tensor]:
+        """Each row and the one before it; without kernels the rows as they are."""
+        if not kernels:
+            return rows
+        before = [torch.zeros_like(rows[0]), *rows]
+        return [
+            kernel[side, 0] * row + kernel[side, 1] * last
+            for row, last, kernel in zip(rows, before, kernels, strict=False)
+        ]
 
     def _heads(self, part: str, x: Tensor, position: int | None) -> list[Tensor]:
         heads = (self.w[part + "_proj.weight"] @ x).split(self.head_dim)

@@ -47,7 +47,8 @@ def walked(head, states):
     config = head.config
     ids = torch.tensor([TEXT[-1], *[MASK] * (BLOCK - 1)])
     context = head.fuse(states[: len(TEXT) - 1])
-    x = head(ids, context, torch.arange(len(context) + BLOCK), attend_with(config.reaches))
+    places = torch.arange(BLOCK)
+    x = head(ids, context, torch.arange(len(context) + BLOCK), attend_with(config.reaches), places)
     walk, rows = head.walk(x), []
     for i, token in enumerate([TEXT[-1], *CHAIN]):
         rows.append(walk.step([0], torch.tensor([config.num_given + i]), torch.tensor([token]))[0])
@@ -131,6 +132,34 @@ def test_speculators(tmp_path, target, target_folder, kind, predicts_next):
     tensors = blocks.block_tensors(markov=markov, draft_vocab=files.DRAFT_VOCAB)
     reference = reference_of(target, config, tensors, predicts_next=predicts_next, markov=markov)
     check(tmp_path, (target, target_folder), (config, tensors), reference, kind)
+
+
+def test_dflash2_of_z_lab(tmp_path, target, target_folder):
+    config, tensors = blocks.dflash2_config(), blocks.block_tensors(convolved=True)
+    reference = reference_of(target, config, tensors, windows=(7, None))
+    check(tmp_path, (target, target_folder), (config, tensors), reference, "dflash2")
+
+
+def test_dflash2_of_speculators(tmp_path, target, target_folder):
+    config, tensors = blocks.speculators_config("dflash2"), blocks.block_tensors(convolved=True)
+    check(tmp_path, (target, target_folder), (config, tensors), reference_of(target, config, tensors), "dflash2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"conv_group_size": 5}, "conv_group_size is 5; it must divide hidden_size, 32"),
+        ({"selector_top_k": 98}, "selector_top_k is 98; the target has 97 tokens"),
+        ({"selector_rank": None}, "selector_rank is None"),
+        ({"draft_vocab_size": 41}, "draft_vocab_size is 41; a DFlash2 drafts all"),
+    ],
+)
+def test_other_selectors_are_refused(tmp_path, target_folder, changes, text):
+    config = blocks.dflash2_config()
+    config["dflash_config"] |= changes
+    files.write_head_files(tmp_path, config, blocks.block_tensors(convolved=True))
+    with pytest.raises(ModelNotSupported, match=text):
+        read_head(tmp_path, target_folder)
 
 
 def test_the_masks_own_embedding(tmp_path, target, target_folder):

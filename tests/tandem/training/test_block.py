@@ -62,7 +62,7 @@ def test_all_blocks_at_once_are_each_block_alone(lesson, kind, is_training):
             ids[0] = tokens[start + 1]
             context = head.fuse(lesson.states[row, : start + 1])
             positions = torch.arange(start + 1 + len(ids))
-            walk = head.walk(head(ids, context, positions, attend_with(head.config.reaches)))
+            walk = head.walk(head(ids, context, positions, attend_with(head.config.reaches), torch.arange(len(ids))))
             for step, guess in enumerate(guesses):
                 rows = torch.tensor([head.config.num_given + step])
                 wanted = walk.step([0], rows, tokens[start + 1 + step, None])[0]

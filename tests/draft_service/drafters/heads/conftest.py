@@ -22,6 +22,13 @@ BLOCKS = {
         "windows": (7, None),
         "predicts_next": False,
     },
+    "dflash2": {
+        "config": blocks.dflash2_config(),
+        "tensors": blocks.block_tensors(convolved=True),
+        "causal": (False, False),
+        "windows": (7, None),
+        "predicts_next": False,
+    },
     "dspark": {
         "config": blocks.dspark_config(),
         "tensors": blocks.block_tensors(markov="rnn", own=True),
@@ -53,6 +60,7 @@ def folder(target, tmp_path_factory):
             "model.safetensors",
         ),
         (folder / "dflash", blocks.dflash_config(), blocks.block_tensors(), "model.safetensors"),
+        (folder / "dflash2", blocks.dflash2_config(), blocks.block_tensors(convolved=True), "model.safetensors"),
         (folder / "dspark", blocks.dspark_config(), blocks.block_tensors(markov="rnn", own=True), "model.safetensors"),
     ):
         files.write_head_files(*published)
@@ -96,7 +104,7 @@ def formula(target):
             return lambda tokens, states: reference.mlp_step(config, bare, tokens[-1], states[len(tokens) - 2])
         if method in BLOCKS:
             model = blocks.BlockReference(
-                **BLOCKS[method], embeddings=embeddings, lm_head=lm_head, num_rows=K + (method == "dflash")
+                **BLOCKS[method], embeddings=embeddings, lm_head=lm_head, num_rows=K + (method != "dspark")
             )
             of.models[method] = model
             return lambda tokens, states, start=0: model.after(tokens, list(states[start : len(tokens) - 1]), start)

@@ -13,9 +13,12 @@ from tests.engine.heads.block_files import STATES
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 K = 4
-KINDS = ("eagle", "eagle3", "medusa", "mlp_speculator", "dflash", "dspark")
+#: Those that draft trees, and those that draft a block.
+TREE_KINDS = ("eagle", "eagle3", "medusa", "mlp_speculator")
+BLOCK_KINDS = ("dflash", "dflash2", "dspark")
+KINDS = (*TREE_KINDS, *BLOCK_KINDS)
 #: Those whose chains are drawn by native code.
-NATIVE = ("eagle", "eagle3", "dflash", "dspark")
+NATIVE = ("eagle", "eagle3", *BLOCK_KINDS)
 
 
 class Talk:
@@ -23,7 +26,7 @@ class Talk:
 
     def __init__(self, core, model, method, dtype="float32"):
         self._core, self._model, self._dtype = core, model, dtype
-        self._layers = {"eagle3": (2, 3, 4), "dflash": STATES, "dspark": STATES}.get(method, (-1,))
+        self._layers = {"eagle3": (2, 3, 4), **dict.fromkeys(BLOCK_KINDS, STATES)}.get(method, (-1,))
         self.tokens = list(PROMPT)
 
     async def open(self, spec):

@@ -19,6 +19,7 @@ from engine.device_thread import DeviceThread
 from engine.heads import dspark
 from engine.heads.blocks import PagedBlocks
 from engine.heads.dflash import DFlashConfig, DFlashHead, Reach
+from engine.heads.dflash2 import DFlash2Config, DFlash2Head
 from engine.heads.dspark import DSparkConfig, DSparkHead
 from engine.sampling.sparse import unpack
 from specdec.rules import Rule
@@ -45,6 +46,7 @@ SHAPE = {
 }
 HEADS = {
     "dflash": lambda: DFlashHead(DFlashConfig(**SHAPE)),
+    "dflash2": lambda: DFlash2Head(DFlash2Config(**SHAPE, selector_rank=6, selector_top_k=6, softcap=1.5)),
     **{
         kind: partial(
             lambda kind: DSparkHead(
@@ -123,6 +125,7 @@ async def start_head():
     [
         ("dflash", Rule.TOKEN, False),
         ("dflash", Rule.BLOCK, True),
+        ("dflash2", Rule.BLOCK, False),
         ("vanilla", Rule.BLOCK, False),
         ("gated", Rule.TOKEN, False),
         ("rnn", Rule.TOKEN, True),
@@ -216,5 +219,6 @@ async def test_rows_are_what_tokens_were_drawn_from(start_head, spec, monkeypatc
     for first, seen in counts.items():
         (row,) = rows[first]
         assert chi_square(seen, row, sum(seen.values())) > 1e-4
-        assert len(unpack(row)[0]) <= (counted.V if kind == "dflash" else min(counted.V, num_candidates))
+        most = {"dflash": counted.V, "dflash2": 6}.get(kind, num_candidates)
+        assert len(unpack(row)[0]) <= min(counted.V, most)
     assert (len({row for of in rows.values() for row in of}) == 1) == (kind == "dflash")

@@ -220,7 +220,8 @@ async def test_states_of_another_width_are_refused(start, spec, target, method):
 
 
 @pytest.mark.parametrize(
-    ("method", "most"), [("medusa", 4), ("mlp_speculator", 5), ("eagle", 9), ("dflash", 5), ("dspark", 6)]
+    ("method", "most"),
+    [("medusa", 4), ("mlp_speculator", 5), ("eagle", 9), ("dflash", 5), ("dflash2", 5), ("dspark", 6)],
 )
 async def test_no_more_tokens_than_the_head_can_draft(start, spec, target, method, most):
     async with start(method, k=9) as core:
@@ -280,10 +281,11 @@ async def test_info(start, folder):
         "medusa": files.medusa_tensors(),
         "mlp_speculator": files.mlp_tensors(n_predict=5, tied=True, once=True),
         "dflash": blocks.block_tensors(),
+        "dflash2": blocks.block_tensors(convolved=True),
         "dspark": blocks.block_tensors(markov="rnn", own=True),
     }
     own = {method: sum(value.numel() for value in parts.values()) for method, parts in tensors.items()}
-    read = {"eagle3": (2, 3, 4), "dflash": blocks.STATES, "dspark": blocks.STATES}
+    read = {"eagle3": (2, 3, 4), **dict.fromkeys(("dflash", "dflash2", "dspark"), blocks.STATES)}
     for method in KINDS:
         layers = read.get(method, (-1,))
         async with start(method) as core:
