@@ -93,7 +93,9 @@ class KVPool:
             )
         states = None if kept is None else kept.take()
         self._num_open += 1
-        return KVSequence(_NO_BLOCKS, 0, node=None if scope is None else self._tree.root(scope), states=states)
+        sequence = KVSequence(_NO_BLOCKS, 0, states=states)
+        self._place(sequence, None if scope is None else self._tree.root(scope))
+        return sequence
 
     def can_open(self, max_tokens: int) -> bool:
         """Whether :meth:`open` would succeed now."""
@@ -139,7 +141,8 @@ class KVPool:
         if sequence.states is not None and not sequence.states.reaches(length):
             length = self._leave_shared(sequence, 0, 0) if sequence.num_shared_blocks else 0
         sequence.length = length
-        sequence.dropped = sequence.dropped.before(length)
+        if sequence.dropped.gaps:
+            sequence.dropped = sequence.dropped.before(length)
 
     def drop_blocks(self, sequence: KVSequence, first: int, count: int) -> None:
         """Drop ``count`` whole blocks with their entries from block ``first`` on. Entries behind them become that much
@@ -160,7 +163,7 @@ class KVPool:
         sequence.dropped = sequence.dropped.and_from(first * size, count * size)
         if sequence.num_shared_blocks > first:
             sequence.num_shared_blocks = max(first, sequence.num_shared_blocks - count)
-        sequence.node = None
+        self._place(sequence, None)
         self._drop(blocks[first:end])
 
     def vacate(self, sequence: KVSequence) -> None:
@@ -170,7 +173,7 @@ class KVPool:
         self._set_blocks(sequence, _NO_BLOCKS)
         sequence.length = sequence.num_shared_blocks = 0
         sequence.dropped = DroppedEntries()
-        sequence.node = _ancestor(sequence.node, 0)
+        self._place(sequence, _ancestor(sequence.node, 0))
         if sequence.states is not None:
             sequence.states.forget()
         self._drop(blocks)
@@ -189,16 +192,11 @@ class KVPool:
         if self._states is not None and sequence.states is not None:
             self._states.give_back(sequence.states, node if length == sequence.length else None)
         sequence.released = True
-        sequence.node = None
+        self._place(sequence, None)
         self._num_open -= not sequence.is_branch
         self._drop(sequence.blocks)
 
     # --- entries in common ---
-
-    def may_publish(self, sequence: KVSequence) -> bool:
-        """Whether the sequence has full blocks that others do not find yet."""
-        node = sequence.node
-        return node is not None and sequence.length >= (node.depth + 1) * self.block_size
 
     def publish(self, sequence: KVSequence, token_ids: Sequence[int]) -> None:
         """Let others find the sequence's full blocks by their text: entry i stands for ``token_ids[i]``, for good.
@@ -220,7 +218,7 @@ class KVPool:
             elif found.block != block:
                 self._replace(sequence, index, found.block)
             node = found
-        sequence.node = node
+        self._place(sequence, node)
         sequence.num_shared_blocks = max(sequence.num_shared_blocks, end)
 
     def match(self, sequence: KVSequence, token_ids: Sequence[int], end: int) -> int:
@@ -300,7 +298,7 @@ class KVPool:
         sequence.length = branch.length
         sequence.dropped = branch.dropped
         sequence.num_shared_blocks = branch.num_shared_blocks
-        sequence.node = _ancestor(sequence.node, common)
+        self._place(sequence, _ancestor(sequence.node, common))
         branch.released = True
         self._drop(replaced)
 
@@ -345,6 +343,11 @@ class KVPool:
     def _check_open(sequence: KVSequence) -> None:
         if sequence.released:
             raise ValueError("the sequence was released")
+
+    def _place(self, sequence: KVSequence, node: PrefixNode | None) -> None:
+        """The sequence's blocks are found by their text up to a node."""
+        sequence.node = node
+        sequence.publishable_from = sys.maxsize if node is None else (node.depth + 1) * self.block_size
 
     def _set_blocks(self, sequence: KVSequence, blocks: BlockIds) -> None:
         sequence.blocks = blocks
@@ -411,7 +414,8 @@ class KVPool:
         self._add(shared)
         self._set_blocks(sequence, np.concatenate((sequence.blocks[:first], shared, sequence.blocks[last:])))
         self._drop(replaced)
-        sequence.node, sequence.length = found[-1], last * self.block_size
+        self._place(sequence, found[-1])
+        sequence.length = last * self.block_size
         sequence.num_shared_blocks = max(sequence.num_shared_blocks, last)
 
     def _match_states(self, sequence: KVSequence, token_ids: Sequence[int], end: int) -> int:
@@ -483,7 +487,7 @@ class KVPool:
             partial = 0
         self._set_blocks(sequence, kept)
         sequence.num_shared_blocks = first
-        sequence.node = _ancestor(sequence.node, first)
+        self._place(sequence, _ancestor(sequence.node, first))
         self._drop(blocks[first:])
         return first * self.block_size + partial
 

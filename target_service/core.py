@@ -239,7 +239,7 @@ class TargetCore:
         pool = self.engine.pool
         if sequence.length != length:
             pool.rollback(sequence, length)
-        if pool.may_publish(sequence):
+        if sequence.length >= sequence.publishable_from:
             pool.publish(sequence, token_ids)
 
     def finish(self, session: Session) -> None:

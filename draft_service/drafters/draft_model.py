@@ -298,7 +298,7 @@ class ModelDrafter(Drafter[ModelState]):
             # one is fed again for its logits.
             cache.cut(num_entries - (1 if job.num_tokens else 0))
             sequence = cache.main.sequence
-            if self._pool.may_publish(sequence):
+            if sequence.length >= sequence.publishable_from:
                 self._pool.publish(sequence, window.read(committed))
             start = sequence.length
             end = num_entries if job.num_tokens else start + job.num_rows

@@ -212,7 +212,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         if state.sequence is None or job.assumed or job.assumes_next or not (num_rows or num_tokens):
             return None
         known = state.known
-        if self._pool.may_publish(state.sequence):
+        if state.sequence.length >= state.sequence.publishable_from:
             self._pool.publish(state.sequence, self._text_of_entries(state))
         num_entries = known.num_entries + num_rows + (self._num_fed if job.tree else num_tokens)
         if not self._pool.grow(state.sequence, min(num_entries, self._pool.total_blocks * self._pool.block_size)):
