@@ -233,7 +233,7 @@ class TargetCore:
         self._num_stale += 1
 
     def count_superseded(self, count: int = 1) -> None:
-        """Count proposals that assumed tokens which were not committed."""
+        """Count proposals that were dropped because multi-step decode had gone on."""
         self._num_superseded += count
 
     def keep(self, sequence: KVSequence, length: int, token_ids: Sequence[int]) -> None:

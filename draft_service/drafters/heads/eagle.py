@@ -209,7 +209,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         state = job.state
         num_rows = min(job.num_rows, state.num_pending)
         num_tokens = job.num_tokens if state.may_draft and num_rows == state.num_pending else 0
-        if state.sequence is None or job.assumed or job.assumes_next or not (num_rows or num_tokens):
+        if state.sequence is None or not (num_rows or num_tokens):
             return None
         known = state.known
         if state.sequence.length >= state.sequence.publishable_from:
@@ -231,7 +231,6 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             state.sampling,
             state.rule,
             features=tensor_of(taken),
-            num_candidates=job.num_guesses,
         )
         return _EagleWork(state, taken, job_of_head, job.tree if num_tokens else None)
 

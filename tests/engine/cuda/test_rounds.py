@@ -161,8 +161,7 @@ def test_a_step_waits_once(has_q: bool, parents: tuple[int, ...], monkeypatch: p
 def test_a_draft_waits_once() -> None:
     model: Any = Model()
     jobs = [
-        ChainJob(model.pool.open(30), PROMPT, 1 + i % 4, state, rule, assumed=(7,) * (i % 2), num_candidates=2)
-        for i, (state, rule) in enumerate(every_state())
+        ChainJob(model.pool.open(30), PROMPT, 1 + i % 4, state, rule) for i, (state, rule) in enumerate(every_state())
     ]
     with Watch() as watch:
         chains = draft_chains(model, jobs)
