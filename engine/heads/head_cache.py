@@ -21,9 +21,15 @@ class HeadCache:
     """Keys and values of every layer, and the bookkeeping of their blocks."""
 
     def __init__(
-        self, attentions: Sequence[Attention], head: DraftHead, settings: ModelSettings, max_model_len: int
+        self,
+        attentions: Sequence[Attention],
+        head: DraftHead,
+        settings: ModelSettings,
+        max_model_len: int,
+        *,
+        activation_bytes: int = 0,
     ) -> None:
-        """Lay out the cache of the head's attentions on its device.
+        """Lay out the cache of the head's attentions on its device, beside ``activation_bytes`` for passes.
 
         Raises:
             InvalidRequest: there is no memory for it.
@@ -48,6 +54,7 @@ class HeadCache:
             device=self.device,
             max_model_len=max_model_len,
             weight_bytes=sum(parameter.nbytes for parameter in head.parameters()),
+            activation_bytes=activation_bytes,
         )
         self.pool = KVPool(num_blocks, settings.block_size)
         self._scale = attentions[0].head_dim ** -0.5
