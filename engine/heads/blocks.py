@@ -220,4 +220,4 @@ class PagedBlocks(HeadCache):
 
 
 def _cut(chain: DraftedChain, length: int) -> DraftedChain:
-    return DraftedChain(chain.token_ids[:length], chain.q_rows[:length], chain.candidates[:length])
+    return DraftedChain(chain.token_ids[:length], chain.q_rows[:length])

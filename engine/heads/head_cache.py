@@ -32,6 +32,7 @@ class HeadCache:
         shapes = [
             LayerShape(
                 module=attention,
+                num_heads=attention.num_heads,
                 num_kv_heads=attention.num_kv_heads,
                 head_dim=attention.head_dim,
                 value_dim=attention.head_dim,
@@ -53,8 +54,11 @@ class HeadCache:
         self._caches = allocate_caches(shapes, num_blocks, settings.block_size, self.device)
         self._kernels: AttentionKernels | None = None
         if not settings.enforce_eager:
-            is_cpu = self.device.type == "cpu"
-            self._kernels = acceleration.native_attention() if is_cpu else acceleration.triton_attention()
+            caches = settings.block_size, self.device
+            name, kernels = "triton attention", acceleration.triton_attention
+            if self.device.type == "cpu":
+                name, kernels = "native attention", acceleration.native_attention
+            self._kernels = acceleration.checked(name, kernels(), shapes, *caches)
 
     def write(self, layer: int, key: Tensor, value: Tensor, paged: PagedBatch) -> None:
         """Put rows' keys and values [T, Hkv, D] into the slots of the batch."""

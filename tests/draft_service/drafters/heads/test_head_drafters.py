@@ -212,7 +212,7 @@ async def test_states_of_another_width_are_refused(start, spec, target, method):
         talk = Talk(core, target, method)
         await talk.open(spec(PROMPT))
         wrong = HiddenStates(0, 8, "float32", bytes(6 * 32))
-        await talk.session.advance(len(PROMPT), [7], K, 0, [wrong])
+        await talk.session.advance(len(PROMPT), [7], K, [wrong])
         with pytest.raises(InvalidRequest, match="8 numbers a position"):
             await talk.session.receive()
         assert len((await talk.propose([7], K, start=0)).token_ids) == K
