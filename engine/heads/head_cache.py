@@ -54,11 +54,12 @@ class HeadCache:
         self._caches = allocate_caches(shapes, num_blocks, settings.block_size, self.device)
         self._kernels: AttentionKernels | None = None
         if not settings.enforce_eager:
-            caches = settings.block_size, self.device
-            name, kernels = "triton attention", acceleration.triton_attention
-            if self.device.type == "cpu":
-                name, kernels = "native attention", acceleration.native_attention
-            self._kernels = acceleration.checked(name, kernels(), shapes, *caches)
+            name, load = (
+                ("native attention", acceleration.native_attention)
+                if self.device.type == "cpu"
+                else ("triton attention", acceleration.triton_attention)
+            )
+            self._kernels = acceleration.checked(name, load(), shapes, settings.block_size, self.device)
 
     def write(self, layer: int, key: Tensor, value: Tensor, paged: PagedBatch) -> None:
         """Put rows' keys and values [T, Hkv, D] into the slots of the batch."""
