@@ -248,6 +248,20 @@ async def test_at_the_context_limit(start, spec, target, method):
         await talk.session.close()
 
 
+@pytest.mark.parametrize(("method", "most"), [("dflash", [4, 3, 2, 1, 0]), ("dspark", [4, 4, 3, 2, 1])])
+async def test_a_block_at_the_end_of_the_cache(start, spec, target, method, most):
+    """A cache of two blocks, which is less than the context: a draft gets shorter, and none fails."""
+    block_bytes = 2 * 2 * files.KV_HEADS * files.HEAD_DIM * 4 * 16
+    async with start(method, kv_cache_memory_bytes=3 * block_bytes, block_size=16) as core:
+        assert (await core.load()).total_blocks == 2
+        talk = Talk(core, target, method)
+        await talk.open(spec([5] * 27))
+        lengths = [len((await talk.propose([7], K, start=0)).token_ids)]
+        lengths += [len((await talk.propose([7], K)).token_ids) for _ in range(4)]
+        assert lengths == most
+        await talk.session.close()
+
+
 async def test_memory_is_asked_for_at_opening(start, spec, target):
     """Five blocks: two sessions of two blocks each, a third does not fit."""
     block_bytes = 2 * files.KV_HEADS * files.HEAD_DIM * 4 * 32
