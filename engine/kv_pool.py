@@ -31,7 +31,7 @@ class KVPool:
 
     Block 0 is never handed out: it pads block tables and takes the rows of a sequence released under a queued batch.
 
-    A block is *used* while an open sequence or a branch has it. Else it is *cached* if its entries can be found by
+    A block is *used* while an open sequence has it. Else it is *cached* if its entries can be found by
     their text, or *free*. Free blocks are reused last-freed-first, so memory the system has not backed yet stays
     untouched; then cached ones, least recently used first. A sequence gives up its last block first, so of a text the
     end is reused before the beginning.
@@ -54,7 +54,7 @@ class KVPool:
         self._least_copied = 1 if states is not None else max(1, block_size // 4)
         self._free = np.arange(total_blocks, 0, -1, dtype=np.int32)  # a stack: the top is _free[_num_free - 1]
         self._num_free = total_blocks
-        self._refs = np.zeros(total_blocks + 1, dtype=np.int32)  # sequences and branches that have a block
+        self._refs = np.zeros(total_blocks + 1, dtype=np.int32)  # sequences that have a block
         self._num_open = 0
         self._tree = PrefixTree()
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -193,7 +193,7 @@ class KVPool:
             self._states.give_back(sequence.states, node if length == sequence.length else None)
         sequence.released = True
         self._place(sequence, None)
-        self._num_open -= not sequence.is_branch
+        self._num_open -= 1
         self._drop(sequence.blocks)
 
     # --- entries in common ---
@@ -264,52 +264,6 @@ class KVPool:
             return None
         return node, pack(token_ids[node.depth * size : (node.depth + 1) * size])
 
-    # --- branches ---
-
-    def branch(self, sequence: KVSequence, length: int, max_tokens: int) -> KVSequence | None:
-        """Open a copy of the first ``length`` entries for a guessed continuation, to be adopted or released soon.
-
-        Full blocks are shared; the engine copies a partial one before the next forward pass. A branch takes free blocks
-        only, as few as ``max_tokens`` needs, so it never drops what is cached; returns None where they do not
-        suffice, or the model has recurrent states, which are not shared. It does not count as an open sequence.
-        """
-        self._check_open(sequence)
-        if self._states is not None:
-            return None
-        if not 0 <= length <= min(sequence.length, max_tokens):
-            raise ValueError(f"cannot branch off {length} of {sequence.length} entries into room for {max_tokens}")
-        num_full, partial = divmod(length, self.block_size)
-        num_own = self.blocks_for(max_tokens) - num_full
-        if num_own > self._num_free:
-            return None
-        shared, own = sequence.blocks[:num_full], self._take(num_own)
-        self._add(shared)
-        if partial:
-            self._copies.append((int(sequence.blocks[num_full]), int(own[0])))
-        sequence.num_shared_blocks = max(sequence.num_shared_blocks, num_full)
-        branch = KVSequence(_NO_BLOCKS, 0, length, num_shared_blocks=num_full, is_branch=True)
-        branch.dropped = sequence.dropped.before(length)
-        self._set_blocks(branch, np.concatenate((shared, own)))
-        return branch
-
-    def adopt(self, sequence: KVSequence, branch: KVSequence) -> None:
-        """Replace the sequence's entries by the branch's: the guess was right. The branch counts as released."""
-        self._check_open(sequence)
-        self._check_open(branch)
-        if not branch.is_branch:
-            raise ValueError("the sequence to adopt is no branch")
-        replaced = sequence.blocks
-        common = 0
-        while common < min(len(replaced), len(branch.blocks)) and replaced[common] == branch.blocks[common]:
-            common += 1
-        self._set_blocks(sequence, branch.blocks)
-        sequence.length = branch.length
-        sequence.dropped = branch.dropped
-        sequence.num_shared_blocks = branch.num_shared_blocks
-        self._place(sequence, _ancestor(sequence.node, common))
-        branch.released = True
-        self._drop(replaced)
-
     # --- for the engine, and for those who look on ---
 
     def take_copies(self) -> list[tuple[int, int]]:
@@ -325,7 +279,7 @@ class KVPool:
 
     @property
     def used_blocks(self) -> int:
-        """Blocks of open sequences and branches."""
+        """Blocks of open sequences."""
         return self.total_blocks - self.available_blocks
 
     @property

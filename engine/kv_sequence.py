@@ -37,8 +37,6 @@ class KVSequence:
     publishable_from: int = sys.maxsize
     #: The blocks are given back; rows still fed to this sequence go to block 0.
     released: bool = False
-    #: A guessed continuation of another sequence; see :meth:`~engine.kv_pool.KVPool.branch`.
-    is_branch: bool = False
     #: What :meth:`~engine.kv_pool.KVPool.drop_blocks` has dropped.
     dropped: DroppedEntries = field(default_factory=DroppedEntries)
     #: So many of its first entries others have, too, but where it has read no more nobody has kept recurrent states of
