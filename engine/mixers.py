@@ -106,8 +106,10 @@ def adopt_mixers(model: PreTrainedModel) -> list[Mixer]:
             mixers.append(Mixer(module, config))
             changed = partial(_changed(forward, called, mixers[-1]), module)
             module.forward = partial(_forward, mixers[-1], changed, module.forward)
-            for name in _READ_WEIGHT.findall(inspect.getsource(forward)):
+            read = _READ_WEIGHT.findall(inspect.getsource(forward))
+            for name in read:
                 keep_as_it_is(getattr(module, name))
+            names |= {"sigmoid"} if read else set()
         if _UNEVEN & names:
             uneven.append(module)
     for module in uneven if mixers else ():
