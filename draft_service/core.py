@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Self
 
@@ -41,6 +42,8 @@ class DraftCore:
         )
         self._num_stale = 0
         self._draining = False
+        #: Called when the service stops, to end what it should not wait for.
+        self.on_drain: set[Callable[[], None]] = set()
         self.failure: InternalError | None = None
         self.failed = asyncio.Event()
 
@@ -96,9 +99,10 @@ class DraftCore:
         )
 
     def drain(self) -> None:
-        """Open no new sessions; open ones continue."""
+        """Open no new sessions; open ones continue, but for those of :attr:`on_drain`."""
         self._draining = True
-        self._admission.refuse(_shutting_down())
+        self._admission.refuse(shutting_down())
+        call_each([*self.on_drain])
 
     async def close(self) -> None:
         """End all sessions, then the drafter. Idempotent."""
@@ -128,7 +132,7 @@ class DraftCore:
 
     def _check(self, spec: SessionSpec) -> None:
         if self._draining:
-            raise self.failure or _shutting_down()
+            raise self.failure or shutting_down()
         if not 1 <= spec.prompt_len <= len(spec.token_ids):
             raise InvalidRequest(
                 f"prompt_len is {spec.prompt_len}, outside [1, {len(spec.token_ids)}], the number of token_ids",
@@ -146,5 +150,6 @@ class DraftCore:
         return f"{self._admission.num_open} of {self._max_num_seqs} draft sessions are open{in_use}"
 
 
-def _shutting_down() -> Unavailable:
+def shutting_down() -> Unavailable:
+    """What ends or refuses a session of a service that stops."""
     return Unavailable("the draft service is shutting down; use another replica")

@@ -27,7 +27,8 @@ from engine.device_thread import DeviceThread
 from engine.engine import Engine
 from engine.kv_pool import CacheFull
 from engine.loading.load import load_engine
-from engine.sampling.drafting import DraftedChain
+from engine.loading.memory import LargestStep
+from engine.sampling.drafting import DraftedChain, draft_many
 from engine.sampling.state import SamplingState
 from specdec.errors import InvalidRequest
 from specdec.params import SamplingParams
@@ -154,7 +155,8 @@ class ModelDrafter(Drafter[ModelState]):
         mask = mask_token(folder, settings.speculative.parallel_drafting)
         thread = DeviceThread("draft-device")
         try:
-            engine = await thread.run(load_engine, settings.model)
+            largest = LargestStep(settings.scheduler.max_num_batched_tokens, draft_many)
+            engine = await thread.run(load_engine, settings.model, None, largest)
             await thread.run(engine.warm_up)
             if mask is not None and (prompt := check_prompt(folder)):
                 await thread.run(check_mask, engine, prompt, mask)
@@ -271,7 +273,7 @@ class ModelDrafter(Drafter[ModelState]):
         # is fed again for its logits.
         cache.cut(num_entries - (1 if job.num_tokens else 0))
         sequence = cache.sequence
-        if self._pool.may_publish(sequence):
+        if sequence.length >= sequence.publishable_from:
             self._pool.publish(sequence, window.read(committed))
         start = sequence.length
         end = num_entries if job.num_tokens else start + job.num_rows

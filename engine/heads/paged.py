@@ -13,18 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionKernels, PagedBatch, paged_attention, write_kv
+from engine.attention import PagedBatch
 from engine.batch import Batch, Segment, build_batch
 from engine.chains import ChainJob, StopFlags, draw_chains
-from engine.compaction import copy_blocks
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
+from engine.heads.head_cache import HeadCache
 from engine.heads.native.eagle import NativeHead
 from engine.heads.self_check import HeadReference
-from engine.kv_pool import KVPool
-from engine.layers import LayerShape, allocate_caches
-from engine.loading import acceleration
-from engine.loading.memory import size_cache
 from engine.native import chains as native
 from engine.native.linears import pack_linears
 from engine.native.sampling import knows
@@ -36,7 +32,7 @@ from specdec.settings import ModelSettings
 logger = logging.getLogger(__name__)
 
 
-class PagedHead:
+class PagedHead(HeadCache):
     """A head, the caches of its layers, and the bookkeeping of the caches."""
 
     def __init__(self, head: EagleHead | Eagle3Head, settings: ModelSettings, max_model_len: int) -> None:
@@ -45,38 +41,11 @@ class PagedHead:
         Raises:
             InvalidRequest: there is no memory for it.
         """
-        dtype, device = head.dtype, head.embed_tokens.weight.device
-        shapes = [
-            LayerShape(
-                module=attention,
-                num_kv_heads=attention.num_kv_heads,
-                head_dim=attention.head_dim,
-                value_dim=attention.head_dim,
-                dtype=dtype,
-                window=None,
-                chunk=None,
-            )
-            for attention in head.attentions
-        ]
-        num_blocks, _, self.max_model_len = size_cache(
-            settings,
-            shapes,
-            device=device,
-            max_model_len=max_model_len,
-            weight_bytes=sum(parameter.nbytes for parameter in head.parameters()),
-        )
+        super().__init__(head.attentions, head, settings, max_model_len)
         self.head = head
-        self.device = device
-        self.pool = KVPool(num_blocks, settings.block_size)
-        self._scale = head.config.layer.head_dim**-0.5
-        self._caches = allocate_caches(shapes, num_blocks, settings.block_size, device)
-        self._kernels: AttentionKernels | None = None
         self._native: NativeHead | None = None
-        if not settings.enforce_eager and device.type == "cpu":
-            self._kernels = acceleration.native_attention()
+        if not settings.enforce_eager and self.device.type == "cpu":
             self._native = self._build_native(settings.num_threads or usable_cores(), settings.autotune)
-        elif not settings.enforce_eager:
-            self._kernels = acceleration.triton_attention()
 
     def _build_native(self, num_threads: int, autotune: str) -> NativeHead | None:
         """The head on native kernels, if they agree with its module; else the module gets packed layers alone."""
@@ -113,12 +82,8 @@ class PagedHead:
         paged = PagedBatch(on_device)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
-            k_cache, v_cache = self._caches[layer]
-            if self._kernels is None:
-                write_kv(k_cache, v_cache, key, value, paged)
-                return paged_attention(query, k_cache, v_cache, paged, scale=self._scale)
-            self._kernels.write_kv(k_cache, v_cache, key, value, plan)
-            return self._kernels.paged_attention(query, k_cache, v_cache, plan, self._scale)
+            self.write(layer, key, value, paged)
+            return self.attend(layer, query, paged)
 
         x: Tensor = self.head(on_device.input_ids[0], features, plan.positions, attend)
         for segment, kv_len in zip(segments, batch.kv_lens, strict=True):
@@ -135,7 +100,7 @@ class PagedHead:
         Returns the outputs at the wanted rows, [N, H], and their logits over the target's vocabulary, float32 [N, V].
         Sequences grow by what they were fed. Raises like :meth:`forward`.
         """
-        self._copy_blocks()
+        self.copy_blocks()
         if self._native is None:
             if are_features:
                 states = self.head.fuse(send(states, self.device).to(self.head.dtype))
@@ -155,7 +120,7 @@ class PagedHead:
         Sequences grow by ``token_ids`` alone: entries of drafted tokens are on the head's own features and are
         ignored. Raises like :meth:`forward`, after which sequences may have grown: roll them back.
         """
-        self._copy_blocks()
+        self.copy_blocks()
         if self._native is not None and all(knows(job.state) for job in jobs):
             if len({job.features.dtype for job in jobs if job.features is not None}) > 1:  # of different targets
                 jobs = [replace(job, features=None if job.features is None else job.features.float()) for job in jobs]
@@ -194,9 +159,3 @@ class PagedHead:
             vocab_size=self.head.config.vocab_size,
             max_model_len=self.max_model_len,
         )
-
-    def _copy_blocks(self) -> None:
-        """Make the copies of blocks that new sequences share in part wait for; due before any pass."""
-        if copies := self.pool.take_copies():
-            for cache in self._caches:
-                copy_blocks(cache, copies)

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from engine.sampling import sparse
-from engine.sampling.distribution import Distribution, distribution, head
+from engine.sampling.distribution import MAX_NUMBERS, Distribution, distribution, head
 from engine.sampling.draws import winners
 from engine.sampling.edits import edited
 from engine.sampling.noise import Stream
 from engine.sampling.rows import Rows
 from engine.sampling.state import SamplingState
 from engine.sampling.transfer import send
+from specdec.params import SamplingParams
 from specdec.rules import DraftSampling, Rule, SparseRow
 
 
@@ -66,14 +67,16 @@ def draft(logits: Tensor, rows: Rows, rules: Sequence[Rule]) -> Drafted:
     of_kind: dict[_DraftKind, list[int]] = {}
     for i, (state, rule) in enumerate(zip(rows.states, rules, strict=True)):
         of_kind.setdefault(_DraftKind.of(state, rule), []).append(i)
-    if len(of_kind) == 1:
-        return _draft_alike(next(iter(of_kind)).sampling, logits, rows)
+    count = max(1, MAX_NUMBERS // logits.shape[1])
+    parts = [(kind, own[i : i + count]) for kind, own in of_kind.items() for i in range(0, len(own), count)]
+    if len(parts) == 1:
+        return _draft_alike(parts[0][0].sampling, logits, rows)
 
     token_ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
     width = sparse.max_tokens(logits.shape[1])
     sends_q = any(kind.sampling.sends_q for kind in of_kind)
     q_token_ids, q_weights = token_ids.new_zeros(2, len(rows), width) if sends_q else (None, None)
-    for kind, indices in of_kind.items():
+    for kind, indices in parts:
         at = send(indices, logits.device)
         part = _draft_alike(kind.sampling, logits.index_select(0, at), rows.select(indices))
         for whole, values in (
@@ -84,6 +87,13 @@ def draft(logits: Tensor, rows: Rows, rules: Sequence[Rule]) -> Drafted:
             if whole is not None and values is not None:
                 whole.index_copy_(0, at, values)
     return Drafted(token_ids, q_token_ids, q_weights)
+
+
+def draft_many(logits: Tensor) -> None:
+    """Draw tokens of all rows of ``logits`` float32 [R, V] in the way that needs the most memory."""
+    params = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0, seed=0)
+    states = [SamplingState(params, [0], 1, logits.shape[1], device=logits.device)] * len(logits)
+    draft(logits, Rows.after(states), [Rule.COUPLED] * len(logits))
 
 
 def collect(steps: Sequence[Drafted], counts: Sequence[int] | None = None) -> list[DraftedChain]:

@@ -59,6 +59,7 @@ class Decoding:
         self.request = request
         self.metrics = SpeculationMetrics()
         self._context = context
+        self._is_engine = settings.has_engines
         self._state = RequestState(request)
         self._drafters = request.drafters or context.drafters
         self._target = TargetClient(
@@ -98,6 +99,8 @@ class Decoding:
         """Why nothing was speculated by now, in case nothing was."""
         request, drafters, lookup = self.request, self._drafters, self._lookup
         asks_for_one_token = request.params.max_tokens == 1
+        if self._is_engine:
+            return PlainReason.ENGINE
         if not (drafters.service or drafters.lookups or len(self._context.router.drafts) or request.prediction):
             return PlainReason.NO_DRAFT
         if request.num_speculative_tokens == 0 and not asks_for_one_token:

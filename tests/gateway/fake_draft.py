@@ -18,6 +18,7 @@ class FakeDraft(FakeBackend):
         self.limit = limit
         self.empty_every = empty_every
         self.num_proposals = 0
+        self.on_drain = set()
         #: Proposals that were asked for without the hidden states they need.
         self.num_unready = 0
 

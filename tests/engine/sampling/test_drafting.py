@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
+from engine.sampling import drafting
 from engine.sampling.distribution import distribution
 from engine.sampling.drafting import collect, draft, draw_quantized
 from engine.sampling.draws import race
@@ -49,7 +50,10 @@ def test_coupled_draws_with_the_noise_of_its_position() -> None:
     assert drafted.q_weights is None
 
 
-def test_a_mixed_batch_drafts_as_each_row_alone() -> None:
+@pytest.mark.parametrize("count", [1000, 2])
+def test_a_mixed_batch_drafts_as_each_row_alone(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in parts of two rows."""
+    monkeypatch.setattr(drafting, "MAX_NUMBERS", count * V)
     kinds: list[dict[str, object]] = [
         {},
         {"temperature": 0.0},
