@@ -1,4 +1,4 @@
-"""How long two processes of this machine take to exchange a message, without a service: echos over frames and over gRPC."""
+"""How long two processes of this machine take to exchange a message over frames and over gRPC, without a service."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ async def held(args: argparse.Namespace) -> list[Row]:
 
     num_clients, num_blocks = args.clients or 160, args.blocks
     source, given = random.Random(1), prompts(PROMPT_TOKENS, 1)
-    samples: list[tuple[int, int, int]] = []
+    samples: list[tuple[int, int]] = []
     async with serve(num_blocks) as server:
 
         async def client() -> None:
@@ -75,26 +75,18 @@ async def held(args: argparse.Namespace) -> list[Row]:
         async def watch() -> None:
             while len(server.ended) < num_clients:  # noqa: ASYNC110 (at first all sessions are young)
                 await asyncio.sleep(0.05)
-            began, first = time.perf_counter(), len(server.ended)
-            preempted = (await server.loads())[0].preemptions
-            while (now := time.perf_counter()) < began + args.seconds:
+            end = time.perf_counter() + args.seconds
+            while time.perf_counter() < end:
                 await asyncio.sleep(0.1)
                 (load,) = await server.loads()
-                active = sum(bool(each.arrivals and each.arrivals[-1][0] > now - 1.0) for each in server.open)
-                samples.append((load.open_sessions, active, load.used_blocks))
-            arrivals = [each for reply in (*server.open, *server.ended) for each in reply.arrivals]
-            result["tokens/s"] = sum(len(piece) for at, piece in arrivals if at > began) / (time.perf_counter() - began)
-            result["requests"] = len(server.ended) - first
-            result["preemptions"] = (await server.loads())[0].preemptions - preempted
+                samples.append((load.open_sessions, load.used_blocks))
 
-        result: Row = {}
         await while_running([client() for _ in range(num_clients)], watch())
     whole = num_blocks // (CONTEXT // BLOCK_SIZE)
-    count, active, used = (median(values) for values in zip(*samples, strict=True))
+    count, used = (median(values) for values in zip(*samples, strict=True))
     return [
-        {"whole contexts": whole, "sessions open": count, "of them with a token in the last second": active,
-         "over whole contexts": count / whole, "blocks used": used, **result}
-    ]  # fmt: skip
+        {"whole contexts": whole, "sessions open": count, "over whole contexts": count / whole, "blocks used": used}
+    ]
 
 
 async def full(args: argparse.Namespace) -> list[Row]:
