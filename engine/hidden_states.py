@@ -17,7 +17,10 @@ from transformers import PreTrainedModel
 
 from engine.batch import Segment
 from engine.layers import LayerShape
+from engine.rounded_states import round_states
 from specdec.errors import InvalidRequest
+from specdec.state_dtypes import STATE_DTYPES
+from specdec.types import HiddenStates
 
 #: Of all hidden states that leave the engine, whatever it computes in.
 STATE_DTYPE: Final = torch.bfloat16
@@ -68,35 +71,53 @@ class StateRows:
 class PassStates:
     """The hidden states of a pass, segment by segment. The first access to them waits for the device."""
 
-    __slots__ = ("_data", "_row_bytes", "_wanted")
+    __slots__ = ("_data", "_encoded", "_wanted")
 
     def __init__(self, wanted: StateRows, data: torch.Tensor) -> None:
         """``data``: bfloat16 [rows, layers, H]."""
         self._wanted = wanted
         self._data = data
-        self._row_bytes = data.shape[1] * data.shape[2] * data.itemsize
+        #: On the host, by the size of the groups in which they are rounded; 0: as they are.
+        self._encoded: dict[int, torch.Tensor] = {}
 
     def of(self, index: int) -> torch.Tensor:
         """A segment's own, [num_states, layers * H]: its last rows, and its layers as it names them."""
-        start, segment = self._wanted.starts[index], self._wanted.segments[index]
-        own = self._on_host()[start : start + segment.num_states]
-        if not self._wanted.is_alike:
-            own = own[:, [self._wanted.layers.index(layer) for layer in segment.state_layers]]
-        return own.flatten(1)
+        return self._own(index, 0).flatten(1)
 
-    def bytes_of(self, index: int, rows: Sequence[int]) -> bytes:
-        """Some rows of :meth:`of`, one after another."""
+    def rows(self, index: int, rows: Sequence[int], start: int, dtype: str = "") -> HiddenStates:
+        """Some rows of :meth:`of`, the first of which is that of position ``start``, as ``dtype`` (a key of
+        :data:`~specdec.state_dtypes.STATE_DTYPES`). Groups that do not divide a state become one.
+        """
+        width, group_size = self._data.shape[2], STATE_DTYPES.get(dtype)
+        group_size = 0 if group_size is None else group_size if group_size and not width % group_size else width
+        num_features = width * len(self._wanted.segments[index].state_layers)
+        data = self._bytes(index, rows, group_size)
+        return HiddenStates(start, num_features, "int8" if group_size else "bfloat16", data, group_size)
+
+    def _bytes(self, index: int, rows: Sequence[int], group_size: int) -> bytes:
         if not self._wanted.is_alike:
-            return ctypes.string_at((own := self.of(index)[list(rows)]).data_ptr(), own.nbytes)
-        size, at = self._row_bytes, self._on_host().data_ptr() + self._wanted.starts[index] * self._row_bytes
+            own = self._own(index, group_size)[list(rows)]
+            return ctypes.string_at(own.data_ptr(), own.nbytes)
+        data = self._on_host(group_size)
+        size = data.shape[1] * data.shape[2] * data.itemsize
+        at = data.data_ptr() + self._wanted.starts[index] * size
         if isinstance(rows, range):
             return ctypes.string_at(at + rows.start * size, len(rows) * size)
         return b"".join([ctypes.string_at(at + row * size, size) for row in rows])
 
-    def _on_host(self) -> torch.Tensor:
-        if self._data.device.type != "cpu":
-            self._data = self._data.cpu()
-        return self._data
+    def _own(self, index: int, group_size: int) -> torch.Tensor:
+        """A segment's rows and layers, [num_states, layers, bytes or H]."""
+        start, segment = self._wanted.starts[index], self._wanted.segments[index]
+        own = self._on_host(group_size)[start : start + segment.num_states]
+        if not self._wanted.is_alike:
+            own = own[:, [self._wanted.layers.index(layer) for layer in segment.state_layers]]
+        return own
+
+    def _on_host(self, group_size: int) -> torch.Tensor:
+        if (encoded := self._encoded.get(group_size)) is None:
+            encoded = round_states(self._data, group_size) if group_size else self._data
+            self._encoded[group_size] = encoded = encoded.cpu()
+        return encoded
 
 
 class StateTap:

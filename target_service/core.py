@@ -23,6 +23,7 @@ from specdec.process.lifecycle import finish
 from specdec.process.tasks import call_each, log_failure
 from specdec.scheduling.admission import Admission
 from specdec.settings import TargetSettings
+from specdec.state_dtypes import STATE_DTYPES
 from specdec.tree_shape import MAX_SPECULATIVE_TOKENS
 from specdec.types import HiddenStates, ModelInfo, ServerLoad, SessionSpec
 from target_service.grammar.compiler import GrammarCompiler
@@ -340,6 +341,11 @@ class TargetCore:
                 param="num_speculative_tokens",
             )
         self.engine.check_state_layers(spec.hidden_state_layers)
+        if spec.hidden_state_dtype not in ("", *STATE_DTYPES):
+            raise InvalidRequest(
+                f"hidden_state_dtype is {spec.hidden_state_dtype!r}; known are {', '.join(STATE_DTYPES)}",
+                param="hidden_state_dtype",
+            )
         max_len = context if params.max_tokens is None else min(context, spec.prompt_len + params.max_tokens)
         if num_tokens >= max_len:
             raise InvalidRequest(

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from engine.engine import Kept, Segment
-from engine.hidden_states import STATE_DTYPE, PassStates
+from engine.hidden_states import PassStates
 from engine.kv_sequence import KVSequence
 from engine.sampling.state import SamplingState
 from specdec.errors import InvalidRequest, TandemError
@@ -276,8 +276,7 @@ def _states_of_round(
 
 def _hidden_states(part: ScheduledSequence, own: OwnStates, start: int, rows: Sequence[int]) -> HiddenStates:
     states, index, _ = own
-    data = states.bytes_of(index, rows)
-    return HiddenStates(start, len(data) // len(rows) // STATE_DTYPE.itemsize, "bfloat16", data)
+    return states.rows(index, rows, start, part.session.spec.hidden_state_dtype)
 
 
 def _score_prompt(part: ScheduledSequence, num_top: int, logits: torch.Tensor) -> Sequence[PositionLogprobs]:

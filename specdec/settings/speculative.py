@@ -11,6 +11,7 @@ from specdec.methods import ATTENDING_METHODS, HEAD_METHODS, LOOKUP_METHODS, MET
 from specdec.settings.lookup import LookupSettings
 from specdec.settings.model import QUANTIZATIONS
 from specdec.settings.option import option, options_of, require
+from specdec.state_dtypes import STATE_DTYPES
 from specdec.tree_shape import MAX_SPECULATIVE_TOKENS, TreeShape
 
 
@@ -37,6 +38,12 @@ class SpeculativeSettings(LookupSettings):
         only=ATTENDING_METHODS,
     )
     draft_sink_size: int = option(4, "first tokens that are read of a longer text", ge=0, only=ATTENDING_METHODS)
+    hidden_state_dtype: str = option(
+        "int8",
+        "type of the hidden states that the target sends; int8 has a scale a state, int8_g32 one for 32 numbers",
+        choices=STATE_DTYPES,
+        only=HEAD_METHODS,
+    )
     parallel_drafting: bool | None = option(
         None, "one pass drafts all tokens (PARD); by default where the checkpoint names a mask token", flag=False
     )

@@ -22,6 +22,7 @@ from engine.device_thread import DeviceThread
 from engine.heads.files.checkpoint import read_head
 from engine.heads.head import DraftHead
 from engine.loading import checkpoint, refusals
+from engine.rounded_states import tensor_of_states
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.state import SamplingState
 from specdec import __version__
@@ -31,7 +32,8 @@ from specdec.params import SamplingParams
 from specdec.process.cores import usable_cores
 from specdec.rules import DEFAULT_RULE, Rule, one_rule_per_sampling
 from specdec.settings import DTYPES, DraftSettings, ModelSettings
-from specdec.types import ELEMENT_BYTES, HiddenStates, ModelInfo, SessionSpec
+from specdec.state_dtypes import ELEMENT_BYTES
+from specdec.types import HiddenStates, ModelInfo, SessionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,7 @@ def load_head(settings: DraftSettings) -> LoadedHead:
         num_speculative_tokens=settings.speculative.num_speculative_tokens,
         version=__version__,
         hidden_state_layers=head.hidden_state_layers,
+        hidden_state_dtype=settings.speculative.hidden_state_dtype,
     )
     if bits := refusals.check_quantization(model, head.config, device):
         if bits < _HEAD_BITS:
@@ -270,10 +273,7 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
 
 def tensor_of(states: Sequence[HiddenStates]) -> torch.Tensor:
     """[positions, features] on the CPU, bfloat16 if they arrived as such, else float32."""
-    parts = [
-        torch.frombuffer(bytearray(each.data), dtype=getattr(torch, each.dtype)).view(-1, each.num_features)
-        for each in states
-    ]
+    parts = [tensor_of_states(each) for each in states]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     return whole if whole.dtype == torch.bfloat16 else whole.float()
 
