@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from engine.batch import Segment
 from engine.layers import LayerShape
 from engine.rounded_states import round_states
+from engine.state_map import StateMap
 from specdec.errors import InvalidRequest
 from specdec.state_dtypes import STATE_DTYPES
 from specdec.types import HiddenStates
@@ -77,46 +78,54 @@ class PassStates:
         """``data``: bfloat16 [rows, layers, H]."""
         self._wanted = wanted
         self._data = data
-        #: On the host, by the size of the groups in which they are rounded; 0: as they are.
-        self._encoded: dict[int, torch.Tensor] = {}
+        #: On the host, by what maps them and by the size of the groups in which they are rounded; 0: not at all.
+        self._encoded: dict[tuple[StateMap | None, int], torch.Tensor] = {}
 
     def of(self, index: int) -> torch.Tensor:
         """A segment's own, [num_states, layers * H]: its last rows, and its layers as it names them."""
-        return self._own(index, 0).flatten(1)
+        start, segment = self._wanted.starts[index], self._wanted.segments[index]
+        own = self._on_host(None, 0)[start : start + segment.num_states]
+        return own[:, self._places(segment.state_layers)].flatten(1)
 
-    def rows(self, index: int, rows: Sequence[int], start: int, dtype: str = "") -> HiddenStates:
+    def rows(
+        self, index: int, rows: Sequence[int], start: int, dtype: str = "", through: StateMap | None = None
+    ) -> HiddenStates:
         """Some rows of :meth:`of`, the first of which is that of position ``start``, as ``dtype`` (a key of
         :data:`~specdec.state_dtypes.STATE_DTYPES`). Groups that do not divide a state become one.
+
+        ``through``: what makes features of them, if it reads the segment's layers.
         """
-        width, group_size = self._data.shape[2], STATE_DTYPES.get(dtype)
+        layers = self._wanted.segments[index].state_layers
+        through = through if through is not None and through.layers == layers else None
+        width = self._data.shape[2] if through is None else through.width
+        count, group_size = len(layers) if through is None else 1, STATE_DTYPES.get(dtype)
         group_size = 0 if group_size is None else group_size if group_size and not width % group_size else width
-        num_features = width * len(self._wanted.segments[index].state_layers)
-        data = self._bytes(index, rows, group_size)
-        return HiddenStates(start, num_features, "int8" if group_size else "bfloat16", data, group_size)
-
-    def _bytes(self, index: int, rows: Sequence[int], group_size: int) -> bytes:
-        if not self._wanted.is_alike:
-            own = self._own(index, group_size)[list(rows)]
-            return ctypes.string_at(own.data_ptr(), own.nbytes)
-        data = self._on_host(group_size)
-        size = data.shape[1] * data.shape[2] * data.itemsize
-        at = data.data_ptr() + self._wanted.starts[index] * size
+        encoded, first = self._on_host(through, group_size), self._wanted.starts[index]
+        if through is None and not self._wanted.is_alike:
+            encoded = encoded[first : first + rows[-1] + 1, self._places(layers)]
+            first = 0
+        size = encoded.shape[1] * encoded.shape[2] * encoded.itemsize
+        at = encoded.data_ptr() + first * size
         if isinstance(rows, range):
-            return ctypes.string_at(at + rows.start * size, len(rows) * size)
-        return b"".join([ctypes.string_at(at + row * size, size) for row in rows])
+            data = ctypes.string_at(at + rows.start * size, len(rows) * size)
+        else:
+            data = b"".join([ctypes.string_at(at + row * size, size) for row in rows])
+        return HiddenStates(start, count * width, "int8" if group_size else "bfloat16", data, group_size)
 
-    def _own(self, index: int, group_size: int) -> torch.Tensor:
-        """A segment's rows and layers, [num_states, layers, bytes or H]."""
-        start, segment = self._wanted.starts[index], self._wanted.segments[index]
-        own = self._on_host(group_size)[start : start + segment.num_states]
-        if not self._wanted.is_alike:
-            own = own[:, [self._wanted.layers.index(layer) for layer in segment.state_layers]]
-        return own
+    def _places(self, layers: Sequence[int]) -> list[int]:
+        """Of a segment's layers among all that are wanted."""
+        return list(range(len(layers))) if self._wanted.is_alike else [self._wanted.layers.index(i) for i in layers]
 
-    def _on_host(self, group_size: int) -> torch.Tensor:
-        if (encoded := self._encoded.get(group_size)) is None:
-            encoded = round_states(self._data, group_size) if group_size else self._data
-            self._encoded[group_size] = encoded = encoded.cpu()
+    def _on_host(self, through: StateMap | None, group_size: int) -> torch.Tensor:
+        """The states of all rows, [rows, layers, bytes or H], or the features, [rows, 1, bytes or H]."""
+        if (encoded := self._encoded.get((through, group_size))) is None:
+            encoded = self._data
+            if through is not None:
+                states = self._data[:, self._places(through.layers)].flatten(1)
+                with torch.inference_mode():
+                    encoded = through(states.to(through.linear.weight.dtype)).to(STATE_DTYPE).unsqueeze(1)
+            encoded = (round_states(encoded, group_size) if group_size else encoded).cpu()
+            self._encoded[through, group_size] = encoded
         return encoded
 
 

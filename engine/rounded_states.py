@@ -1,4 +1,4 @@
-"""Hidden states in int8 with a scale for each group of numbers, laid out as :class:`specdec.types.HiddenStates` says."""
+"""Hidden states in int8 with a scale for each group of numbers, as in :class:`specdec.types.HiddenStates`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def round_states(states: Tensor, group_size: int) -> Tensor:
     """[..., H] to uint8 [..., H / group_size * (group_size + 4)]: of each group x its numbers round(x / scale) and the
     scale, float32 max(|x|) / 127.
     """
-    groups = states.float().unflatten(-1, (-1, group_size))
+    groups = states.float().view(*states.shape[:-1], -1, group_size)
     scales = groups.abs().amax(-1, keepdim=True) / _LIMIT
     numbers = (groups / scales.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
     return torch.cat((numbers.view(torch.uint8), scales.view(torch.uint8)), -1).flatten(-2)

@@ -88,6 +88,7 @@ def encode_open_target(spec: SessionSpec) -> target_pb.VerifyRequest:
             hidden_state_layers=spec.hidden_state_layers,
             last_hidden_state_only=spec.last_hidden_state_only,
             hidden_state_dtype=spec.hidden_state_dtype,
+            hidden_state_map=spec.hidden_state_map,
             max_kv_share=spec.max_kv_share,
         )
     )
@@ -106,6 +107,7 @@ def decode_open_target(message: target_pb.OpenTargetSession) -> SessionSpec:
         hidden_state_layers=tuple(message.hidden_state_layers),
         last_hidden_state_only=message.last_hidden_state_only,
         hidden_state_dtype=message.hidden_state_dtype,
+        hidden_state_map=message.hidden_state_map,
         max_kv_share=share,
     )
 

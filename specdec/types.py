@@ -247,6 +247,8 @@ class SessionSpec:
     last_hidden_state_only: bool = False
     #: Target only: one of :data:`~specdec.state_dtypes.STATE_DTYPES`; empty: bfloat16.
     hidden_state_dtype: str = ""
+    #: Target only: fingerprint of what makes features of the hidden states, if the target has it; empty: nothing.
+    hidden_state_map: str = ""
 
     @property
     def draft_sampling(self) -> DraftSampling:
@@ -312,6 +314,8 @@ class ModelInfo:
     last_hidden_state_only: bool = False
     #: Drafts: the type in which they should come, one of :data:`~specdec.state_dtypes.STATE_DTYPES`; empty: bfloat16.
     hidden_state_dtype: str = ""
+    #: Drafts: fingerprint of the head's first layer, which the target may evaluate; empty: it has none.
+    hidden_state_map: str = ""
     #: How passes are executed, for people: the path and what was measured for its kernels.
     execution: str = ""
     #: Targets: bytes of the weights that each rank holds, and of the KV cache that each has.

@@ -130,16 +130,16 @@ class PagedHead:
         return self.head.to_target_logits(self.head.logits(x).float())
 
     def step(self, segments: Sequence[Segment], states: Tensor, *, are_features: bool) -> tuple[Tensor, Tensor]:
-        """Feed rows with the target's states [T, features] or with outputs of earlier rows [T, H]; in inference mode.
+        """Feed rows with the target's states [T, num_features], with what it fused of them [T, H], or with outputs of
+        earlier rows [T, H]; in inference mode.
 
         Returns the outputs at the wanted rows, [N, H], and their logits over the target's vocabulary, float32 [N, V].
         Sequences grow by what they were fed. Raises like :meth:`forward`.
         """
         self._copy_blocks()
+        are_features = are_features and not self._is_fused(states)
         if self._native is None:
-            if are_features:
-                states = self.head.fuse(send(states, self.device).to(self.head.dtype))
-            x = self.forward(segments, states)
+            x = self.forward(segments, self._fused(states) if are_features else self._sent(states))
             return x, self.logits(x)
         batch = self._batch(segments)
         logits, x = self._native.forward(
@@ -149,6 +149,24 @@ class PagedHead:
             segment.sequence.length = kv_len
         return x, self.head.to_target_logits(logits)
 
+    def alike(self, states: list[Tensor]) -> list[Tensor]:
+        """States of several sequences: all as the target has them, or all fused; on the CPU, of one dtype."""
+        if any(map(self._is_fused, states)):
+            with torch.inference_mode():
+                states = [each if self._is_fused(each) else self._fused(each).to(each.device) for each in states]
+        return states if len({each.dtype for each in states}) == 1 else [each.float() for each in states]
+
+    def _is_fused(self, states: Tensor) -> bool:
+        """Whether the target has evaluated the head's :attr:`~engine.heads.head.DraftHead.state_map`."""
+        return states.shape[1] != self.head.num_features
+
+    def _fused(self, states: Tensor) -> Tensor:
+        """The target's states as features, [T, H] on the head's device."""
+        return self.head.fuse(self._sent(states))
+
+    def _sent(self, states: Tensor) -> Tensor:
+        return send(states, self.device).to(self.head.dtype)
+
     def draft_chains(self, jobs: Sequence[ChainJob], stop: StopFlags | None = None) -> list[DraftedChain]:
         """Ingest what the jobs feed, with their features, then draft a chain for those that want one.
 
@@ -156,9 +174,11 @@ class PagedHead:
         ignored. Raises like :meth:`forward`, after which sequences may have grown: roll them back.
         """
         self._copy_blocks()
+        own = [job.features for job in jobs if job.features is not None]
+        assert len(own) == len(jobs), "a head's jobs bring features"
+        if len({(states.shape[1], states.dtype) for states in own}) > 1:  # of different targets
+            jobs = [replace(job, features=states) for job, states in zip(jobs, self.alike(own), strict=True)]
         if self._native is not None and all(knows(job.state) for job in jobs):
-            if len({job.features.dtype for job in jobs if job.features is not None}) > 1:  # of different targets
-                jobs = [replace(job, features=None if job.features is None else job.features.float()) for job in jobs]
             size, limit = self.pool.block_size, self.max_model_len
             return native.draft_chains(self._native, jobs, stop, block_size=size, max_model_len=limit)
         with torch.inference_mode():
@@ -184,8 +204,9 @@ class PagedHead:
     def _ingest(self, jobs: Sequence[ChainJob]) -> Tensor:
         """One pass over all that is fed; returns the outputs at each job's last position, [jobs, H]."""
         features = [job.features for job in jobs if job.features is not None]
-        states = send(torch.cat(features), self.device).to(self.head.dtype)
-        return self.forward([Segment(job.sequence, job.token_ids, 1) for job in jobs], self.head.fuse(states))
+        states = torch.cat(features)
+        states = self._sent(states) if self._is_fused(states) else self._fused(states)
+        return self.forward([Segment(job.sequence, job.token_ids, 1) for job in jobs], states)
 
     def _batch(self, segments: Sequence[Segment]) -> Batch:
         return build_batch(

@@ -36,13 +36,17 @@ class HiddenStateSpec:
     layers: tuple[int, ...] = ()
     last_only: bool = False
     dtype: str = ""
+    #: Fingerprint of what the target does with them, if it can; empty: nothing.
+    through: str = ""
 
     @classmethod
     def of(cls, info: ModelInfo) -> HiddenStateSpec:
         """What a draft says it reads."""
         if not info.hidden_state_layers:
             return cls()
-        return cls(info.hidden_state_layers, info.last_hidden_state_only, info.hidden_state_dtype)
+        return cls(
+            info.hidden_state_layers, info.last_hidden_state_only, info.hidden_state_dtype, info.hidden_state_map
+        )
 
     def asked_in(self, spec: SessionSpec) -> SessionSpec:
         """A session of the target whose verdicts carry them."""
@@ -51,6 +55,7 @@ class HiddenStateSpec:
             hidden_state_layers=self.layers,
             last_hidden_state_only=self.last_only,
             hidden_state_dtype=self.dtype,
+            hidden_state_map=self.through,
         )
 
 

@@ -40,7 +40,7 @@ class SpeculativeSettings(LookupSettings):
     draft_sink_size: int = option(4, "first tokens that are read of a longer text", ge=0, only=ATTENDING_METHODS)
     hidden_state_dtype: str = option(
         "int8",
-        "type of the hidden states that the target sends; int8 has a scale a state, int8_g32 one for 32 numbers",
+        "type of the target's states; int8 has a scale a state, int8_g32 one a group of 32",
         choices=STATE_DTYPES,
         only=HEAD_METHODS,
     )

@@ -510,6 +510,7 @@ class ModelInfo(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     HIDDEN_STATE_DTYPE_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATE_MAP_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name or folder the model was loaded from."""
     architecture: _builtins.str
@@ -546,6 +547,10 @@ class ModelInfo(_message.Message):
     """Targets: bytes of the KV cache that each rank has. 0: not known."""
     hidden_state_dtype: _builtins.str
     """Draft services: the type in which hidden states should come, as in OpenTargetSession."""
+    hidden_state_map: _builtins.str
+    """Draft services: SHA-256 (hex) of the linear layer, with its norms, that the head begins with, where it makes the hidden
+    states smaller. It reads what either side made of them.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence."""
@@ -582,10 +587,11 @@ class ModelInfo(_message.Message):
         weight_bytes: _abc.Iterable[_builtins.int] | None = ...,
         kv_cache_bytes: _builtins.int = ...,
         hidden_state_dtype: _builtins.str = ...,
+        hidden_state_map: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "execution", b"execution", "hidden_state_dtype", b"hidden_state_dtype", "hidden_state_layers", b"hidden_state_layers", "kv_cache_bytes", b"kv_cache_bytes", "kv_cache_tokens", b"kv_cache_tokens", "last_hidden_state_only", b"last_hidden_state_only", "max_model_len", b"max_model_len", "method", b"method", "name", b"name", "num_parameters", b"num_parameters", "num_speculative_tokens", b"num_speculative_tokens", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size", "verification", b"verification", "version", b"version", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "execution", b"execution", "hidden_state_dtype", b"hidden_state_dtype", "hidden_state_layers", b"hidden_state_layers", "hidden_state_map", b"hidden_state_map", "kv_cache_bytes", b"kv_cache_bytes", "kv_cache_tokens", b"kv_cache_tokens", "last_hidden_state_only", b"last_hidden_state_only", "max_model_len", b"max_model_len", "method", b"method", "name", b"name", "num_parameters", b"num_parameters", "num_speculative_tokens", b"num_speculative_tokens", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size", "verification", b"verification", "version", b"version", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -150,7 +150,12 @@ def make_deployment(
             scheduler=scheduler,
         )
     return Deployment(
-        target=TargetSettings(model=model, scheduler=scheduler, **({} if rule is None else {"verification": rule})),
+        target=TargetSettings(
+            model=model,
+            scheduler=scheduler,
+            hidden_state_maps=() if draft_model is None or not speculative.reads_target else (draft_model.model,),
+            **({} if rule is None else {"verification": rule}),
+        ),
         draft=draft,
         gateway=GatewaySettings(
             served_model_name=names,

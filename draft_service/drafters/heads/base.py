@@ -112,6 +112,7 @@ def load_head(settings: DraftSettings) -> LoadedHead:
         version=__version__,
         hidden_state_layers=head.hidden_state_layers,
         hidden_state_dtype=settings.speculative.hidden_state_dtype,
+        hidden_state_map=head.state_map_fingerprint,
     )
     if bits := refusals.check_quantization(model, head.config, device):
         if bits < _HEAD_BITS:
@@ -130,6 +131,8 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
         self._thread = thread
         self._down = False
         self._state_width = 0
+        #: Width of what a target sends that has the head's first layer.
+        self._mapped_width = None if (states := loaded.head.state_map) is None else states.width
 
     # --- what a kind of head implements, besides open and advance ---
 
@@ -222,7 +225,7 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
             InvalidRequest: they are of another width.
         """
         for states in hidden_states:
-            if states.num_features != self._state_width:
+            if states.num_features not in (self._state_width, self._mapped_width):
                 raise InvalidRequest(
                     f"hidden_states have {states.num_features} numbers a position; {self.info.name} reads layers"
                     f" {list(self.info.hidden_state_layers)} of its target, {self._state_width} numbers",

@@ -230,19 +230,24 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             num_tokens,
             state.sampling,
             state.rule,
-            features=tensor_of(taken),
             num_candidates=job.num_guesses,
         )
         return _EagleWork(state, taken, job_of_head, job.tree if num_tokens else None)
 
     def _compute(self, works: Sequence[_EagleWork], stop: StopFlags) -> Sequence[DraftedChain]:
-        return self._paged.draft_chains([work.job for work in works], stop)
+        jobs = [replace(work.job, features=self._features(work)) for work in works]
+        return self._paged.draft_chains(jobs, stop)
 
     def _compute_trees(
         self, works: Sequence[_EagleWork], stopped: Callable[[], Sequence[bool]]
     ) -> Sequence[DraftedTree]:
-        features = {work.job.sequence: work.job.features for work in works if work.job.features is not None}
+        features = {work.job.sequence: self._features(work) for work in works}
         return draft_trees(PagedTreePasses(self._paged, features), [work.tree() for work in works], stopped)
+
+    def _features(self, work: _EagleWork) -> Tensor:
+        """What a work ingests, [positions, features]; on the device thread."""
+        states = self._paged.alike([tensor_of([each]) for each in work.taken])
+        return states[0] if len(states) == 1 else torch.cat(states)
 
     def _finish(self, work: _EagleWork) -> None:
         """Keep the state to feed again."""
@@ -270,7 +275,7 @@ class PagedTreePasses:
         known = self._states
         is_first = not known
         if is_first:
-            states = torch.cat([self._features[segment.sequence] for segment in segments])
+            states = torch.cat(self._paged.alike([self._features[segment.sequence] for segment in segments]))
         else:
             states = torch.cat([rows_of_parents(known[segment.sequence], segment.parents) for segment in segments])
         x, logits = self._paged.step(segments, states, are_features=is_first)

@@ -14,6 +14,7 @@ from engine.heads.files.head_format import HeadFormat
 from engine.heads.files.tensors import TargetTensors, read_tensors
 from engine.heads.head import DraftHead
 from engine.refused_checkpoints import check_checkpoint
+from engine.state_map import StateMap
 from specdec.checkpoint_config import read_config
 from specdec.errors import InvalidRequest
 from specdec.methods import METHODS, method_of
@@ -47,7 +48,26 @@ def read_head(
     if not METHODS[method].is_head:
         raise InvalidRequest(f"{folder} holds no draft head but a {method}", param="model")
     head: DraftHead = head_format(method).read(folder, config, read_tensors(folder), target)
+    if (states := head.state_map) is not None:
+        head.state_map_fingerprint = states.fingerprint()
     return head.to(device=device, dtype=dtype or head.dtype).eval().requires_grad_(False)
+
+
+def read_state_map(folder: str | Path, target_folder: str | Path, device: torch.device) -> tuple[str, StateMap] | None:
+    """The fingerprint and the :class:`StateMap` of the head in ``folder``; None where it has none. Raises like
+    :func:`read_head`, and :class:`InvalidRequest` where the device has no memory for it.
+    """
+    head = read_head(folder, target_folder)
+    if (states := head.state_map) is None:
+        return None
+    try:
+        return head.state_map_fingerprint, states.to(device)
+    except torch.OutOfMemoryError as error:
+        raise InvalidRequest(
+            f"there is no memory on {device} for the first layer of {folder}: lower gpu_memory_utilization, or leave"
+            f" it out of hidden_state_maps ({error})",
+            param="hidden_state_maps",
+        ) from error
 
 
 def write_head(head: DraftHead, folder: str | Path) -> None:
