@@ -1,4 +1,4 @@
-"""An EAGLE head on a paged KV cache: ragged batches of sessions, and chains of drafted tokens.
+"""An EAGLE head, or a prediction layer, on a paged KV cache: ragged batches of sessions, chains of drafted tokens.
 
 Entry i of a sequence stands for the i-th position whose target state is known: the token after it and its features were
 fed. Rotary positions count entries, dropped ones included; attention sees their differences only.
@@ -13,16 +13,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.adapters import adopt
 from engine.attention import AttentionKernels, PagedBatch, paged_attention, write_kv
 from engine.batch import Batch, Segment, build_batch
 from engine.chains import ChainJob, StopFlags, draw_chains
 from engine.compaction import copy_blocks
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
+from engine.heads.mtp import MtpHead
 from engine.heads.native.eagle import NativeHead
 from engine.heads.self_check import HeadReference
 from engine.kv_pool import KVPool
-from engine.layers import LayerShape, allocate_caches
+from engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, allocate_caches, bind, record_layers
 from engine.loading import acceleration
 from engine.loading.memory import size_cache
 from engine.native import chains as native
@@ -39,25 +41,15 @@ logger = logging.getLogger(__name__)
 class PagedHead:
     """A head, the caches of its layers, and the bookkeeping of the caches."""
 
-    def __init__(self, head: EagleHead | Eagle3Head, settings: ModelSettings, max_model_len: int) -> None:
+    def __init__(self, head: EagleHead | Eagle3Head | MtpHead, settings: ModelSettings, max_model_len: int) -> None:
         """Lay out the cache on the head's device.
 
         Raises:
             InvalidRequest: there is no memory for it.
+            ModelNotSupported: a prediction layer attends in a way that cannot be paged.
         """
-        dtype, device = head.dtype, head.embed_tokens.weight.device
-        shapes = [
-            LayerShape(
-                module=attention,
-                num_kv_heads=attention.num_kv_heads,
-                head_dim=attention.head_dim,
-                value_dim=attention.head_dim,
-                dtype=dtype,
-                window=None,
-                chunk=None,
-            )
-            for attention in head.attentions
-        ]
+        device = head.embed_tokens.weight.device
+        shapes = _shapes_of(head)
         num_blocks, _, self.max_model_len = size_cache(
             settings,
             shapes,
@@ -68,8 +60,13 @@ class PagedHead:
         self.head = head
         self.device = device
         self.pool = KVPool(num_blocks, settings.block_size)
-        self._scale = head.config.layer.head_dim**-0.5
         self._caches = allocate_caches(shapes, num_blocks, settings.block_size, device)
+        #: The pass that the layers of transformers run in.
+        self._state = ForwardState()
+        if isinstance(head, MtpHead):
+            head.body.set_attn_implementation(PAGED)
+            for shape, (k_cache, v_cache) in zip(shapes, self._caches, strict=True):
+                bind(shape, PagedLayer(k_cache, v_cache, shape.window, self._state))
         self._kernels: AttentionKernels | None = None
         self._native: NativeHead | None = None
         if not settings.enforce_eager and device.type == "cpu":
@@ -81,8 +78,10 @@ class PagedHead:
     def _build_native(self, num_threads: int, autotune: str) -> NativeHead | None:
         """The head on native kernels, if they agree with its module; else the module gets packed layers alone."""
         limit = self.pool.total_blocks // 2 * self.pool.block_size
-        reference = HeadReference(self.head, limit) if limit > 0 else None
-        native_head = NativeHead.build(self.head, self._caches, num_threads, autotune)
+        native_head = reference = None
+        if not isinstance(self.head, MtpHead):
+            reference = HeadReference(self.head, limit) if limit > 0 else None
+            native_head = NativeHead.build(self.head, self._caches, num_threads, autotune)
         if native_head is None:
             pack_linears(self.head, num_threads, autotune)
             return None
@@ -113,14 +112,18 @@ class PagedHead:
         paged = PagedBatch(on_device)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
-            k_cache, v_cache = self._caches[layer]
+            (k_cache, v_cache), scale = self._caches[layer], query.shape[-1] ** -0.5
             if self._kernels is None:
                 write_kv(k_cache, v_cache, key, value, paged)
-                return paged_attention(query, k_cache, v_cache, paged, scale=self._scale)
+                return paged_attention(query, k_cache, v_cache, paged, scale=scale)
             self._kernels.write_kv(k_cache, v_cache, key, value, plan)
-            return self._kernels.paged_attention(query, k_cache, v_cache, plan, self._scale)
+            return self._kernels.paged_attention(query, k_cache, v_cache, plan, scale)
 
-        x: Tensor = self.head(on_device.input_ids[0], features, plan.positions, attend)
+        self._state.batch, self._state.kernels = paged, self._kernels
+        try:
+            x: Tensor = self.head(on_device.input_ids[0], features, plan.positions, attend)
+        finally:
+            self._state.batch = None
         for segment, kv_len in zip(segments, batch.kv_lens, strict=True):
             segment.sequence.length = kv_len
         return x if len(on_device.logit_rows) == len(x) else x.index_select(0, on_device.logit_rows)
@@ -221,3 +224,22 @@ class PagedHead:
         if copies := self.pool.take_copies():
             for cache in self._caches:
                 copy_blocks(cache, copies)
+
+
+def _shapes_of(head: EagleHead | Eagle3Head | MtpHead) -> list[LayerShape]:
+    """How the head's layers attend."""
+    if isinstance(head, MtpHead):
+        adopt(head.body)
+        return record_layers(head.body, 1, head.embed_tokens.weight.device)[0]
+    return [
+        LayerShape(
+            module=attention,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            value_dim=attention.head_dim,
+            dtype=head.dtype,
+            window=None,
+            chunk=None,
+        )
+        for attention in head.attentions
+    ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from specdec.errors import did_you_mean
-from specdec.methods import ATTENDING_METHODS, HEAD_METHODS, LOOKUP_METHODS, METHODS, MODEL_METHODS, refuse_mtp
+from specdec.methods import ATTENDING_METHODS, HEAD_METHODS, LOOKUP_METHODS, METHODS, MODEL_METHODS
 from specdec.settings.lookup import LookupSettings
 from specdec.settings.model import QUANTIZATIONS
 from specdec.settings.option import option, options_of, require
@@ -111,8 +111,6 @@ class SpeculativeSettings(LookupSettings):
 def _read_methods(given: Any) -> tuple[str, ...]:
     """One method's name, or a lookup's and another's, as a tuple."""
     methods = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
-    if "mtp" in methods:
-        refuse_mtp()
     for method in methods:
         require(method in METHODS, "method", f"method is {method!r}; choose one of {', '.join(METHODS)}")
     first, *rest = methods

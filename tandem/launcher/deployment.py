@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from specdec.flags import flags_of, parsed_options, settings_from
-from specdec.methods import LOOKUP_METHODS, MODEL_METHODS
+from specdec.methods import LOOKUP_METHODS, METHODS, MODEL_METHODS
 from specdec.process.ports import check_port
 from specdec.settings import (
     API_KEY_VARIABLE,
@@ -153,7 +153,9 @@ def make_deployment(
         target=TargetSettings(
             model=model,
             scheduler=scheduler,
-            hidden_state_maps=() if draft_model is None or not speculative.reads_target else (draft_model.model,),
+            hidden_state_maps=tuple(
+                draft_model.model for method in speculative.methods if draft_model and METHODS[method].maps_states
+            ),
             **({} if rule is None else {"verification": rule}),
         ),
         draft=draft,

@@ -1,4 +1,4 @@
-"""EAGLE-1, EAGLE-2 and EAGLE-3 drafters: a layer that extrapolates the target's features, a token at a time.
+"""EAGLE-1, EAGLE-2, EAGLE-3 and MTP drafters: a layer that extrapolates the target's features, a token at a time.
 
 With n committed tokens the target's states of the positions 0 … n-2 are known; each predicted the token after it. An
 entry of the head's cache is made of a state and that token, so n-1 entries are on true features. The output at the last
@@ -28,6 +28,7 @@ from engine.chains import ChainJob, StopFlags
 from engine.device_thread import DeviceThread
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
+from engine.heads.mtp import MtpHead
 from engine.heads.paged import PagedHead
 from engine.kv_pool import CacheFull
 from engine.kv_sequence import KVSequence
@@ -114,7 +115,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
 
     @classmethod
     def _of(cls, loaded: LoadedHead, thread: DeviceThread, settings: DraftSettings) -> Self:
-        assert isinstance(loaded.head, EagleHead | Eagle3Head)
+        assert isinstance(loaded.head, EagleHead | Eagle3Head | MtpHead)
         return cls(loaded, PagedHead(loaded.head, loaded.model, loaded.info.max_model_len), thread, settings)
 
     @property

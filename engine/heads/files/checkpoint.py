@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.heads.files.head_format import HeadFormat
-from engine.heads.files.tensors import TargetTensors, read_tensors
+from engine.heads.files.tensors import TargetTensors
 from engine.heads.head import DraftHead
 from engine.refused_checkpoints import check_checkpoint
 from engine.state_map import StateMap
@@ -47,7 +47,8 @@ def read_head(
     config, target = read_config(folder), TargetTensors(Path(target_folder))
     if not METHODS[method].is_head:
         raise InvalidRequest(f"{folder} holds no draft head but a {method}", param="model")
-    head: DraftHead = head_format(method).read(folder, config, read_tensors(folder), target)
+    form = head_format(method)
+    head: DraftHead = form.read(folder, config, form.read_tensors(folder), target)
     if (states := head.state_map) is not None:
         head.state_map_fingerprint = states.fingerprint()
     return head.to(device=device, dtype=dtype or head.dtype).eval().requires_grad_(False)
@@ -73,6 +74,7 @@ def read_state_map(folder: str | Path, target_folder: str | Path, device: torch.
 def write_head(head: DraftHead, folder: str | Path) -> None:
     """Write a head as published: ``config.json`` and one safetensors file, without what it shares with its target."""
     folder, form = Path(folder), head_format(head.method)
+    assert form.config_of is not None, f"{head.method} heads are not written"
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in form.tensors_of(head).items()}
     save_file(tensors, folder / form.file)
