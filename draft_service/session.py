@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, Protocol
 
 from draft_service.batcher import DraftBatcher
 from draft_service.common_prefix import common_prefix_len
-from draft_service.draft_ahead import DraftAhead, SessionDraftAhead
 from draft_service.draft_request import DraftRequest, InflightBatch
 from draft_service.drafters.base import Draft, Drafter, DraftState
 from draft_service.proposal_queue import ProposalQueue
@@ -30,11 +28,6 @@ class DraftSessionOwner(Protocol):
     @property
     def batcher(self) -> DraftBatcher[Any]:
         """Where sessions submit their requests."""
-        ...
-
-    @property
-    def ahead(self) -> DraftAhead:
-        """Drafting ahead of verdicts."""
         ...
 
     @property
@@ -58,23 +51,12 @@ class Advance:
     base_len: int
     token_ids: Sequence[int]
     num_draft_tokens: int
-    num_ahead_proposals: int
     hidden_states: Sequence[HiddenStates] = ()
 
     @property
     def committed_len(self) -> int:
         """Committed length after it."""
         return self.base_len + len(self.token_ids)
-
-
-class CommitResult(Enum):
-    """What a message changed."""
-
-    NEW = auto()
-    #: A proposal for exactly these tokens was drafted ahead and sent: it is the answer.
-    ALREADY_DRAFTED = auto()
-    #: Nothing: all tokens were known, and more.
-    OLD = auto()
 
 
 def check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
@@ -90,15 +72,9 @@ def check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
 class CoreSession:
     """A :class:`~specdec.backends.DraftSession` on the service's drafter. The one home of a session's state.
 
-    It has two parts besides its own fields: ``state`` is what the drafter keeps (the committed tokens and the cache),
-    ``ahead`` is what is drafted ahead of verdicts.
-
-    Nothing changes while a batch uses the state. Messages that arrive meanwhile are kept and applied in order when the
-    batch has finished; only the newest one is answered. In a speculative batch, drafts that the messages make
-    impossible stop at the next step; those that they confirm continue, and are the answer.
-
-    For a drafter that reads the target's hidden states nothing is drafted ahead: those of the assumed tokens are not
-    known before the verdict.
+    ``state`` is what the drafter keeps: the committed tokens and the cache. Nothing changes while a batch uses it.
+    Messages that arrive meanwhile are kept and applied in order when the batch has finished; only the newest one is
+    answered, and a draft that it has overtaken stops at the next step.
     """
 
     def __init__(self, owner: DraftSessionOwner, spec: SessionSpec, state: DraftState) -> None:
@@ -114,7 +90,6 @@ class CoreSession:
         self._reads_states = bool(owner.drafter.info.hidden_state_layers)
         #: A chain drawn from q passes a ratio rule more often than the chosen siblings of a tree do.
         self._tree = None if spec.draft_sampling.sends_q else owner.tree
-        may_draft_ahead = not self._reads_states and owner.tree is None
         #: Tokens a proposal may have: what the latest message asks for, at most ``opened.num_speculative_tokens``.
         self._num_draft_tokens = 0
         self._arrived: list[Advance] = []
@@ -126,7 +101,6 @@ class CoreSession:
             num_speculative_tokens=min(spec.num_speculative_tokens, owner.drafter.info.num_speculative_tokens),
             num_cached_tokens=owner.drafter.num_cached_tokens(state),
         )
-        self._ahead = owner.ahead.open(self, spec) if may_draft_ahead else SessionDraftAhead()
 
     @property
     def opened(self) -> DraftOpened:
@@ -161,7 +135,6 @@ class CoreSession:
         base_len: int,
         token_ids: Sequence[int],
         num_draft_tokens: int,
-        num_ahead_proposals: int = 0,
         hidden_states: Sequence[HiddenStates] = (),
     ) -> None:
         """Commit ``token_ids`` after ``base_len`` and ask for a proposal; never waits.
@@ -180,9 +153,8 @@ class CoreSession:
         """
         if self._closed:
             raise StaleSession("the session is closed; open it again")
-        message = Advance(
-            base_len, token_ids, num_draft_tokens, num_ahead_proposals, hidden_states if self._reads_states else ()
-        )
+        states = hidden_states if self._reads_states else ()
+        message = Advance(base_len, token_ids, num_draft_tokens, states)
         self._arrived.append(message)
         batch = self._batch
         if batch is None:
@@ -190,7 +162,8 @@ class CoreSession:
             return
         if len(self._arrived) == 1:
             batch.on_finished.append(self._apply_arrived)
-        self._stop_stale(batch)
+        if self._request is not None:
+            self._request.cancel()  # what it has overtaken
 
     async def receive(self) -> Proposal:
         """The next proposal, in the order they were drafted.
@@ -226,7 +199,6 @@ class CoreSession:
         if self._request is not None:
             self._request.resolve(Cancelled("the session was closed"))
         self._cancel_request()
-        self._ahead.close()
         if batch is not None:
             batch.on_finished.append(self._release)
         else:
@@ -241,27 +213,7 @@ class CoreSession:
     @property
     def _batch(self) -> InflightBatch | None:
         """The batch that uses the state."""
-        if self._request is not None and self._request.batch is not None:
-            return self._request.batch
-        return next((request.batch for request in self._ahead.requests if request.batch is not None), None)
-
-    def _stop_stale(self, batch: InflightBatch) -> None:
-        """A message arrived while a batch runs: stop what it has overtaken or made impossible."""
-        if self._request is not None:
-            self._request.cancel()
-        is_wanted = self._arrived[-1].num_draft_tokens > 0
-        is_answered = self._ahead.confirm(self._arrived_tokens() if is_wanted else None)
-        if is_wanted and not is_answered:
-            self._owner.batcher.expect_request(batch)
-
-    def _arrived_tokens(self) -> list[int] | None:
-        """The tokens that arrived; None if they do not simply continue the committed ones."""
-        token_ids: list[int] = []
-        for message in self._arrived:
-            if message.base_len != self.committed_len + len(token_ids):
-                return None
-            token_ids += message.token_ids
-        return token_ids
+        return None if self._request is None else self._request.batch
 
     def _apply_arrived(self) -> None:
         """Apply all messages that arrived, and answer the newest. No batch uses the state."""
@@ -273,19 +225,14 @@ class CoreSession:
         # The edge of the service: k is limited here and nowhere else.
         self._num_draft_tokens = min(message.num_draft_tokens, self._opened.num_speculative_tokens)
         try:
-            results = [self._commit(message) for message in arrived]
-            if message.num_draft_tokens <= 0:
-                self._ahead.stop()
-            elif results[-1] is CommitResult.ALREADY_DRAFTED:
-                self._draft_ahead(message.num_ahead_proposals)
-            else:
-                self._draft(message, is_old=results[-1] is CommitResult.OLD)
+            are_new = [self._commit(message) for message in arrived]
+            if message.num_draft_tokens > 0:
+                self._draft(message, is_old=not are_new[-1])
         except Exception as error:
-            self._ahead.stop()
             self._proposals.put(error)
 
-    def _commit(self, message: Advance) -> CommitResult:
-        """Commit what is new in a message."""
+    def _commit(self, message: Advance) -> bool:
+        """Commit what is new in a message; False where all its tokens were known, and more."""
         base_len, token_ids = message.base_len, message.token_ids
         known = self.state.token_ids
         length = len(known)
@@ -306,24 +253,22 @@ class CoreSession:
         if same == len(token_ids):
             if base_len + same < length:
                 self._owner.count_stale()
-                return CommitResult.OLD
+                return False
             if message.hidden_states:
                 self.drafter.advance(self.state, length, (), message.hidden_states)
-            return CommitResult.NEW  # the same again, and answered again
+            return True  # the same again, and answered again
         if base_len + same < length:  # tokens are taken back, and with them the proposals for them
             self._proposals.clear()
-            self._ahead.forget()
         self.drafter.advance(self.state, base_len + same, token_ids[same:], message.hidden_states)
-        return CommitResult.ALREADY_DRAFTED if self._ahead.commit(token_ids[same:]) else CommitResult.NEW
+        return True
 
     # --- proposals ---
 
     def _draft(self, message: Advance, is_old: bool) -> None:
         """Request the proposal that a message asks for."""
         length = message.committed_len
-        num_tokens = 0 if is_old else self.max_tokens_at(length)
+        num_tokens = 0 if is_old else self._max_tokens_at(length)
         if num_tokens <= 0:
-            self._ahead.stop()
             self._proposals.put(Proposal(self._opened.epoch, length, ()))
             return
         tree = self._tree
@@ -332,26 +277,18 @@ class CoreSession:
             num_tokens = self._num_draft_tokens
         elif self._owner.tree is not None:  # a chain in place of a tree is as long as that is deep, at most
             num_tokens = min(num_tokens, self._owner.tree.depth)
-        num_guesses = self._ahead.num_guesses(message.num_ahead_proposals)
 
         def answer(outcome: Draft | Exception) -> None:
             self._request = None
             if isinstance(outcome, Exception):
                 self._proposals.put(outcome)
                 return
-            self.send(outcome, request)
-            if num_guesses and outcome.token_ids:
-                self._ahead.reset_root(length, outcome)
-            self._draft_ahead(message.num_ahead_proposals)
+            self._send(outcome, request)
 
-        self._ahead.forget()
-        request = DraftRequest(self.state, num_tokens, answer, num_guesses=num_guesses, tree=tree)
+        request = DraftRequest(self.state, num_tokens, answer, tree=tree)
         self._submit(request)
 
-    def send(
-        self, draft: Draft, request: DraftRequest[Any], *, assumed: tuple[int, ...] = (), likelihood: float = 0.0
-    ) -> None:
-        """Send a proposal, drafted for the ``assumed`` tokens after the committed ones."""
+    def _send(self, draft: Draft, request: DraftRequest[Any]) -> None:
         self._proposals.put(
             Proposal(
                 epoch=self._opened.epoch,
@@ -359,26 +296,19 @@ class CoreSession:
                 token_ids=draft.token_ids,
                 parents=draft.parents,
                 q_rows=draft.q_rows,
-                assumed_token_ids=assumed,
                 draft_ns=request.draft_ns,
                 queue_ns=request.queue_ns,
-                likelihood=likelihood,
             )
         )
 
-    def _draft_ahead(self, num_ahead_proposals: int) -> None:
-        """Draft ahead of the next verdict: up to ``num_ahead_proposals`` proposals."""
-        if self._ahead.start(num_ahead_proposals):
-            self._owner.batcher.wake()
-
-    def max_tokens_at(self, length: int) -> int:
+    def _max_tokens_at(self, length: int) -> int:
         """Tokens of a proposal for a prefix of this length; 0 and less: none."""
         return min(self._num_draft_tokens, self._max_depth_at(length))
 
     def _max_depth_at(self, length: int) -> int:
         """Tokens that may be drafted in sequence after a prefix of this length, however many are wanted.
 
-        What is not committed yet of the prefix is assumed. The target adds a token of its own to what it accepts, so
+        The target adds a token of its own to what it accepts, so
         the last token of the request need not be drafted.
         """
         room = self.drafter.room(self.state) - (length - self.committed_len)

@@ -1,4 +1,4 @@
-"""Entries that move within KV caches: those of a tree's accepted path, and whole blocks that branches share.
+"""Entries that move within KV caches: those of a tree's accepted path, and whole blocks that sequences share.
 
 Nothing here waits for the device.
 """

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from engine.batch import Segment
 from engine.layers import LayerShape
 from engine.rounded_states import round_states
+from engine.sampling.transfer import Fetched
 from engine.state_map import StateMap
 from specdec.errors import InvalidRequest
 from specdec.state_dtypes import STATE_DTYPES
@@ -70,22 +71,26 @@ class StateRows:
 
 
 class PassStates:
-    """The hidden states of a pass, segment by segment. The first access to them waits for the device."""
+    """The hidden states of a pass, segment by segment, on their way to the host."""
 
-    __slots__ = ("_data", "_encoded", "_wanted")
+    __slots__ = ("_data", "_fetched", "_wanted")
 
     def __init__(self, wanted: StateRows, data: torch.Tensor) -> None:
         """``data``: bfloat16 [rows, layers, H]."""
         self._wanted = wanted
         self._data = data
-        #: On the host, by what maps them and by the size of the groups in which they are rounded; 0: not at all.
-        self._encoded: dict[tuple[StateMap | None, int], torch.Tensor] = {}
+        #: By what maps them and by the size of the groups in which they are rounded; 0: not at all.
+        self._fetched: dict[tuple[StateMap | None, int], Fetched] = {}
 
     def of(self, index: int) -> torch.Tensor:
         """A segment's own, [num_states, layers * H]: its last rows, and its layers as it names them."""
         start, segment = self._wanted.starts[index], self._wanted.segments[index]
-        own = self._on_host(None, 0)[start : start + segment.num_states]
+        own = self._fetch(None, 0).wait()[start : start + segment.num_states]
         return own[:, self._places(segment.state_layers)].flatten(1)
+
+    def fetch(self, index: int, dtype: str, through: StateMap | None) -> None:
+        """Start what :meth:`rows` waits for."""
+        self._fetch(*self._form(index, dtype, through))
 
     def rows(
         self, index: int, rows: Sequence[int], start: int, dtype: str = "", through: StateMap | None = None
@@ -96,11 +101,8 @@ class PassStates:
         ``through``: what makes features of them, if it reads the segment's layers.
         """
         layers = self._wanted.segments[index].state_layers
-        through = through if through is not None and through.layers == layers else None
-        width = self._data.shape[2] if through is None else through.width
-        count, group_size = len(layers) if through is None else 1, STATE_DTYPES.get(dtype)
-        group_size = 0 if group_size is None else group_size if group_size and not width % group_size else width
-        encoded, first = self._on_host(through, group_size), self._wanted.starts[index]
+        through, group_size = self._form(index, dtype, through)
+        encoded, first = self._fetch(through, group_size).wait(), self._wanted.starts[index]
         if through is None and not self._wanted.is_alike:
             encoded = encoded[first : first + rows[-1] + 1, self._places(layers)]
             first = 0
@@ -110,23 +112,33 @@ class PassStates:
             data = ctypes.string_at(at + rows.start * size, len(rows) * size)
         else:
             data = b"".join([ctypes.string_at(at + row * size, size) for row in rows])
-        return HiddenStates(start, count * width, "int8" if group_size else "bfloat16", data, group_size)
+        width = len(layers) * self._data.shape[2] if through is None else through.width
+        return HiddenStates(start, width, "int8" if group_size else "bfloat16", data, group_size)
+
+    def _form(self, index: int, dtype: str, through: StateMap | None) -> tuple[StateMap | None, int]:
+        """What maps a segment's states, and the size of the groups in which they are rounded."""
+        if through is not None and through.layers != self._wanted.segments[index].state_layers:
+            through = None
+        width, group_size = self._data.shape[2] if through is None else through.width, STATE_DTYPES.get(dtype)
+        if group_size is None:
+            return through, 0
+        return through, group_size if group_size and not width % group_size else width
 
     def _places(self, layers: Sequence[int]) -> list[int]:
         """Of a segment's layers among all that are wanted."""
         return list(range(len(layers))) if self._wanted.is_alike else [self._wanted.layers.index(i) for i in layers]
 
-    def _on_host(self, through: StateMap | None, group_size: int) -> torch.Tensor:
+    def _fetch(self, through: StateMap | None, group_size: int) -> Fetched:
         """The states of all rows, [rows, layers, bytes or H], or the features, [rows, 1, bytes or H]."""
-        if (encoded := self._encoded.get((through, group_size))) is None:
+        if (fetched := self._fetched.get((through, group_size))) is None:
             encoded = self._data
             if through is not None:
                 states = self._data[:, self._places(through.layers)].flatten(1)
                 with torch.inference_mode():
                     encoded = through(states.to(through.linear.weight.dtype)).to(STATE_DTYPE).unsqueeze(1)
-            encoded = (round_states(encoded, group_size) if group_size else encoded).cpu()
-            self._encoded[through, group_size] = encoded
-        return encoded
+            fetched = Fetched(round_states(encoded, group_size) if group_size else encoded)
+            self._fetched[through, group_size] = fetched
+        return fetched
 
 
 class StateTap:

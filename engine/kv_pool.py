@@ -31,7 +31,7 @@ class KVPool:
 
     Block 0 is never handed out: it pads block tables and takes the rows of a sequence released under a queued batch.
 
-    A block is *used* while an open sequence or a branch has it. Else it is *cached* if its entries can be found by
+    A block is *used* while an open sequence has it. Else it is *cached* if its entries can be found by
     their text, or *free*. Free blocks are reused last-freed-first, so memory the system has not backed yet stays
     untouched; then cached ones, least recently used first. A sequence gives up its last block first, so of a text the
     end is reused before the beginning.
@@ -54,7 +54,7 @@ class KVPool:
         self._least_copied = 1 if states is not None else max(1, block_size // 4)
         self._free = np.arange(total_blocks, 0, -1, dtype=np.int32)  # a stack: the top is _free[_num_free - 1]
         self._num_free = total_blocks
-        self._refs = np.zeros(total_blocks + 1, dtype=np.int32)  # sequences and branches that have a block
+        self._refs = np.zeros(total_blocks + 1, dtype=np.int32)  # sequences that have a block
         self._num_open = 0
         self._tree = PrefixTree()
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -93,7 +93,9 @@ class KVPool:
             )
         states = None if kept is None else kept.take()
         self._num_open += 1
-        return KVSequence(_NO_BLOCKS, 0, node=None if scope is None else self._tree.root(scope), states=states)
+        sequence = KVSequence(_NO_BLOCKS, 0, states=states)
+        self._place(sequence, None if scope is None else self._tree.root(scope))
+        return sequence
 
     def can_open(self, max_tokens: int) -> bool:
         """Whether :meth:`open` would succeed now."""
@@ -139,7 +141,8 @@ class KVPool:
         if sequence.states is not None and not sequence.states.reaches(length):
             length = self._leave_shared(sequence, 0, 0) if sequence.num_shared_blocks else 0
         sequence.length = length
-        sequence.dropped = sequence.dropped.before(length)
+        if sequence.dropped.gaps:
+            sequence.dropped = sequence.dropped.before(length)
 
     def drop_blocks(self, sequence: KVSequence, first: int, count: int) -> None:
         """Drop ``count`` whole blocks with their entries from block ``first`` on. Entries behind them become that much
@@ -160,7 +163,7 @@ class KVPool:
         sequence.dropped = sequence.dropped.and_from(first * size, count * size)
         if sequence.num_shared_blocks > first:
             sequence.num_shared_blocks = max(first, sequence.num_shared_blocks - count)
-        sequence.node = None
+        self._place(sequence, None)
         self._drop(blocks[first:end])
 
     def vacate(self, sequence: KVSequence) -> None:
@@ -170,7 +173,7 @@ class KVPool:
         self._set_blocks(sequence, _NO_BLOCKS)
         sequence.length = sequence.num_shared_blocks = 0
         sequence.dropped = DroppedEntries()
-        sequence.node = _ancestor(sequence.node, 0)
+        self._place(sequence, _ancestor(sequence.node, 0))
         if sequence.states is not None:
             sequence.states.forget()
         self._drop(blocks)
@@ -189,16 +192,11 @@ class KVPool:
         if self._states is not None and sequence.states is not None:
             self._states.give_back(sequence.states, node if length == sequence.length else None)
         sequence.released = True
-        sequence.node = None
-        self._num_open -= not sequence.is_branch
+        self._place(sequence, None)
+        self._num_open -= 1
         self._drop(sequence.blocks)
 
     # --- entries in common ---
-
-    def may_publish(self, sequence: KVSequence) -> bool:
-        """Whether the sequence has full blocks that others do not find yet."""
-        node = sequence.node
-        return node is not None and sequence.length >= (node.depth + 1) * self.block_size
 
     def publish(self, sequence: KVSequence, token_ids: Sequence[int]) -> None:
         """Let others find the sequence's full blocks by their text: entry i stands for ``token_ids[i]``, for good.
@@ -220,7 +218,7 @@ class KVPool:
             elif found.block != block:
                 self._replace(sequence, index, found.block)
             node = found
-        sequence.node = node
+        self._place(sequence, node)
         sequence.num_shared_blocks = max(sequence.num_shared_blocks, end)
 
     def match(self, sequence: KVSequence, token_ids: Sequence[int], end: int) -> int:
@@ -258,52 +256,6 @@ class KVPool:
             return None
         return node, pack(token_ids[node.depth * size : (node.depth + 1) * size])
 
-    # --- branches ---
-
-    def branch(self, sequence: KVSequence, length: int, max_tokens: int) -> KVSequence | None:
-        """Open a copy of the first ``length`` entries for a guessed continuation, to be adopted or released soon.
-
-        Full blocks are shared; the engine copies a partial one before the next forward pass. A branch takes free blocks
-        only, as few as ``max_tokens`` needs, so it never drops what is cached; returns None where they do not
-        suffice, or the model has recurrent states, which are not shared. It does not count as an open sequence.
-        """
-        self._check_open(sequence)
-        if self._states is not None:
-            return None
-        if not 0 <= length <= min(sequence.length, max_tokens):
-            raise ValueError(f"cannot branch off {length} of {sequence.length} entries into room for {max_tokens}")
-        num_full, partial = divmod(length, self.block_size)
-        num_own = self.blocks_for(max_tokens) - num_full
-        if num_own > self._num_free:
-            return None
-        shared, own = sequence.blocks[:num_full], self._take(num_own)
-        self._add(shared)
-        if partial:
-            self._copies.append((int(sequence.blocks[num_full]), int(own[0])))
-        sequence.num_shared_blocks = max(sequence.num_shared_blocks, num_full)
-        branch = KVSequence(_NO_BLOCKS, 0, length, num_shared_blocks=num_full, is_branch=True)
-        branch.dropped = sequence.dropped.before(length)
-        self._set_blocks(branch, np.concatenate((shared, own)))
-        return branch
-
-    def adopt(self, sequence: KVSequence, branch: KVSequence) -> None:
-        """Replace the sequence's entries by the branch's: the guess was right. The branch counts as released."""
-        self._check_open(sequence)
-        self._check_open(branch)
-        if not branch.is_branch:
-            raise ValueError("the sequence to adopt is no branch")
-        replaced = sequence.blocks
-        common = 0
-        while common < min(len(replaced), len(branch.blocks)) and replaced[common] == branch.blocks[common]:
-            common += 1
-        self._set_blocks(sequence, branch.blocks)
-        sequence.length = branch.length
-        sequence.dropped = branch.dropped
-        sequence.num_shared_blocks = branch.num_shared_blocks
-        sequence.node = _ancestor(sequence.node, common)
-        branch.released = True
-        self._drop(replaced)
-
     # --- for the engine, and for those who look on ---
 
     def take_copies(self) -> list[tuple[int, int]]:
@@ -315,7 +267,7 @@ class KVPool:
 
     @property
     def used_blocks(self) -> int:
-        """Blocks of open sequences and branches."""
+        """Blocks of open sequences."""
         return self.total_blocks - self.available_blocks
 
     @property
@@ -345,6 +297,11 @@ class KVPool:
     def _check_open(sequence: KVSequence) -> None:
         if sequence.released:
             raise ValueError("the sequence was released")
+
+    def _place(self, sequence: KVSequence, node: PrefixNode | None) -> None:
+        """The sequence's blocks are found by their text up to a node."""
+        sequence.node = node
+        sequence.publishable_from = sys.maxsize if node is None else (node.depth + 1) * self.block_size
 
     def _set_blocks(self, sequence: KVSequence, blocks: BlockIds) -> None:
         sequence.blocks = blocks
@@ -411,7 +368,8 @@ class KVPool:
         self._add(shared)
         self._set_blocks(sequence, np.concatenate((sequence.blocks[:first], shared, sequence.blocks[last:])))
         self._drop(replaced)
-        sequence.node, sequence.length = found[-1], last * self.block_size
+        self._place(sequence, found[-1])
+        sequence.length = last * self.block_size
         sequence.num_shared_blocks = max(sequence.num_shared_blocks, last)
 
     def _match_states(self, sequence: KVSequence, token_ids: Sequence[int], end: int) -> int:
@@ -483,7 +441,7 @@ class KVPool:
             partial = 0
         self._set_blocks(sequence, kept)
         sequence.num_shared_blocks = first
-        sequence.node = _ancestor(sequence.node, first)
+        self._place(sequence, _ancestor(sequence.node, first))
         self._drop(blocks[first:])
         return first * self.block_size + partial
 

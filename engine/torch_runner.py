@@ -32,6 +32,7 @@ class TorchRunner(Runner):
         self.run_modules = partial(modules.logits, kernels=kernels)
         self.run_modules_with_states = partial(modules.logits_and_states, kernels=kernels)
         self._modules = modules
+        self._move = move_entries if kernels is None else kernels.move_entries
 
     def run_everywhere(self, batch: Batch, rows: Sequence[int], layers: tuple[int, ...]) -> Results:
         """Run a pass on all ranks."""
@@ -56,7 +57,7 @@ class TorchRunner(Runner):
         moves = moves_of(moving, self.limits["block_size"])
         with torch.inference_mode():
             self._modules.everywhere(
-                partial(messages.encode_moves, moves), partial(move_entries, self._modules.caches, moves)
+                partial(messages.encode_moves, moves), partial(self._move, self._modules.caches, moves)
             )
 
     def warm_up(self) -> None:

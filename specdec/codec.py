@@ -175,32 +175,38 @@ def decode_open_draft(message: target_pb.OpenTargetSession | draft_pb.OpenDraftS
 
 
 def encode_proposal(proposal: Proposal) -> pb.Proposal:
-    """A proposal, with its assumption and q rows where it has them."""
+    """A proposal, with q rows where it has them."""
     return pb.Proposal(
         epoch=proposal.epoch,
         base_len=proposal.base_len,
-        assumed_token_ids=proposal.assumed_token_ids,
         token_ids=proposal.token_ids,
         parents=proposal.parents,
         q_rows=[pb.SparseRow(packed=row.packed) for row in proposal.q_rows],
         draft_ns=proposal.draft_ns,
         queue_ns=proposal.queue_ns,
-        likelihood=proposal.likelihood,
     )
 
 
 def decode_proposal(message: pb.Proposal) -> Proposal:
-    """A proposal, whose parts may not fit each other. The q rows stay packed: only a target reads them."""
+    """A proposal, whose parts may not fit each other. The q rows stay packed: only a target reads them.
+
+    Raises:
+        InvalidRequest: it was drafted ahead of a verdict; an older gateway continues without drafts then.
+    """
+    if message.assumed_token_ids:
+        raise InvalidRequest(
+            f"the proposal assumes {len(message.assumed_token_ids)} tokens that are not committed; proposals drafted"
+            " ahead of verdicts are not taken any more: set num_ahead_proposals to 0, or update the gateway",
+            param="assumed_token_ids",
+        )
     return Proposal(
         epoch=message.epoch,
         base_len=message.base_len,
         token_ids=tuple(message.token_ids),
         parents=tuple(message.parents),
         q_rows=tuple([SparseRow(row.packed) for row in message.q_rows]),
-        assumed_token_ids=tuple(message.assumed_token_ids),
         draft_ns=message.draft_ns,
         queue_ns=message.queue_ns,
-        likelihood=message.likelihood,
     )
 
 

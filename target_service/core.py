@@ -16,6 +16,7 @@ from engine.engine import Engine
 from engine.heads.files.checkpoint import read_state_map
 from engine.hidden_states import STATE_DTYPE
 from engine.kv_sequence import KVSequence
+from engine.loading.memory import LargestStep
 from engine.native.linears import pack_linears
 from engine.parallel.ranks import Place
 from engine.sampling.state import SamplingState
@@ -37,7 +38,7 @@ from target_service.sequence_memory import SequenceMemory
 from target_service.session.session import Session, may_reuse
 from target_service.step import ScheduledSequence, StepResult, StepSession, run_steps
 from target_service.stop_criteria import StopCriteria
-from target_service.verification.verifier import Verifier
+from target_service.verification.verifier import Verifier, decide_many
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,8 @@ class TargetCore:
             Unavailable: a rank of a split model ends.
         """
         device = DeviceThread("target-device")
-        loading = asyncio.create_task(device.run(load, settings.model, place, on_loss))
+        largest = LargestStep(settings.scheduler.max_num_batched_tokens, decide_many)
+        loading = asyncio.create_task(device.run(load, settings.model, place, on_loss, largest))
         try:
             engine = await asyncio.shield(loading)
             await device.run(engine.warm_up)
@@ -246,7 +248,7 @@ class TargetCore:
         self._num_stale += 1
 
     def count_superseded(self, count: int = 1) -> None:
-        """Count proposals that assumed tokens which were not committed."""
+        """Count proposals that were dropped because multi-step decode had gone on."""
         self._num_superseded += count
 
     def keep(self, sequence: KVSequence, length: int, token_ids: Sequence[int]) -> None:
@@ -254,7 +256,7 @@ class TargetCore:
         pool = self.engine.pool
         if sequence.length != length:
             pool.rollback(sequence, length)
-        if pool.may_publish(sequence):
+        if sequence.length >= sequence.publishable_from:
             pool.publish(sequence, token_ids)
 
     def finish(self, session: Session) -> None:

@@ -126,7 +126,7 @@ class DirectDraft:
     def _verify(self, proposal: Proposal) -> None:
         """A proposal came."""
         session = self._session
-        if not self._num_asked or proposal.base_len != self._known_len or proposal.assumed_token_ids:
+        if not self._num_asked or proposal.base_len != self._known_len:
             return  # it belongs to no question
         self._drop_timer()
         num_asked, self._num_asked = self._num_asked, 0

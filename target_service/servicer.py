@@ -216,9 +216,9 @@ def _proposal_of(message: pb.Round) -> Proposal:
     if not message.HasField("proposal"):
         return Proposal(message.epoch, message.committed_len, ())
     proposal = codec.decode_proposal(message.proposal)
-    if proposal.committed_len != message.committed_len:
+    if proposal.base_len != message.committed_len:
         raise InvalidRequest(
-            f"a round from committed length {message.committed_len} carries a proposal for {proposal.committed_len}",
+            f"a round from committed length {message.committed_len} carries a proposal for {proposal.base_len}",
             param="committed_len",
         )
     return proposal

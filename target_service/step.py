@@ -188,6 +188,9 @@ def run_step(model: Model, verifier: Verifier, parts: Sequence[ScheduledSequence
     states: PassStates | None = None
     if any(segment.num_states for segment in segments):
         logits, states = model.forward_with_states(segments)
+        for index, (part, segment) in enumerate(zip(parts, segments, strict=True)):
+            if segment.num_states:
+                states.fetch(index, part.session.spec.hidden_state_dtype, part.session.state_map)
     else:
         logits = model.forward(segments)
     forward_done_ns = time.perf_counter_ns()

@@ -176,25 +176,29 @@ def attend(  # noqa: PLR0912, PLR0915, PLR0917
         tl.store(out + (target * VALUE_DIM)[:, None] + e[None, :], attended.to(out.dtype.element_ty), mask=is_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def join(  # noqa: PLR0917
     out,
     parts,
     part_max,
     part_sum,
+    num_splits,
     VALUE_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):
     """Join the parts of a row-head, weighed by what their softmax was scaled with. Programs: row-heads.
 
-    out [T, Hq, Dv]; parts float32 [T, Hq, NUM_SPLITS, Dv]; part_max and part_sum float32 [T, Hq, NUM_SPLITS].
+    out [T, Hq, Dv]; parts float32 [T, Hq, splits, Dv]; part_max and part_sum float32 [T, Hq, splits]. The number of
+    splits grows with the text: it is no constant, so that nothing is compiled again.
     """
     target = tl.program_id(0).to(tl.int64)
-    s = target * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
+    split = tl.arange(0, MAX_SPLITS)
+    is_split = split < num_splits
+    s = target * num_splits + split
     e = tl.arange(0, PADDED_VALUE_DIM)
-    peaks = tl.load(part_max + s)
-    sums = tl.load(part_sum + s)
+    peaks = tl.load(part_max + s, mask=is_split, other=float("-inf"))
+    sums = tl.load(part_sum + s, mask=is_split, other=0.0)
     peak = tl.max(peaks, 0)
     is_used = peaks > float("-inf")
     weights = tl.where(is_used, tl.exp2(peaks - tl.where(peak == float("-inf"), 0.0, peak)), 0.0)
@@ -243,3 +247,29 @@ def write(  # noqa: PLR0917
     tl.store(k_cache + block * k_block_stride + (h * BLOCK_SIZE + offset) * HEAD_DIM + d, keys, mask=is_key)
     values = tl.load(value + row * value_row_stride + h * value_head_stride + e, mask=is_value)
     tl.store(v_cache + block * v_block_stride + (h * BLOCK_SIZE + offset) * VALUE_DIM + e, values, mask=is_value)
+
+
+@triton.jit(do_not_specialize=["num_moves"], do_not_specialize_on_alignment=["moves", "caches"])
+def move(  # noqa: PLR0917
+    moves,
+    caches,
+    num_moves,
+    block_stride,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUMBER: tl.constexpr,
+):
+    """Move entries within caches [blocks, H, BLOCK_SIZE, DIM] of numbers of type NUMBER. Programs: (cache, head).
+
+    moves int64 [4, num_moves]: source block and offset, target block and offset; caches int64: addresses. Moves are
+    made one after the other, and an element by one thread: a source is read before a later move writes to it.
+    """
+    cache = tl.load(caches + tl.program_id(0)).to(tl.pointer_type(NUMBER))
+    head = tl.program_id(1)
+    d = tl.arange(0, PADDED_DIM)
+    for i in range(num_moves):
+        source = tl.load(moves + i) * block_stride + (head * BLOCK_SIZE + tl.load(moves + num_moves + i)) * DIM
+        target = tl.load(moves + 2 * num_moves + i) * block_stride
+        target += (head * BLOCK_SIZE + tl.load(moves + 3 * num_moves + i)) * DIM
+        tl.store(cache + target + d, tl.load(cache + source + d, mask=d < DIM), mask=d < DIM)

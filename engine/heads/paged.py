@@ -69,11 +69,12 @@ class PagedHead:
                 bind(shape, PagedLayer(k_cache, v_cache, shape.window, self._state))
         self._kernels: AttentionKernels | None = None
         self._native: NativeHead | None = None
+        caches = settings.block_size, device
         if not settings.enforce_eager and device.type == "cpu":
-            self._kernels = acceleration.native_attention()
+            self._kernels = acceleration.checked("native attention", acceleration.native_attention(), shapes, *caches)
             self._native = self._build_native(settings.num_threads or usable_cores(), settings.autotune)
         elif not settings.enforce_eager:
-            self._kernels = acceleration.triton_attention()
+            self._kernels = acceleration.checked("triton attention", acceleration.triton_attention(), shapes, *caches)
 
     def _build_native(self, num_threads: int, autotune: str) -> NativeHead | None:
         """The head on native kernels, if they agree with its module; else the module gets packed layers alone."""
@@ -234,6 +235,7 @@ def _shapes_of(head: EagleHead | Eagle3Head | MtpHead) -> list[LayerShape]:
     return [
         LayerShape(
             module=attention,
+            num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
             value_dim=attention.head_dim,

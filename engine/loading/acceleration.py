@@ -6,12 +6,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
+import torch
 from transformers import PreTrainedModel
 
 from engine.attention import AttentionKernels
 from engine.cuda.graphs import CudaCapture, GraphRunner
 from engine.engine import Engine
 from engine.layers import LayerShape
+from engine.loading import kernel_check
 from engine.loading.self_check import Reference
 from engine.native import attention, library, linears
 from engine.native.decoder import NativeDecoder
@@ -19,7 +21,7 @@ from engine.native.runner import NativeRunner
 from engine.parallel.ranks import Ranks
 from engine.runner import Runner
 from engine.torch_runner import TorchRunner
-from specdec.errors import ModelNotSupported
+from specdec.errors import ModelNotSupported, TandemError
 from specdec.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,9 @@ def choose_runner(
         engine.use(runner)
         try:
             difference = reference.difference(engine)
-        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        except TandemError:
+            raise
+        except Exception as error:  # compilers of kernels raise anything: Triton's errors derive from nothing else
             difference = f"{type(error).__name__}: {error}"
         if ranks is None:
             if difference is None:
@@ -73,6 +77,7 @@ def runners(
     ``enforce_eager`` only runners of the model's own modules come, and its layers stay as they are. The native decoder
     exchanges nothing with other ranks, and CUDA graphs of exchanges have not been tried.
     """
+    caches = engine.pool.block_size, engine.device
     enforce_eager, num_threads, autotune = settings.enforce_eager, engine.num_threads, settings.autotune
     is_split = ranks is not None
     if engine.device.type == "cpu":
@@ -84,9 +89,9 @@ def runners(
             if decoder is not None:
                 yield NativeRunner(decoder, engine.limits)
             pack_linears(model, num_threads, autotune)
-        if (kernels := _of_all(ranks, native_attention())) is not None:
+        if (kernels := _of_all(ranks, checked("native attention", native_attention(), shapes, *caches))) is not None:
             yield engine.torch_runner("native attention", kernels)
-    elif (kernels := _of_all(ranks, triton_attention())) is not None:
+    elif (kernels := _of_all(ranks, checked("triton attention", triton_attention(), shapes, *caches))) is not None:
         # The host plans the steps of recurrent states, which a graph would replay as they were.
         if not enforce_eager and not is_split and engine.pool.states is None:
             yield _with_graphs(engine, engine.torch_runner("cuda graphs", kernels))
@@ -109,6 +114,28 @@ def _with_graphs(engine: Engine, runner: TorchRunner) -> TorchRunner:
 def _of_all(ranks: Ranks | None, kernels: AttentionKernels | None) -> AttentionKernels | None:
     """The kernels, where every rank has them."""
     return kernels if ranks is None or ranks.agree(kernels is not None) else None
+
+
+def checked(
+    name: str, kernels: AttentionKernels | None, shapes: Sequence[LayerShape], block_size: int, device: torch.device
+) -> AttentionKernels | None:
+    """The kernels, where they agree with torch for all shapes of attention; else the log says once why not."""
+    if kernels is None:
+        return None
+    num_threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # the check is many small operations
+    try:
+        with torch.inference_mode():
+            found = kernel_check.difference(kernels, shapes, block_size=block_size, device=device)
+    except Exception as error:  # as above: whatever it is, torch's attention runs
+        found = f"{type(error).__name__}: {error}"
+    finally:
+        torch.set_num_threads(num_threads)
+    if found is None:
+        return kernels
+    logger.warning("%s is not used: %s", name, found)
+    return None
 
 
 def native_attention() -> AttentionKernels | None:

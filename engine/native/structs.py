@@ -264,9 +264,6 @@ class CDraftPlace(ctypes.Structure):
         ("prefix", _Pointer),
         ("num_prefix", _Int64),
         ("base", _Int64),
-        ("step", _Int64),
-        ("num_candidates", _Int64),
-        ("candidates", _Pointer),
         ("q", _Pointer),
         ("q_bytes", _Pointer),
     )
@@ -289,16 +286,13 @@ class CChain(ctypes.Structure):
         ("sampler", _Pointer),
         ("blocks", _Pointer),
         ("token_ids", _Pointer),
-        ("assumed", _Pointer),
         ("features", _Pointer),
         ("num_token_ids", _Int64),
         ("num_masks", _Int64),
-        ("num_assumed", _Int64),
         ("length", _Int64),
         ("num_dropped", _Int64),
         ("base", _Int64),
         ("num_tokens", _Int64),
-        ("num_candidates", _Int64),
         ("sampling", _Int64),
     )
 
@@ -308,8 +302,6 @@ class CDrafted(ctypes.Structure):
 
     _fields_ = (
         ("token_ids", ctypes.c_void_p),
-        ("candidates", ctypes.c_void_p),
-        ("width", ctypes.c_int64),
         ("q", ctypes.c_void_p),
         ("q_bytes", ctypes.c_void_p),
         ("lengths", ctypes.c_void_p),

@@ -45,18 +45,16 @@ class DraftStream:
         base_len: int,
         token_ids: Sequence[int],
         num_draft_tokens: int,
-        num_ahead_proposals: int = 0,
         hidden_states: Sequence[HiddenStates] = (),
     ) -> None:
         """Commit tokens and ask for a proposal; returns at once."""
-        self.post_advance(base_len, token_ids, num_draft_tokens, num_ahead_proposals, hidden_states)
+        self.post_advance(base_len, token_ids, num_draft_tokens, hidden_states)
 
     def post_advance(
         self,
         base_len: int,
         token_ids: Sequence[int],
         num_draft_tokens: int,
-        num_ahead_proposals: int = 0,
         hidden_states: Sequence[HiddenStates] = (),
     ) -> None:
         """What :meth:`advance` does. Hidden states that are too large for its message are sent before it."""
@@ -68,7 +66,6 @@ class DraftStream:
             base_len=base_len,
             token_ids=token_ids,
             num_draft_tokens=num_draft_tokens,
-            num_ahead_proposals=num_ahead_proposals,
             hidden_states=states[-1:],
         )
         self._stream.post(pb.DraftRequest(advance=message))

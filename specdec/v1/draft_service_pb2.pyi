@@ -17,6 +17,11 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
+
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
@@ -144,11 +149,17 @@ class Advance(_message.Message):
     base_len: _builtins.int
     """Length before token_ids. The draft may know some of them already; a gap is an error (FAILED_PRECONDITION)."""
     num_draft_tokens: _builtins.int
-    """Tokens to draft now; 0 only moves the prefix, is not answered and ends drafting ahead."""
-    num_ahead_proposals: _builtins.int
-    """Proposals that may be drafted ahead of the next verdict and sent without being asked for, at most; the draft sends
-    as many as it has time for, the likeliest first.
-    """
+    """Tokens to draft now; 0 only moves the prefix and is not answered."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def num_ahead_proposals(self) -> _builtins.int:
+        """No effect: nothing is drafted ahead of verdicts."""
+
+    @num_ahead_proposals.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def num_ahead_proposals(self, value: _builtins.int) -> None:
+        """No effect: nothing is drafted ahead of verdicts."""
+
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens committed after base_len."""

@@ -294,15 +294,7 @@ Global___OpenTargetSession: _TypeAlias = OpenTargetSession  # noqa: Y015
 
 @_typing.final
 class Round(_message.Message):
-    """One proposal to verify.
-
-    A proposal with assumed tokens may be sent before the verdict it was drafted ahead of. It is kept until the session
-    reaches committed_len: where the tokens committed by then are the assumed ones its round starts at once, else it is
-    dropped. The sender can tell which from the verdict alone, so every verdict is followed by at most one round. One that
-    arrives after its verdict was made starts its round on arrival. Of two with the same assumption the first counts.
-    At most 32 proposals, and 1 MiB of them, are kept; one more is an error, which a sender that counts those that the
-    verdicts it received have not ruled out never makes.
-    """
+    """One proposal to verify."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -316,7 +308,7 @@ class Round(_message.Message):
     """Committed length the round starts from. One the session has passed is stale: the message is dropped and counted."""
     multi_step_tokens: _builtins.int
     """Decode in multi-step after the round, up to so many tokens after committed_len, those of the round included; 0
-    waits. Without effect in a proposal with assumed tokens.
+    waits.
     """
     @_builtins.property
     def proposal(self) -> _types_pb2.Proposal:
@@ -340,11 +332,11 @@ Global___Round: _TypeAlias = Round  # noqa: Y015
 
 @_typing.final
 class MultiStepDecode(_message.Message):
-    """Plain decoding of several tokens without a message for each of them. Drops the proposals kept for later rounds.
+    """Plain decoding of several tokens without a message for each of them.
 
     A round that arrives meanwhile takes the place of the next tokens: what was committed since its committed_len is cut
     off its proposal, and the rest is verified in the next step. Where other tokens were committed, or none of the proposal
-    is left, it is dropped, and decoding continues. It carries no assumed tokens. A newer round replaces one that waits.
+    is left, it is dropped, and decoding continues. A newer round replaces one that waits.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

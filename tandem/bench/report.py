@@ -96,16 +96,6 @@ def timed(label: str, name: str) -> Row:
     return Row(label, lambda mode, _: _per_round(mode, name, 1e6, ".2f", " ms"))
 
 
-def share(label: str, part: str, rest: str) -> Row:
-    """One of the speculation metrics as a share of itself and another."""
-
-    def show(mode: Measurement, _: Spread | None) -> str | None:
-        of_it, other = mode.count(part), mode.count(rest)
-        return f"{of_it / (of_it + other):.0%}" if of_it is not None and other is not None and of_it + other else None
-
-    return Row(label, show)
-
-
 def _per_round(mode: Measurement, name: str, scale: float, form: str, unit: str = "") -> str | None:
     value, rounds = mode.count(name), mode.count("num_spec_steps")
     return f"{value / scale / rounds:{form}}{unit}" if value is not None and rounds else None
@@ -161,7 +151,6 @@ ROWS: Final = (
     Row("bytes of hidden states, a position", lambda mode, _: _number(mode.state_bytes, ".0f")),
     Row("round", lambda mode, _: _number(mode.round_ms, ".2f", " ms")),
     Row("of it beyond verify(k+1)", _beyond),
-    share("next round drafted ahead of the verdict", "num_ahead_hits", "num_ahead_misses"),
     counted("drafted tokens thrown away, a round", "num_wasted_draft_tokens"),
     timed("waiting for the draft, a round", "draft_wait_ns"),
     timed("network to the target and back, a round", "wire_ns"),

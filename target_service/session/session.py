@@ -11,7 +11,6 @@ from typing import Final, Protocol
 
 from engine.kv_sequence import KVSequence
 from specdec.errors import TandemError, Unavailable
-from specdec.pending_proposals import Path, path_of
 from specdec.types import (
     DraftedRound,
     FinishReason,
@@ -51,7 +50,7 @@ class SessionOwner(Protocol):
         ...
 
     def count_superseded(self, count: int = 1) -> None:
-        """Count proposals that assumed tokens which were not committed."""
+        """Count proposals that were dropped because multi-step decode had gone on."""
         ...
 
     def keep(self, sequence: KVSequence, length: int, token_ids: Sequence[int]) -> None:
@@ -171,42 +170,35 @@ class Session:
         self._first = await self.receive()
 
     def offer(self, proposal: Proposal, multi_step_tokens: int = 0) -> None:
-        """Ask for a round, now or once what the proposal assumes is committed; see
-        :meth:`specdec.backends.TargetSession.offer`. One that fits nothing any more is counted and dropped.
+        """Ask for a round; see :meth:`specdec.backends.TargetSession.offer`. One that fits nothing any more is counted
+        and dropped.
 
         Raises:
-            InvalidRequest: the proposal cannot be verified, or too many are waiting.
+            InvalidRequest: the proposal cannot be verified.
         """
         proposal, progress = self._offers.check(proposal), self._progress
         if proposal.epoch != self.spec.epoch or proposal.base_len > progress.committed_len:
             self._owner.count_stale()
             return
-        known = tuple(self.step_session.state.token_ids[proposal.base_len : progress.committed_len])
-        path = path_of(proposal, known) if self.finish_reason is None else None
         until_after = progress.limit(proposal.base_len + multi_step_tokens) if multi_step_tokens else 0
-        match self._fate_of(proposal, path):
+        match self._fate_of(proposal):
             case Fate.STARTS:
                 self._start(proposal, until_after)
             case Fate.REPLACES_TOKEN:
-                self._replace_token(proposal.after(known), until_after)
-            case Fate.WAITS:
-                assert path is not None
-                self._owner.count_superseded(not self._offers.keep(path, proposal))
+                known = self.step_session.state.token_ids[proposal.base_len : progress.committed_len]
+                self._replace_token(proposal.after(tuple(known)), until_after)
             case Fate.SUPERSEDED:
                 self._owner.count_superseded()
             case Fate.STALE:
                 self._owner.count_stale()
 
-    def _fate_of(self, proposal: Proposal, path: Path | None) -> Fate:
-        """``path``: what must still be committed before the proposal fits; None: it never will."""
+    def _fate_of(self, proposal: Proposal) -> Fate:
         progress = self._progress
-        if progress.is_multi_step and not proposal.assumed_token_ids:
+        if progress.is_multi_step:
             return Fate.REPLACES_TOKEN
-        if path:
-            return Fate.WAITS
-        if path is not None and progress.state is State.IDLE:
+        if proposal.base_len == progress.committed_len and progress.state is State.IDLE:
             return Fate.STARTS
-        if proposal.assumed_token_ids or progress.may_be_late(proposal.base_len):
+        if progress.may_be_late(proposal.base_len):
             return Fate.SUPERSEDED
         return Fate.STALE
 
@@ -231,7 +223,6 @@ class Session:
         if not self._progress.decode(committed_len, num_tokens):
             self._owner.count_stale()
             return
-        self._owner.count_superseded(self._offers.pending.clear())
         if self.has_round and not self.in_flight:
             self._asked_ns = time.perf_counter_ns()
             self._owner.ready(self)
@@ -472,17 +463,12 @@ class Session:
             self._verdicts.wake()
 
     def _proceed(self, token_ids: tuple[int, ...]) -> None:
-        """Tokens were committed: drop what assumed other ones, and start what fits or ask for more."""
+        """Tokens were committed: keep what is left of the round asked for, or ask for more."""
         offers, progress = self._offers, self._progress
         if self.finish_reason is None:
             dropped = offers.commit(token_ids, progress.committed_len, is_multi_step=progress.is_multi_step)
         else:
             dropped = offers.clear()
-        if (fitting := offers.pending.take()) is not None:
-            if self.has_round:  # multi-step decode continues
-                dropped += 1
-            else:
-                self._start(fitting)
         self._owner.count_superseded(dropped)
         if self.is_idle and self.on_idle is not None:
             self.on_idle()

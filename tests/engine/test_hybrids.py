@@ -179,7 +179,6 @@ def test_a_released_sequence_writes_to_nobodys_states(hybrid: Engine, tools: Sim
 def test_what_states_do_not_allow(hybrid: Engine, tools: SimpleNamespace) -> None:
     sequence = hybrid.pool.open(20)
     hybrid.forward([Segment(sequence, tools.random_ids(8, 1), 1)])
-    assert hybrid.pool.branch(sequence, 8, 20) is None
     with pytest.raises(ValueError, match="recurrent states, which hold every entry"):
         hybrid.pool.drop_blocks(sequence, 0, 1)
     with pytest.raises(ValueError, match="follow a chain of tokens and no tree"):

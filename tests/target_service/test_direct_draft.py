@@ -301,7 +301,6 @@ async def test_proposals_that_nobody_asked_for_are_dropped(start_core, serve, pl
         return [
             types_pb.Proposal(base_len=length - 1, token_ids=[1]),
             types_pb.Proposal(base_len=length + 1, token_ids=[1]),
-            types_pb.Proposal(base_len=length - 1, assumed_token_ids=[known[-1]], token_ids=[1]),
             *good(known, count),
             *good(known, count),
         ]

@@ -210,10 +210,10 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         state = job.state
         num_rows = min(job.num_rows, state.num_pending)
         num_tokens = job.num_tokens if state.may_draft and num_rows == state.num_pending else 0
-        if state.sequence is None or job.assumed or job.assumes_next or not (num_rows or num_tokens):
+        if state.sequence is None or not (num_rows or num_tokens):
             return None
         known = state.known
-        if self._pool.may_publish(state.sequence):
+        if state.sequence.length >= state.sequence.publishable_from:
             self._pool.publish(state.sequence, self._text_of_entries(state))
         num_entries = known.num_entries + num_rows + (self._num_fed if job.tree else num_tokens)
         if not self._pool.grow(state.sequence, min(num_entries, self._pool.total_blocks * self._pool.block_size)):
@@ -231,7 +231,6 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             num_tokens,
             state.sampling,
             state.rule,
-            num_candidates=job.num_guesses,
         )
         return _EagleWork(state, taken, job_of_head, job.tree if num_tokens else None)
 

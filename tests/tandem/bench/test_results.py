@@ -90,8 +90,6 @@ def section() -> Section:
                     num_rejections=1,
                     acceptance_histogram=[1, 0, 0, 0, 1],
                     draft_acceptance_rate=0.5,
-                    num_ahead_hits=3,
-                    num_ahead_misses=1,
                     num_wasted_draft_tokens=6,
                     draft_wait_ns=4_000_000,
                 )
@@ -124,7 +122,6 @@ def test_what_follows_from_known_numbers() -> None:
     assert limits.overlapped == pytest.approx((1 - 0.8**5) / 0.2)
     summary = json.loads(json.dumps(both.summary()))["modes"]["draft_model"]
     assert summary["share_of_overlapped_limit"] == pytest.approx(5.0 / limits.overlapped)
-    assert summary["num_ahead_hits"] == 6
     assert both.modes["plain"].alpha is None
     assert both.modes["plain"].acceptance_rates == []
     drafted.is_tree = True
@@ -142,7 +139,6 @@ def test_tables_show_what_is_known_and_nothing_else(capsys: pytest.CaptureFixtur
         return line.split("│")[2].strip()
 
     assert cell("α, acceptance per token") == "0.800"
-    assert cell("drafted ahead of the verdict") == "75%"
     assert cell("drafts accepted") == "0.50 0.50 0.50 0.50"
     assert any(line.startswith("1 session, edits") for line in lines)
     assert cell("drafted tokens thrown away") == "3.00"

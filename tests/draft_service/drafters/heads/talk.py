@@ -44,7 +44,7 @@ class Talk:
         start, end = base - 1 if start is None else start, len(self.tokens) - 1 if end is None else end
         edges = [*range(start, end, cut or max(1, end - start)), end]
         states = [self.rows(first, last) for first, last in pairwise(edges)]
-        await self.session.advance(base, new, k, 0, states)
+        await self.session.advance(base, new, k, states)
         return await self.session.receive()
 
 

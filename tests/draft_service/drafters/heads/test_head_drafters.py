@@ -72,7 +72,7 @@ async def test_targets_may_have_fused_the_states(  # noqa: PLR0917
         raw.tokens += [1, 2]
         first = raw.rows(base - 1, base)
         raw.through = through
-        await raw.session.advance(base, [1, 2], K, 0, [first, raw.rows(base, base + 1)])
+        await raw.session.advance(base, [1, 2], K, [first, raw.rows(base, base + 1)])
         drafted = (await raw.session.receive()).token_ids
         assert len(drafted) == K
         assert tree or drafted == greedy(formula("eagle3")(raw.tokens, raw.states()), K)
@@ -243,7 +243,7 @@ async def test_states_of_another_width_are_refused(start, spec, target, method):
         talk = Talk(core, target, method)
         await talk.open(spec(PROMPT))
         wrong = HiddenStates(0, 8, "float32", bytes(6 * 32))
-        await talk.session.advance(len(PROMPT), [7], K, 0, [wrong])
+        await talk.session.advance(len(PROMPT), [7], K, [wrong])
         with pytest.raises(InvalidRequest, match="8 numbers a position"):
             await talk.session.receive()
         assert len((await talk.propose([7], K, start=0)).token_ids) == K
