@@ -55,6 +55,8 @@ class MtpHead(DraftHead):
         norm = body.get_decoder().norm  # type: ignore[no-untyped-call]
         self.enorm, self.hnorm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False, dtype=norm.weight.dtype)
+        #: int64 [Vd], ascending: the tokens that are drafted; None: all.
+        self.draft_ids: Tensor | None = None
 
     @property
     def hidden_state_layers(self) -> tuple[int, ...]:
@@ -85,6 +87,17 @@ class MtpHead(DraftHead):
         """Numbers of the target's state at one position."""
         return self.config.hidden_size
 
+    def set_vocabulary(self, token_ids: Tensor) -> None:
+        """Draft the tokens of these ids alone: int64 [Vd], ascending, without repeats. The output layer keeps their
+        rows.
+        """
+        whole: nn.Linear = self.body.get_output_embeddings()  # type: ignore[no-untyped-call]
+        rows = whole.weight.detach().index_select(0, token_ids.to(whole.weight.device))
+        part = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+        part.weight = nn.Parameter(rows, requires_grad=False)
+        self.body.set_output_embeddings(part)  # type: ignore[no-untyped-call]
+        self.draft_ids = token_ids.to(rows.device)
+
     def fuse(self, states: Tensor) -> Tensor:
         """The target's states [..., H] as features [..., H]: the same."""
         return states
@@ -106,17 +119,21 @@ class MtpHead(DraftHead):
         return out[0]
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits of the next token, [T, V]."""
+        """Logits of the next token over the tokens that are drafted, [T, Vd]."""
         out: Tensor = self.body.get_output_embeddings()(x)  # type: ignore[no-untyped-call]
         return out
 
     def to_target_logits(self, logits: Tensor) -> Tensor:
-        """Over the target's vocabulary: the same."""
-        return logits
+        """[T, Vd] over the tokens that are drafted to [T, V]: the others get -inf."""
+        if self.draft_ids is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        whole[..., self.draft_ids] = logits
+        return whole
 
     def to_target_ids(self, token_ids: Tensor) -> Tensor:
-        """The target's ids: the same."""
-        return token_ids
+        """Ids of drafted tokens, int64 [...], to target ids."""
+        return token_ids if self.draft_ids is None else self.draft_ids[token_ids]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Frequencies of rotary positions keep their precision, whatever the weights are converted to."""

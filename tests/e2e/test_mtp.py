@@ -41,6 +41,17 @@ def test_the_text_is_that_of_plain_decoding(tmp_path, family):
     assert accepted > 0.3 * sum(output.metrics.num_draft_tokens for output in greedy)
 
 
+def test_a_draft_vocabulary_changes_no_text(tmp_path):
+    """Half of all tokens are never drafted."""
+    write_mtp_target(tmp_path / "target", "qwen3_5", agrees=True)
+    (tmp_path / "ids.json").write_text(str(list(range(0, 97, 2))))
+    config = {"method": "mtp", "num_speculative_tokens": 3, "draft_vocab": str(tmp_path / "ids.json")}
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    drafted = generate(tmp_path / "target", config, params)
+    assert texts(drafted) == texts(generate(tmp_path / "target", {"method": "none"}, params))
+    assert sum(output.metrics.num_accepted_tokens for output in drafted) > 0
+
+
 @pytest.mark.e2e
 def test_an_exported_file_drafts_for_its_target_over_grpc(tmp_path):
     target_folder, exported = tmp_path / "target", tmp_path / "mtp"

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 #: Files of a checkpoint that are not its weights.
 _OTHER_FILES: Final = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "generation_config.json")
+#: Beginnings of the types of targets whose prediction layers read the state before the final norm, or other states.
+_OTHER_STATES: Final = ("step3", "mimo_v2", "deepseek_v4", "inkling", "gigachat", "gemma4")
 _ENORM, _HNORM, _PROJECTION, _NORM = "enorm.weight", "hnorm.weight", "eh_proj.weight", "norm.weight"
 
 
@@ -87,6 +89,11 @@ def read_mtp(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]
     Raises:
         ModelNotSupported: it has none of a family that is known, or the layer is quantised; the text names the tensor.
     """
+    if str(config.get("model_type")).startswith(_OTHER_STATES):
+        raise ModelNotSupported(
+            f"{folder} is a {config['model_type']!r}, whose prediction layers read states or attend in a way that is"
+            " not known here"
+        )
     layout, place = _find(folder, tensors)[0]
     tensors = _plain(folder, config, tensors)
     around = {name: tensors.pop(place + own) for name, own in layout.around.items() if place + own in tensors}

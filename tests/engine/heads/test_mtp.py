@@ -14,11 +14,12 @@ from transformers.modeling_layers import MtpModel
 from engine.batch import Segment
 from engine.chain_job import ChainJob
 from engine.heads.files.checkpoint import read_head
+from engine.heads.files.draft_vocabulary import read_draft_vocabulary
 from engine.heads.files.mtp import export_mtp
 from engine.heads.mtp import MtpHead
 from engine.heads.paged import PagedHead
 from engine.sampling.state import SamplingState
-from specdec.errors import ModelNotSupported
+from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.methods import method_of
 from specdec.params import SamplingParams
 from specdec.rules import Rule
@@ -156,6 +157,37 @@ def test_an_exported_folder_holds_all_a_draft_needs(case, tmp_path) -> None:
     assert shared == 2 * VOCAB * HIDDEN
 
 
+def test_a_draft_vocabulary(case, tmp_path) -> None:
+    """The likeliest of its tokens are drafted, from rows of the output layer that are theirs alone."""
+    folder, target, reference = case
+    chosen = list(range(1, VOCAB, 3))
+    (tmp_path / "ids.json").write_text(json.dumps(chosen[::-1]))
+    head = read_head(folder, folder, method="mtp")
+    head.set_vocabulary(read_draft_vocabulary(tmp_path / "ids.json", VOCAB))
+    assert head.body.get_output_embeddings().weight.shape == (len(chosen), HIDDEN)
+    paged = PagedHead(head, settings_of(folder), 256)
+    ids, states = text_and_states(target, 20, 6)
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=100)
+    state = SamplingState(params, ids, 1, VOCAB)
+    job = ChainJob(paged.pool.open(60), ids[1:], K, state, Rule.COUPLED, features=states[:-1])
+    (chain,) = paged.draft_chains([job])
+    text, known = ids[1:], states[:-1]
+    for token_id in chain.token_ids:
+        out = reference(text, known)
+        logits = reference.body.get_output_embeddings()(out[-1])
+        assert token_id == chosen[int(logits[chosen].argmax())]
+        text, known = [*text, token_id], torch.cat((known, out[-1:]))
+    assert head.to_target_ids(torch.tensor([0, 2])).tolist() == [chosen[0], chosen[2]]
+
+
+@pytest.mark.parametrize("text", ["[1, 2", '{"a": 1}', "[1]", "[1, 1]", "[1, 97]", "[-1, 3]", "[1, true]", "[]"])
+def test_files_that_are_no_draft_vocabulary(tmp_path, text) -> None:
+    path = tmp_path / "ids.json"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest, match="draft_vocab"):
+        read_draft_vocabulary(path, VOCAB)
+
+
 def test_what_cannot_be_read_is_refused(tmp_path) -> None:
     write_mtp_target(tmp_path, "glm4_moe")
     whole = load_file(tmp_path / "model.safetensors")
@@ -174,6 +206,14 @@ def test_what_cannot_be_read_is_refused(tmp_path) -> None:
     refused("has unknown model.layers.0.self_attn.gate", whole | {f"{own}self_attn.gate": torch.ones(3)})
     refused("another shape", whole | {key: torch.ones(3, 3)})
     refused("F8_E4M3 without a quantization_config", whole | {key: whole[key].to(torch.float8_e4m3fn)})
+
+
+def test_families_with_other_states_are_refused(tmp_path) -> None:
+    write_mtp_target(tmp_path, "glm4_moe")
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"glm4_moe"', '"step3p5"'))
+    with pytest.raises(ModelNotSupported, match="'step3p5', whose prediction layers read states"):
+        read_head(tmp_path, tmp_path, method="mtp")
 
 
 def test_float8_with_scales_of_blocks(tmp_path) -> None:
