@@ -109,6 +109,9 @@ class FakeTarget:
     def count_superseded(self, count: int = 1) -> None:
         """There are none."""
 
+    def keep_states(self, sequence: KVSequence, interval: int) -> None:
+        """There are none."""
+
     def keep(self, sequence: KVSequence, length: int, token_ids: Sequence[int]) -> None:
         """As ``TargetCore`` does it."""
         if self._with_memory:

@@ -184,6 +184,7 @@ def encode_proposal(proposal: Proposal) -> pb.Proposal:
         q_rows=[pb.SparseRow(packed=row.packed) for row in proposal.q_rows],
         draft_ns=proposal.draft_ns,
         queue_ns=proposal.queue_ns,
+        chain=proposal.chain,
     )
 
 
@@ -207,6 +208,7 @@ def decode_proposal(message: pb.Proposal) -> Proposal:
         q_rows=tuple([SparseRow(row.packed) for row in message.q_rows]),
         draft_ns=message.draft_ns,
         queue_ns=message.queue_ns,
+        chain=message.chain,
     )
 
 
@@ -320,6 +322,7 @@ def encode_target_opened(opened: TargetOpened) -> target_pb.TargetSessionOpened:
         prefill_ns=opened.prefill_ns,
         verification=encode_rule(opened.rule),
         asks_drafts=opened.asks_drafts,
+        asks_remote_drafts=opened.asks_remote_drafts,
     )
 
 
@@ -335,6 +338,7 @@ def decode_target_opened(message: target_pb.TargetSessionOpened) -> TargetOpened
         queue_ns=message.queue_ns,
         prefill_ns=message.prefill_ns,
         asks_drafts=message.asks_drafts,
+        asks_remote_drafts=message.asks_remote_drafts,
     )
 
 

@@ -37,6 +37,8 @@ class Proposal:
     q_rows: tuple[SparseRow, ...] = ()
     draft_ns: int = 0
     queue_ns: int = 0
+    #: Of a stream: the number of the chain that it continues.
+    chain: int = 0
 
     @property
     def depth(self) -> int:
@@ -263,6 +265,8 @@ class TargetOpened:
     prefill_ns: int = 0
     #: Whether the session implements :class:`specdec.backends.DraftOpener`.
     asks_drafts: bool = False
+    #: Of other machines, too, over TCP without certificates.
+    asks_remote_drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +276,8 @@ class DraftOpened:
     epoch: int
     num_speculative_tokens: int
     num_cached_tokens: int = 0
+    #: It can draft on while nobody answers.
+    streams: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -259,6 +259,10 @@ class TargetCore:
         if sequence.length >= sequence.publishable_from:
             pool.publish(sequence, token_ids)
 
+    def keep_states(self, sequence: KVSequence, interval: int) -> None:
+        """See :meth:`engine.kv_pool.KVPool.keep_states`."""
+        self.engine.pool.keep_states(sequence, interval)
+
     def finish(self, session: Session) -> None:
         """Give back the cache of a session that has ended; its client may be slow to close it."""
         step_session = session.step_session

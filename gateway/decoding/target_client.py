@@ -132,7 +132,9 @@ class TargetClient:
         """
         await self._has_opened.wait()
         session = self._open_session
-        if not session.opened.asks_drafts or not isinstance(session, DraftOpener):
+        opened = session.opened
+        asks = opened.asks_drafts if address.startswith("unix:") else opened.asks_remote_drafts
+        if not asks or not isinstance(session, DraftOpener):
             return None
         async with asyncio.timeout(OPEN_DRAFT_TIMEOUT_S):
             draft = await session.open_draft(address, spec, timeout_s)

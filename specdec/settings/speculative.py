@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 from specdec.errors import did_you_mean
 from specdec.methods import ATTENDING_METHODS, HEAD_METHODS, LOOKUP_METHODS, METHODS, MODEL_METHODS
+from specdec.refused_methods import refuse_method
 from specdec.settings.lookup import LookupSettings
 from specdec.settings.model import QUANTIZATIONS
 from specdec.settings.option import option, options_of, require
@@ -44,6 +45,9 @@ class SpeculativeSettings(LookupSettings):
         "type of the target's states; int8 has a scale a state, int8_g32 one a group of 32",
         choices=STATE_DTYPES,
         only=HEAD_METHODS,
+    )
+    draft_confidence_threshold: float = option(
+        0.0, "a draft ends before a token whose confidence is below this", ge=0, le=1, only=("dspark",)
     )
     parallel_drafting: bool | None = option(
         None, "one pass drafts all tokens (PARD); by default where the checkpoint names a mask token", flag=False
@@ -113,6 +117,7 @@ def _read_methods(given: Any) -> tuple[str, ...]:
     """One method's name, or a lookup's and another's, as a tuple."""
     methods = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
     for method in methods:
+        refuse_method(str(method))
         require(method in METHODS, "method", f"method is {method!r}; choose one of {', '.join(METHODS)}")
     first, *rest = methods
     require(

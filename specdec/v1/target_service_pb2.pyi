@@ -72,7 +72,7 @@ Global___VerifyRequest: _TypeAlias = VerifyRequest  # noqa: Y015
 
 @_typing.final
 class OpenDraft(_message.Message):
-    """Opens a session on a draft on the target's machine. It is opened while the target decodes, and answered by draft_opened
+    """Opens a session on a draft, which the target reaches without certificates. It is opened while the target decodes, and answered by draft_opened
     or draft_lost. Until draft_length asks for tokens no round follows from it.
     """
 
@@ -106,7 +106,7 @@ class OpenDraft(_message.Message):
     epoch: _builtins.int
     """Epoch of the target's session."""
     address: _builtins.str
-    """Where the draft listens: unix:/path."""
+    """Where the draft listens: unix:/path or host:port."""
     timeout_ms: _builtins.int
     """Milliseconds that a proposal may take."""
     @_builtins.property
@@ -462,6 +462,7 @@ class TargetSessionOpened(_message.Message):
     PREFILL_NS_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
     ASKS_DRAFTS_FIELD_NUMBER: _builtins.int
+    ASKS_REMOTE_DRAFTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     num_cached_tokens: _builtins.int
@@ -474,6 +475,8 @@ class TargetSessionOpened(_message.Message):
     """The rule the session runs under."""
     asks_drafts: _builtins.bool
     """Whether the target takes open_draft on this stream."""
+    asks_remote_drafts: _builtins.bool
+    """Whether they may be on other machines: host:port, without TLS."""
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]:
         """Log-probabilities of the prompt's tokens from the second on, when asked for."""
@@ -488,10 +491,11 @@ class TargetSessionOpened(_message.Message):
         prefill_ns: _builtins.int = ...,
         verification: _types_pb2.VerificationRule.ValueType = ...,
         asks_drafts: _builtins.bool = ...,
+        asks_remote_drafts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks_drafts", b"asks_drafts", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "prefill_ns", b"prefill_ns", "prompt_logprobs", b"prompt_logprobs", "queue_ns", b"queue_ns", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks_drafts", b"asks_drafts", "asks_remote_drafts", b"asks_remote_drafts", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "prefill_ns", b"prefill_ns", "prompt_logprobs", b"prompt_logprobs", "queue_ns", b"queue_ns", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -332,6 +332,7 @@ class Proposal(_message.Message):
     DRAFT_NS_FIELD_NUMBER: _builtins.int
     QUEUE_NS_FIELD_NUMBER: _builtins.int
     LIKELIHOOD_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session they belong to."""
     base_len: _builtins.int
@@ -350,6 +351,10 @@ class Proposal(_message.Message):
     def likelihood(self, value: _builtins.float) -> None:
         """No effect: it was of assumed_token_ids."""
 
+    chain: _builtins.int
+    """Of a stream: the number of its chain. A proposal with the number of the one before it continues that one's tokens.
+    Each time other tokens are committed than were drafted, the draft begins the next chain, after those it knows.
+    """
     @_builtins.property
     @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def assumed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -381,10 +386,11 @@ class Proposal(_message.Message):
         draft_ns: _builtins.int = ...,
         queue_ns: _builtins.int = ...,
         likelihood: _builtins.float = ...,
+        chain: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assumed_token_ids", b"assumed_token_ids", "base_len", b"base_len", "draft_ns", b"draft_ns", "epoch", b"epoch", "likelihood", b"likelihood", "parents", b"parents", "q_rows", b"q_rows", "queue_ns", b"queue_ns", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assumed_token_ids", b"assumed_token_ids", "base_len", b"base_len", "chain", b"chain", "draft_ns", b"draft_ns", "epoch", b"epoch", "likelihood", b"likelihood", "parents", b"parents", "q_rows", b"q_rows", "queue_ns", b"queue_ns", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

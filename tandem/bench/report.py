@@ -44,6 +44,12 @@ def print_report(console: Console, title: str, sections: Sequence[Section], note
             explanation = _explanation(section, names[start : start + _COLUMNS])
             if explanation.row_count:
                 console.print(explanation)
+    for section in sections:
+        for name, mode in section.modes.items():
+            if mode.num_differing:
+                counted = f"{section.title}, {name}: {mode.num_differing} of {mode.num_compared} answers are not those"
+                text = f"{counted} of plain decoding; they are left out of acceptance and of speed over plain"
+                console.print(text, style="bold red", highlight=False, soft_wrap=True)
     for note in notes:
         console.print(note, style="dim", highlight=False, soft_wrap=True)
 

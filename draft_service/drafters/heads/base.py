@@ -20,7 +20,7 @@ from engine.chains import StopFlags
 from engine.device import resolve_device
 from engine.device_thread import DeviceThread
 from engine.heads.files.checkpoint import read_head
-from engine.heads.files.draft_vocabulary import read_draft_vocabulary
+from engine.heads.files.vocabulary_list import read_draft_vocabulary
 from engine.heads.head import DraftHead
 from engine.heads.mtp import MtpHead
 from engine.loading import checkpoint, refusals

@@ -1,30 +1,41 @@
-"""The tokens that a draft may propose, as a file: for targets whose output layer is most of a draft's work."""
+"""The vocabulary a head drafts from, in its files: a map between draft ids and the target's."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from specdec.errors import InvalidRequest
+from engine.heads.files.fields import Fields
+from engine.heads.head import MappedHead
 
 
-def read_draft_vocabulary(path: str | Path, vocab_size: int) -> Tensor:
-    """The ids in a file, a JSON list: int64 [Vd], ascending.
+def take_vocabulary(fields: Fields, tensors: dict[str, Tensor], size: int, vocab_size: int) -> Tensor:
+    """The target ids of the draft vocabulary, int64 [Vd]; takes ``d2t`` and ``t2d`` out of the tensors.
+
+    ``d2t`` holds the *distance* from a draft id to its target id. One of the two maps is enough; without both, ids mean
+    the same in both vocabularies, which then are of one size.
 
     Raises:
-        InvalidRequest: it cannot be read, or is no list of two or more different ids below ``vocab_size``.
+        ModelNotSupported: there is no map, or not one of ``size`` different ids below ``vocab_size``.
     """
-    try:
-        ids = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, RecursionError, ValueError) as error:
-        raise InvalidRequest(f"draft_vocab {path} cannot be read: {error}", param="draft_vocab") from None
-    is_list = isinstance(ids, list) and all(type(token_id) is int for token_id in ids)
-    if not is_list or len(set(ids)) < max(2, len(ids)) or not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise InvalidRequest(
-            f"draft_vocab {path} is no JSON list of two or more different token ids below {vocab_size}",
-            param="draft_vocab",
-        )
-    return torch.tensor(sorted(ids), dtype=torch.int64)
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if d2t is not None:
+        token_ids = torch.arange(len(d2t)) + d2t.long()
+    elif t2d is not None:
+        token_ids = t2d.bool().nonzero().flatten()
+    elif size == vocab_size:
+        return torch.arange(size)
+    else:
+        raise fields.refusal("draft_vocab_size", f"the target has {vocab_size} tokens and d2t is missing")
+    is_distinct = len(set(token_ids.tolist())) == len(token_ids) == size
+    if not is_distinct or not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
+        raise fields.refusal("draft_vocab_size", f"d2t or t2d does not name as many different ids below {vocab_size}")
+    return token_ids
+
+
+def set_vocabulary(head: MappedHead, token_ids: Tensor) -> None:
+    """Let a head that was made without memory draft these target ids, int64 [Vd]."""
+    config = head.config
+    head.d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+    head.t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
+    head.set_vocabulary(token_ids)

@@ -14,8 +14,8 @@ from transformers.modeling_layers import MtpModel
 from engine.batch import Segment
 from engine.chain_job import ChainJob
 from engine.heads.files.checkpoint import read_head
-from engine.heads.files.draft_vocabulary import read_draft_vocabulary
 from engine.heads.files.mtp import export_mtp
+from engine.heads.files.vocabulary_list import read_draft_vocabulary
 from engine.heads.mtp import MtpHead
 from engine.heads.paged import PagedHead
 from engine.sampling.state import SamplingState

@@ -9,10 +9,16 @@ import torch
 from specdec.types import HiddenStates
 from tests.engine.heads import checkpoints as files
 from tests.engine.heads import reference
+from tests.engine.heads.block_files import STATES
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 K = 4
-KINDS = ("eagle", "eagle3", "medusa", "mlp_speculator")
+#: Those that draft trees, and those that draft a block.
+TREE_KINDS = ("eagle", "eagle3", "medusa", "mlp_speculator")
+BLOCK_KINDS = ("dflash", "dflash2", "dspark")
+KINDS = (*TREE_KINDS, *BLOCK_KINDS)
+#: Those whose chains are drawn by native code.
+NATIVE = ("eagle", "eagle3", *BLOCK_KINDS)
 
 
 class Talk:
@@ -22,7 +28,7 @@ class Talk:
         self._core, self._model, self._dtype = core, model, dtype
         #: What the target does with the states before it sends them.
         self.through = None
-        self._layers = (2, 3, 4) if method == "eagle3" else (-1,)
+        self._layers = {"eagle3": (2, 3, 4), **dict.fromkeys(BLOCK_KINDS, STATES)}.get(method, (-1,))
         self.tokens = list(PROMPT)
 
     async def open(self, spec):
