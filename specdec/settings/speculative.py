@@ -39,10 +39,10 @@ class SpeculativeSettings(LookupSettings):
         only=ATTENDING_METHODS,
     )
     draft_sink_size: int = option(4, "first tokens that are read of a longer text", ge=0, only=ATTENDING_METHODS)
-    draft_vocab: str | None = option(None, "JSON file: the ids of all tokens that may be drafted", only=("mtp",))
+    draft_vocab: str | None = option(None, "JSON file of the token ids that may be drafted", only=("mtp",))
     hidden_state_dtype: str = option(
         "int8",
-        "type of the target's states; int8 has a scale a state, int8_g32 one a group of 32",
+        "type of the target's states",
         choices=STATE_DTYPES,
         only=HEAD_METHODS,
     )
