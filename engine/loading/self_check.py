@@ -8,6 +8,7 @@ to :mod:`engine.loading.long_context`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -73,8 +74,8 @@ TOLERANCES: Final = {
     torch.bfloat16: Tolerance.of(8e-2),
 }
 #: Of weights that transformers has quantised, and of grouped ones, whose activations the kernels round to 8 bits and
-#: the stock model does not: trained models differ by some hundredths.
-QUANTISED_TOLERANCE: Final = Tolerance.of(0.2)
+#: the stock model does not: trained models differ by some hundredths, single rows of random ones by anything.
+QUANTISED_TOLERANCE: Final = Tolerance(0.2, 0.25, worst=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
