@@ -22,11 +22,12 @@ class TripTimes:
     wait: where draft and target share cores, one that drafts all the time slows down the steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_far: bool = False) -> None:
+        """``is_far``: what is taken for true until it is measured. A stream measures it without waiting."""
         self._trips: deque[int] = deque(maxlen=MEMORY)
         self._steps: deque[int] = deque(maxlen=MEMORY)
         #: Whether a proposal takes too long to wait for.
-        self.is_far = False
+        self.is_far = is_far
 
     def add_trip(self, trip_ns: int) -> None:
         """A proposal came so long after it was asked for, the time of drafting it left out."""

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from specdec.errors import InvalidRequest
 from specdec.trees import is_chain
-from specdec.types import Proposal
+from specdec.types import DraftedRound, Proposal
 from target_service.session.streamed_chain import StreamedChain
 from target_service.step import StepSession
 from target_service.verification.rounds import check_draft
@@ -94,6 +94,12 @@ class Offers:
         if token_ids:
             assert committed_len is not None
             self.asked = self.fitted(Proposal(self._session.spec.epoch, committed_len, token_ids), committed_len)
+
+    def streamed_round(self, num_tokens: int) -> DraftedRound | None:
+        """What the verdict of a step with so many streamed tokens tells of them; None where nothing is streamed yet."""
+        if self.chain is None or not self.chain.has_begun:
+            return None
+        return DraftedRound(num_tokens, self.num_streamed, self.chain.take_draft_ns())
 
     def clear(self) -> bool:
         """Drop the round asked for; whether there was one."""

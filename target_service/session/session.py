@@ -410,6 +410,8 @@ class Session:
         self._progress.take_round()
         grammar = self.step_session.grammar
         drafts = asked if grammar is None else grammar.drafts(asked, len(forced))
+        if streamed := self._offers.streamed_round(min(len(asked.token_ids), len(drafts.token_ids))):
+            self.drafted = streamed  # now: the stream may end before the verdict
         return ScheduledSequence(
             self.step_session,
             (last, *drafts.token_ids),
@@ -491,9 +493,9 @@ class Session:
         self._asked_ns = now_ns  # of the next token when multi-step decode
         self.step_ns = step.timings.forward_ns + step.timings.verify_ns
         drafted, self.drafted = self.drafted if part.is_round else None, None
-        if (chain := self._offers.chain) is not None and chain.has_begun:
+        if not part.is_round:
             # Of a stream every step is a round, that of no tokens included: so pacing sees what the stream is worth.
-            drafted = DraftedRound(len(part.proposed_token_ids), self._offers.num_streamed, chain.take_draft_ns())
+            drafted = self._offers.streamed_round(0)
         self._proceed(token_ids)
         states = () if result.hidden_states is None else (result.hidden_states,)
         if states and part.is_prefill:

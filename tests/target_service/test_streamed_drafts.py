@@ -128,6 +128,7 @@ async def test_the_text_is_the_same_whatever_is_streamed_and_when(start_core, se
             client.draft(K)
             verdicts = await client.rest()
         assert tokens_of(client.first, verdicts) == text
+        assert all(verdict.drafted for verdict in verdicts if verdict.num_draft_tokens)
         assert all(verdict.num_draft_tokens <= K for verdict in verdicts)
         streamed = [verdict for verdict in verdicts if verdict.num_multi_step_left and verdict.drafted]
         assert sum(verdict.num_accepted for verdict in streamed) > 5
@@ -142,7 +143,7 @@ async def test_a_stream_ends_and_begins_again(start_core, serve, plain, tmp_path
     prompt = make_prompt(7)
     text = plain(prompt, NUM_TOKENS)
     draft = StreamingDraft(prompt, text, pause=lambda: 0.001)
-    lengths = iter([*[K] * 8, *[0] * 8, *[2] * NUM_TOKENS])
+    lengths = iter([*[K] * 8, *[0] * 8, *[2, 2, 2, 0] * NUM_TOKENS])
     async with start_core() as core, serving_draft(draft, tmp_path) as address:
         async with session(serve, core, tmp_path, prompt, max_tokens=NUM_TOKENS) as client:
             await client.open_draft(address)
@@ -150,6 +151,7 @@ async def test_a_stream_ends_and_begins_again(start_core, serve, plain, tmp_path
             client.draft(K)
             verdicts = await client.rest(lambda _: client.draft(next(lengths)))
         assert tokens_of(client.first, verdicts) == text
+        assert all(verdict.drafted for verdict in verdicts if verdict.num_draft_tokens)
         assert next(k for k, _ in draft.asked if k != K) == 0
         assert (2, True) in {(k, ahead > 0) for k, ahead in draft.asked}
         await until_clean(core)
@@ -174,6 +176,7 @@ async def test_a_draft_that_comes_near_is_waited_for_again(start_core, serve, pl
             client.draft(K)
             verdicts = await client.rest()
         assert tokens_of(client.first, verdicts) == text
+        assert all(verdict.drafted for verdict in verdicts if verdict.num_draft_tokens)
         ways = [ahead > 0 for k, ahead in draft.asked if k]
         assert (ways[0], ways[-1]) == (False, False)
         assert any(ways)
@@ -203,6 +206,7 @@ async def test_what_a_draft_does_wrong_costs_the_draft_alone(start_core, serve, 
             client.draft(K)
             verdicts = await client.rest(act)
         assert tokens_of(client.first, verdicts) == text
+        assert all(verdict.drafted for verdict in verdicts if verdict.num_draft_tokens)
         if fault != "too much":  # the text may be over first
             lost = [answer.draft_lost for answer in client.told]
             assert [each.code for each in lost] == ["CANCELLED" if fault == "lost" else "INVALID_ARGUMENT"]
@@ -226,6 +230,7 @@ async def test_a_draft_over_tcp(start_core, serve, plain, tmp_path):
             client.draft(K)
             verdicts = await client.rest()
             assert tokens_of(client.first, verdicts) == text
+            assert all(verdict.drafted for verdict in verdicts if verdict.num_draft_tokens)
             assert sum(verdict.num_accepted for verdict in verdicts) > 5
         await until(lambda: draft.ended == 1)
     finally:

@@ -36,3 +36,13 @@ def test_between_the_two_shares_it_stays_what_it_is() -> None:
         for _ in range(MEMORY):
             times.add_trip(trip_ns)
         assert times.is_far is is_far
+
+
+def test_what_is_taken_for_true_holds_until_it_is_measured() -> None:
+    times = TripTimes(is_far=True)
+    times.add_step(1000)
+    for _ in range(LEAST - 1):
+        times.add_trip(10)
+    assert times.is_far
+    times.add_trip(10)
+    assert not times.is_far
