@@ -15,7 +15,7 @@ from engine.compaction import Kept, copy_blocks
 from engine.hidden_states import PassStates, StateRows, check_layers
 from engine.kv_pool import KVPool
 from engine.layers import LayerShape, allocate_caches
-from engine.mixers import Mixer
+from engine.mixers import Mixer, copy_states
 from engine.modules import ModelModules
 from engine.parallel import messages
 from engine.parallel.messages import Operation
@@ -116,10 +116,12 @@ class Engine:
         return runner.forward(segments, wanted)
 
     def copy_blocks(self) -> None:
-        """Make the copies that forked sequences wait for; due before any pass writes to the cache."""
+        """Make the copies of blocks and states that sequences wait for; due before any pass writes to the cache."""
         if copies := self.pool.take_copies():
             copy = partial(copy_blocks, self.all_caches, copies)
             self._own_modules.everywhere(partial(messages.encode_copies, copies), copy)
+        if copies := self.pool.take_state_copies():
+            copy_states(self._own_modules.state_caches, copies)
 
     def keep_rows(self, kept: Sequence[Kept]) -> None:
         """Drop all of a tree that is not on its accepted path; each sequence is ``first + len(rows)`` long afterwards.

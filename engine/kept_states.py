@@ -1,24 +1,39 @@
-"""The recurrent states of ended sequences, by the text that they stand for. Uses no device.
+"""The recurrent states of texts that sequences have read, by the text. Uses no device.
 
-Unlike the entries of a KV cache, a state cannot be cut anywhere, and one sequence alone goes on with it.
+Unlike the entries of a KV cache, a state cannot be cut anywhere, and is not shared: who goes on with it gets a copy.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from engine.prefix_tree import PrefixNode, num_common, pack
-from engine.recurrent.slots import StateSlot, StateSlots
+from engine.recurrent.slots import NUM_RECORDS, StateSlot, StateSlots
+
+
+class FoundStates(NamedTuple):
+    """States that a text can go on with."""
+
+    #: The last block of the text that they are kept with.
+    node: PrefixNode
+    #: The block of it in which the text parts from it; None: it does not.
+    parted: PrefixNode | None
 
 
 class KeptStates:
-    """Places for states: those of open sequences, and those kept, which are given up when there is no other place."""
+    """Places for states: those of open sequences, and those kept, which are given up when there is no other place.
+
+    Copies are made by the engine before the next pass, in the order in which they are asked for. Until then no pass
+    writes to the place a copy is taken from, for its sequence is in none.
+    """
 
     def __init__(self, slots: StateSlots) -> None:
         self._slots = slots
         #: By the last block of the text; the least recently used first.
         self._kept: OrderedDict[PrefixNode, StateSlot] = OrderedDict()
+        self._copies: deque[tuple[int, int]] = deque()
 
     @property
     def count(self) -> int:
@@ -43,10 +58,37 @@ class KeptStates:
         else:
             self._kept[node] = slot.moved()
 
-    def exchange(self, slot: StateSlot, node: PrefixNode) -> StateSlot:
-        """The states of the text up to ``node``, for a sequence that gives back its own."""
-        self._slots.give_back(slot)
-        return self._kept.pop(node)
+    def snapshot(self, slot: StateSlot, node: PrefixNode, length: int, num_blocks: int) -> None:
+        """Keep a copy of an open sequence's states of its first ``length`` entries, the text up to ``node``; unless
+        there are those of one of its last ``num_blocks`` blocks, or no place.
+        """
+        if not slot.reaches(length):
+            return
+        each: PrefixNode | None = node
+        for _ in range(max(1, num_blocks)):
+            if each is None or each.parent is None:
+                break
+            if each in self._kept:
+                self._kept.move_to_end(each)
+                return
+            each = each.parent
+        if node.parent is None or not self.num_available:
+            return
+        own = self.take()
+        own.base, own.end = slot.base, length
+        self._kept[node] = own
+        self._copies.append((slot.index, own.index))
+
+    def copy_to(self, slot: StateSlot, node: PrefixNode, length: int) -> None:
+        """Give a sequence the states of the first ``length`` entries, kept with the text up to ``node``."""
+        kept = self._kept[node]
+        self._kept.move_to_end(node)
+        slot.base, slot.end = kept.base, length
+        self._copies.append((kept.index, slot.index))
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Places (from, to) of states to copy, one after the other, before anything is written."""
+        return [self._copies.popleft() for _ in range(len(self._copies))]
 
     def forget(self, node: PrefixNode) -> None:
         """The block of a node holds something else from now on."""
@@ -55,28 +97,26 @@ class KeptStates:
 
     def find(
         self, root: PrefixNode, found: Sequence[PrefixNode], token_ids: Sequence[int], end: int, block_size: int
-    ) -> tuple[PrefixNode | None, int]:
-        """The longest text among the first ``end`` tokens whose states can be had.
+    ) -> tuple[FoundStates | None, int]:
+        """The longest text among the first ``end`` tokens whose states can be had, and its entries; 0: there is none.
 
-        ``found``: the full blocks after ``root`` that hold the tokens. Returns the last block of the text that the
-        states were kept with (one of those found, or one that follows one of them; None: there is no such text), and
-        the entries for which they can be had.
+        ``found``: the full blocks after ``root`` that hold the tokens. States may have been kept with a longer text
+        that parts from this one, as far back as they have records.
         """
-        for count in range(len(found), -1, -1):
-            node = found[count - 1] if count else root
-            start = node.depth * block_size
-            rest = pack(token_ids[start : min(end, start + block_size)])
-            lengths = {
-                child: start + num_common(child.token_ids, rest)
-                for child in node.children.values()
-                if child in self._kept
-            }
-            fitting = [
-                child for child, length in lengths.items() if start < length and self._kept[child].reaches(length)
-            ]
-            if fitting:
-                best = max(fitting, key=lengths.__getitem__)
-                return best, lengths[best]
-            if count and node in self._kept:
-                return node, start
-        return None, 0
+        best, most = None, 0
+        known = {root, *found}
+        for node, slot in self._kept.items():
+            parted, each = None, node
+            for _ in range(NUM_RECORDS // block_size + 2):
+                if each in known or each.parent is None:
+                    break
+                parted, each = each, each.parent
+            if each not in known:
+                continue
+            length = start = each.depth * block_size
+            if parted is not None:
+                rest = pack(token_ids[start : min(end, start + block_size)])
+                length += num_common(parted.token_ids, rest)
+            if length > most and slot.reaches(length):
+                best, most = FoundStates(node, parted), length
+        return best, most

@@ -221,6 +221,15 @@ class KVPool:
         self._place(sequence, node)
         sequence.num_shared_blocks = max(sequence.num_shared_blocks, end)
 
+    def keep_states(self, sequence: KVSequence, interval: int = 0) -> None:
+        """Keep a copy of the recurrent states of the text that others find, so that they can go on with it. Nothing is
+        kept where those of the last ``interval`` entries are. The sequence is in no pass.
+        """
+        node = sequence.node
+        if self._states is not None and node is not None and sequence.states is not None:
+            num_blocks = interval // self.block_size
+            self._states.snapshot(sequence.states, node, node.depth * self.block_size, num_blocks)
+
     def match(self, sequence: KVSequence, token_ids: Sequence[int], end: int) -> int:
         """Take over the entries of others for the first ``end`` tokens, as far as they go beyond its own.
 
@@ -243,16 +252,16 @@ class KVPool:
         """The full blocks that :meth:`match` would find, and how many of them nobody uses."""
         if sequence.node is None:
             return 0, 0
-        if sequence.states is None:
-            found = self._find(sequence.node, token_ids, end)
-        else:
-            found, _, _ = self._find_with_states(sequence, token_ids, end)
+        found = self._find(sequence.node, token_ids, end)
+        if self._states is not None and sequence.states is not None:
+            _, length = self._states.find(sequence.node, found, token_ids, end, self.block_size)
+            found = found[: max(0, length // self.block_size - sequence.node.depth)]
         return len(found), sum(node.block in self._cached for node in found)
 
     def next_block(self, sequence: KVSequence, token_ids: Sequence[int]) -> tuple[PrefixNode, bytes] | None:
         """What tells the block that the sequence computes next from all others; None: nobody else could use it."""
         node, size = sequence.node, self.block_size
-        if node is None or sequence.states is not None or (node.depth + 1) * size > len(token_ids):
+        if node is None or (node.depth + 1) * size > len(token_ids):
             return None
         return node, pack(token_ids[node.depth * size : (node.depth + 1) * size])
 
@@ -264,6 +273,10 @@ class KVPool:
         while self._copies:
             copies.append(self._copies.popleft())
         return copies
+
+    def take_state_copies(self) -> list[tuple[int, int]]:
+        """Places (from, to) of recurrent states to copy one after the other, as :meth:`take_copies`."""
+        return [] if self._states is None else self._states.take_copies()
 
     @property
     def used_blocks(self) -> int:
@@ -373,34 +386,30 @@ class KVPool:
         sequence.num_shared_blocks = max(sequence.num_shared_blocks, last)
 
     def _match_states(self, sequence: KVSequence, token_ids: Sequence[int], end: int) -> int:
-        """Take over the states of the longest text that was ended with them, and its blocks."""
-        if self._states is None or sequence.states is None or sequence.length:
+        """Take over the states of the longest text that they are kept of, and its blocks."""
+        assert self._states is not None
+        assert sequence.states is not None
+        assert sequence.node is not None
+        start = sequence.length
+        known = self._find(sequence.node, token_ids, end)
+        sequence.fork = start + len(known) * self.block_size
+        states, length = self._states.find(sequence.node, known, token_ids, end, self.block_size)
+        if states is None or length <= start:
             return 0
-        found, last, length = self._find_with_states(sequence, token_ids, end)
-        if last is None:
-            return 0
-        if length > len(found) * self.block_size:  # the rest is copied
-            held = np.array([last.block], dtype=np.int32)
+        num_full = length // self.block_size
+        if length > num_full * self.block_size:  # the rest is copied
+            assert states.parted is not None
+            held = np.array([states.parted.block], dtype=np.int32)
             self._add(held)
             has_room = self.grow(sequence, length)
             self._drop(held)
             if not has_room:
                 return 0
-            self._copies.append((last.block, int(sequence.blocks[len(found)])))
-        self._take_over(sequence, found)
-        sequence.states = self._states.exchange(sequence.states, last)
+            self._copies.append((states.parted.block, int(sequence.blocks[num_full])))
+        self._take_over(sequence, known[: num_full - sequence.node.depth])
+        self._states.copy_to(sequence.states, states.node, length)
         sequence.length = length
-        return length
-
-    def _find_with_states(
-        self, sequence: KVSequence, token_ids: Sequence[int], end: int
-    ) -> tuple[list[PrefixNode], PrefixNode | None, int]:
-        """What :meth:`KeptStates.find` finds, and the full blocks of it before."""
-        assert self._states is not None
-        assert sequence.node is not None
-        found = self._find(sequence.node, token_ids, end)
-        last, length = self._states.find(sequence.node, found, token_ids, end, self.block_size)
-        return found[: length // self.block_size], last, length
+        return length - start
 
     def _replace(self, sequence: KVSequence, index: int, block: int) -> None:
         """Another block holds the same entries: share it, and give up the own one."""

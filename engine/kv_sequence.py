@@ -39,6 +39,9 @@ class KVSequence:
     released: bool = False
     #: What :meth:`~engine.kv_pool.KVPool.drop_blocks` has dropped.
     dropped: DroppedEntries = field(default_factory=DroppedEntries)
+    #: So many of its first entries others have, too, but where it has read no more nobody has kept recurrent states of
+    #: them: they are worth keeping.
+    fork: int = 0
     #: Where its recurrent states lie; None: the model has none.
     states: StateSlot | None = None
 

@@ -14,6 +14,8 @@ METHODS: Final = ("compressed-tensors", "awq", "gptq", "gguf")
 #: Architectures whose quantised checkpoints are read: those that the native decoder runs.
 MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
 _BITS: Final = (4, 8)
+#: Formats of compressed-tensors with 4-bit floating-point codes, and the size of their groups.
+_FLOAT_GROUPS: Final = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class QuantisedFormat:
     zero_shift: int = 0
     #: A suffix of the tensor that shows a layer is quantised.
     marker: str = "qweight"
+    #: Codes are floating-point numbers (e2m1); else whole ones.
+    is_float: bool = False
     #: The file of the weights; None: the folder's safetensors.
     file: str | None = None
 
@@ -83,8 +87,15 @@ def _compressed(quantization: Mapping[str, Any]) -> QuantisedFormat | str:  # no
     for scheme in groups.values():
         kind = str(scheme.get("format") or quantization.get("format"))
         weights = scheme.get("weights")
-        if kind not in {"pack-quantized", "int-quantized"} or not isinstance(weights, Mapping):
-            return f"format {kind!r}; 'pack-quantized' and 'int-quantized' are read"
+        if kind not in {"pack-quantized", "int-quantized", *_FLOAT_GROUPS} or not isinstance(weights, Mapping):
+            return f"format {kind!r}; pack-quantized, int-quantized, {', '.join(_FLOAT_GROUPS)} are read"
+        if kind in _FLOAT_GROUPS:
+            if weights.get("group_size") != _FLOAT_GROUPS[kind] or weights.get("symmetric") is False:
+                return f"groups of {weights.get('group_size')} in {kind!r}; {_FLOAT_GROUPS[kind]}, symmetric, is read"
+            found.add(
+                QuantisedFormat("compressed-tensors", 4, _FLOAT_GROUPS[kind], marker="weight_packed", is_float=True)
+            )
+            continue
         bits, strategy = weights.get("num_bits"), weights.get("strategy")
         if weights.get("type", "int") != "int" or bits not in _BITS or (kind == "int-quantized" and bits != 8):
             return f"{weights.get('type')} weights of {bits} bits in {kind!r}; int of 4 and 8 are read"

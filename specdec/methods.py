@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from specdec.checkpoint_config import read_config
 from specdec.errors import InvalidRequest, ModelNotSupported
+from specdec.refused_methods import refuse_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class Method:
     needs_model: bool = False
     #: It is a small head on the target's hidden states, and reads a few tensors of the target's checkpoint.
     is_head: bool = False
+    #: It begins with a layer that makes the hidden states smaller, and that a target can run in its place.
+    maps_states: bool = False
     #: It attends to the text, with a KV cache of its own.
     attends: bool = False
     #: It looks up what stood in some text before. Of two methods, the first is one of these.
@@ -42,6 +45,11 @@ class Method:
     training_name: str | None = None
     training_summary: str = ""
 
+
+#: In the ``config.json`` of prediction layers that were taken out of their target.
+MTP_FIELD: Final = "tandem_mtp"
+#: Parts of the names of tensors that prediction layers alone have; :mod:`engine.heads.files.mtp` knows them in full.
+_PREDICTION_TENSORS: Final = (b"mtp.fc.weight", b"eh_proj.weight", b"mtp_layers.")
 
 _BUILT_IN: Final = (
     Method(
@@ -67,6 +75,7 @@ _BUILT_IN: Final = (
         name="eagle3",
         needs_model=True,
         is_head=True,
+        maps_states=True,
         attends=True,
         usual_acceptance_length=2.4,
         speculators_type="eagle3",
@@ -75,6 +84,50 @@ _BUILT_IN: Final = (
         tensor="hidden_norm.weight",
         training_name="eagle3",
         training_summary="a head on three of the target's hidden states, with a vocabulary of its own",
+    ),
+    Method(
+        name="mtp",
+        needs_model=True,
+        is_head=True,
+        attends=True,
+        usual_acceptance_length=2.2,
+        config_field=MTP_FIELD,
+    ),
+    Method(
+        name="dflash",
+        needs_model=True,
+        is_head=True,
+        maps_states=True,
+        attends=True,
+        usual_acceptance_length=2.2,
+        speculators_type="dflash",
+        config_field="dflash_config",
+        architecture="dflashdraft|dflashspeculator|muse_?glimmer_?assistant",
+        training_name="dflash",
+        training_summary="layers that draft a block in one pass, on some of the target's hidden states",
+    ),
+    Method(
+        name="dflash2",
+        needs_model=True,
+        is_head=True,
+        maps_states=True,
+        attends=True,
+        usual_acceptance_length=2.4,
+        speculators_type="dflash2",
+        architecture="dflash2",
+    ),
+    Method(
+        name="dspark",
+        needs_model=True,
+        is_head=True,
+        maps_states=True,
+        attends=True,
+        usual_acceptance_length=2.4,
+        speculators_type="dspark",
+        config_field="markov_rank",
+        architecture="dspark",
+        training_name="dspark",
+        training_summary="the same, with a bias from token to token and an estimate of each token's acceptance",
     ),
     Method(
         name="medusa",
@@ -134,6 +187,7 @@ def method_of(folder: str) -> str:
 
 def method_of_config(config: Mapping[str, Any]) -> str | None:
     """The method that a ``config.json`` names; None if it may be any causal language model's."""
+    refuse_config(config)
     kind = config.get("speculators_model_type")
     if kind is not None:
         known = {method.speculators_type: name for name, method in METHODS.items() if method.speculators_type}
@@ -150,17 +204,22 @@ def method_of_config(config: Mapping[str, Any]) -> str | None:
         if has_field or (method.architecture and any(re.search(method.architecture, each) for each in architectures)):
             return method.name
     if any(name.endswith(("_mtp", "mtpmodel")) for name in architectures):
-        refuse_mtp()
+        raise ModelNotSupported(
+            f"the config names {', '.join(map(str, named))}, prediction layers without their target: give the target's"
+            ' folder to method "mtp", or what tandem export-mtp makes of it'
+        )
     return None
 
 
-def refuse_mtp() -> None:
-    """Raise what there is to say about ``mtp``."""
-    raise InvalidRequest(
-        'method "mtp" (prediction layers inside the target\'s own checkpoint) is not available: use "eagle3" with a'
-        ' head that was trained for the target, or "suffix", which needs none',
-        param="method",
-    )
+def check_prediction_layers(folder: str) -> None:
+    """Raise :class:`InvalidRequest` unless the checkpoint has prediction layers for method "mtp" to draft with."""
+    names = _tensor_names(Path(folder))
+    if not any(name in names for name in _PREDICTION_TENSORS):
+        raise InvalidRequest(
+            f'{folder} has no prediction layers, which method "mtp" drafts with: use "eagle3" with a head that was'
+            ' trained for the target, or "suffix", which needs none',
+            param="method",
+        )
 
 
 def _method_of_tensors(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -107,7 +107,9 @@ def attend(  # noqa: PLR0912, PLR0915, PLR0917
     first_tile = 0
     if WINDOW > 0:
         first_seen = prefix - WINDOW + 1
-        if not HAS_TREES:
+        if HAS_TREES:  # rows that stand behind a block have positions before it
+            first_seen = tl.min(tl.where(is_row, position, prefix), 0) - WINDOW + 1
+        else:
             first_seen += start
         first_tile = tl.maximum(first_seen, 0) // TILE_N
     num_tiles = tl.maximum(tl.cdiv(end, TILE_N) - first_tile, 0)

@@ -123,7 +123,8 @@ class GgufSource:
 #: Tensors beside a layer's weight that its :class:`GroupedWeight` holds.
 _OF_LINEARS: Final = frozenset(
     """
-    weight weight_packed weight_scale weight_shape weight_zero_point weight_g_idx qweight qzeros scales g_idx
+    weight weight_packed weight_scale weight_shape weight_zero_point weight_g_idx weight_global_scale input_global_scale
+    qweight qzeros scales g_idx
     """.split()  # noqa: SIM905
 )
 

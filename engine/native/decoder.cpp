@@ -289,9 +289,18 @@ class Pass {
     void ingest(const Head& head) {
       if (head.kind == kEagle)
         project_to_stream<false>(paired(head.fuse), head.fuse, p.fused, head.fuse_bias);
+      else if (p.batch.features && p.batch.features_are_fused)
+        take_features();
       else if (p.batch.features)
         project_to_stream<false>(featured(head), head.fuse, p.fused, head.fuse_bias);
       if (head.norms_residual) norm_stream(head.state_norm);
+    }
+
+    // The stream is the features.
+    void take_features() {
+      for (int r; (r = team.next(*counter)) < n;)
+        with_features(r, [&](auto* from) { prepare_row(from, p.hidden, round_up(p.hidden, kPanel), x + r * p.hidden_stride); });
+      end_stage();
     }
 
     // Replaces the stream's rows by their norms.
@@ -410,12 +419,12 @@ class Pass {
     void project_to_heads(const Layer& layer, const Rows<Format>& rows, int64_t k) {
       multiply(rows, layer.qkv, k, panels(p.qkv_width), 1,
                [&](int first, int count, int panel, const float* s) {
-                 for (int v = 0; v < kPanel; v += kLanes) {
-                   const int64_t column = int64_t(panel) * kPanel + v;
-                   const Vec bias = bias_of(layer.qkv_bias, column);
-                   for (int r = 0; r < count; r++)
-                     store(p.qkv + (first + r) * p.qkv_stride + column, load(s + r * kPanel + v) + bias);
-                 }
+                 for (int r = 0; r < count; r++)
+                   for (int v = 0; v < kPanel; v += kLanes) {
+                     const int64_t column = int64_t(panel) * kPanel + v;
+                     store(p.qkv + (first + r) * p.qkv_stride + column,
+                           load(s + r * kPanel + v) + bias_of(layer.qkv_bias, column));
+                   }
                });
       end_stage();
     }
@@ -424,15 +433,13 @@ class Pass {
     template <bool kAdds = true>
     void project_to_stream(const Rows<Format>& rows, const void* weight, int64_t k, const float* bias) {
       multiply(rows, weight, k, panels(p.hidden), 1, [&](int first, int count, int panel, const float* s) {
-        for (int v = 0; v < kPanel; v += kLanes) {
-          const int64_t column = int64_t(panel) * kPanel + v;
-          const Vec b = bias_of(bias, column);
-          for (int r = 0; r < count; r++) {
+        for (int r = 0; r < count; r++)
+          for (int v = 0; v < kPanel; v += kLanes) {
+            const int64_t column = int64_t(panel) * kPanel + v;
             float* to = x + (first + r) * p.hidden_stride + column;
-            const Vec sum = load(s + r * kPanel + v) + b;
+            const Vec sum = load(s + r * kPanel + v) + bias_of(bias, column);
             store(to, kAdds ? load(to) + sum : sum);
           }
-        }
       });
       end_stage();
     }
@@ -442,15 +449,13 @@ class Pass {
       multiply(rows, layer.gate_up, p.hidden, panels(m.intermediate), 2,
                [&](int first, int count, int panel, const float* s) {
                  const float* bias = layer.gate_up_bias ? layer.gate_up_bias + int64_t(panel) * 2 * kPanel : nullptr;
-                 for (int v = 0; v < kPanel; v += kLanes) {
-                   const Vec gate_bias = bias_of(bias, v), up_bias = bias_of(bias, kPanel + v);
-                   for (int r = 0; r < count; r++) {
-                     const Vec gate = load(s + r * kPanel + v) + gate_bias;
-                     const Vec up = load(s + (count + r) * kPanel + v) + up_bias;
+                 for (int r = 0; r < count; r++)
+                   for (int v = 0; v < kPanel; v += kLanes) {
+                     const Vec gate = load(s + r * kPanel + v) + bias_of(bias, v);
+                     const Vec up = load(s + (count + r) * kPanel + v) + bias_of(bias, kPanel + v);
                      store(p.mid + (first + r) * p.mid_stride + int64_t(panel) * kPanel + v,
                            gate / (1.0f + exp(-gate)) * up);
                    }
-                 }
                });
       end_stage();
     }
@@ -562,14 +567,14 @@ class Pass {
     void write_logits(const Rows<Format>& rows) {
       multiply(rows, m.lm_head, p.hidden, panels(m.outputs), 1,
                [&](int first, int count, int panel, const float* s) {
-                 for (int v = 0; v < kPanel; v += kLanes) {
-                   const int64_t column = int64_t(panel) * kPanel + v, left = m.outputs - column;
-                   if (left <= 0) return;
-                   const Vec bias = bias_of(m.lm_head_bias, column);
-                   for (int r = 0; r < count; r++)
-                     store_part(p.batch.logits + (first + r) * m.outputs + column, load(s + r * kPanel + v) + bias,
+                 for (int r = 0; r < count; r++)
+                   for (int v = 0; v < kPanel; v += kLanes) {
+                     const int64_t column = int64_t(panel) * kPanel + v, left = m.outputs - column;
+                     if (left <= 0) break;
+                     store_part(p.batch.logits + (first + r) * m.outputs + column,
+                                load(s + r * kPanel + v) + bias_of(m.lm_head_bias, column),
                                 int(left < kLanes ? left : kLanes));
-                 }
+                   }
                });
     }
 

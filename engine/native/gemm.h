@@ -219,6 +219,32 @@ inline Vec gather(const T* x, const int32_t* order, long n) {
   return load(found);
 }
 
+// to = kRun numbers of at most 127, rounded; sums = those of every 16.
+inline void round_run(const Vec* x, int8_t* to, int32_t* sums) {
+#if defined(__AVX512VNNI__)
+  __m512i whole[4];
+  for (int v = 0; v < 4; v++) whole[v] = _mm512_cvtps_epi32((__m512)x[v]);
+  // Packing takes the quarters of the vectors in turn.
+  const __m512i turns = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i bytes = _mm512_permutexvar_epi32(
+      turns, _mm512_packs_epi16(_mm512_packs_epi32(whole[0], whole[1]), _mm512_packs_epi32(whole[2], whole[3])));
+  _mm512_storeu_si512(to, bytes);
+  __m512i four = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);
+  four = _mm512_add_epi32(four, _mm512_shuffle_epi32(four, _MM_PERM_CDAB));
+  four = _mm512_add_epi32(four, _mm512_shuffle_epi32(four, _MM_PERM_BADC));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(sums), _mm512_castsi512_si128(_mm512_permutexvar_epi32(turns, four)));
+#else
+  for (int v = 0; v < kRun / kLanes; v++) {
+    const SVec low = __builtin_convertvector((UVec)(x[v] + 12582912.0f), SVec);  // as above
+    std::memcpy(to + v * kLanes, &low, sizeof(low));
+  }
+  for (int i = 0; i < kRun / 16; i++) {
+    sums[i] = 0;
+    for (int j = 0; j < 16; j++) sums[i] += to[i * 16 + j];
+  }
+#endif
+}
+
 // The largest of every run becomes 127; scales and sums follow. Returns 1. `order`: of the activations, or null.
 template <class T>
 inline float prepare_row(const T* x, long n, long padded, int8_t* to, const int32_t* order = nullptr) {
@@ -226,10 +252,9 @@ inline float prepare_row(const T* x, long n, long padded, int8_t* to, const int3
   int32_t* sums = reinterpret_cast<int32_t*>(to + Grouped::sums_at(padded, 64));
   int32_t* halves = reinterpret_cast<int32_t*>(to + Grouped::sums_at(padded, 32));
   int32_t* quarters = reinterpret_cast<int32_t*>(to + Grouped::sums_at(padded, 16));
-  const Vec magic = splat(12582912.0f);  // as above
   for (long at = 0; at < padded; at += kRun) {
     Vec values[kRun / kLanes];
-    Vec most{};
+    UVec most{};
     for (int v = 0; v < kRun / kLanes; v++) {
       const long left = n - at - v * kLanes;
       const long first = at + v * kLanes;
@@ -237,27 +262,17 @@ inline float prepare_row(const T* x, long n, long padded, int8_t* to, const int3
         values[v] = gather(x, order + first, left);
       else
         values[v] = left >= kLanes ? load(x + first) : left > 0 ? load_part(x + first, int(left)) : Vec{};
-      most = max(most, max(values[v], -values[v]));
+      const UVec size = (UVec)values[v] & 0x7fffffffu;  // floats without sign are in the order of their bits
+      most = size > most ? size : most;
     }
-    const float peak = largest(most);
+    const float peak = largest((Vec)most);
     const Vec inverse = splat(peak > 0.0f ? 127.0f / peak : 0.0f);
-    IVec total{};
-    for (int v = 0; v < kRun / kLanes; v++) {
-      const UVec bits = (UVec)(values[v] * inverse + magic);
-      const SVec low = __builtin_convertvector(bits, SVec);
-      std::memcpy(to + at + v * kLanes, &low, sizeof(low));
-      const IVec whole = (IVec)(bits << 16) >> 16;
-      total = v * kLanes % 16 ? total + whole : whole;
-      if ((v + 1) * kLanes % 16 == 0) {
-        int32_t sum = 0;
-        for (int i = 0; i < kLanes; i++) sum += total[i];
-        quarters[at / 16 + v * kLanes / 16] = sum;
-      }
-    }
-    const int32_t* four = quarters + at / 16;
+    for (int v = 0; v < kRun / kLanes; v++) values[v] *= inverse;
+    int32_t* four = quarters + at / 16;
+    round_run(values, to + at, four);
     halves[at / 32] = four[0] + four[1];
     halves[at / 32 + 1] = four[2] + four[3];
-    sums[at / 64] = four[0] + four[1] + four[2] + four[3];
+    sums[at / 64] = halves[at / 32] + halves[at / 32 + 1];
     scales[at / kRun] = peak / 127.0f;
   }
   return 1.0f;

@@ -79,6 +79,19 @@ inline IVec dot(IVec sum, Factor w, Spread a) {
 }
 #endif
 
+template <class V>
+inline void keep_in_register(V& v) {
+#if defined(__AVX512F__)
+  asm volatile("" : "+v"(v));
+#elif defined(__x86_64__)
+  asm volatile("" : "+x"(v));
+#elif defined(__ARM_NEON)
+  asm volatile("" : "+w"(v));
+#else
+  (void)v;
+#endif
+}
+
 inline Bytes look_up(Bytes table, Bytes codes) {
 #if defined(__AVX512BW__)
   return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
@@ -95,92 +108,125 @@ inline Bytes look_up(Bytes table, Bytes codes) {
 #endif
 }
 
-// R rows x W vectors of a panel's columns from `first` on; sums are added to.
-template <int Bits, int W, int R>
-void tile(const int8_t* a, long lda, Grouped::Panel panel, long from, long to, int first, float* sums, long prefetch) {
+// What a chain of a tile reads: the codes of the columns and their scales, offsets behind those; activations, and for each
+// row its scale and the sum of its activations.
+struct Chain {
+  const uint8_t* codes;
+  const float* scales;
+  const int8_t* activations;
+  const int8_t* row_scales;
+  const int8_t* row_sums;
+  long lda, inputs, prefetch;
+};
+
+// R rows x W vectors: adds one chain to the sums. `OneGroup`: the columns' scales are left out. A function of its own with
+// one loop, or compilers keep the sums in memory.
+template <int Bits, int W, int R, bool OneGroup>
+__attribute__((noinline)) void add_chain(const Chain& chain, const Bytes& entries, bool has_offsets, float* sums) {
   constexpr int kInputs = Bits == 4 ? 8 : 4;  // of a step
-  const GroupedHeader& header = Grouped::header(panel);
-  const Bytes table = header.table;
-  const long chain = header.chain, scales_at = Grouped::scales_at(header.inputs),
-             sums_at = Grouped::sums_at(header.inputs, header.chain);
-  Vec total[R][W];
-#pragma GCC unroll 12
-  for (int r = 0; r < R; r++)
+  const Bytes table = entries;
+  const long lda = chain.lda;
+  const long ahead = chain.prefetch;
+  const uint8_t* codes = chain.codes;
+  const int8_t* a = chain.activations;
+  IVec whole[R][W];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    const IVec start = -kShift * load_as<int32_t>(chain.row_sums + r * lda) - IVec{};
 #pragma GCC unroll 4
-    for (int v = 0; v < W; v++) total[r][v] = load(sums + r * kPanel + v * kLanes);
-  for (long at = from; at < to; at += chain) {
-    const long within = at % header.group;
-    const uint8_t* block = panel + kHeaderBytes + at / header.group * header.block_bytes;
-    const uint8_t* codes = block + header.codes_at + within / kInputs * (kPanel * 4) + first * kLanes * 4;
-    IVec whole[R][W];
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-      const int32_t activations = load_as<int32_t>(a + r * lda + sums_at + at / chain * 4);
-      const IVec start = -kShift * activations - IVec{};
+    for (int v = 0; v < W; v++) whole[r][v] = start;
+  }
+  for (const int8_t* end = a + chain.inputs; a < end; a += kInputs, codes += kPanel * 4) {
 #pragma GCC unroll 4
-      for (int v = 0; v < W; v++) whole[r][v] = start;
-    }
-    for (long k = at; k < at + chain; k += kInputs, codes += kPanel * 4) {
-#pragma GCC unroll 4
-      for (int line = 0; line < W * kLanes * 4; line += 64) __builtin_prefetch(codes + prefetch + line, 0, kIntoL2);
-      // Of 4 bits first the low halves, then the high ones, read anew: both would not fit into registers beside the sums.
+    for (int line = 0; line < W * kLanes * 4; line += 64) __builtin_prefetch(codes + ahead + line, 0, kIntoL2);
+    // Of 4 bits first the low halves, then the high ones, read anew: both would not fit into registers beside the sums.
 #pragma GCC unroll 2
-      for (int half = 0; half < (Bits == 4 ? 2 : 1); half++) {
-        Factor weights[W];
+    for (int half = 0; half < (Bits == 4 ? 2 : 1); half++) {
+      Factor weights[W];
 #pragma GCC unroll 4
-        for (int v = 0; v < W; v++) {
-          const Bytes bytes = load_as<Bytes>(codes + v * kLanes * 4);
-          if constexpr (Bits == 4)
-            weights[v] = factor(look_up(table, half ? bytes >> 4 : bytes & 15));
-          else
-            weights[v] = factor(bytes);
-        }
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++) {
-          const Spread x = spread(a + r * lda + k + half * 4);
-#pragma GCC unroll 4
-          for (int v = 0; v < W; v++) whole[r][v] = dot(whole[r][v], weights[v], x);
-        }
+      for (int v = 0; v < W; v++) {
+        const Bytes bytes = load_as<Bytes>(codes + v * kLanes * 4);
+        if constexpr (Bits == 4)
+          weights[v] = factor(look_up(table, half ? bytes >> 4 : bytes & 15));
+        else
+          weights[v] = factor(bytes);
       }
-    }
-    const float* scales = reinterpret_cast<const float*>(block) + first * kLanes;
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-      const float scale = load_as<float>(a + r * lda + scales_at + at / kRun * 4);
-#pragma GCC unroll 4
-      for (int v = 0; v < W; v++)
-        total[r][v] = fma(load(scales + v * kLanes) * scale, __builtin_convertvector(whole[r][v], Vec), total[r][v]);
-    }
-    if (header.has_offsets) {
-      const float* offsets = scales + kPanel;
-#pragma GCC unroll 12
+#pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
-        const float scale = load_as<float>(a + r * lda + scales_at + at / kRun * 4);
-        const Vec x = splat(-scale * float(load_as<int32_t>(a + r * lda + sums_at + at / chain * 4)));
+        const Spread x = spread(a + r * lda + half * 4);
 #pragma GCC unroll 4
-        for (int v = 0; v < W; v++) total[r][v] = fma(load(offsets + v * kLanes), x, total[r][v]);
+        for (int v = 0; v < W; v++) whole[r][v] = dot(whole[r][v], weights[v], x);
       }
     }
   }
-#pragma GCC unroll 12
+  // Else GCC 12 keeps them in memory for the sake of what follows.
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < W; v++) store(sums + r * kPanel + v * kLanes, total[r][v]);
+    for (int v = 0; v < W; v++) keep_in_register(whole[r][v]);
+  Vec scales[W];
+#pragma GCC unroll 4
+  for (int v = 0; v < W; v++) scales[v] = load(chain.scales + v * kLanes);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    const Vec scale = splat(load_as<float>(chain.row_scales + r * lda));
+#pragma GCC unroll 4
+    for (int v = 0; v < W; v++) {
+      float* sum = sums + r * kPanel + v * kLanes;
+      store(sum, fma(OneGroup ? scale : scales[v] * scale, __builtin_convertvector(whole[r][v], Vec), load(sum)));
+    }
+  }
+  if (OneGroup || !has_offsets) return;
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    const float scale = load_as<float>(chain.row_scales + r * lda);
+    const Vec x = splat(-scale * float(load_as<int32_t>(chain.row_sums + r * lda)));
+#pragma GCC unroll 4
+    for (int v = 0; v < W; v++) {
+      float* sum = sums + r * kPanel + v * kLanes;
+      store(sum, fma(load(chain.scales + kPanel + v * kLanes), x, load(sum)));
+    }
+  }
 }
 
-template <int Bits, int R>
+// R rows x W vectors of a panel's columns from `first` on; sums are added to.
+template <int Bits, int W, int R, bool OneGroup>
+void tile(const int8_t* a, long lda, Grouped::Panel panel, long from, long to, int first, float* sums, long prefetch) {
+  const GroupedHeader& header = Grouped::header(panel);
+  const uint8_t* block = panel + kHeaderBytes + from / header.group * header.block_bytes;
+  long left = header.group - from % header.group;  // inputs of the block
+  const long step = header.chain * header.bits / 8 * kPanel;
+  const int8_t* row_scales = a + Grouped::scales_at(header.inputs);
+  const int8_t* row_sums = a + Grouped::sums_at(header.inputs, header.chain) + from / header.chain * 4;
+  Chain chain{nullptr, nullptr, nullptr, nullptr, nullptr, lda, header.chain, prefetch};
+  chain.codes = block + header.codes_at + (header.group - left) * header.bits / 8 * kPanel + first * kLanes * 4;
+  for (long at = from; at < to; at += header.chain, left -= header.chain, chain.codes += step, row_sums += 4) {
+    if (left == 0) {
+      block += header.block_bytes;
+      left = header.group;
+      chain.codes = block + header.codes_at + first * kLanes * 4;
+    }
+    chain.scales = reinterpret_cast<const float*>(block) + first * kLanes;
+    chain.activations = a + at;
+    chain.row_scales = row_scales + at / kRun * 4;
+    chain.row_sums = row_sums;
+    add_chain<Bits, W, R, OneGroup>(chain, header.table, header.has_offsets, sums);
+  }
+}
+
+template <int Bits, bool OneGroup, int R>
 void wide_tile(const int8_t* a, long lda, Grouped::Panel panel, long from, long to, float* sums, long prefetch) {
   constexpr int W = R > 6 && kVectors > 2 ? 2 : kVectors;
   for (int first = 0; first < kVectors; first += W)
-    tile<Bits, W, R>(a, lda, panel, from, to, first, sums + first * kLanes, prefetch);
+    tile<Bits, W, R, OneGroup>(a, lda, panel, from, to, first, sums + first * kLanes, prefetch);
 }
 
-template <int Bits>
+template <int Bits, bool OneGroup>
 void rows_of_tile(int rows, const int8_t* a, long lda, Grouped::Panel panel, long from, long to, float* sums, long prefetch) {
   switch (rows) {
 #define TANDEM_TILE(R) \
   case R:              \
-    return wide_tile<Bits, R>(a, lda, panel, from, to, sums, prefetch);
+    return wide_tile<Bits, OneGroup, R>(a, lda, panel, from, to, sums, prefetch);
     TANDEM_TILE(1)
     TANDEM_TILE(2)
     TANDEM_TILE(3)
@@ -201,6 +247,10 @@ template <>
 void chunk_product<Grouped>(int rows, const int8_t* a, long lda, Grouped::Panel panel, long from, long to, long prefetch,
                             float* sums) {
   const GroupedHeader& header = Grouped::header(panel);
+  const bool one_group = header.group == header.inputs && !header.has_offsets;
+  auto run = header.bits == 4 ? one_group ? rows_of_tile<4, true> : rows_of_tile<4, false>
+             : one_group      ? rows_of_tile<8, true>
+                              : rows_of_tile<8, false>;
   to = round_up(to, kRun);
   std::memset(sums, 0, size_t(rows) * kPanel * sizeof(float));
   for (long at = from; at < to; at += kDepth) {
@@ -209,11 +259,16 @@ void chunk_product<Grouped>(int rows, const int8_t* a, long lda, Grouped::Panel 
     int left = rows <= kTileRows ? 1 : (rows + kRepeatedRows - 1) / kRepeatedRows;
     for (int first = 0; first < rows; left--) {
       const int height = (rows - first + left - 1) / left;
-      auto run = header.bits == 4 ? rows_of_tile<4> : rows_of_tile<8>;
       run(height, a + first * lda, lda, panel, at, end, sums + first * kPanel, ahead);
       ahead = 0;
       first += height;
     }
+  }
+  if (!one_group) return;
+  const float* scales = reinterpret_cast<const float*>(panel + kHeaderBytes);
+  for (int v = 0; v < kPanel; v += kLanes) {
+    const Vec scale = load(scales + v);
+    for (int r = 0; r < rows; r++) store(sums + r * kPanel + v, load(sums + r * kPanel + v) * scale);
   }
 }
 

@@ -73,15 +73,13 @@ int linear(const T* x, int rows, long ldx, long k, const typename Format::Weight
     const ProductScratch mine{sums + team.id * own_floats, sums + threads * own_floats, done};
     product<Format>(team, counter, rows, {a, lda, scales}, weight, k, groups, 1, panel_step, prefetch, mine,
                     [&](int first, int count, int panel, const float* s) {
-                      long column = long(panel) * kPanel;
-                      for (int half = 0; half < kPanel; half += kLanes, column += kLanes) {
-                        long left = n - column;
-                        if (left <= 0) return;
-                        int lanes = int(left < kLanes ? left : kLanes);
-                        Vec b = bias ? load_part(bias + column, lanes) : Vec{};
-                        for (int r = 0; r < count; r++)
-                          store_part(y + (first + r) * ldy + column, load(s + r * kPanel + half) + b, lanes);
-                      }
+                      const long column = long(panel) * kPanel;
+                      for (int r = 0; r < count; r++)
+                        for (int v = 0; v < kPanel && column + v < n; v += kLanes) {
+                          const int lanes = int(n - column - v < kLanes ? n - column - v : kLanes);
+                          const Vec b = bias ? load_part(bias + column + v, lanes) : Vec{};
+                          store_part(y + (first + r) * ldy + column + v, load(s + r * kPanel + v) + b, lanes);
+                        }
                     });
   });
   return 0;

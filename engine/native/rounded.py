@@ -16,6 +16,8 @@ from engine.layers import is_kept_as_it_is
 from engine.native.library import DTYPES
 
 _INT8_MAX: Final = 127
+#: Activations that share a scale: kRun of grouped.h.
+_RUN: Final = 64
 
 
 class PackedLinear(nn.Module):
@@ -55,7 +57,7 @@ class Int8Linear(PackedLinear):
 class GroupedLinear(PackedLinear):
     """A linear layer on a :class:`~engine.grouped_weight.GroupedWeight`, before it is packed.
 
-    Run by itself it multiplies by the decoded weight in the layer's dtype, slowly.
+    Run by itself it multiplies activations rounded as the kernels round them by the decoded weight, slowly.
     """
 
     def __init__(self, grouped: GroupedWeight, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
@@ -65,24 +67,44 @@ class GroupedLinear(PackedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
         assert self.grouped is not None
-        return F.linear(x, self.grouped.decode().to(self.weight.dtype), self.bias)
+        order = self.grouped.order
+        rounded = round_activations(x if order is None else x[..., order])
+        fed = rounded if order is None else rounded[..., order.argsort()]
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(fed, self.grouped.decode(), bias).to(self.weight.dtype)
+
+
+def round_activations(x: torch.Tensor) -> torch.Tensor:
+    """Activations [..., K] as products with grouped weights take them (gemm.h), float32: of every 64 neighbours the
+    largest magnitude becomes 127 steps.
+    """
+    padded = F.pad(x.float(), (0, -x.shape[-1] % _RUN))
+    runs = padded.reshape(*x.shape[:-1], -1, _RUN)
+    peaks = runs.abs().amax(-1, keepdim=True)
+    inverses = (torch.full_like(peaks, _INT8_MAX) / peaks).where(peaks > 0, 0.0)
+    rounded = (runs * inverses).round() * (peaks / _INT8_MAX)
+    return rounded.flatten(-2)[..., : x.shape[-1]]
 
 
 def quantise_linears(model: nn.Module, bits: int = 8) -> int:
     """Replace the model's plain linear layers (and ``Conv1D``) on the CPU by rounded ones, in place.
 
-    8 bits: :class:`Int8Linear`. 4 bits: :class:`GroupedLinear`, whose codes have 8 bits in the output layer, where 4
-    cost more than they save. Embeddings, norms and biases stay as they are; an output layer that shares the embedding's
-    weight gets its own. Returns how many layers were replaced.
+    Of a language model they are :class:`GroupedLinear`: 8 bits have a scale per output, 4 bits one per group, but 8 in
+    the output layer, where 4 cost more than they save. Of a draft head they are :class:`Int8Linear`: what a head reads
+    was not normed, and may have a few large numbers beside many small ones. Embeddings, norms and biases stay as they
+    are; an output layer that shares the embedding's weight gets its own. Returns how many layers were replaced.
     """
     output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None  # type: ignore[no-untyped-call]
 
     def rounded(layer: Any) -> PackedLinear:
         weight = plain_weight(layer)
-        if bits == 8:
+        if not isinstance(model, PreTrainedModel):
             return Int8Linear(weight, layer.bias)
-        round_ = round_to_8_bits if layer is output else round_to_4_bits
-        return GroupedLinear(round_(weight), weight.dtype, layer.bias)
+        if bits == 8:
+            grouped = round_to_8_bits(weight, weight.shape[1])
+        else:
+            grouped = round_to_8_bits(weight) if layer is output else round_to_4_bits(weight)
+        return GroupedLinear(grouped, weight.dtype, layer.bias)
 
     return replace_linears(model, rounded)
 

@@ -181,6 +181,7 @@ class CBatch(ctypes.Structure):
         ("features", _Pointer),
         ("stream", _Pointer),
         ("features_dtype", _Int32),
+        ("features_are_fused", _Int32),
         ("state_rows", _Pointer),
         ("state_layers", _Pointer),
         ("num_states", _Int64),
@@ -368,6 +369,30 @@ class CMlp(ctypes.Structure):
     )
 
 
+class CWalk(ctypes.Structure):
+    """Blocks that chains are drawn along: walk.cpp."""
+
+    _fields_ = (
+        ("logits", _Pointer),
+        ("rows", _Pointer),
+        ("target_ids", _Pointer),
+        ("candidates", _Pointer),
+        ("inner", _Pointer),
+        ("weights", _Pointer),
+        ("before", _Pointer),
+        ("after", _Pointer),
+        ("sure", _Pointer),
+        ("sure_weights", _Pointer),
+        ("confidences", _Pointer),
+        ("vocab", _Int64),
+        ("outputs", _Int64),
+        ("num_candidates", _Int64),
+        ("rank", _Int64),
+        ("kind", _Int64),
+        ("table_dtype", _Int64),
+    )
+
+
 #: By their names in C++.
 STRUCTS: Final[Mapping[str, type[ctypes.Structure]]] = {
     "Plan": CPlan,
@@ -389,4 +414,5 @@ STRUCTS: Final[Mapping[str, type[ctypes.Structure]]] = {
     "Decision": CDecision,
     "MlpStep": CMlpStep,
     "Mlp": CMlp,
+    "Walk": CWalk,
 }

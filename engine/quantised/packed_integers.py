@@ -1,11 +1,13 @@
-"""Linear layers in compressed-tensors' integers, AWQ and GPTQ: words of 32 bits that hold several codes each.
+"""Linear layers in compressed-tensors' formats, AWQ and GPTQ: words that hold several codes each.
 
-Every one means ``w = scale · (code - zero)`` with a scale and a zero point for each group of inputs. Layouts, for N
-outputs and K inputs, with code i of a word in its bits from ``bits · i`` on:
+Every one of whole numbers means ``w = scale · (code - zero)`` with a scale and a zero point for each group of inputs.
+Layouts, for N outputs and K inputs, with code i of a word in its bits from ``bits · i`` on:
 
 * compressed-tensors ``pack-quantized``: ``weight_packed`` [N, K · bits / 32], codes stored 2^(bits - 1) higher;
   ``weight_scale`` [N, groups]; ``weight_zero_point`` packed along N in the same way. ``int-quantized``: ``weight``
   int8.
+* ``nvfp4-pack-quantized``, ``mxfp4-pack-quantized``: ``weight_packed`` uint8 [N, K / 2], e2m1 numbers, the first of two
+  in the low half; ``weight_scale`` [N, groups], e4m3 over ``weight_global_scale``, or 127 more than a power of 2.
 * AWQ (``gemm``): ``qweight`` [K, N / 8] with columns 0, 2, 4, 6, 1, 3, 5, 7 of eight; ``qzeros`` [groups, N / 8]
   alike; ``scales`` [groups, N].
 * GPTQ: ``qweight`` [K · bits / 32, N]; ``qzeros`` [groups, N · bits / 32], one lower unless its format is ``gptq_v2``;
@@ -21,11 +23,13 @@ from typing import Final
 
 import torch
 
-from engine.grouped_weight import GroupedWeight
+from engine.grouped_weight import GroupedWeight, unpack_nibbles
 from engine.quantised_formats import QuantisedFormat
 
 #: Which column of eight each code of an AWQ word belongs to.
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
+#: Twice the number that each e2m1 code stands for.
+_E2M1: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -49,7 +53,20 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     return codes.to(torch.uint8).flatten(1)
 
 
+def _e2m1(stored: QuantisedFormat, tensors: Tensors) -> GroupedWeight:
+    scales = tensors["weight_scale"]
+    if scales.dtype == torch.uint8:  # a power of 2
+        scales = torch.exp2(scales.float() - 127)
+    else:
+        scales = scales.float() / tensors["weight_global_scale"].float()
+    assert stored.group is not None
+    codes = unpack_nibbles(tensors["weight_packed"])
+    return GroupedWeight.of_codes(codes, scales / 2, stored.group, table=torch.tensor(_E2M1))
+
+
 def _compressed(stored: QuantisedFormat, tensors: Tensors) -> GroupedWeight:
+    if stored.is_float:
+        return _e2m1(stored, tensors)
     scales = tensors["weight_scale"].float()
     half = 2 ** (stored.bits - 1)
     if stored.marker == "weight":

@@ -44,6 +44,12 @@ def print_report(console: Console, title: str, sections: Sequence[Section], note
             explanation = _explanation(section, names[start : start + _COLUMNS])
             if explanation.row_count:
                 console.print(explanation)
+    for section in sections:
+        for name, mode in section.modes.items():
+            if mode.num_differing:
+                counted = f"{section.title}, {name}: {mode.num_differing} of {mode.num_compared} answers are not those"
+                text = f"{counted} of plain decoding; they are left out of acceptance and of speed over plain"
+                console.print(text, style="bold red", highlight=False, soft_wrap=True)
     for note in notes:
         console.print(note, style="dim", highlight=False, soft_wrap=True)
 
@@ -148,6 +154,7 @@ ROWS: Final = (
     Row("c, draft step / target step", _of_costs(".3f", lambda costs: costs.c)),
     Row("d, network and serialisation / target step", _of_costs(".3f", lambda costs: costs.d)),
     Row("bytes of a round's messages", _of_costs(".0f", lambda costs: costs.wire_bytes)),
+    Row("bytes of hidden states, a position", lambda mode, _: _number(mode.state_bytes, ".0f")),
     Row("round", lambda mode, _: _number(mode.round_ms, ".2f", " ms")),
     Row("of it beyond verify(k+1)", _beyond),
     counted("drafted tokens thrown away, a round", "num_wasted_draft_tokens"),

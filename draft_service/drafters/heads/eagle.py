@@ -1,4 +1,4 @@
-"""EAGLE-1, EAGLE-2 and EAGLE-3 drafters: a layer that extrapolates the target's features, a token at a time.
+"""EAGLE-1, EAGLE-2, EAGLE-3 and MTP drafters: a layer that extrapolates the target's features, a token at a time.
 
 With n committed tokens the target's states of the positions 0 … n-2 are known; each predicted the token after it. An
 entry of the head's cache is made of a state and that token, so n-1 entries are on true features. The output at the last
@@ -18,7 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from draft_service.drafters.base import DraftJob, Occupancy
+from draft_service.drafters.base import UNLIMITED, DraftJob, Occupancy
 from draft_service.drafters.heads.base import HeadDrafter, LoadedHead, tensor_of
 from draft_service.drafters.heads.known_states import KnownStates
 from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees, new_rows, rows_of_parents
@@ -26,8 +26,10 @@ from draft_service.drafters.window import DraftWindow
 from engine.batch import Segment
 from engine.chains import ChainJob, StopFlags
 from engine.device_thread import DeviceThread
+from engine.heads.blocks import PagedBlocks
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
+from engine.heads.mtp import MtpHead
 from engine.heads.paged import PagedHead
 from engine.kv_pool import CacheFull
 from engine.kv_sequence import KVSequence
@@ -95,7 +97,9 @@ class _EagleWork:
 class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
     """Drafts with an EAGLE head; see the module."""
 
-    def __init__(self, loaded: LoadedHead, paged: PagedHead, thread: DeviceThread, settings: DraftSettings) -> None:
+    def __init__(
+        self, loaded: LoadedHead, paged: PagedHead | PagedBlocks, thread: DeviceThread, settings: DraftSettings
+    ) -> None:
         """Both were loaded on the thread."""
         super().__init__(loaded, thread)
         self._paged = paged
@@ -104,6 +108,8 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         tree = settings.speculative.tree
         #: Entries that trees need beyond those of the tokens before them.
         self._num_fed = 0 if tree is None else tree.num_fed
+        #: Tokens of a chain at most.
+        self._max_depth = UNLIMITED
         self._state_width = paged.head.num_features
         self.info = replace(
             loaded.info,
@@ -114,7 +120,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
 
     @classmethod
     def _of(cls, loaded: LoadedHead, thread: DeviceThread, settings: DraftSettings) -> Self:
-        assert isinstance(loaded.head, EagleHead | Eagle3Head)
+        assert isinstance(loaded.head, EagleHead | Eagle3Head | MtpHead)
         return cls(loaded, PagedHead(loaded.head, loaded.model, loaded.info.max_model_len), thread, settings)
 
     @property
@@ -205,16 +211,20 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             self._pool.drop_blocks(state.sequence, first // size, blocks)
             state.known.drop(first, blocks * size)
 
+    def _num_more(self, job: DraftJob[EagleState], num_tokens: int) -> int:
+        """Entries that drafting needs behind those of the committed tokens."""
+        return self._num_fed if job.tree else num_tokens
+
     def _prepare(self, job: DraftJob[EagleState]) -> _EagleWork | None:
         state = job.state
         num_rows = min(job.num_rows, state.num_pending)
-        num_tokens = job.num_tokens if state.may_draft and num_rows == state.num_pending else 0
+        num_tokens = min(job.num_tokens, self._max_depth) if state.may_draft and num_rows == state.num_pending else 0
         if state.sequence is None or not (num_rows or num_tokens):
             return None
         known = state.known
         if state.sequence.length >= state.sequence.publishable_from:
             self._pool.publish(state.sequence, self._text_of_entries(state))
-        num_entries = known.num_entries + num_rows + (self._num_fed if job.tree else num_tokens)
+        num_entries = known.num_entries + num_rows + self._num_more(job, num_tokens)
         if not self._pool.grow(state.sequence, min(num_entries, self._pool.total_blocks * self._pool.block_size)):
             self.close(state)  # it drafts nothing any more, and others have its blocks
             return None
@@ -230,18 +240,24 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             num_tokens,
             state.sampling,
             state.rule,
-            features=tensor_of(taken),
         )
         return _EagleWork(state, taken, job_of_head, job.tree if num_tokens else None)
 
     def _compute(self, works: Sequence[_EagleWork], stop: StopFlags) -> Sequence[DraftedChain]:
-        return self._paged.draft_chains([work.job for work in works], stop)
+        jobs = [replace(work.job, features=self._features(work)) for work in works]
+        return self._paged.draft_chains(jobs, stop)
 
     def _compute_trees(
         self, works: Sequence[_EagleWork], stopped: Callable[[], Sequence[bool]]
     ) -> Sequence[DraftedTree]:
-        features = {work.job.sequence: work.job.features for work in works if work.job.features is not None}
+        assert isinstance(self._paged, PagedHead)
+        features = {work.job.sequence: self._features(work) for work in works}
         return draft_trees(PagedTreePasses(self._paged, features), [work.tree() for work in works], stopped)
+
+    def _features(self, work: _EagleWork) -> Tensor:
+        """What a work ingests, [positions, features]; on the device thread."""
+        states = self._paged.alike([tensor_of([each]) for each in work.taken])
+        return states[0] if len(states) == 1 else torch.cat(states)
 
     def _finish(self, work: _EagleWork) -> None:
         """Keep the state to feed again."""
@@ -269,7 +285,7 @@ class PagedTreePasses:
         known = self._states
         is_first = not known
         if is_first:
-            states = torch.cat([self._features[segment.sequence] for segment in segments])
+            states = torch.cat(self._paged.alike([self._features[segment.sequence] for segment in segments]))
         else:
             states = torch.cat([rows_of_parents(known[segment.sequence], segment.parents) for segment in segments])
         x, logits = self._paged.step(segments, states, are_features=is_first)

@@ -74,6 +74,27 @@ def _compressed(bits: int, symmetric: bool, kind: str = "pack-quantized") -> tup
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}}, store
 
 
+def _four_bit_floats(kind: str, group: int) -> tuple[dict[str, Any], Store]:
+    args = QuantizationArgs(
+        num_bits=4, type="float", strategy="tensor_group" if group == 16 else "group", symmetric=True, group_size=group
+    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+
+    def store(weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+        scale = weight.view(weight.shape[0], -1, group).abs().amax(2) / 6
+        state = {"weight": weight, "weight_scale": scale}
+        if group == 16:
+            state |= {"weight_global_scale": 448 / scale.amax()[None], "input_global_scale": torch.ones(1)}
+            state["weight_scale"] = scale * state["weight_global_scale"]
+        compressor = BaseCompressor.get_value_from_registry(kind)
+        stored = compressor.compress(state, scheme)
+        return stored, compressor.decompress(stored, scheme)["weight"]
+
+    inputs = {"num_bits": 4, "type": "float", "dynamic": "local", "group_size": group}
+    scheme_of_all = {"format": kind, "weights": json.loads(args.model_dump_json()), "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": scheme_of_all}}, store
+
+
 def _gptq(*, act_order: bool = False, own_orders: bool = False) -> tuple[dict[str, Any], Store]:
     """``act_order``: groups of inputs that are not neighbours, the same for every layer of a width or its own."""
     seeds = iter(range(1000, 2000))
@@ -103,6 +124,8 @@ _FORMATS: dict[str, Callable[[], tuple[dict[str, Any], Store]]] = {
     "w4a16 asymmetric": lambda: _compressed(4, False),
     "w8a16": lambda: _compressed(8, True),
     "w8a8": lambda: _compressed(8, True, "int-quantized"),
+    "nvfp4": lambda: _four_bit_floats("nvfp4-pack-quantized", 16),
+    "mxfp4": lambda: _four_bit_floats("mxfp4-pack-quantized", 32),
     "gptq": _gptq,
     "gptq act-order": lambda: _gptq(act_order=True),
 }
@@ -160,8 +183,8 @@ def test_a_layer_that_lacks_a_tensor_is_named(tmp_path: Path, tools: SimpleNames
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:down": {}}}, r"other settings for some layers \(dynamic\)"),
         ({"quant_method": "compressed-tensors"}, "no config_groups"),
         (
-            {"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "nvfp4-pack-quantized"}}},
-            "format 'nvfp4-pack-quantized'; 'pack-quantized' and 'int-quantized' are read",
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "float-quantized"}}},
+            "format 'float-quantized'; pack-quantized, int-quantized, nvfp4-pack-quantized, mxfp4-pack-quantized are",
         ),
     ],
 )

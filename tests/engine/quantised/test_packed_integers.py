@@ -50,6 +50,25 @@ def test_compressed_tensors(kind: str, bits: int, strategy: str, symmetric: bool
     assert (weight.offsets is None) == symmetric
 
 
+@pytest.mark.parametrize(("kind", "group"), [("nvfp4-pack-quantized", 16), ("mxfp4-pack-quantized", 32)])
+def test_4_bit_floats(kind: str, group: int) -> None:
+    is_nv = group == 16
+    args = QuantizationArgs(
+        num_bits=4, type="float", strategy="tensor_group" if is_nv else "group", symmetric=True, group_size=group
+    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    scale = torch.rand(_N, _K // group) + 0.1
+    state: dict[str, Any] = {"weight": torch.randn(_N, _K), "weight_scale": scale}
+    if is_nv:
+        state["weight_global_scale"] = torch.tensor([7.3])
+    compressor = BaseCompressor.get_value_from_registry(kind)
+    stored = compressor.compress(state, scheme)
+    expected = compressor.decompress(stored, scheme)["weight"]
+    assert len(expected.unique()) > 20
+    form = QuantisedFormat("compressed-tensors", 4, group, marker="weight_packed", is_float=True)
+    assert torch.equal(read_linear(form, stored).decode().to(expected.dtype), expected)
+
+
 @pytest.mark.parametrize("same_zero", [False, True])
 def test_awq(same_zero: bool) -> None:
     codes, zeros = _draw(0, 16, _K, _N), _draw(0, 16, _K // _GROUP, _N)

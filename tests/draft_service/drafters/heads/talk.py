@@ -9,10 +9,16 @@ import torch
 from specdec.types import HiddenStates
 from tests.engine.heads import checkpoints as files
 from tests.engine.heads import reference
+from tests.engine.heads.block_files import STATES
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 K = 4
-KINDS = ("eagle", "eagle3", "medusa", "mlp_speculator")
+#: Those that draft trees, and those that draft a block.
+TREE_KINDS = ("eagle", "eagle3", "medusa", "mlp_speculator")
+BLOCK_KINDS = ("dflash", "dflash2", "dspark")
+KINDS = (*TREE_KINDS, *BLOCK_KINDS)
+#: Those whose chains are drawn by native code.
+NATIVE = ("eagle", "eagle3", *BLOCK_KINDS)
 
 
 class Talk:
@@ -20,7 +26,9 @@ class Talk:
 
     def __init__(self, core, model, method, dtype="float32"):
         self._core, self._model, self._dtype = core, model, dtype
-        self._layers = (2, 3, 4) if method == "eagle3" else (-1,)
+        #: What the target does with the states before it sends them.
+        self.through = None
+        self._layers = {"eagle3": (2, 3, 4), **dict.fromkeys(BLOCK_KINDS, STATES)}.get(method, (-1,))
         self.tokens = list(PROMPT)
 
     async def open(self, spec):
@@ -31,7 +39,8 @@ class Talk:
         return reference.target_states(self._model, self.tokens, self._layers)
 
     def rows(self, start, end):
-        data = self.states()[start:end].to(getattr(torch, self._dtype))
+        states = self.states()[start:end]
+        data = (states if self.through is None else self.through(states)).to(getattr(torch, self._dtype))
         return HiddenStates(start, data.shape[1], self._dtype, data.view(torch.uint8).numpy().tobytes())
 
     async def propose(self, new, k, start=None, end=None, cut=None):
