@@ -18,6 +18,7 @@ class DraftRequest(Generic[S]):
         "deliver",
         "draft_ns",
         "is_resolved",
+        "is_stream",
         "num_tokens",
         "queue_ns",
         "state",
@@ -33,6 +34,7 @@ class DraftRequest(Generic[S]):
         deliver: Callable[[Draft | Exception], None],
         *,
         tree: TreeShape | None = None,
+        is_stream: bool = False,
     ) -> None:
         self.state = state
         #: Tokens to draft; 0 only ingests what is pending.
@@ -41,6 +43,8 @@ class DraftRequest(Generic[S]):
         self.deliver = deliver
         #: The shape of the tree to draft; None: a chain.
         self.tree = tree
+        #: Another one follows at once.
+        self.is_stream = is_stream
         self.stop = Stop()
         self.is_resolved = False
         #: The batch that contains the request, while the drafter runs it.
@@ -52,7 +56,7 @@ class DraftRequest(Generic[S]):
     def job(self, num_rows: int) -> DraftJob[S]:
         """The job for the drafter: ingest ``num_rows`` pending tokens, and draft if no other token is pending."""
         num_tokens = self.num_tokens if num_rows == self.state.num_pending else 0
-        return DraftJob(self.state, num_rows, num_tokens, self.stop, self.tree)
+        return DraftJob(self.state, num_rows, num_tokens, self.stop, self.tree, self.is_stream)
 
     def resolve(self, outcome: Draft | Exception) -> None:
         """Deliver the outcome, once."""

@@ -97,7 +97,8 @@ async def _read(core: DraftCore, session: CoreSession, context: Context) -> None
             token_ids = tuple(advance.token_ids)
             for states in advance.hidden_states:
                 waiting.add(codec.decode_hidden_states(states))
-            await session.advance(advance.base_len, token_ids, advance.num_draft_tokens, waiting.take())
+            states, stream_tokens = waiting.take(), advance.stream_tokens
+            await session.advance(advance.base_len, token_ids, advance.num_draft_tokens, states, stream_tokens)
             await asyncio.sleep(0)  # drafting comes before the next read
         else:
             waiting.clear()

@@ -52,6 +52,8 @@ class Advance:
     token_ids: Sequence[int]
     num_draft_tokens: int
     hidden_states: Sequence[HiddenStates] = ()
+    #: Tokens that may be drafted after them, as if those drafted before were committed; 0: one proposal.
+    stream_tokens: int = 0
 
     @property
     def committed_len(self) -> int:
@@ -75,6 +77,9 @@ class CoreSession:
     ``state`` is what the drafter keeps: the committed tokens and the cache. Nothing changes while a batch uses it.
     Messages that arrive meanwhile are kept and applied in order when the batch has finished; only the newest one is
     answered, and a draft that it has overtaken stops at the next step.
+
+    In a stream what was drafted stands in the state as if it were committed, and drafting goes on after it. Messages
+    that agree only move :attr:`committed_len`; others take the drafts back as any tokens are taken back.
     """
 
     def __init__(self, owner: DraftSessionOwner, spec: SessionSpec, state: DraftState) -> None:
@@ -92,6 +97,10 @@ class CoreSession:
         self._tree = None if spec.draft_sampling.sends_q else owner.tree
         #: Tokens a proposal may have: what the latest message asks for, at most ``opened.num_speculative_tokens``.
         self._num_draft_tokens = 0
+        #: Committed tokens it was told; in a stream the state has its own drafts after them.
+        self.committed_len = len(spec.token_ids)
+        #: Tokens of a stream after the committed ones, at most; 0: there is none. And the number of its chain.
+        self._stream_tokens = self._chain = 0
         self._arrived: list[Advance] = []
         self._proposals = ProposalQueue()
         self._closed = False
@@ -100,17 +109,13 @@ class CoreSession:
             epoch=spec.epoch,
             num_speculative_tokens=min(spec.num_speculative_tokens, owner.drafter.info.num_speculative_tokens),
             num_cached_tokens=owner.drafter.num_cached_tokens(state),
+            streams=owner.drafter.streams and not spec.draft_sampling.sends_q,
         )
 
     @property
     def opened(self) -> DraftOpened:
         """What admission found."""
         return self._opened
-
-    @property
-    def committed_len(self) -> int:
-        """Committed tokens known here."""
-        return len(self.state.token_ids)
 
     async def prefill(self) -> None:
         """Ingest the tokens of the opening."""
@@ -136,13 +141,15 @@ class CoreSession:
         token_ids: Sequence[int],
         num_draft_tokens: int,
         hidden_states: Sequence[HiddenStates] = (),
+        stream_tokens: int = 0,
     ) -> None:
         """Commit ``token_ids`` after ``base_len`` and ask for a proposal; never waits.
 
         Tokens known here already are compared: where they disagree, the new ones win and what followed is dropped.
         A message that brings nothing but tokens known here, and fewer, is old: it is counted, changes nothing and gets
         an empty proposal. The proposal is shorter, even empty, at the limits of the request and of the draft's context.
-        Calls that were overtaken by a newer one get none.
+        Calls that were overtaken by a newer one get none. With ``stream_tokens``, where :attr:`opened` says that it
+        streams, drafting goes on (:meth:`specdec.backends.DraftSession.advance`).
 
         :meth:`receive` raises what was wrong with a message: :class:`StaleSession` where there is a gap before it,
         :class:`InvalidRequest` for an unknown token, and for hidden states of positions that are not committed or of
@@ -154,7 +161,14 @@ class CoreSession:
         if self._closed:
             raise StaleSession("the session is closed; open it again")
         states = hidden_states if self._reads_states else ()
-        message = Advance(base_len, token_ids, num_draft_tokens, states)
+        stream_tokens = stream_tokens if self._opened.streams and num_draft_tokens > 0 else 0
+        message = Advance(base_len, token_ids, num_draft_tokens, states, stream_tokens)
+        if self._confirms(message):
+            self.committed_len, self._stream_tokens = message.committed_len, stream_tokens
+            self._num_draft_tokens = min(num_draft_tokens, self._opened.num_speculative_tokens)
+            if self._request is None:
+                self._draft_on()
+            return
         self._arrived.append(message)
         batch = self._batch
         if batch is None:
@@ -226,7 +240,13 @@ class CoreSession:
         self._num_draft_tokens = min(message.num_draft_tokens, self._opened.num_speculative_tokens)
         try:
             are_new = [self._commit(message) for message in arrived]
-            if message.num_draft_tokens > 0:
+            if len(self.state.token_ids) > self.committed_len:  # drafts of a stream that does not go on
+                self.drafter.advance(self.state, self.committed_len, ())
+            self._stream_tokens = message.stream_tokens
+            if message.stream_tokens:
+                self._chain += 1
+                self._draft_on()
+            elif message.num_draft_tokens > 0:
                 self._draft(message, is_old=not are_new[-1])
         except Exception as error:
             self._proposals.put(error)
@@ -234,8 +254,7 @@ class CoreSession:
     def _commit(self, message: Advance) -> bool:
         """Commit what is new in a message; False where all its tokens were known, and more."""
         base_len, token_ids = message.base_len, message.token_ids
-        known = self.state.token_ids
-        length = len(known)
+        known, length = self.state.token_ids, self.committed_len
         if base_len > length or base_len < 0:
             self._owner.count_stale()
             raise StaleSession(
@@ -256,24 +275,35 @@ class CoreSession:
                 return False
             if message.hidden_states:
                 self.drafter.advance(self.state, length, (), message.hidden_states)
+            self.committed_len = base_len + same
             return True  # the same again, and answered again
-        if base_len + same < length:  # tokens are taken back, and with them the proposals for them
+        if base_len + same < len(known):  # tokens are taken back, and with them the proposals for them
             self._proposals.clear()
         self.drafter.advance(self.state, base_len + same, token_ids[same:], message.hidden_states)
+        self.committed_len = message.committed_len
         return True
+
+    def _confirms(self, message: Advance) -> bool:
+        """Whether a message says no more than that drafts of the stream were committed: nothing is interrupted."""
+        base_len, end, known = message.base_len, message.committed_len, self.state.token_ids
+        return (
+            bool(message.stream_tokens and self._stream_tokens and not self._arrived)
+            and 0 <= base_len <= self.committed_len <= end <= len(known)
+            and list(known[base_len:end]) == list(message.token_ids)
+        )
 
     # --- proposals ---
 
     def _draft(self, message: Advance, is_old: bool) -> None:
         """Request the proposal that a message asks for."""
         length = message.committed_len
-        num_tokens = 0 if is_old else self._max_tokens_at(length)
+        num_tokens = 0 if is_old else min(self._num_draft_tokens, self._max_depth())
         if num_tokens <= 0:
             self._proposals.put(Proposal(self._opened.epoch, length, ()))
             return
         tree = self._tree
         if tree is not None:  # what limits a chain's length limits a tree's depth
-            tree = tree.cut(self._max_depth_at(length))
+            tree = tree.cut(self._max_depth())
             num_tokens = self._num_draft_tokens
         elif self._owner.tree is not None:  # a chain in place of a tree is as long as that is deep, at most
             num_tokens = min(num_tokens, self._owner.tree.depth)
@@ -288,31 +318,46 @@ class CoreSession:
         request = DraftRequest(self.state, num_tokens, answer, tree=tree)
         self._submit(request)
 
+    def _draft_on(self) -> None:
+        """Request the next proposal of the stream, if it may be longer."""
+        length = len(self.state.token_ids)
+        room = self.committed_len + self._stream_tokens - length
+        num_tokens = min(self._num_draft_tokens, room, self._max_depth())
+        if num_tokens <= 0:
+            return
+
+        def answer(outcome: Draft | Exception) -> None:
+            self._request = None
+            if isinstance(outcome, Exception):
+                self._proposals.put(outcome)
+            elif outcome.token_ids:
+                self._send(outcome, request)
+                self.drafter.advance(self.state, length, outcome.token_ids)
+                self._draft_on()
+
+        request = DraftRequest(self.state, num_tokens, answer, is_stream=True)
+        self._submit(request)
+
     def _send(self, draft: Draft, request: DraftRequest[Any]) -> None:
         self._proposals.put(
             Proposal(
                 epoch=self._opened.epoch,
-                base_len=self.committed_len,
+                base_len=len(self.state.token_ids),
                 token_ids=draft.token_ids,
                 parents=draft.parents,
                 q_rows=draft.q_rows,
                 draft_ns=request.draft_ns,
                 queue_ns=request.queue_ns,
+                chain=self._chain,
             )
         )
 
-    def _max_tokens_at(self, length: int) -> int:
-        """Tokens of a proposal for a prefix of this length; 0 and less: none."""
-        return min(self._num_draft_tokens, self._max_depth_at(length))
+    def _max_depth(self) -> int:
+        """Tokens that may be drafted in sequence, however many are wanted; 0 and less: none.
 
-    def _max_depth_at(self, length: int) -> int:
-        """Tokens that may be drafted in sequence after a prefix of this length, however many are wanted.
-
-        The target adds a token of its own to what it accepts, so
-        the last token of the request need not be drafted.
+        The target adds a token of its own to what it accepts, so the last token of the request need not be drafted.
         """
-        room = self.drafter.room(self.state) - (length - self.committed_len)
-        return min(self._max_len - length - 1, room)
+        return min(self._max_len - len(self.state.token_ids) - 1, self.drafter.room(self.state))
 
     def _cancel_request(self) -> None:
         if self._request is not None:

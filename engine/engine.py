@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from transformers import PreTrainedModel
@@ -25,6 +25,9 @@ from engine.runner import PassLimits, Runner
 from engine.torch_runner import TorchRunner
 from specdec.errors import Unavailable
 from specdec.types import ModelInfo
+
+if TYPE_CHECKING:  # it needs Triton
+    from engine.cuda.decoder import FusedDecoder
 
 __all__ = ["Engine", "Kept", "Segment"]
 
@@ -160,9 +163,13 @@ class Engine:
             raise Unavailable("the engine is closed")
         return self._runner
 
-    def torch_runner(self, name: str, kernels: AttentionKernels | None = None) -> TorchRunner:
-        """What runs passes by the model's own modules, with the kernels of the attention; None: torch's."""
-        return TorchRunner(name, self._own_modules, self.limits, kernels)
+    def torch_runner(
+        self, name: str, kernels: AttentionKernels | None = None, fused: FusedDecoder | None = None
+    ) -> TorchRunner:
+        """What runs passes by the model's own modules, with the kernels of the attention; None: torch's. Or what runs
+        them by ``fused``.
+        """
+        return TorchRunner(name, self._own_modules, self.limits, kernels, fused)
 
     def use(self, runner: Runner) -> None:
         """Run passes in another way from now on."""

@@ -117,11 +117,16 @@ class DraftSession(Protocol):
         token_ids: Sequence[int],
         num_draft_tokens: int,
         hidden_states: Sequence[HiddenStates] = (),
+        stream_tokens: int = 0,
     ) -> None:
         """Commit ``token_ids`` after ``base_len`` and ask for ``num_draft_tokens`` after them.
 
         With ``num_draft_tokens`` 0 there is no answer. ``hidden_states`` are those of the target's verdicts since the
         last call, for drafters that read them. The call does not wait for the answer.
+
+        With ``stream_tokens``, where :attr:`opened` says that the draft streams, it drafts on after its proposal as if
+        that were committed, up to so many tokens after those that are, in proposals of ``num_draft_tokens``. Calls that
+        agree with what was drafted do not interrupt it; after others it begins a new chain (``Proposal.chain``).
         """
         ...
 

@@ -82,6 +82,8 @@ class DraftJob(Generic[S]):
     #: Draft a tree of this shape, of ``num_tokens`` tokens at most; None: a chain. A drafter that knows no trees drafts
     #: chains.
     tree: TreeShape | None = None
+    #: It is one of a stream: another follows at once, so it must not hold up the event loop, which hears of verdicts.
+    is_stream: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -94,11 +96,12 @@ class DraftJob(Generic[S]):
 def num_short_steps(batch: Sequence[DraftJob[Any]], num_open: int) -> int:
     """Steps of a batch that may be run on the event loop, if they are short; 0: it must not.
 
-    It holds a job of each of the ``num_open`` sessions, so that no other one could join, and has few rows.
+    It holds a job of each of the ``num_open`` sessions, so that no other one could join, and has few rows; none is
+    of a stream.
     """
     if len(batch) < num_open or sum(job.num_rows for job in batch) > MAX_SHORT_ROWS:
         return 0
-    if not all(job.num_tokens for job in batch):
+    if not all(job.num_tokens and not job.is_stream for job in batch):
         return 0
     return max(job.num_steps for job in batch)
 
@@ -136,6 +139,8 @@ class Drafter(ABC, Generic[S]):
     #: The model behind it; ``method`` is set, ``vocab_size`` 0 without a model. A drafter that reads the target's
     #: hidden states names them in ``hidden_state_layers``.
     info: ModelInfo
+    #: Whether its own drafts may stand for committed tokens for a while: taking them back costs little.
+    streams: bool = False
 
     @classmethod
     async def load(cls, settings: DraftSettings) -> Self:

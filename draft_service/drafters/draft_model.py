@@ -142,6 +142,7 @@ class ModelDrafter(Drafter[ModelState]):
             num_speculative_tokens=settings.speculative.num_speculative_tokens,
         )
         self._window = DraftWindow.of(settings, self.info)
+        self.streams = tree is None and engine.pool.states is None
 
     @classmethod
     async def load(cls, settings: DraftSettings) -> Self:

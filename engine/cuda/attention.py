@@ -55,12 +55,12 @@ class Launch:
         """
         group = num_heads // num_kv_heads
         num_rows = min(plan.max_rows, -(-2 * plan.num_rows // plan.num_sequences))
-        tile_m = max(min(_power(num_rows * group), 64 if itemsize == 2 else 16), _power(group), 16)
+        tile_m = max(min(padded_size(num_rows * group), 64 if itemsize == 2 else 16), padded_size(group), 16)
         tile_rows = tile_m // group
         tile_n = 64 if dim * itemsize <= 256 else 32 if dim * itemsize <= 1024 else 16
         num_tiles = max(-(-plan.num_rows // tile_rows), plan.num_sequences)
         useful = min(_MAX_SPLITS, -(-plan.max_kv_len // tile_n))
-        num_splits = min(_power(max(num_programs // (num_tiles * num_kv_heads), 1)), _power(useful))
+        num_splits = min(padded_size(max(num_programs // (num_tiles * num_kv_heads), 1)), padded_size(useful))
         return cls(tile_m, tile_rows, tile_n, num_splits)
 
 
@@ -95,7 +95,7 @@ def paged_attention(  # noqa: PLR0917 - an operator's signature
         query = query.contiguous()
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, value_dim = k_cache.shape[1], v_cache.shape[3]
-    padded = max(_power(head_dim), 16), max(_power(value_dim), 16)
+    padded = max(padded_size(head_dim), 16), max(padded_size(value_dim), 16)
     launch = Launch.of(
         plan,
         num_heads=num_heads,
@@ -194,9 +194,9 @@ def write_kv(
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
-        PADDED_KV_HEADS=_power(num_kv_heads),
-        PADDED_HEAD_DIM=_power(head_dim),
-        PADDED_VALUE_DIM=_power(value_dim),
+        PADDED_KV_HEADS=padded_size(num_kv_heads),
+        PADDED_HEAD_DIM=padded_size(head_dim),
+        PADDED_VALUE_DIM=padded_size(value_dim),
         BLOCK_SIZE=plan.block_size,
         num_warps=4,
     )
@@ -222,7 +222,7 @@ def move_entries(caches: Sequence[torch.Tensor], moves: Sequence[tuple[int, int,
             len(moves),
             alike[0].stride(0),
             DIM=dim,
-            PADDED_DIM=_power(dim),
+            PADDED_DIM=padded_size(dim),
             BLOCK_SIZE=block_size,
             NUMBER=_NUMBERS[alike[0].itemsize],
             num_warps=1,
@@ -244,7 +244,7 @@ def _addresses(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor
     return send(addresses, device, torch.int64)
 
 
-def _power(number: int) -> int:
+def padded_size(number: int) -> int:
     """The smallest power of two that is no smaller."""
     return 1 << (number - 1).bit_length()
 

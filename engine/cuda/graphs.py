@@ -43,7 +43,7 @@ _DRIVER_BYTES: Final = 2**21
 
 #: Runs the model's modules on a batch on the device: logits [N, V] of its logit rows.
 Forward = Callable[[Batch], torch.Tensor]
-#: The same, and the hidden states of all its rows at some layers, bfloat16 [T, layers, H].
+#: The same, and hidden states of its rows at some layers, [T or fewer, layers, H].
 ForwardWithStates = Callable[[Batch, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]]
 #: Makes of a function another that does the same work again, on the same memory; None where there is no room for it.
 Capture = Callable[[Callable[[], object]], Callable[[], object] | None]
@@ -164,10 +164,12 @@ class GraphRunner:
         device: torch.device,
         forward_with_states: ForwardWithStates | None = None,
         hidden_size: int = 0,
+        states_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """``forward`` must not wait for the device, and must launch the same for every batch of a bucket; so must
         ``forward_with_states``, where passes that give hidden states are captured, too.
         """
+        self._states_dtype = states_dtype
         self._forward = forward
         self._forward_with_states = forward_with_states
         self._hidden_size = hidden_size
@@ -193,15 +195,19 @@ class GraphRunner:
         return self._logits[: batch.logit_rows.shape[0]].clone() if self._replay(batch, ()) else None
 
     def run_with_states(self, batch: Batch, layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The same, and the hidden states of all rows at some layers, bfloat16 [T, layers, H], until the next pass."""
-        if layers not in self._states:
-            if self._forward_with_states is None or len(self._states) >= MAX_STATE_CHOICES:
-                return None
-            size = ROW_SIZES[-1], len(layers), self._hidden_size
-            self._states[layers] = torch.empty(size, dtype=torch.bfloat16, device=self._logits.device)
-        if not self._replay(batch, layers):
+        """The same, and the hidden states of its rows at some layers, [T, layers, H], until the next pass."""
+        if not self._has_room_for(layers) or not self._replay(batch, layers):
             return None
         return self._logits[: batch.logit_rows.shape[0]].clone(), self._states[layers][: batch.plan.num_rows]
+
+    def _has_room_for(self, layers: tuple[int, ...]) -> bool:
+        """Whether hidden states of these layers can be left, or none are wanted."""
+        if layers and layers not in self._states:
+            if self._forward_with_states is None or len(self._states) >= MAX_STATE_CHOICES:
+                return False
+            size = ROW_SIZES[-1], len(layers), self._hidden_size
+            self._states[layers] = torch.empty(size, dtype=self._states_dtype, device=self._logits.device)
+        return True
 
     def _replay(self, batch: Batch, layers: tuple[int, ...]) -> bool:
         bucket = Bucket.of(batch)
@@ -213,18 +219,21 @@ class GraphRunner:
         replay()
         return True
 
-    def warm_up(self) -> None:
-        """Capture a pass of a long prompt, trees, then small passes of any number of sequences.
+    def warm_up(self, layers: tuple[int, ...] = ()) -> None:
+        """Capture a pass of a long prompt, trees, then small passes of any number of sequences, which all leave hidden
+        states of these layers.
 
         The largest come first: the others compute in its memory.
         """
+        if not self._has_room_for(layers):
+            return
         sizes = [size for size in ROW_SIZES if size <= self._max_model_len]
-        self._captured_for(Bucket(sizes[-1], 1))
+        self._captured_for(Bucket(sizes[-1], 1), layers)
         for num_rows in _WARM_TREES:
-            self._captured_for(Bucket(num_rows, 1, has_all_logits=num_rows > FEW_LOGITS, has_trees=True))
+            self._captured_for(Bucket(num_rows, 1, has_all_logits=num_rows > FEW_LOGITS, has_trees=True), layers)
         for num_rows in reversed([size for size in sizes if size <= _WARM_ROWS]):
             for exponent in reversed(range((num_rows - 1).bit_length() + 1)):
-                self._captured_for(Bucket(num_rows, 1 << exponent))
+                self._captured_for(Bucket(num_rows, 1 << exponent), layers)
 
     def _captured_for(self, bucket: Bucket, layers: tuple[int, ...] = ()) -> tuple[Inputs, Callable[[], object]] | None:
         key = bucket, layers
@@ -253,7 +262,7 @@ class GraphRunner:
         assert self._forward_with_states is not None
         logits, states = self._forward_with_states(batch, layers)
         out.copy_(logits)
-        self._states[layers][: batch.plan.num_rows].copy_(states)
+        self._states[layers][: len(states)].copy_(states)
 
 
 class CudaCapture:

@@ -275,3 +275,110 @@ def move(  # noqa: PLR0917
         target = tl.load(moves + 2 * num_moves + i) * block_stride
         target += (head * BLOCK_SIZE + tl.load(moves + 3 * num_moves + i)) * DIM
         tl.store(cache + target + d, tl.load(cache + source + d, mask=d < DIM), mask=d < DIM)
+
+
+@triton.jit
+def add_norm(  # noqa: PLR0917
+    x,
+    delta,
+    weight,
+    out,
+    eps,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+):
+    """Add ``delta`` to ``x`` [T, DIM] in place, then norm it by its root mean square into ``out``. Programs: rows.
+
+    Numbers are rounded where transformers' modules round them.
+    """
+    row = tl.program_id(0).to(tl.int64) * DIM
+    d = tl.arange(0, PADDED_DIM)
+    is_number = d < DIM
+    own = tl.load(x + row + d, mask=is_number, other=0.0)
+    if HAS_DELTA:
+        own = (own.to(tl.float32) + tl.load(delta + row + d, mask=is_number, other=0.0).to(tl.float32)).to(own.dtype)
+        tl.store(x + row + d, own, mask=is_number)
+    wide = own.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)).to(own.dtype)
+    scaled = tl.load(weight + d, mask=is_number, other=0.0).to(tl.float32) * normed.to(tl.float32)
+    tl.store(out + row + d, scaled.to(own.dtype), mask=is_number)
+
+
+@triton.jit(do_not_specialize_on_alignment=_PLAN_TENSORS)
+def rotate_write(  # noqa: PLR0917
+    qkv,
+    cosines,
+    sines,
+    query_norm,
+    key_norm,
+    k_cache,
+    v_cache,
+    slots,
+    eps,
+    k_block_stride,
+    v_block_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+):
+    """Norm (where there are norms) and rotate queries in place and keys into the cache, values into theirs. Programs:
+    (row, head of queries, keys or values).
+
+    qkv [T, HEADS + 2 KV_HEADS, 2 HALF]; cosines and sines [T, 2 HALF]. Rotary positions as in transformers: halves.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    d = tl.arange(0, PADDED_HALF)
+    is_number = d < HALF
+    place = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + d
+    first = tl.load(place, mask=is_number, other=0.0)
+    second = tl.load(place + HALF, mask=is_number, other=0.0)
+    number = first.dtype
+    if head < HEADS + KV_HEADS:
+        if HAS_NORMS:
+            norm = query_norm if head < HEADS else key_norm
+            wide, wide2 = first.to(tl.float32), second.to(tl.float32)
+            scale = tl.rsqrt((tl.sum(wide * wide, 0) + tl.sum(wide2 * wide2, 0)) / (2 * HALF) + eps)
+            w1 = tl.load(norm + d, mask=is_number, other=0.0).to(tl.float32)
+            w2 = tl.load(norm + HALF + d, mask=is_number, other=0.0).to(tl.float32)
+            first = (w1 * (wide * scale).to(number).to(tl.float32)).to(number)
+            second = (w2 * (wide2 * scale).to(number).to(tl.float32)).to(number)
+        angle = row * (2 * HALF) + d
+        cos1 = tl.load(cosines + angle, mask=is_number, other=0.0).to(tl.float32)
+        cos2 = tl.load(cosines + angle + HALF, mask=is_number, other=0.0).to(tl.float32)
+        sin1 = tl.load(sines + angle, mask=is_number, other=0.0).to(tl.float32)
+        sin2 = tl.load(sines + angle + HALF, mask=is_number, other=0.0).to(tl.float32)
+        wide, wide2 = first.to(tl.float32), second.to(tl.float32)
+        first = ((wide * cos1).to(number).to(tl.float32) - (wide2 * sin1).to(number).to(tl.float32)).to(number)
+        second = ((wide2 * cos2).to(number).to(tl.float32) + (wide * sin2).to(number).to(tl.float32)).to(number)
+    if head < HEADS:
+        target = place
+    else:
+        slot = tl.load(slots + row)
+        block = slot // BLOCK_SIZE
+        offset = slot % BLOCK_SIZE
+        is_key = head < HEADS + KV_HEADS
+        own = tl.where(is_key, head - HEADS, head - HEADS - KV_HEADS)
+        entry = (own * BLOCK_SIZE + offset) * (2 * HALF)
+        if is_key:
+            target = k_cache + block * k_block_stride + entry + d
+        else:
+            target = v_cache + block * v_block_stride + entry + d
+    tl.store(target, first, mask=is_number)
+    tl.store(target + HALF, second, mask=is_number)
+
+
+@triton.jit
+def silu_multiply(gate_up, out, DIM: tl.constexpr, TILE: tl.constexpr):
+    """silu(gate) * up of ``gate_up`` [T, 2 DIM] into ``out`` [T, DIM]. Programs: (row, tile)."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    gate = tl.load(gate_up + row * (2 * DIM) + d, mask=d < DIM, other=0.0)
+    up = tl.load(gate_up + row * (2 * DIM) + DIM + d, mask=d < DIM, other=0.0)
+    wide = gate.to(tl.float32)
+    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(out + row * DIM + d, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=d < DIM)

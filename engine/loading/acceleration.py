@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -23,6 +24,9 @@ from engine.runner import Runner
 from engine.torch_runner import TorchRunner
 from specdec.errors import ModelNotSupported, TandemError
 from specdec.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from engine.cuda.decoder import FusedDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +98,8 @@ def runners(
     elif (kernels := _of_all(ranks, checked("triton attention", triton_attention(), shapes, *caches))) is not None:
         # The host plans the steps of recurrent states, which a graph would replay as they were.
         if not enforce_eager and not is_split and engine.pool.states is None:
+            if (fused := fused_decoder(engine, model, shapes)) is not None:
+                yield _with_graphs(engine, engine.torch_runner("fused cuda graphs", kernels, fused))
             yield _with_graphs(engine, engine.torch_runner("cuda graphs", kernels))
         yield engine.torch_runner("triton attention", kernels)
     yield engine.torch_runner("torch attention")
@@ -151,6 +157,21 @@ def triton_attention() -> AttentionKernels | None:
     from engine.cuda import attention as kernels  # noqa: PLC0415 - there is no Triton without a GPU
 
     return kernels
+
+
+def fused_decoder(engine: Engine, model: PreTrainedModel, shapes: Sequence[LayerShape]) -> FusedDecoder | None:
+    """The model in few launches, where it is of a known shape; else the log says why not. There is Triton."""
+    from engine.cuda import decoder  # noqa: PLC0415
+
+    if (reason := decoder.unknown(model, engine.caches)) is not None:
+        logger.info("the fused decoder does not know this model: %s", reason)
+        return None
+    try:
+        with torch.inference_mode(False):
+            return decoder.FusedDecoder(model, engine.caches, [shape.window for shape in shapes])
+    except torch.OutOfMemoryError as error:
+        logger.warning("the fused decoder is not used: %s", error)
+        return None
 
 
 def pack_linears(model: PreTrainedModel, num_threads: int, autotune: str) -> None:

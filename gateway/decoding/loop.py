@@ -194,12 +194,16 @@ class Decoding:
     async def _open_direct(self, replica: Replica[DraftBackend], spec: SessionSpec) -> DirectDraftSession | None:
         """Have the target open a draft's session and ask the draft itself; None where that cannot be.
 
-        Both must be reached over Unix sockets: then they are on one machine. Lookups are compared with what the draft
-        brings, so the gateway asks both.
+        The target must be reached over a Unix socket: then it is on this machine, and reaches the draft as the gateway
+        does, but for certificates, which it has none of. Lookups are compared with what the draft brings, so the
+        gateway asks both.
         """
-        target, timeout_s = self._replica, self._context.settings.draft_timeout_s
-        if self._lookup.is_on or target is None or not (_is_local(target) and _is_local(replica)):
+        target, settings = self._replica, self._context.settings
+        if self._lookup.is_on or target is None or not _is_local(target):
             return None
+        if settings.backend_tls and not _is_local(replica):
+            return None
+        timeout_s = settings.draft_timeout_s
         try:
             return await self._target.open_draft(replica.name, spec, timeout_s)
         except Unavailable as error:

@@ -112,10 +112,8 @@ class TargetClient:
             self._state.spec(self._epoch, with_prompt_logprobs=self.opened is None),
             num_speculative_tokens=self._state.request.max_round_tokens,
             multi_step_tokens=num_multi_step,
-            hidden_state_layers=states.layers,
-            last_hidden_state_only=states.last_only,
         )
-        self._session = session = await self._replica.backend.open(spec)
+        self._session = session = await self._replica.backend.open(states.asked_in(spec))
         self._multi_step_end = len(self._state) + 1 + num_multi_step
         first = self._checked(session.first)
         self._verdict_ns = time.perf_counter_ns()
@@ -134,7 +132,9 @@ class TargetClient:
         """
         await self._has_opened.wait()
         session = self._open_session
-        if not session.opened.asks_drafts or not isinstance(session, DraftOpener):
+        opened = session.opened
+        asks = opened.asks_drafts if address.startswith("unix:") else opened.asks_remote_drafts
+        if not asks or not isinstance(session, DraftOpener):
             return None
         async with asyncio.timeout(OPEN_DRAFT_TIMEOUT_S):
             draft = await session.open_draft(address, spec, timeout_s)

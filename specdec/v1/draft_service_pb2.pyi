@@ -144,6 +144,7 @@ class Advance(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_AHEAD_PROPOSALS_FIELD_NUMBER: _builtins.int
     HIDDEN_STATES_FIELD_NUMBER: _builtins.int
+    STREAM_TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     base_len: _builtins.int
@@ -160,6 +161,11 @@ class Advance(_message.Message):
     def num_ahead_proposals(self, value: _builtins.int) -> None:
         """No effect: nothing is drafted ahead of verdicts."""
 
+    stream_tokens: _builtins.int
+    """Draft on after the proposal as if its tokens were committed, up to so many tokens after those that are, in proposals
+    of num_draft_tokens. Advances that agree with what was drafted do not interrupt it. 0: one proposal. Only where
+    DraftSessionOpened.streams is set.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens committed after base_len."""
@@ -179,10 +185,11 @@ class Advance(_message.Message):
         num_draft_tokens: _builtins.int = ...,
         num_ahead_proposals: _builtins.int = ...,
         hidden_states: _abc.Iterable[_types_pb2.HiddenStates] | None = ...,
+        stream_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "epoch", b"epoch", "hidden_states", b"hidden_states", "num_ahead_proposals", b"num_ahead_proposals", "num_draft_tokens", b"num_draft_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "epoch", b"epoch", "hidden_states", b"hidden_states", "num_ahead_proposals", b"num_ahead_proposals", "num_draft_tokens", b"num_draft_tokens", "stream_tokens", b"stream_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -235,22 +242,26 @@ class DraftSessionOpened(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
+    STREAMS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     num_cached_tokens: _builtins.int
     """Tokens that another session has computed."""
     num_speculative_tokens: _builtins.int
     """Drafted tokens a round at most: the smaller of the session's and the server's limit."""
+    streams: _builtins.bool
+    """Whether advances may have stream_tokens."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         num_speculative_tokens: _builtins.int = ...,
+        streams: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "num_speculative_tokens", b"num_speculative_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "num_speculative_tokens", b"num_speculative_tokens", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -72,7 +72,7 @@ Global___VerifyRequest: _TypeAlias = VerifyRequest  # noqa: Y015
 
 @_typing.final
 class OpenDraft(_message.Message):
-    """Opens a session on a draft on the target's machine. It is opened while the target decodes, and answered by draft_opened
+    """Opens a session on a draft, which the target reaches without certificates. It is opened while the target decodes, and answered by draft_opened
     or draft_lost. Until draft_length asks for tokens no round follows from it.
     """
 
@@ -106,7 +106,7 @@ class OpenDraft(_message.Message):
     epoch: _builtins.int
     """Epoch of the target's session."""
     address: _builtins.str
-    """Where the draft listens: unix:/path."""
+    """Where the draft listens: unix:/path or host:port."""
     timeout_ms: _builtins.int
     """Milliseconds that a proposal may take."""
     @_builtins.property
@@ -189,6 +189,8 @@ class OpenTargetSession(_message.Message):
     MAX_KV_SHARE_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATE_DTYPE_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATE_MAP_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Name for metrics and routing."""
     epoch: _builtins.int
@@ -219,6 +221,14 @@ class OpenTargetSession(_message.Message):
     """Share of the KV cache that the client's open sessions may hold; unset: all of it."""
     cache_salt: _builtins.str
     """Separates caches further: sessions of an owner share entries with those of the same salt alone."""
+    hidden_state_dtype: _builtins.str
+    """Type of the hidden states: "bfloat16", "int8" with one scale for each state of a position, or "int8_g32" with one for
+    every 32 numbers of a state. Empty means bfloat16, which a target may send in any case.
+    """
+    hidden_state_map: _builtins.str
+    """Fingerprint of the head's first layer (ModelInfo.hidden_state_map): a target that has it sends what the layer makes of
+    the states, another one the states themselves. Their num_features differ. Empty: the states themselves.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and, after a move from another replica, the tokens generated so far."""
@@ -260,10 +270,12 @@ class OpenTargetSession(_message.Message):
         max_kv_share: _builtins.float | None = ...,
         structured_outputs: _types_pb2.StructuredOutputs | None = ...,
         cache_salt: _builtins.str = ...,
+        hidden_state_dtype: _builtins.str = ...,
+        hidden_state_map: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "structured_outputs", b"structured_outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "hidden_state_layers", b"hidden_state_layers", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_kv_share", b"_max_kv_share", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "hidden_state_dtype", b"hidden_state_dtype", "hidden_state_layers", b"hidden_state_layers", "hidden_state_map", b"hidden_state_map", "last_hidden_state_only", b"last_hidden_state_only", "logprobs", b"logprobs", "max_kv_share", b"max_kv_share", "max_tokens", b"max_tokens", "multi_step_tokens", b"multi_step_tokens", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "park", b"park", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_id", b"session_id", "structured_outputs", b"structured_outputs", "token_ids", b"token_ids", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -450,6 +462,7 @@ class TargetSessionOpened(_message.Message):
     PREFILL_NS_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
     ASKS_DRAFTS_FIELD_NUMBER: _builtins.int
+    ASKS_REMOTE_DRAFTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     num_cached_tokens: _builtins.int
@@ -462,6 +475,8 @@ class TargetSessionOpened(_message.Message):
     """The rule the session runs under."""
     asks_drafts: _builtins.bool
     """Whether the target takes open_draft on this stream."""
+    asks_remote_drafts: _builtins.bool
+    """Whether they may be on other machines: host:port, without TLS."""
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]:
         """Log-probabilities of the prompt's tokens from the second on, when asked for."""
@@ -476,10 +491,11 @@ class TargetSessionOpened(_message.Message):
         prefill_ns: _builtins.int = ...,
         verification: _types_pb2.VerificationRule.ValueType = ...,
         asks_drafts: _builtins.bool = ...,
+        asks_remote_drafts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks_drafts", b"asks_drafts", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "prefill_ns", b"prefill_ns", "prompt_logprobs", b"prompt_logprobs", "queue_ns", b"queue_ns", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks_drafts", b"asks_drafts", "asks_remote_drafts", b"asks_remote_drafts", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "prefill_ns", b"prefill_ns", "prompt_logprobs", b"prompt_logprobs", "queue_ns", b"queue_ns", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

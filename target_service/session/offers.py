@@ -8,6 +8,7 @@ from enum import Enum, auto
 from specdec.errors import InvalidRequest
 from specdec.trees import is_chain
 from specdec.types import Proposal
+from target_service.session.streamed_chain import StreamedChain
 from target_service.step import StepSession
 from target_service.verification.rounds import check_draft
 
@@ -32,6 +33,9 @@ class Offers:
         self._session = step_session
         #: The round asked for.
         self.asked: Proposal | None = None
+        #: What a draft streams, and how much of it a round verifies; None: none does.
+        self.chain: StreamedChain | None = None
+        self.num_streamed = 0
 
     def check(self, proposal: Proposal) -> Proposal:
         """A proposal that the target can verify, a tree without siblings as a chain.
@@ -73,14 +77,27 @@ class Offers:
         ``committed_len``: with the tokens. ``is_multi_step``: multi-step decode continues; else no round can be asked
         for any more, one that came during a step of it included.
         """
+        if self.chain is not None:
+            self.chain.commit(token_ids)
+            self.ask_streamed(committed_len if is_multi_step else None)
+            return False
         if self.asked is None:
             return False
         self.asked = self.fitted(self.asked.after(token_ids), committed_len) if is_multi_step else None
         return self.asked is None
 
+    def ask_streamed(self, committed_len: int | None) -> None:
+        """Ask for what the draft has streamed by now, if anything; None: no token may follow."""
+        assert self.chain is not None
+        token_ids = self.chain.token_ids[: self.num_streamed] if committed_len is not None else ()
+        self.asked = None
+        if token_ids:
+            assert committed_len is not None
+            self.asked = self.fitted(Proposal(self._session.spec.epoch, committed_len, token_ids), committed_len)
+
     def clear(self) -> bool:
         """Drop the round asked for; whether there was one."""
-        was_asked, self.asked = self.asked is not None, None
+        was_asked, self.asked, self.chain = self.asked is not None, None, None
         return was_asked
 
 

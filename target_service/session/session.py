@@ -23,6 +23,7 @@ from specdec.types import (
 )
 from target_service.session.offers import Fate, Offers
 from target_service.session.progress import Progress, State
+from target_service.session.streamed_chain import StreamedChain
 from target_service.session.verdict_queue import VerdictQueue
 from target_service.step import PartResult, ScheduledSequence, StepResult, StepSession
 
@@ -108,8 +109,10 @@ class Session:
         #: Whether any of its tokens may have no entry. False spares :attr:`num_missing`: between two steps of 64
         #: sessions the event loop then needs 619 µs, not 694 (``python -m benchmarks.memory bookkeeping``).
         self.is_behind = True
-        #: Called where nothing is asked of the session any more.
-        self.on_idle: Callable[[], None] | None = None
+        #: Called when tokens were committed.
+        self.on_committed: Callable[[], None] | None = None
+        #: Nanoseconds of the latest step that committed any.
+        self.step_ns = 0
         #: What the verdict of the round that is asked for tells of its proposal.
         self.drafted: DraftedRound | None = None
         self._owner = owner
@@ -234,6 +237,40 @@ class Session:
         if self.has_round and not self.in_flight:
             self._asked_ns = time.perf_counter_ns()
             self._owner.ready(self)
+
+    @property
+    def may_stream(self) -> bool:
+        """Whether :meth:`stream` may be called: no round was asked for that the session would wait for."""
+        return self._progress.is_multi_step or self.is_idle
+
+    def stream(self, num_tokens: int) -> None:
+        """Decode up to the limits, and verify in each step what a draft has streamed by then: up to ``num_tokens``
+        tokens, or none. The session waits for nothing.
+        """
+        self._offers.chain = self._offers.chain or StreamedChain()
+        self._offers.num_streamed = num_tokens
+        if self._progress.num_multi_step_left < self.num_left:
+            self.multi_step_decode(self.committed_len, self.num_left)
+        self._progress.ask_in_place(self.step_session.stop_criteria.max_len)
+
+    def end_stream(self) -> None:
+        """Verify no more of what was streamed."""
+        self._offers.clear()
+
+    def take_streamed(self, proposal: Proposal) -> bool:
+        """A proposal of the stream came; whether it begins a chain.
+
+        Raises:
+            InvalidRequest: it cannot be verified.
+        """
+        chain = self._offers.chain
+        if chain is None:
+            return False
+        begins = chain.add(
+            self._offers.check(proposal), self.committed_token_ids(proposal.base_len), self.committed_len
+        )
+        self._offers.ask_streamed(self.committed_len if self._progress.is_multi_step else None)
+        return begins
 
     async def receive(self, gather_until_ns: int = 0) -> Verdict:
         """The next verdict, with those of multi-step decode that wait joined into one; waits until there is one.
@@ -452,7 +489,11 @@ class Session:
         queue_ns = max(0, step.started_ns - self._asked_ns)
         self._next_token_ns = now_ns + (now_ns - self._asked_ns)
         self._asked_ns = now_ns  # of the next token when multi-step decode
-        drafted, self.drafted = self.drafted, None
+        self.step_ns = step.timings.forward_ns + step.timings.verify_ns
+        drafted, self.drafted = self.drafted if part.is_round else None, None
+        if (chain := self._offers.chain) is not None and chain.has_begun:
+            # Of a stream every step is a round, that of no tokens included: so pacing sees what the stream is worth.
+            drafted = DraftedRound(len(part.proposed_token_ids), self._offers.num_streamed, chain.take_draft_ns())
         self._proceed(token_ids)
         states = () if result.hidden_states is None else (result.hidden_states,)
         if states and part.is_prefill:
@@ -471,7 +512,7 @@ class Session:
                 timings=replace(step.timings, queue_ns=queue_ns),
                 hidden_states=states,
                 num_multi_step_left=progress.num_multi_step_left,
-                drafted=drafted if part.is_round else None,
+                drafted=drafted,
             )
         )
         if not self._may_gather(self._verdicts.gather_until_ns):
@@ -485,8 +526,8 @@ class Session:
         else:
             dropped = offers.clear()
         self._owner.count_superseded(dropped)
-        if self.is_idle and self.on_idle is not None:
-            self.on_idle()
+        if self.on_committed is not None:
+            self.on_committed()
 
     # --- inside ---
 

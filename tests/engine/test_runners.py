@@ -38,7 +38,7 @@ class Model:
     def __init__(self) -> None:
         self.name = ""
 
-    def torch_runner(self, name: str, kernels: Any = None) -> SimpleNamespace:
+    def torch_runner(self, name: str, kernels: Any = None, fused: Any = None) -> SimpleNamespace:
         return SimpleNamespace(name=name)
 
     def use(self, runner: Any) -> None:

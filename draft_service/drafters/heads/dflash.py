@@ -27,6 +27,7 @@ class DFlashDrafter(EagleDrafter):
         super().__init__(loaded, blocks, thread, settings)
         self._max_depth = loaded.info.num_speculative_tokens
         self._num_rows = blocks.num_rows
+        self._num_given = blocks.head.config.num_given
 
     @classmethod
     def _of(cls, loaded: LoadedHead, thread: DeviceThread, settings: DraftSettings) -> Self:
@@ -48,6 +49,11 @@ class DFlashDrafter(EagleDrafter):
         )
         info = replace(loaded.info, num_speculative_tokens=num_tokens)
         return cls(replace(loaded, info=info), blocks, thread, settings)
+
+    def room(self, state: EagleState) -> int:
+        """The block has one row more than tokens, where its first one predicts nothing."""
+        num_entries = len(state.sampling) - 1 - state.num_skipped + self._num_given
+        return min(super().room(state), self._pool.total_blocks * self._pool.block_size - num_entries)
 
     def _num_more(self, job: DraftJob[EagleState], num_tokens: int) -> int:
         return self._num_rows if num_tokens else 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from array import array
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,11 +18,21 @@ from engine.heads import dspark
 from engine.heads.dflash import DFlashHead
 from engine.heads.dflash2 import DFlash2Head
 from engine.heads.dspark import MARKOV_TYPES, DSparkHead
+from engine.kv_sequence import KVSequence
 from engine.native.chains import draw_chains
 from engine.native.library import DTYPES, NativeLibrary, load
 from engine.native.structs import CWalk
 from engine.sampling.drafting import DraftedChain
+from engine.sampling.state import SamplingState
+from specdec.params import SamplingParams
+from specdec.rules import DEFAULT_RULE
 
+logger = logging.getLogger(__name__)
+
+#: Chains of the check at load, and how far a token of theirs may lie below the module's choice, in parts of the logits'
+#: spread.
+_NUM_CHECKED: Final = 2
+_TOLERANCE: Final = 1e-2
 #: ``WalkKind`` of walk.cpp.
 _KINDS: Final = {kind: i + 1 for i, kind in enumerate((*MARKOV_TYPES, "product"))}
 
@@ -50,11 +62,19 @@ class NativeWalk:
 
     @classmethod
     def build(cls, head: DFlashHead, num_threads: int) -> NativeWalk | None:
-        """None where there are no kernels, or they do not know the dtype of the tables."""
+        """None where there are no kernels, they do not know the dtype of the tables, or chains are not those of the
+        module.
+        """
         library = load()
         if library is None or head.dtype not in DTYPES:
             return None
-        return cls(library, head, num_threads)
+        walk = cls(library, head, num_threads)
+        with torch.inference_mode():
+            difference = _difference(head, walk)
+        if difference is not None:
+            logger.warning("%s: chains are not drawn natively: %s", type(head).__name__, difference)
+            return None
+        return walk
 
     def draft_chains(
         self, x: Tensor, rows: Sequence[int], jobs: Sequence[ChainJob], stop: StopFlags | None
@@ -126,3 +146,36 @@ class NativeWalk:
         """The address of a tensor that lives as long as this."""
         self._kept.append(tensor.detach().contiguous())
         return self._kept[-1].data_ptr()
+
+
+def _difference(head: DFlashHead, native: NativeWalk) -> str | None:
+    """None where every token of some greedy chains is the module's choice, or as good as that, and so are its
+    confidences; else what differs.
+    """
+    config, generator = head.config, torch.Generator().manual_seed(20)
+    count = config.max_tokens
+    x = torch.randn(_NUM_CHECKED * count, config.layer.hidden_size, generator=generator).to(head.dtype)
+    last = torch.randint(config.vocab_size, (_NUM_CHECKED,), generator=generator)
+    greedy = SamplingParams(temperature=0.0, seed=0)
+    nowhere = KVSequence(np.empty(0, dtype=np.int32), capacity=0)
+    jobs = [
+        ChainJob(nowhere, [token], count, SamplingState(greedy, [token], 1, config.vocab_size), DEFAULT_RULE)
+        for token in last.tolist()
+    ]
+    rows = torch.arange(0, len(x), count)
+    chains, confidences = native.draft_chains(x, rows.tolist(), jobs, None)
+    walk, before = head.walk(x), last
+    for step, tokens in enumerate(torch.tensor([chain.token_ids for chain in chains]).T):
+        logits = walk.step(range(_NUM_CHECKED), rows + step, before)
+        spread = logits.where(logits.isfinite(), logits.amax(-1, keepdim=True)).std(-1).clamp_min(1e-6)
+        behind = (logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]) / spread
+        if not bool((behind <= _TOLERANCE).all()):
+            return f"token {step} of a greedy chain is {float(behind.max()):.3g} of the spread below the module's"
+        before = tokens
+    for least in (0.3, 0.5, 0.7) if confidences is not None else ():
+        found = torch.sigmoid(confidences) if confidences is not None else rows
+        ends = [below.index(True) if True in below else count for below in (found < least).tolist()]
+        near = bool(((found - least).abs() < _TOLERANCE).any())
+        if ends != walk.lengths([count] * _NUM_CHECKED, least) and not near:
+            return f"chains end at {ends} where the confidence is below {least}"
+    return None

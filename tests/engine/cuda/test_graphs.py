@@ -15,15 +15,22 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from engine.batch import Batch, build_batch
+from engine.chain_job import ChainJob
 from engine.compaction import Kept
 from engine.cuda import attention, graphs, kernels
-from engine.cuda.graphs import ROW_SIZES, Bucket, GraphRunner, Inputs
+from engine.cuda.graphs import ROW_SIZES, Bucket, CudaCapture, GraphRunner, Inputs
 from engine.cuda.sync import HostWaits, NoSync
 from engine.engine import Engine, Segment
+from engine.heads.paged import PagedHead
 from engine.kv_pool import KVPool
 from engine.kv_sequence import KVSequence
 from engine.loading import acceleration
 from engine.plan import BatchPlan
+from engine.sampling.state import SamplingState
+from specdec.params import SamplingParams
+from specdec.rules import Rule
+from specdec.settings import ModelSettings
+from tests.engine.heads.random_heads import VOCAB, eagle, eagle3
 from tests.engine.paged import random_tree
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -369,3 +376,38 @@ def test_a_closed_engine_frees_its_memory_at_once(load_captured: Load) -> None:
         assert cache() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("build_head", [eagle, eagle3])
+def test_draft_heads_are_replayed(build_head: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains of several sessions, prompts of several lengths among them, are those of the head's module."""
+    head = build_head().to(DEVICE)
+    kernels = acceleration.triton_attention() if DEVICE != "cpu" else acceleration.native_attention()
+    drafted = []
+    for is_captured in (True, False):
+        paged = PagedHead(head, ModelSettings(model="head", enforce_eager=True, kv_cache_memory_bytes=1 << 20), 200)
+        monkeypatch.setattr(paged, "_kernels", kernels)
+        if is_captured:
+            paged.use_graphs(CudaCapture(paged.device) if DEVICE != "cpu" else rerun)
+        generator = torch.Generator().manual_seed(3)
+        sequences = [paged.pool.open(120) for _ in range(4)]
+        chains = []
+        for lengths in ((3, 40, 1, 9), (1, 2, 5, 1)):
+            jobs = [
+                ChainJob(
+                    sequence,
+                    torch.randint(VOCAB, (length,), generator=generator).tolist(),
+                    k,
+                    SamplingState(SamplingParams(seed=k, temperature=k / 3), [1, 2], 2, VOCAB, device=paged.device),
+                    rule,
+                    features=torch.randn(length, head.num_features, generator=generator),
+                )
+                for sequence, length, k, rule in zip(sequences, lengths, (0, 3, 1, 4), [*Rule, Rule.BLOCK], strict=True)
+            ]
+            chains += paged.draft_chains(jobs)
+        drafted.append(chains)
+        if is_captured:
+            assert len({bucket.num_rows for bucket in paged._graphs.buckets}) > 5  # type: ignore[union-attr]  # noqa: SLF001
+            assert [sequence.length for sequence in sequences] == [4, 42, 6, 10]
+    assert [chain.token_ids for chain in drafted[0]] == [chain.token_ids for chain in drafted[1]]
+    assert [len(chain.token_ids) for chain in drafted[0]] == [0, 3, 1, 4] * 2
