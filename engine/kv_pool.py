@@ -396,18 +396,23 @@ class KVPool:
         states, length = self._states.find(sequence.node, known, token_ids, end, self.block_size)
         if states is None or length <= start:
             return 0
-        num_full = length // self.block_size
-        if length > num_full * self.block_size:  # the rest is copied
-            assert states.parted is not None
-            held = np.array([states.parted.block], dtype=np.int32)
+        num_full, rest = divmod(length, self.block_size)
+        shared = known[: num_full - sequence.node.depth]
+        parted = [states.parted] if rest and states.parted is not None else []
+        num_unused = sum(node.block in self._cached for node in (*shared, *parted))
+        num_own = self.blocks_for(length) - max(num_full, len(sequence.blocks))
+        if num_own > self.available_blocks - num_unused:
+            return 0
+        # First of all: what follows may take the blocks of the text that the states are kept with.
+        self._states.copy_to(sequence.states, states.node, length)
+        self._take_over(sequence, shared)
+        for node in parted:  # the rest is copied
+            held = np.array([node.block], dtype=np.int32)
             self._add(held)
             has_room = self.grow(sequence, length)
+            assert has_room, "the blocks were counted"
             self._drop(held)
-            if not has_room:
-                return 0
-            self._copies.append((states.parted.block, int(sequence.blocks[num_full])))
-        self._take_over(sequence, known[: num_full - sequence.node.depth])
-        self._states.copy_to(sequence.states, states.node, length)
+            self._copies.append((node.block, int(sequence.blocks[num_full])))
         sequence.length = length
         return length - start
 
