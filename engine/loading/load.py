@@ -69,7 +69,7 @@ def _load(
     max_model_len = refusals.resolve_max_model_len(config, settings.max_model_len)
     bits = refusals.check_quantization(settings, config, device)
     logger.info("reading the weights of %s", settings.model)
-    model = checkpoint.load_model(settings, config, device, split)
+    model = checkpoint.load_model(settings, config, device, split, bits)
     num_parameters = model.num_parameters() + grouped_numbers(model)
     if ranks is not None:
         shards.make_local(model, ranks)
@@ -79,7 +79,7 @@ def _load(
     if mixers and ranks is not None:
         refusals.refuse_split_states(model)
     tokenizer = checkpoint.read_tokenizer(settings)
-    if bits:
+    if bits and not rounded_bytes(model):
         refusals.quantise(settings, model, bits)
     text = config.get_text_config(decoder=True)
     if ranks is not None:

@@ -55,6 +55,13 @@ class Memory:
         return self.address + at
 
 
+def give_back_freed() -> None:
+    """Give memory that was freed back to the system, where the C library can: it keeps parts of the size of a layer."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def page_aligned(num_bytes: int) -> int:
     """``num_bytes`` rounded up to whole pages."""
     return -(-num_bytes // 4096) * 4096
