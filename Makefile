@@ -136,11 +136,12 @@ bench: $(STAMP)
 	$(BIN)/tandem bench --compare hf
 	$(BIN)/tandem bench --compare hf --pad-target 200M
 
-# sdist and wheel; the wheel is installed into an empty environment outside the checkout and generates there, without a
-# compiler and with the prebuilt kernels.
+# sdist and wheel, and the small wheel for the environments of other engines. The first wheel is installed into an empty
+# environment outside the checkout and generates there, without a compiler and with the prebuilt kernels.
 dist: $(STAMP)
 	rm -rf build dist
 	$(BIN)/python -m build
+	$(BIN)/python -m build --wheel --outdir dist/engine_plugin deploy/engine_plugin
 	set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
 	  $(PYTHON) -m venv "$$folder/env"; \
 	  export PIP_CONSTRAINT=$(CURDIR)/constraints.txt; unset PYTHONPATH; \

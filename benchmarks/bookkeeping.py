@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Hashable, Sequence
-from itertools import pairwise
 from statistics import median
 from typing import Any, Final
 
@@ -110,12 +109,16 @@ class FakeTarget:
     def count_superseded(self, count: int = 1) -> None:
         """There are none."""
 
+    def keep_states(self, sequence: KVSequence, interval: int) -> None:
+        """There are none."""
+
     def keep(self, sequence: KVSequence, length: int, token_ids: Sequence[int]) -> None:
         """As ``TargetCore`` does it."""
         if self._with_memory:
             if sequence.length != length:
                 self.pool.rollback(sequence, length)
-            self.pool.publish(sequence, token_ids)
+            if sequence.length >= sequence.publishable_from:
+                self.pool.publish(sequence, token_ids)
 
     def finish(self, session: Session) -> None:
         """It has ended."""
@@ -131,99 +134,3 @@ async def between_steps(num_sessions: int, num_steps: int, repeats: int) -> tupl
         has_memory = number % 4 in (0, 3)
         found[not has_memory].append(await FakeTarget(num_sessions, with_memory=has_memory).decode(num_steps))
     return found
-
-
-class FakeOccupant:
-    """A session with tokens to feed."""
-
-    in_flight = False
-    has_work = True
-    idle_ns = 0
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self.reusable = token_ids, len(token_ids) - 1
-
-    def matched(self, num_tokens: int) -> None:
-        """Nothing is counted."""
-
-    def preempt(self) -> None:
-        """Nothing is to be done."""
-
-
-def calls(num_sessions: int, num_steps: int) -> dict[str, float]:
-    """Microseconds that the calls of all sessions take in a step, each kind timed as one loop."""
-    texts = [[number + 1, *range(CONTEXT - 1)] for number in range(num_sessions)]
-    spent: dict[str, float] = {}
-    for name, share in {"": None, ", a client's share limited": 0.9}.items():
-        pool = KVPool(num_sessions * CONTEXT // SIZE, SIZE)
-        memory = SequenceMemory(pool)
-        limit = None if share is None else int(share * pool.total_blocks)
-        sequences = [
-            memory.admit(text[: number + SIZE], 0, CONTEXT, scope=SCOPE, client_limit=limit)
-            for number, text in enumerate(texts)
-        ]
-        for number, (sequence, text) in enumerate(zip(sequences, texts, strict=True)):
-            memory.belongs_to(sequence, FakeOccupant(text))
-            sequence.length = number + SIZE
-        times: dict[str, list[int]] = {kind: [] for kind in ("come_back", "grow", "rollback", "publish")}
-        for _ in range(num_steps):
-            marks = [time.perf_counter_ns()]
-            memory.come_back()
-            marks.append(time.perf_counter_ns())
-            for each in sequences:
-                memory.grow(each, each.length + 5)
-            marks.append(time.perf_counter_ns())
-            for each in sequences:
-                each.length += 5
-            began = time.perf_counter_ns()
-            for each in sequences:
-                pool.rollback(each, each.length - 3)
-            marks.append(marks[-1] + time.perf_counter_ns() - began)
-            began = time.perf_counter_ns()
-            for each, text in zip(sequences, texts, strict=True):
-                pool.publish(each, text)
-            marks.append(marks[-1] + time.perf_counter_ns() - began)
-            for taken, (before, after) in zip(times.values(), pairwise(marks), strict=True):
-                taken.append(after - before)
-        spent |= {f"{kind}{name}": median(each) / 1e3 for kind, each in times.items()}
-    spent["match, one prompt of 1,500 tokens, none found"] = _match_us(1500, num_found=0)
-    spent["match, one prompt of 1,500 tokens, all found"] = _match_us(1500, num_found=1500)
-    for length in (200, 1500):
-        spent[f"come_back, one session of {length:,} tokens waits"] = _waiting_us(length)
-    return spent
-
-
-def _match_us(length: int, *, num_found: int) -> float:
-    pool, text, times = KVPool(1000, SIZE), list(range(length)), []
-    other = pool.open_empty(SCOPE)
-    pool.grow(other, length)
-    other.length = num_found
-    pool.publish(other, text)
-    for _ in range(200):
-        sequence = pool.open_empty(SCOPE)
-        began = time.perf_counter_ns()
-        pool.match(sequence, text, length - 1)
-        times.append(time.perf_counter_ns() - began)
-        pool.release(sequence)
-    return median(times) / 1e3
-
-
-def _waiting_us(length: int) -> float:
-    """A session's blocks were taken, are cached, and another one has what it needs."""
-    pool, text, times = KVPool(100, SIZE), list(range(length)), []
-    memory = SequenceMemory(pool)
-    first = memory.admit([1], 0, CONTEXT)
-    memory.belongs_to(first, FakeOccupant([1]))
-    second = memory.admit(text, 0, CONTEXT, scope=SCOPE)
-    memory.belongs_to(second, FakeOccupant(text))
-    second.length = length
-    pool.publish(second, text)
-    memory.grow(first, (pool.available_blocks + 2) * SIZE)  # one more than there are
-    assert memory.is_waiting(second)
-    assert pool.cached_blocks == length // SIZE
-    for _ in range(200):
-        began = time.perf_counter_ns()
-        memory.come_back()
-        times.append(time.perf_counter_ns() - began)
-    assert memory.is_waiting(second)
-    return median(times) / 1e3

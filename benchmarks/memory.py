@@ -40,8 +40,6 @@ Row = dict[str, Any]
 #: A prompt, the tokens to generate after it, and the seed; None: greedy.
 Request = tuple["Tokens", int, int | None]
 
-ADMITTED_SHARE: Final = "target_service.sequence_memory:ADMITTED_SHARE"
-SHARES: Final = (0.7, 0.8, 0.9, 1.0)
 CHUNKS: Final = (512, 256, 128, 64, 32)
 PROMPT_TOKENS: Final = 32
 #: Blocks that hold all requests of a section.
@@ -100,40 +98,33 @@ async def held(args: argparse.Namespace) -> list[Row]:
 
 
 async def full(args: argparse.Namespace) -> list[Row]:
-    """Throughput of a pool that is full, for each batch limit and admitted share."""
+    """Throughput of a pool that is full."""
     from benchmarks.memory_server import BLOCK_SIZE, serve  # noqa: PLC0415
 
     num_clients, longest, source = args.clients or 64, 5 * BLOCK_SIZE, random.Random(2)
     num_blocks = 12 * (PROMPT_TOKENS + longest) // BLOCK_SIZE
     given, rows = prompts(PROMPT_TOKENS, 2), []
     for limit in args.batch_limits:
+        passes: dict[int, list[Pass]] = {UNBOUNDED: [], num_blocks: []}
         async with AsyncExitStack() as stack:
-            options: list[tuple[int, float | None]] = [(UNBOUNDED, None), *((num_blocks, each) for each in args.shares)]
-            servers = [
-                await stack.enter_async_context(
-                    serve(blocks, constants=f"{ADMITTED_SHARE}={share}" if share else "", max_num_seqs=limit)
-                )
-                for blocks, share in options
-            ]
-            passes: list[list[Pass]] = [[] for _ in servers]
+            servers = {each: await stack.enter_async_context(serve(each, max_num_seqs=limit)) for each in passes}
             for number in range(args.repeats):
                 requests: list[Request] = [
                     (next(given), source.randint(BLOCK_SIZE, longest), index if index % 2 else None)
                     for index in range(3 * num_clients)
                 ]
-                order = range(len(servers))[:: 1 if number % 2 else -1]
-                for index in order:
-                    passes[index].append(await serve_all(servers[index], requests, num_clients))
-        for (blocks, share), own in zip(options, passes, strict=True):
-            ratio = Ratio.of([each.tokens_per_s for each in own], [each.tokens_per_s for each in passes[0]])
+                for blocks in [*passes][:: 1 if number % 2 else -1]:
+                    passes[blocks].append(await serve_all(servers[blocks], requests, num_clients))
+        for blocks, own in passes.items():
+            ratio = Ratio.of([each.tokens_per_s for each in own], [each.tokens_per_s for each in passes[UNBOUNDED]])
             rows.append(
-                {"sessions at most": limit, "blocks": blocks, "admitted share": share or "",
-                 "tokens/s": median(each.tokens_per_s for each in own), "over unbounded": ratio.spread.median,
-                 "quartiles": ratio.quartiles, "preemptions": sum(each.preemptions for each in own),
-                 "requests": args.repeats * len(requests), "errors": sum(each.num_errors for each in own),
+                {"sessions at most": limit, "blocks": blocks, "tokens/s": median(each.tokens_per_s for each in own),
+                 "over unbounded": ratio.spread.median, "quartiles": ratio.quartiles,
+                 "preemptions": sum(each.preemptions for each in own), "requests": args.repeats * len(requests),
+                 "errors": sum(each.num_errors for each in own),
                  "other texts": sum(
                      one.texts[key] != text
-                     for one, other in zip(own, passes[0], strict=True)
+                     for one, other in zip(own, passes[UNBOUNDED], strict=True)
                      for key, text in other.texts.items()
                      if key in one.texts
                  )}
@@ -237,9 +228,7 @@ async def prefill(args: argparse.Namespace) -> list[Row]:
     results: dict[int, list[Row]] = {}
     async with AsyncExitStack() as stack:
         servers = {
-            chunk: await stack.enter_async_context(
-                serve(UNBOUNDED, constants=args.constants, max_num_batched_tokens=chunk)
-            )
+            chunk: await stack.enter_async_context(serve(UNBOUNDED, max_num_batched_tokens=chunk))
             for chunk in args.chunks
         }
         for number in range(args.repeats):
@@ -298,16 +287,13 @@ def gaps_ms(replies: Sequence[Reply], begun: float, ended: float) -> list[float]
 
 async def bookkeeping(args: argparse.Namespace) -> list[Row]:
     """The event loop's time."""
-    from benchmarks.bookkeeping import between_steps, calls  # noqa: PLC0415
+    from benchmarks.bookkeeping import between_steps  # noqa: PLC0415
 
-    num_sessions = args.clients or 64
-    with_memory, without = await between_steps(num_sessions, 300, 4 * args.repeats)
-    rows: list[Row] = [
-        {"what": "between two steps, with memory", "µs": median(with_memory)},
-        {"what": "between two steps, without", "µs": median(without)},
-        {"what": "the difference", "µs": median(a - b for a, b in zip(with_memory, without, strict=True))},
-    ]
-    return rows + [{"what": name, "µs": us} for name, us in calls(num_sessions, 300).items()]
+    with_memory, without = await between_steps(args.clients or 64, 300, 4 * args.repeats)
+    return [
+        {"between two steps, with memory, µs": median(with_memory), "without": median(without),
+         "the difference": median(a - b for a, b in zip(with_memory, without, strict=True))}
+    ]  # fmt: skip
 
 
 async def while_running(background: Sequence[Any], awaited: Awaitable[Any]) -> Any:
@@ -355,17 +341,9 @@ def parser() -> Parser:
     flags.add_argument("--clients", type=int, help="sessions or prompts, in place of the section's own number")
     flags.add_argument("--blocks", type=int, default=512, help="held: blocks of the pool (default: 512)")
     flags.add_argument("--batch-limits", type=command.numbers, default=(24,), help="full: sessions at most")
-    flags.add_argument("--shares", type=_shares, default=SHARES, help="full: values of ADMITTED_SHARE")
     flags.add_argument("--chunks", type=command.numbers, default=CHUNKS, help="prefill: tokens of a step")
-    flags.add_argument(
-        "--constants", default="", metavar="MODULE:NAME=VALUE,…", help="prefill: constants of the targets to change"
-    )
     flags.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     return flags
-
-
-def _shares(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
 
 
 def main() -> int:

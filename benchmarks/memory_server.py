@@ -107,12 +107,8 @@ def block_bytes() -> int:
 
 
 @asynccontextmanager
-async def serve(
-    num_blocks: int, *, num_targets: int = 1, constants: str = "", **scheduler: Any
-) -> AsyncIterator[MemoryServer]:
-    """Start them with pools of ``num_blocks`` blocks each; ``scheduler`` are options of the targets, ``constants`` what
-    :mod:`benchmarks.constants` changes there.
-    """
+async def serve(num_blocks: int, *, num_targets: int = 1, **scheduler: Any) -> AsyncIterator[MemoryServer]:
+    """Start them with pools of ``num_blocks`` blocks each; ``scheduler`` are options of the targets."""
     choice = choose_models(find_checkpoint(TARGET), None)
     model = ModelSettings(
         model=choice.target, dtype="float32", block_size=BLOCK_SIZE,
@@ -126,11 +122,6 @@ async def serve(
         for number in range(num_targets):
             target = services_of(deployment, stack.enter_context(socket_folder()))[0]
             services.append(replace(target, name=f"target {number}"))
-        if constants:
-            services = [
-                replace(each, module="benchmarks.constants", arguments=(constants, each.module, *each.arguments))
-                for each in services
-            ]
         addresses = [service.address for service in services]
         (folder / "targets").write_text("\n".join(addresses))
         services += services_of(deployment, folder, target=f"file:{folder}/targets")

@@ -1,32 +1,26 @@
 """Simpler policies of pacing beside the gateway's own, from 1 to 32 sessions.
 
-One target and one draft serve four gateways, one for each policy. Windows of plain decoding and of each policy
-alternate; a policy's speed is compared with the plain window before it. ``serve POLICY …`` runs such a gateway alone.
+One target and one draft serve four gateways, one for each policy. Windows of plain decoding and of a policy alternate,
+as in :mod:`benchmarks.never_slower`. ``serve POLICY …`` runs such a gateway alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import math
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import count
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from benchmarks import command
+from benchmarks.never_slower import Cell, Windows
 from benchmarks.service_process import service
 from gateway.pacing.pace import Pace, Pacer
 from gateway.pacing.stats import Mode, PacingStats
 from gateway.pacing.target_pacer import TargetPacer
 from specdec.flags import Parser
-from specdec.params import SamplingParams
 from specdec.types import Verdict
-from tandem.bench.limits import Ratio, Spread
 from tandem.checkpoints import DRAFT, TARGET, find_checkpoint
 
 #: Drafted tokens of a round, where a policy drafts.
@@ -165,9 +159,8 @@ def serve(arguments: Sequence[str]) -> None:
         runner.run(run())
 
 
-async def measure(args: argparse.Namespace) -> dict[int, dict[str, Ratio]]:
-    """Ratios to plain decoding by sessions and policy."""
-    from benchmarks.load import hold  # noqa: PLC0415 (gRPC)
+async def measure(args: argparse.Namespace) -> list[Cell]:
+    """A cell for each policy and number of sessions."""
     from gateway.text.tokenizer import TextTokenizer  # noqa: PLC0415
     from specdec.rpc.channel import open_channel  # noqa: PLC0415
     from tandem.bench.prompts import pick_prompts  # noqa: PLC0415
@@ -175,45 +168,24 @@ async def measure(args: argparse.Namespace) -> dict[int, dict[str, Ratio]]:
 
     target, draft = find_checkpoint(TARGET), find_checkpoint(DRAFT)
     prompts = pick_prompts(TextTokenizer.load(target).encode, 256, 16)
-    starts, found = count(0, 31), dict[int, dict[str, Ratio]]()
+    cells = []
     with ExitStack() as stack:
         targets = stack.enter_context(service("target_service", "--model", target, "--port", "0")).address
         drafts = stack.enter_context(
             service("draft_service", "--model", draft, "--quantization", "auto", "--num-threads", "1", "--port", "0")
         ).address
-        systems = {}
+        windows = {}
         for policy in POLICIES:
             flags = ("--targets", targets, "--drafts", drafts, "--port", "0", "--grpc-port", "0")
             gateway = stack.enter_context(service("benchmarks.pacing_baselines", "serve", policy, *flags))
-            systems[policy] = GrpcSystem(open_channel(gateway.grpc_address))
-
-        async def window(policy: str, k: int, sessions: int) -> float:
-            def ask(prompt: tuple[int, ...], length: int) -> Any:
-                params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-                return systems[policy].stream(prompt, params, None, k)
-
-            first = next(starts) % len(prompts)
-            rotated = [*prompts[first:], *prompts[:first]]
-            held = await hold(ask, rotated, num_clients=sessions, max_tokens=64, seconds=args.seconds)
-            return held.tokens_per_s
-
+            windows[policy] = Windows(GrpcSystem(open_channel(gateway.grpc_address)), prompts, args)
         for sessions in args.sessions:
-            for policy in POLICIES:
-                end = time.monotonic() + args.warm_up
-                while time.monotonic() < end:
-                    await window(policy, NUM_TOKENS, sessions)
-            plain: dict[str, list[float]] = {policy: [] for policy in POLICIES}
-            paced: dict[str, list[float]] = {policy: [] for policy in POLICIES}
-            for repeat in range(args.repeats):
-                order = list(POLICIES)
-                for policy in (*order[repeat % len(order) :], *order[: repeat % len(order)]):
-                    plain[policy].append(await window(policy, 0, sessions))
-                    paced[policy].append(await window(policy, NUM_TOKENS, sessions))
-            found[sessions] = {policy: Ratio.of(paced[policy], plain[policy]) for policy in POLICIES}
-            speed = Spread.of([value for values in plain.values() for value in values]).median
-            ratios = "  ".join(f"{policy} {ratio.show()}" for policy, ratio in found[sessions].items())
-            print(f"{sessions:3} sessions, plain {speed:6.0f} tokens/s: {ratios}", flush=True)
-    return found
+            for policy, own in windows.items():
+                cell = Cell(system=policy, pair="bundled", drafter="draft", sessions=sessions)
+                await own.measure(cell)
+                cells.append(cell)
+                print(cell.show(), flush=True)
+    return cells
 
 
 def main() -> int:
@@ -224,15 +196,14 @@ def main() -> int:
     flags = Parser("python -m benchmarks.pacing_baselines", description=__doc__)
     flags.add_argument("--sessions", type=command.numbers, default=(1, 4, 8, 16, 32), help="default: 1,4,8,16,32")
     flags.add_argument("--repeats", type=int, default=8, help="windows of each policy")
-    flags.add_argument("--seconds", type=float, default=1.0, help="length of each window")
-    flags.add_argument("--warm-up", type=float, default=3.0, help="seconds each policy learns at first")
-    flags.add_argument("--json", metavar="FILE", help="write medians and standard errors")
+    flags.set_defaults(seconds=1.0, warm_up=3.0, max_tokens=64, temperature=0.0)
     args = flags.parse_args()
-    found = asyncio.run(measure(args))
-    if args.json:
-        values = {n: {p: (r.spread.median, r.error) for p, r in ratios.items()} for n, ratios in found.items()}
-        Path(args.json).write_text(json.dumps(values, indent=1) + "\n")
-    return 0 if all(math.isfinite(r.spread.median) for ratios in found.values() for r in ratios.values()) else 1
+    cells = asyncio.run(measure(args))
+    print(f"\n| policy | {' | '.join(map(str, args.sessions))} |\n| --- |{' --- |' * len(args.sessions)}")
+    for policy in POLICIES:
+        ratios = [cell.ratio for cell in cells if cell.system == policy]
+        print(f"| {policy} | {' | '.join(f'{each.spread.median:.2f} ({each.quartiles})' for each in ratios)} |")
+    return 0
 
 
 if __name__ == "__main__":

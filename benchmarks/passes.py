@@ -7,12 +7,14 @@ bytes it reads over its time, against the bandwidth measured on the same device,
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.random_pairs import PairShape
 from engine.chains import ChainJob, draft_chains
@@ -128,6 +130,25 @@ def time_verdict(engine: Engine, rule: Rule, *, temperature: float, k: int, repe
     logits = torch.randn(k + 1, engine.info.vocab_size, device=engine.device)
     rounds = [Round(state, rule, 0, list(range(1, k + 1)))]
     return _median(lambda: Verifier().verify(logits, rounds), engine.device, repeats)
+
+
+def count_calls(engine: Engine, k: int) -> dict[str, int]:
+    """Calls of CUDA's runtime and driver, by name, in a round of k drafts: a pass and its verdict. Without a GPU the
+    operations of torch in all.
+    """
+    state = _state(engine, 1.0)
+    rounds = [Round(state, Rule.BLOCK, 0, list(range(1, k + 1)))]
+    on_gpu = engine.device.type == "cuda"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with _opened(engine, 1, len(state) - 1, len(state) + k) as (sequence,):
+        length = sequence.length
+        for _ in range(_WARM_UPS):
+            with profile(activities=kinds) as profiled:
+                Verifier().verify(engine.forward([Segment(sequence, list(range(k + 1)), k + 1)]), rounds)
+            engine.pool.rollback(sequence, length)
+    names = [event.name for event in profiled.events()]
+    calls = Counter(name for name in names if name.startswith(("cuda", "cuLaunch")))
+    return dict(calls) if on_gpu else {"operations": sum(name.startswith("aten::") for name in names)}
 
 
 def _state(engine: Engine, temperature: float) -> SamplingState:

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -50,6 +51,8 @@ class Rounds:
     round_us: float
     #: From the station before to each station; the first one's is from the last one.
     station_us: Mapping[str, float]
+    #: CPU time of each process a round, all of its threads.
+    cpu_us: Mapping[str, float]
 
 
 async def follow(deployment: Deployment, route: str, seconds: float) -> Rounds:
@@ -58,12 +61,12 @@ async def follow(deployment: Deployment, route: str, seconds: float) -> Rounds:
         from tandem.bench.systems import start_system  # noqa: PLC0415 (torch)
 
         async with start_system("embedded", deployment) as system:
-            times = await _stream(system, deployment.gateway.num_speculative_tokens, seconds)
-        return Rounds(route, len(times), 1e6 * median(times), {})
+            times, _ = await _stream(system, deployment.gateway.num_speculative_tokens, seconds, {})
+        return Rounds(route, len(times), 1e6 * median(times), {}, {})
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
-        times = await _stream_from_processes(deployment, route, seconds, Path(folder))
+        times, cpu_us = await _stream_from_processes(deployment, route, seconds, Path(folder))
         num_rounds, station_us = durations(_read(Path(folder)), DIRECT if route == "direct" else RELAYED)
-    return Rounds(route, num_rounds, 1e6 * median(times), station_us)
+    return Rounds(route, num_rounds, 1e6 * median(times), station_us, cpu_us)
 
 
 def _read(folder: Path) -> list[tuple[str, int]]:
@@ -72,7 +75,9 @@ def _read(folder: Path) -> list[tuple[str, int]]:
     return sorted(noted, key=lambda event: event[1])
 
 
-async def _stream_from_processes(deployment: Deployment, route: str, seconds: float, folder: Path) -> list[float]:
+async def _stream_from_processes(
+    deployment: Deployment, route: str, seconds: float, folder: Path
+) -> tuple[list[float], dict[str, float]]:
     from specdec.rpc.channel import open_channel  # noqa: PLC0415
     from tandem.bench.systems import GrpcSystem  # noqa: PLC0415
     from tandem.launcher.deployment import services_of  # noqa: PLC0415
@@ -90,26 +95,34 @@ async def _stream_from_processes(deployment: Deployment, route: str, seconds: fl
     ]
     lines: list[str] = []
     async with (
-        Supervisor(services, drain_s=2.0, log=lambda name, line: lines.append(f"[{name}] {line}")),
+        Supervisor(services, drain_s=2.0, log=lambda name, line: lines.append(f"[{name}] {line}")) as supervisor,
         open_channel(f"{free.gateway.host}:{free.gateway.grpc_port}") as channel,
     ):
-        return await _stream(GrpcSystem(channel), deployment.gateway.num_speculative_tokens, seconds)
+        processes = {name: psutil.Process(pid) for name, pid in supervisor.pids().items()}
+        return await _stream(GrpcSystem(channel), deployment.gateway.num_speculative_tokens, seconds, processes)
 
 
-async def _stream(system: System, k: int, seconds: float) -> list[float]:
-    """Seconds between two pieces of an answer."""
+async def _stream(
+    system: System, k: int, seconds: float, processes: Mapping[str, psutil.Process]
+) -> tuple[list[float], dict[str, float]]:
+    """Seconds between two pieces of an answer, and microseconds of CPU of each process per piece."""
     params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     times: list[float] = []
+    num_pieces, cpu_s = 0, dict.fromkeys(processes, 0.0)
     end = time.perf_counter() + seconds
     is_warm = False
     while time.perf_counter() < end or not times:
+        before = {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
         async with aclosing(system.stream(PROMPT, params, None, k)) as pieces:
             at = [piece.at async for piece in pieces]
         if is_warm:
             # Without the first token, and without the rounds until the draft has joined.
             times += [after - before for before, after in pairwise(at[3:])]
+            num_pieces += len(at)
+            for name, process in processes.items():
+                cpu_s[name] += sum(process.cpu_times()[:2]) - before[name]
         is_warm = True
-    return times
+    return times, {name: 1e6 * spent / num_pieces for name, spent in cpu_s.items()}
 
 
 def durations(events: Sequence[tuple[str, int]], stations: Stations) -> tuple[int, dict[str, float]]:
@@ -142,6 +155,8 @@ def table_of(results: Sequence[Rounds]) -> Table:
     table.add_section()
     table.add_row("round, at the client", *(f"{each.round_us:.0f}" for each in results))
     table.add_row("over one process", *(f"{each.round_us / results[-1].round_us:.2f}" for each in results))
+    for name in results[0].cpu_us:
+        table.add_row(f"CPU of the {name}", *(f"{each.cpu_us[name]:.0f}" if each.cpu_us else "" for each in results))
     table.add_row("rounds", *(f"{each.num_rounds}" for each in results))
     return table
 

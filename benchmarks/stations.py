@@ -31,7 +31,7 @@ _STEP: Final[Stations] = {
 }
 _DRAFT: Final[Stations] = {
     "draft: request read": ("draft_service", "draft_service.session:CoreSession.advance", "call"),
-    "draft: drafted": ("draft_service", "draft_service.session:CoreSession.send", "call"),
+    "draft: drafted": ("draft_service", "draft_service.session:CoreSession._send", "call"),
     "draft: proposal encoded": ("draft_service", "draft_service.servicer:_response", "return"),
 }
 #: Where a round passes, in this order from step to step.

@@ -1,26 +1,22 @@
 """Joins the sessions' requests into batches for the drafter.
 
 There is no timer: requests that arrive while a batch runs form the next batch. A lone session therefore waits for
-nobody. An idle batcher sleeps, or drafts ahead if there is something to draft.
+nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Final, Generic
 
-from draft_service.draft_ahead import DraftAhead
 from draft_service.draft_request import DraftRequest, InflightBatch
 from draft_service.drafters.base import Draft, Drafter, DraftJob, S
 from specdec.errors import InternalError, Unavailable
 from specdec.process.tasks import call_each, failing
-
-logger = logging.getLogger(__name__)
 
 #: Sessions count as drafting for this long after a draft: longer than a round of a slow target.
 _BUSY_NS: Final = 500_000_000
@@ -37,7 +33,6 @@ class DraftBatcher(Generic[S]):
         self,
         drafter: Drafter[S],
         max_rows: int,
-        ahead: DraftAhead | None = None,
         *,
         fail: Callable[[InternalError], None] = lambda _: None,
     ) -> None:
@@ -45,7 +40,6 @@ class DraftBatcher(Generic[S]):
         self._drafter = drafter
         self._max_rows = max_rows
         self._max_chunk = max(1, max_rows // 4)
-        self._ahead = ahead or DraftAhead()
         self._queue: list[DraftRequest[S]] = []
         #: The batch that the drafter runs.
         self.in_flight: InflightBatch | None = None
@@ -80,17 +74,6 @@ class DraftBatcher(Generic[S]):
             self._task.add_done_callback(failing(self._end))
         self._queue.append(request)
         self._wake.set()
-        if self.in_flight is not None:
-            self.in_flight.preempt_speculative(len(self._queue) + self.in_flight.num_waiting)
-
-    def wake(self) -> None:
-        """There may be something to draft ahead."""
-        self._wake.set()
-
-    def expect_request(self, batch: InflightBatch) -> None:
-        """A session of a running batch will submit a request as soon as the batch has finished."""
-        batch.num_waiting += 1
-        batch.preempt_speculative(len(self._queue) + batch.num_waiting)
 
     async def close(self) -> None:
         """Let the running batch end and fail what is queued with :class:`Unavailable`. Idempotent."""
@@ -104,7 +87,7 @@ class DraftBatcher(Generic[S]):
             batch = self._next_batch()
             if not batch:
                 await asyncio.sleep(0)  # send what was just drafted first
-                batch = self._next_batch() or [(request, request.job(0)) for request in self._ahead.next_batch()]
+                batch = self._next_batch()
             if batch:
                 await self._draft(batch)
             elif not self._closed:
@@ -150,7 +133,7 @@ class DraftBatcher(Generic[S]):
 
     async def _draft(self, batch: list[tuple[DraftRequest[S], DraftJob[S]]]) -> None:
         started_ns = time.perf_counter_ns()
-        self.in_flight = in_flight = InflightBatch([request for request, _ in batch])
+        self.in_flight = in_flight = InflightBatch()
         for request, _ in batch:
             request.batch = in_flight
         outcome: list[Draft] | Exception
@@ -158,8 +141,6 @@ class DraftBatcher(Generic[S]):
             outcome = await self._drafter.draft([job for _, job in batch])
         except Exception as error:
             outcome = error
-            if in_flight.is_speculative:  # no session waits for it, so nobody else would log it
-                logger.exception("drafting ahead failed; its sessions continue without it")
         self._finish(batch, in_flight, started_ns, outcome)
 
     def _finish(
@@ -179,14 +160,11 @@ class DraftBatcher(Generic[S]):
         with ExitStack() as finished:
             for callback in reversed(in_flight.on_finished):
                 finished.callback(callback)
-            drafts = [] if isinstance(outcome, Exception) else outcome
-            num_steps = max((len(draft.token_ids) + bool(draft.next_guesses) for draft in drafts), default=0)
-            self._ahead.record(in_flight, num_steps, spent_ns)
             for request, _ in batch:
                 request.queue_ns = request.queue_ns or started_ns - request.submitted_ns
                 request.draft_ns += spent_ns
             for index, (request, job) in enumerate(batch):
                 if isinstance(outcome, Exception):
                     request.resolve(outcome)
-                elif job.num_tokens == request.num_tokens and not (request.state.num_pending and not request.assumed):
+                elif job.num_tokens == request.num_tokens and not request.state.num_pending:
                     request.resolve(outcome[index])

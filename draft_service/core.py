@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Self
 
-from draft_service.ahead.scheduler import AheadScheduler
 from draft_service.batcher import DraftBatcher
-from draft_service.draft_ahead import DraftAhead
 from draft_service.drafters.base import Drafter, DraftState
 from draft_service.drafters.registry import load_drafter
 from draft_service.session import CoreSession, check_tokens
@@ -27,23 +26,13 @@ ADMISSION_WAIT_S: Final = 0.25
 class DraftCore:
     """A :class:`~specdec.backends.DraftBackend` on a drafter. All methods run on one event loop."""
 
-    def __init__(
-        self,
-        drafter: Drafter[Any],
-        scheduler: SchedulerSettings,
-        tree: TreeShape | None = None,
-        ahead: DraftAhead | None = None,
-    ) -> None:
-        """``tree``: what sessions have drafted; None: chains. ``ahead`` None: nothing is drafted ahead of verdicts."""
+    def __init__(self, drafter: Drafter[Any], scheduler: SchedulerSettings, tree: TreeShape | None = None) -> None:
+        """``tree``: what sessions have drafted; None: chains."""
         self.drafter = drafter
         self.tree = tree
-        self.ahead = ahead or DraftAhead()
-        drafter.use_session_cache(self.ahead.session_cache)
         self._max_num_seqs = scheduler.max_num_seqs
         self._sessions: set[CoreSession] = set()
-        self.batcher: DraftBatcher[Any] = DraftBatcher(
-            drafter, scheduler.max_num_batched_tokens, self.ahead, fail=self._fail
-        )
+        self.batcher: DraftBatcher[Any] = DraftBatcher(drafter, scheduler.max_num_batched_tokens, fail=self._fail)
         self._admission: Admission[DraftState] = Admission(
             max_open=scheduler.max_num_seqs,
             max_waiting=scheduler.max_waiting,
@@ -53,6 +42,8 @@ class DraftCore:
         )
         self._num_stale = 0
         self._draining = False
+        #: Called when the service stops, to end what it should not wait for.
+        self.on_drain: set[Callable[[], None]] = set()
         self.failure: InternalError | None = None
         self.failed = asyncio.Event()
 
@@ -67,7 +58,7 @@ class DraftCore:
         speculative = settings.speculative
         drafter = await load_drafter(settings)
         tree = speculative.tree if speculative.needs_model else None
-        return cls(drafter, settings.scheduler, tree, ahead=AheadScheduler())  # without it: drafting ahead is off
+        return cls(drafter, settings.scheduler, tree)
 
     async def open(self, spec: SessionSpec) -> CoreSession:
         """Admit a session and prefill its tokens.
@@ -96,7 +87,6 @@ class DraftCore:
     async def load(self) -> ServerLoad:
         """Describe the occupancy at this moment."""
         blocks = self.drafter.occupancy()
-        ahead = self.ahead.counts
         return ServerLoad(
             open_sessions=self._admission.num_open,
             waiting_sessions=self._admission.num_waiting,
@@ -106,16 +96,13 @@ class DraftCore:
             stale_messages=self._num_stale,
             num_batches=self.batcher.num_batches,
             busy_ns=self.batcher.busy_ns,
-            ahead_busy_ns=ahead.busy_ns,
-            ahead_proposals=ahead.num_proposals,
-            ahead_hits=ahead.num_hits,
-            wasted_draft_tokens=ahead.num_wasted_tokens,
         )
 
     def drain(self) -> None:
-        """Open no new sessions; open ones continue."""
+        """Open no new sessions; open ones continue, but for those of :attr:`on_drain`."""
         self._draining = True
-        self._admission.refuse(_shutting_down())
+        self._admission.refuse(shutting_down())
+        call_each([*self.on_drain])
 
     async def close(self) -> None:
         """End all sessions, then the drafter. Idempotent."""
@@ -145,7 +132,7 @@ class DraftCore:
 
     def _check(self, spec: SessionSpec) -> None:
         if self._draining:
-            raise self.failure or _shutting_down()
+            raise self.failure or shutting_down()
         if not 1 <= spec.prompt_len <= len(spec.token_ids):
             raise InvalidRequest(
                 f"prompt_len is {spec.prompt_len}, outside [1, {len(spec.token_ids)}], the number of token_ids",
@@ -163,5 +150,6 @@ class DraftCore:
         return f"{self._admission.num_open} of {self._max_num_seqs} draft sessions are open{in_use}"
 
 
-def _shutting_down() -> Unavailable:
+def shutting_down() -> Unavailable:
+    """What ends or refuses a session of a service that stops."""
     return Unavailable("the draft service is shutting down; use another replica")

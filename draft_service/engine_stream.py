@@ -11,7 +11,6 @@ from typing import Final
 from specdec import codec
 from specdec.backends import DraftBackend, DraftSession
 from specdec.errors import InvalidRequest, Overloaded, StaleSession, TandemError, quote
-from specdec.pending_proposals import PendingProposals, path_of
 from specdec.types import Proposal, SessionSpec
 from specdec.v1 import draft_service_pb2 as pb
 
@@ -108,7 +107,6 @@ class _EngineSession:
         self._on_idle = on_idle
         self._expiry = asyncio.get_running_loop().call_later(MAX_IDLE_S, on_idle)
         self._token_ids = list(spec.token_ids)
-        self._pending = PendingProposals()
         #: The last advance, and whether the backend does not know it yet.
         self._last: pb.Advance | None = None
         self._changed = asyncio.Event()
@@ -129,10 +127,10 @@ class _EngineSession:
         else:
             token_ids = tuple(message.token_ids)[known - message.base_len :]
             self._token_ids += token_ids
-            self._pending.commit(token_ids)
             self._last = message
             self._changed.set()
-        self._answer()
+        if self._error is not None:
+            self._answer(self._error)
 
     async def close(self) -> None:
         """Release what it holds."""
@@ -156,7 +154,8 @@ class _EngineSession:
         except* Exception as errors:
             logger.exception("a session of an engine failed unexpectedly")
             self._error = errors.exceptions[0]
-        self._answer()
+        assert self._error is not None, "it ends by an error alone"
+        self._answer(self._error)
 
     async def _pass_on(self, session: DraftSession, num_sent: int) -> None:
         """Tell the backend, which knows ``num_sent`` tokens, what is committed. While it opens, the advances of several
@@ -167,25 +166,17 @@ class _EngineSession:
             self._changed.clear()
             message, num_known, num_sent = self._last, num_sent, len(self._token_ids)
             assert message is not None
-            await session.advance(
-                num_known, self._token_ids[num_known:], message.num_draft_tokens, message.num_ahead_proposals
-            )
+            await session.advance(num_known, self._token_ids[num_known:], message.num_draft_tokens)
 
     async def _receive(self, session: DraftSession) -> None:
         while True:
             proposal = await session.receive()
-            path = path_of(proposal, self._token_ids[proposal.base_len :])
-            if path is not None and not self._pending.full:
-                self._pending.keep(path, proposal)
-                self._answer()
+            if proposal.base_len == len(self._token_ids):
+                self._answer(proposal)
 
-    def _answer(self) -> None:
-        if self.answered.done():
-            return
-        if self._error is not None:
-            self.answered.set_result(self._error)
-        elif (proposal := self._pending.take()) is not None:
-            self.answered.set_result(proposal)
+    def _answer(self, answer: Proposal | Exception) -> None:
+        if not self.answered.done():
+            self.answered.set_result(answer)
 
 
 async def _wait(

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import cast
 
 import grpc.aio
 
-from draft_service.core import DraftCore
+from draft_service.core import DraftCore, shutting_down
 from draft_service.engine_stream import EngineStream
 from draft_service.session import CoreSession
 from specdec import codec
 from specdec.errors import Cancelled, InvalidRequest
 from specdec.hidden_state_buffer import StateBuffer
 from specdec.process.lifecycle import finish
+from specdec.rpc.call import Call
 from specdec.rpc.call_span import current_span
 from specdec.rpc.core_service import Context, CoreServicer
 from specdec.types import Proposal
@@ -62,14 +65,19 @@ class DraftServicer(CoreServicer[DraftCore], pb_grpc.DraftServiceServicer):
     async def DraftSteps(  # type: ignore[override]  # as above
         self, request_iterator: AsyncIterator[pb.DraftStepRequest], context: Context
     ) -> None:
-        """Serve the sessions of an engine, step by step."""
-        stream = EngineStream(self.require_core())
+        """Serve the sessions of an engine, step by step, until the service stops: the engine opens them elsewhere at
+        once then, where a stream of Tandem's own sessions may end in peace.
+        """
+        core = self.require_core()
+        stream, end = EngineStream(core), partial(cast("Call", context).cancel, shutting_down())
+        core.on_drain.add(end)
         reading = asyncio.ensure_future(context.read())
         try:
             while (request := await reading) is not grpc.aio.EOF:
                 reading = asyncio.ensure_future(context.read())
                 await context.write(await stream.step(request, superseded=reading))
         finally:
+            core.on_drain.discard(end)
             reading.cancel()
             await finish(stream.close())
 
@@ -89,9 +97,8 @@ async def _read(core: DraftCore, session: CoreSession, context: Context) -> None
             token_ids = tuple(advance.token_ids)
             for states in advance.hidden_states:
                 waiting.add(codec.decode_hidden_states(states))
-            await session.advance(
-                advance.base_len, token_ids, advance.num_draft_tokens, advance.num_ahead_proposals, waiting.take()
-            )
+            states, stream_tokens = waiting.take(), advance.stream_tokens
+            await session.advance(advance.base_len, token_ids, advance.num_draft_tokens, states, stream_tokens)
             await asyncio.sleep(0)  # drafting comes before the next read
         else:
             waiting.clear()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, Protocol
 
 from draft_service.batcher import DraftBatcher
 from draft_service.common_prefix import common_prefix_len
-from draft_service.draft_ahead import DraftAhead, SessionDraftAhead
 from draft_service.draft_request import DraftRequest, InflightBatch
 from draft_service.drafters.base import Draft, Drafter, DraftState
 from draft_service.proposal_queue import ProposalQueue
@@ -30,11 +28,6 @@ class DraftSessionOwner(Protocol):
     @property
     def batcher(self) -> DraftBatcher[Any]:
         """Where sessions submit their requests."""
-        ...
-
-    @property
-    def ahead(self) -> DraftAhead:
-        """Drafting ahead of verdicts."""
         ...
 
     @property
@@ -58,23 +51,14 @@ class Advance:
     base_len: int
     token_ids: Sequence[int]
     num_draft_tokens: int
-    num_ahead_proposals: int
     hidden_states: Sequence[HiddenStates] = ()
+    #: Tokens that may be drafted after them, as if those drafted before were committed; 0: one proposal.
+    stream_tokens: int = 0
 
     @property
     def committed_len(self) -> int:
         """Committed length after it."""
         return self.base_len + len(self.token_ids)
-
-
-class CommitResult(Enum):
-    """What a message changed."""
-
-    NEW = auto()
-    #: A proposal for exactly these tokens was drafted ahead and sent: it is the answer.
-    ALREADY_DRAFTED = auto()
-    #: Nothing: all tokens were known, and more.
-    OLD = auto()
 
 
 def check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
@@ -90,15 +74,12 @@ def check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
 class CoreSession:
     """A :class:`~specdec.backends.DraftSession` on the service's drafter. The one home of a session's state.
 
-    It has two parts besides its own fields: ``state`` is what the drafter keeps (the committed tokens and the cache),
-    ``ahead`` is what is drafted ahead of verdicts.
+    ``state`` is what the drafter keeps: the committed tokens and the cache. Nothing changes while a batch uses it.
+    Messages that arrive meanwhile are kept and applied in order when the batch has finished; only the newest one is
+    answered, and a draft that it has overtaken stops at the next step.
 
-    Nothing changes while a batch uses the state. Messages that arrive meanwhile are kept and applied in order when the
-    batch has finished; only the newest one is answered. In a speculative batch, drafts that the messages make
-    impossible stop at the next step; those that they confirm continue, and are the answer.
-
-    For a drafter that reads the target's hidden states nothing is drafted ahead: those of the assumed tokens are not
-    known before the verdict.
+    In a stream what was drafted stands in the state as if it were committed, and drafting goes on after it. Messages
+    that agree only move :attr:`committed_len`; others take the drafts back as any tokens are taken back.
     """
 
     def __init__(self, owner: DraftSessionOwner, spec: SessionSpec, state: DraftState) -> None:
@@ -114,9 +95,12 @@ class CoreSession:
         self._reads_states = bool(owner.drafter.info.hidden_state_layers)
         #: A chain drawn from q passes a ratio rule more often than the chosen siblings of a tree do.
         self._tree = None if spec.draft_sampling.sends_q else owner.tree
-        may_draft_ahead = not self._reads_states and owner.tree is None
         #: Tokens a proposal may have: what the latest message asks for, at most ``opened.num_speculative_tokens``.
         self._num_draft_tokens = 0
+        #: Committed tokens it was told; in a stream the state has its own drafts after them.
+        self.committed_len = len(spec.token_ids)
+        #: Tokens of a stream after the committed ones, at most; 0: there is none. And the number of its chain.
+        self._stream_tokens = self._chain = 0
         self._arrived: list[Advance] = []
         self._proposals = ProposalQueue()
         self._closed = False
@@ -125,18 +109,13 @@ class CoreSession:
             epoch=spec.epoch,
             num_speculative_tokens=min(spec.num_speculative_tokens, owner.drafter.info.num_speculative_tokens),
             num_cached_tokens=owner.drafter.num_cached_tokens(state),
+            streams=owner.drafter.streams and not spec.draft_sampling.sends_q,
         )
-        self._ahead = owner.ahead.open(self, spec) if may_draft_ahead else SessionDraftAhead()
 
     @property
     def opened(self) -> DraftOpened:
         """What admission found."""
         return self._opened
-
-    @property
-    def committed_len(self) -> int:
-        """Committed tokens known here."""
-        return len(self.state.token_ids)
 
     async def prefill(self) -> None:
         """Ingest the tokens of the opening."""
@@ -161,15 +140,16 @@ class CoreSession:
         base_len: int,
         token_ids: Sequence[int],
         num_draft_tokens: int,
-        num_ahead_proposals: int = 0,
         hidden_states: Sequence[HiddenStates] = (),
+        stream_tokens: int = 0,
     ) -> None:
         """Commit ``token_ids`` after ``base_len`` and ask for a proposal; never waits.
 
         Tokens known here already are compared: where they disagree, the new ones win and what followed is dropped.
         A message that brings nothing but tokens known here, and fewer, is old: it is counted, changes nothing and gets
         an empty proposal. The proposal is shorter, even empty, at the limits of the request and of the draft's context.
-        Calls that were overtaken by a newer one get none.
+        Calls that were overtaken by a newer one get none. With ``stream_tokens``, where :attr:`opened` says that it
+        streams, drafting goes on (:meth:`specdec.backends.DraftSession.advance`).
 
         :meth:`receive` raises what was wrong with a message: :class:`StaleSession` where there is a gap before it,
         :class:`InvalidRequest` for an unknown token, and for hidden states of positions that are not committed or of
@@ -180,9 +160,15 @@ class CoreSession:
         """
         if self._closed:
             raise StaleSession("the session is closed; open it again")
-        message = Advance(
-            base_len, token_ids, num_draft_tokens, num_ahead_proposals, hidden_states if self._reads_states else ()
-        )
+        states = hidden_states if self._reads_states else ()
+        stream_tokens = stream_tokens if self._opened.streams and num_draft_tokens > 0 else 0
+        message = Advance(base_len, token_ids, num_draft_tokens, states, stream_tokens)
+        if self._confirms(message):
+            self.committed_len, self._stream_tokens = message.committed_len, stream_tokens
+            self._num_draft_tokens = min(num_draft_tokens, self._opened.num_speculative_tokens)
+            if self._request is None:
+                self._draft_on()
+            return
         self._arrived.append(message)
         batch = self._batch
         if batch is None:
@@ -190,7 +176,8 @@ class CoreSession:
             return
         if len(self._arrived) == 1:
             batch.on_finished.append(self._apply_arrived)
-        self._stop_stale(batch)
+        if self._request is not None:
+            self._request.cancel()  # what it has overtaken
 
     async def receive(self) -> Proposal:
         """The next proposal, in the order they were drafted.
@@ -226,7 +213,6 @@ class CoreSession:
         if self._request is not None:
             self._request.resolve(Cancelled("the session was closed"))
         self._cancel_request()
-        self._ahead.close()
         if batch is not None:
             batch.on_finished.append(self._release)
         else:
@@ -241,27 +227,7 @@ class CoreSession:
     @property
     def _batch(self) -> InflightBatch | None:
         """The batch that uses the state."""
-        if self._request is not None and self._request.batch is not None:
-            return self._request.batch
-        return next((request.batch for request in self._ahead.requests if request.batch is not None), None)
-
-    def _stop_stale(self, batch: InflightBatch) -> None:
-        """A message arrived while a batch runs: stop what it has overtaken or made impossible."""
-        if self._request is not None:
-            self._request.cancel()
-        is_wanted = self._arrived[-1].num_draft_tokens > 0
-        is_answered = self._ahead.confirm(self._arrived_tokens() if is_wanted else None)
-        if is_wanted and not is_answered:
-            self._owner.batcher.expect_request(batch)
-
-    def _arrived_tokens(self) -> list[int] | None:
-        """The tokens that arrived; None if they do not simply continue the committed ones."""
-        token_ids: list[int] = []
-        for message in self._arrived:
-            if message.base_len != self.committed_len + len(token_ids):
-                return None
-            token_ids += message.token_ids
-        return token_ids
+        return None if self._request is None else self._request.batch
 
     def _apply_arrived(self) -> None:
         """Apply all messages that arrived, and answer the newest. No batch uses the state."""
@@ -273,22 +239,22 @@ class CoreSession:
         # The edge of the service: k is limited here and nowhere else.
         self._num_draft_tokens = min(message.num_draft_tokens, self._opened.num_speculative_tokens)
         try:
-            results = [self._commit(message) for message in arrived]
-            if message.num_draft_tokens <= 0:
-                self._ahead.stop()
-            elif results[-1] is CommitResult.ALREADY_DRAFTED:
-                self._draft_ahead(message.num_ahead_proposals)
-            else:
-                self._draft(message, is_old=results[-1] is CommitResult.OLD)
+            are_new = [self._commit(message) for message in arrived]
+            if len(self.state.token_ids) > self.committed_len:  # drafts of a stream that does not go on
+                self.drafter.advance(self.state, self.committed_len, ())
+            self._stream_tokens = message.stream_tokens
+            if message.stream_tokens:
+                self._chain += 1
+                self._draft_on()
+            elif message.num_draft_tokens > 0:
+                self._draft(message, is_old=not are_new[-1])
         except Exception as error:
-            self._ahead.stop()
             self._proposals.put(error)
 
-    def _commit(self, message: Advance) -> CommitResult:
-        """Commit what is new in a message."""
+    def _commit(self, message: Advance) -> bool:
+        """Commit what is new in a message; False where all its tokens were known, and more."""
         base_len, token_ids = message.base_len, message.token_ids
-        known = self.state.token_ids
-        length = len(known)
+        known, length = self.state.token_ids, self.committed_len
         if base_len > length or base_len < 0:
             self._owner.count_stale()
             raise StaleSession(
@@ -306,83 +272,92 @@ class CoreSession:
         if same == len(token_ids):
             if base_len + same < length:
                 self._owner.count_stale()
-                return CommitResult.OLD
+                return False
             if message.hidden_states:
                 self.drafter.advance(self.state, length, (), message.hidden_states)
-            return CommitResult.NEW  # the same again, and answered again
-        if base_len + same < length:  # tokens are taken back, and with them the proposals for them
+            self.committed_len = base_len + same
+            return True  # the same again, and answered again
+        if base_len + same < len(known):  # tokens are taken back, and with them the proposals for them
             self._proposals.clear()
-            self._ahead.forget()
         self.drafter.advance(self.state, base_len + same, token_ids[same:], message.hidden_states)
-        return CommitResult.ALREADY_DRAFTED if self._ahead.commit(token_ids[same:]) else CommitResult.NEW
+        self.committed_len = message.committed_len
+        return True
+
+    def _confirms(self, message: Advance) -> bool:
+        """Whether a message says no more than that drafts of the stream were committed: nothing is interrupted."""
+        base_len, end, known = message.base_len, message.committed_len, self.state.token_ids
+        return (
+            bool(message.stream_tokens and self._stream_tokens and not self._arrived)
+            and 0 <= base_len <= self.committed_len <= end <= len(known)
+            and list(known[base_len:end]) == list(message.token_ids)
+        )
 
     # --- proposals ---
 
     def _draft(self, message: Advance, is_old: bool) -> None:
         """Request the proposal that a message asks for."""
         length = message.committed_len
-        num_tokens = 0 if is_old else self.max_tokens_at(length)
+        num_tokens = 0 if is_old else min(self._num_draft_tokens, self._max_depth())
         if num_tokens <= 0:
-            self._ahead.stop()
             self._proposals.put(Proposal(self._opened.epoch, length, ()))
             return
         tree = self._tree
         if tree is not None:  # what limits a chain's length limits a tree's depth
-            tree = tree.cut(self._max_depth_at(length))
+            tree = tree.cut(self._max_depth())
             num_tokens = self._num_draft_tokens
         elif self._owner.tree is not None:  # a chain in place of a tree is as long as that is deep, at most
             num_tokens = min(num_tokens, self._owner.tree.depth)
-        num_guesses = self._ahead.num_guesses(message.num_ahead_proposals)
 
         def answer(outcome: Draft | Exception) -> None:
             self._request = None
             if isinstance(outcome, Exception):
                 self._proposals.put(outcome)
                 return
-            self.send(outcome, request)
-            if num_guesses and outcome.token_ids:
-                self._ahead.reset_root(length, outcome)
-            self._draft_ahead(message.num_ahead_proposals)
+            self._send(outcome, request)
 
-        self._ahead.forget()
-        request = DraftRequest(self.state, num_tokens, answer, num_guesses=num_guesses, tree=tree)
+        request = DraftRequest(self.state, num_tokens, answer, tree=tree)
         self._submit(request)
 
-    def send(
-        self, draft: Draft, request: DraftRequest[Any], *, assumed: tuple[int, ...] = (), likelihood: float = 0.0
-    ) -> None:
-        """Send a proposal, drafted for the ``assumed`` tokens after the committed ones."""
+    def _draft_on(self) -> None:
+        """Request the next proposal of the stream, if it may be longer."""
+        length = len(self.state.token_ids)
+        room = self.committed_len + self._stream_tokens - length
+        num_tokens = min(self._num_draft_tokens, room, self._max_depth())
+        if num_tokens <= 0:
+            return
+
+        def answer(outcome: Draft | Exception) -> None:
+            self._request = None
+            if isinstance(outcome, Exception):
+                self._proposals.put(outcome)
+            elif outcome.token_ids:
+                self._send(outcome, request)
+                self.drafter.advance(self.state, length, outcome.token_ids)
+                self._draft_on()
+
+        request = DraftRequest(self.state, num_tokens, answer, is_stream=True)
+        self._submit(request)
+
+    def _send(self, draft: Draft, request: DraftRequest[Any]) -> None:
         self._proposals.put(
             Proposal(
                 epoch=self._opened.epoch,
-                base_len=self.committed_len,
+                base_len=len(self.state.token_ids),
                 token_ids=draft.token_ids,
                 parents=draft.parents,
                 q_rows=draft.q_rows,
-                assumed_token_ids=assumed,
                 draft_ns=request.draft_ns,
                 queue_ns=request.queue_ns,
-                likelihood=likelihood,
+                chain=self._chain,
             )
         )
 
-    def _draft_ahead(self, num_ahead_proposals: int) -> None:
-        """Draft ahead of the next verdict: up to ``num_ahead_proposals`` proposals."""
-        if self._ahead.start(num_ahead_proposals):
-            self._owner.batcher.wake()
+    def _max_depth(self) -> int:
+        """Tokens that may be drafted in sequence, however many are wanted; 0 and less: none.
 
-    def max_tokens_at(self, length: int) -> int:
-        """Tokens of a proposal for a prefix of this length; 0 and less: none."""
-        return min(self._num_draft_tokens, self._max_depth_at(length))
-
-    def _max_depth_at(self, length: int) -> int:
-        """Tokens that may be drafted in sequence after a prefix of this length, however many are wanted.
-
-        What is not committed yet of the prefix is assumed. The target adds a token of its own to what it accepts, so
-        the last token of the request need not be drafted.
+        The target adds a token of its own to what it accepts, so the last token of the request need not be drafted.
         """
-        room = self.drafter.room(self.state) - (length - self.committed_len)
-        return min(self._max_len - length - 1, room)
+        return min(self._max_len - len(self.state.token_ids) - 1, self.drafter.room(self.state))
 
     def _cancel_request(self) -> None:
         if self._request is not None:

@@ -7,6 +7,7 @@ on a CPU, Triton's on a GPU) replace it where they can be had.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -53,6 +54,10 @@ class AttentionKernels(Protocol):
         self, k_cache: torch.Tensor, v_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BatchPlan
     ) -> None:
         """As :func:`write_kv` below."""
+        ...
+
+    def move_entries(self, caches: Sequence[torch.Tensor], moves: Sequence[tuple[int, int, int, int]]) -> None:
+        """As :func:`engine.compaction.move_entries`; entries move to the front, in order."""
         ...
 
 

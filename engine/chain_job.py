@@ -36,16 +36,6 @@ class Drawing(Protocol):
         """The rule the chain will be verified by."""
         ...
 
-    @property
-    def assumed(self) -> Sequence[int]:
-        """Tokens assumed to be committed."""
-        ...
-
-    @property
-    def num_candidates(self) -> int:
-        """Guesses wanted of the target's tokens."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class ChainJob:
@@ -57,13 +47,9 @@ class ChainJob:
     num_tokens: int
     state: SamplingState
     rule: Rule
-    #: Tokens assumed to be committed after those of ``state``; they and all before them are in the cache or fed here.
-    assumed: Sequence[int] = ()
     #: What a draft head is fed with its tokens: the target's hidden states before them, float32 or bfloat16
     #: [len(token_ids), num_features], contiguous, on the CPU. None where the model is no head.
     features: torch.Tensor | None = None
-    #: Guesses wanted, at each drafted position, of the token the *target* will put there.
-    num_candidates: int = 0
     #: A model that drafts in parallel (PARD, arXiv 2504.18583) is fed this after ``token_ids``, ``num_masks`` times in
     #: the same pass: one row of logits for each token drafted. None: each token is drawn, then fed.
     mask_token_id: int | None = None

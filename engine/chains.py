@@ -108,13 +108,12 @@ def _steps(
 
     Every step's result has all rows: those of chains that ended are filler. Also returns the length of each chain.
     """
-    rows = Rows.after([jobs[i].state for i in drafting], [jobs[i].assumed for i in drafting])
-    num_candidates = max(jobs[i].num_candidates for i in drafting)
+    rows = Rows.after([jobs[i].state for i in drafting])
     lengths = [jobs[i].num_tokens for i in drafting]
     active = list(range(len(drafting)))
     steps: list[Drafted] = []
     while True:
-        drafted = draft(logits, rows, [jobs[drafting[i]].rule for i in active], num_candidates)
+        drafted = draft(logits, rows, [jobs[drafting[i]].rule for i in active])
         steps.append(_spread(drafted, active, len(drafting)))
         continuing = []
         for at, i in enumerate(active):
@@ -143,4 +142,4 @@ def _spread(drafted: Drafted, active: Sequence[int], num_rows: int) -> Drafted:
 
     token_ids = spread(drafted.token_ids)
     assert token_ids is not None
-    return Drafted(token_ids, spread(drafted.q_token_ids), spread(drafted.q_weights), spread(drafted.candidates))
+    return Drafted(token_ids, spread(drafted.q_token_ids), spread(drafted.q_weights))

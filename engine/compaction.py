@@ -1,4 +1,4 @@
-"""Entries that move within KV caches: those of a tree's accepted path, and whole blocks that branches share.
+"""Entries that move within KV caches: those of a tree's accepted path, and whole blocks that sequences share.
 
 Nothing here waits for the device.
 """
@@ -51,7 +51,7 @@ def move_entries(caches: Sequence[torch.Tensor], moves: Sequence[tuple[int, int,
 def copy_blocks(caches: Sequence[torch.Tensor], copies: Sequence[tuple[int, int]]) -> None:
     """Copy blocks of caches [num_blocks, …], as if one (source, target) after the other; there is one at least."""
     with torch.inference_mode():
-        if len(copies) == 1:
+        if len(copies) == 1 or not caches:  # a model without attention has none
             for cache in caches:
                 cache[copies[0][1]] = cache[copies[0][0]]
             return

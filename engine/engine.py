@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from transformers import PreTrainedModel
@@ -15,7 +15,7 @@ from engine.compaction import Kept, copy_blocks
 from engine.hidden_states import PassStates, StateRows, check_layers
 from engine.kv_pool import KVPool
 from engine.layers import LayerShape, allocate_caches
-from engine.mixers import Mixer
+from engine.mixers import Mixer, copy_states
 from engine.modules import ModelModules
 from engine.parallel import messages
 from engine.parallel.messages import Operation
@@ -25,6 +25,9 @@ from engine.runner import PassLimits, Runner
 from engine.torch_runner import TorchRunner
 from specdec.errors import Unavailable
 from specdec.types import ModelInfo
+
+if TYPE_CHECKING:  # it needs Triton
+    from engine.cuda.decoder import FusedDecoder
 
 __all__ = ["Engine", "Kept", "Segment"]
 
@@ -113,10 +116,12 @@ class Engine:
         return runner.forward(segments, wanted)
 
     def copy_blocks(self) -> None:
-        """Make the copies that forked sequences wait for; due before any pass writes to the cache."""
+        """Make the copies of blocks and states that sequences wait for; due before any pass writes to the cache."""
         if copies := self.pool.take_copies():
             copy = partial(copy_blocks, self.all_caches, copies)
             self._own_modules.everywhere(partial(messages.encode_copies, copies), copy)
+        if copies := self.pool.take_state_copies():
+            copy_states(self._own_modules.state_caches, copies)
 
     def keep_rows(self, kept: Sequence[Kept]) -> None:
         """Drop all of a tree that is not on its accepted path; each sequence is ``first + len(rows)`` long afterwards.
@@ -153,9 +158,13 @@ class Engine:
             raise Unavailable("the engine is closed")
         return self._runner
 
-    def torch_runner(self, name: str, kernels: AttentionKernels | None = None) -> TorchRunner:
-        """What runs passes by the model's own modules, with the kernels of the attention; None: torch's."""
-        return TorchRunner(name, self._own_modules, self.limits, kernels)
+    def torch_runner(
+        self, name: str, kernels: AttentionKernels | None = None, fused: FusedDecoder | None = None
+    ) -> TorchRunner:
+        """What runs passes by the model's own modules, with the kernels of the attention; None: torch's. Or what runs
+        them by ``fused``.
+        """
+        return TorchRunner(name, self._own_modules, self.limits, kernels, fused)
 
     def use(self, runner: Runner) -> None:
         """Run passes in another way from now on."""

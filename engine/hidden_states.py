@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from engine.batch import Segment
 from engine.layers import LayerShape
+from engine.sampling.transfer import Fetched
 from specdec.errors import InvalidRequest
 
 #: Of all hidden states that leave the engine, whatever it computes in.
@@ -66,20 +67,20 @@ class StateRows:
 
 
 class PassStates:
-    """The hidden states of a pass, segment by segment. The first access to them waits for the device."""
+    """The hidden states of a pass, segment by segment, on their way to the host."""
 
-    __slots__ = ("_data", "_row_bytes", "_wanted")
+    __slots__ = ("_fetched", "_row_bytes", "_wanted")
 
     def __init__(self, wanted: StateRows, data: torch.Tensor) -> None:
         """``data``: bfloat16 [rows, layers, H]."""
         self._wanted = wanted
-        self._data = data
+        self._fetched = Fetched(data)
         self._row_bytes = data.shape[1] * data.shape[2] * data.itemsize
 
     def of(self, index: int) -> torch.Tensor:
         """A segment's own, [num_states, layers * H]: its last rows, and its layers as it names them."""
         start, segment = self._wanted.starts[index], self._wanted.segments[index]
-        own = self._on_host()[start : start + segment.num_states]
+        own = self._fetched.wait()[start : start + segment.num_states]
         if not self._wanted.is_alike:
             own = own[:, [self._wanted.layers.index(layer) for layer in segment.state_layers]]
         return own.flatten(1)
@@ -88,15 +89,10 @@ class PassStates:
         """Some rows of :meth:`of`, one after another."""
         if not self._wanted.is_alike:
             return ctypes.string_at((own := self.of(index)[list(rows)]).data_ptr(), own.nbytes)
-        size, at = self._row_bytes, self._on_host().data_ptr() + self._wanted.starts[index] * self._row_bytes
+        size, at = self._row_bytes, self._fetched.wait().data_ptr() + self._wanted.starts[index] * self._row_bytes
         if isinstance(rows, range):
             return ctypes.string_at(at + rows.start * size, len(rows) * size)
         return b"".join([ctypes.string_at(at + row * size, size) for row in rows])
-
-    def _on_host(self) -> torch.Tensor:
-        if self._data.device.type != "cpu":
-            self._data = self._data.cpu()
-        return self._data
 
 
 class StateTap:

@@ -1,11 +1,11 @@
-"""The recurrent states of ended sequences, by the text that they stand for. Uses no device.
+"""The recurrent states of texts that sequences have read, by the text. Uses no device.
 
-Unlike the entries of a KV cache, a state cannot be cut anywhere, and one sequence alone goes on with it.
+Unlike the entries of a KV cache, a state cannot be cut anywhere, and is not shared: who goes on with it gets a copy.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from engine.prefix_tree import PrefixNode, num_common, pack
@@ -13,12 +13,17 @@ from engine.recurrent.slots import StateSlot, StateSlots
 
 
 class KeptStates:
-    """Places for states: those of open sequences, and those kept, which are given up when there is no other place."""
+    """Places for states: those of open sequences, and those kept, which are given up when there is no other place.
+
+    Copies are made by the engine before the next pass, in the order in which they are asked for. Until then no pass
+    writes to the place a copy is taken from, for its sequence is in none.
+    """
 
     def __init__(self, slots: StateSlots) -> None:
         self._slots = slots
         #: By the last block of the text; the least recently used first.
         self._kept: OrderedDict[PrefixNode, StateSlot] = OrderedDict()
+        self._copies: deque[tuple[int, int]] = deque()
 
     @property
     def count(self) -> int:
@@ -43,10 +48,37 @@ class KeptStates:
         else:
             self._kept[node] = slot.moved()
 
-    def exchange(self, slot: StateSlot, node: PrefixNode) -> StateSlot:
-        """The states of the text up to ``node``, for a sequence that gives back its own."""
-        self._slots.give_back(slot)
-        return self._kept.pop(node)
+    def snapshot(self, slot: StateSlot, node: PrefixNode, length: int, num_blocks: int) -> None:
+        """Keep a copy of an open sequence's states of its first ``length`` entries, the text up to ``node``; unless
+        there are those of one of its last ``num_blocks`` blocks, or no place.
+        """
+        if not slot.reaches(length):
+            return
+        each: PrefixNode | None = node
+        for _ in range(max(1, num_blocks)):
+            if each is None or each.parent is None:
+                break
+            if each in self._kept:
+                self._kept.move_to_end(each)
+                return
+            each = each.parent
+        if node.parent is None or not self.num_available:
+            return
+        own = self.take()
+        own.base, own.end = slot.base, length
+        self._kept[node] = own
+        self._copies.append((slot.index, own.index))
+
+    def copy_to(self, slot: StateSlot, node: PrefixNode, length: int) -> None:
+        """Give a sequence the states of the first ``length`` entries, kept with the text up to ``node``."""
+        kept = self._kept[node]
+        self._kept.move_to_end(node)
+        slot.base, slot.end = kept.base, length
+        self._copies.append((kept.index, slot.index))
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Places (from, to) of states to copy, one after the other, before anything is written."""
+        return [self._copies.popleft() for _ in range(len(self._copies))]
 
     def forget(self, node: PrefixNode) -> None:
         """The block of a node holds something else from now on."""

@@ -31,7 +31,7 @@ class KVPool:
 
     Block 0 is never handed out: it pads block tables and takes the rows of a sequence released under a queued batch.
 
-    A block is *used* while an open sequence or a branch has it. Else it is *cached* if its entries can be found by
+    A block is *used* while an open sequence has it. Else it is *cached* if its entries can be found by
     their text, or *free*. Free blocks are reused last-freed-first, so memory the system has not backed yet stays
     untouched; then cached ones, least recently used first. A sequence gives up its last block first, so of a text the
     end is reused before the beginning.
@@ -54,7 +54,7 @@ class KVPool:
         self._least_copied = 1 if states is not None else max(1, block_size // 4)
         self._free = np.arange(total_blocks, 0, -1, dtype=np.int32)  # a stack: the top is _free[_num_free - 1]
         self._num_free = total_blocks
-        self._refs = np.zeros(total_blocks + 1, dtype=np.int32)  # sequences and branches that have a block
+        self._refs = np.zeros(total_blocks + 1, dtype=np.int32)  # sequences that have a block
         self._num_open = 0
         self._tree = PrefixTree()
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -93,7 +93,9 @@ class KVPool:
             )
         states = None if kept is None else kept.take()
         self._num_open += 1
-        return KVSequence(_NO_BLOCKS, 0, node=None if scope is None else self._tree.root(scope), states=states)
+        sequence = KVSequence(_NO_BLOCKS, 0, states=states)
+        self._place(sequence, None if scope is None else self._tree.root(scope))
+        return sequence
 
     def can_open(self, max_tokens: int) -> bool:
         """Whether :meth:`open` would succeed now."""
@@ -139,7 +141,8 @@ class KVPool:
         if sequence.states is not None and not sequence.states.reaches(length):
             length = self._leave_shared(sequence, 0, 0) if sequence.num_shared_blocks else 0
         sequence.length = length
-        sequence.dropped = sequence.dropped.before(length)
+        if sequence.dropped.gaps:
+            sequence.dropped = sequence.dropped.before(length)
 
     def drop_blocks(self, sequence: KVSequence, first: int, count: int) -> None:
         """Drop ``count`` whole blocks with their entries from block ``first`` on. Entries behind them become that much
@@ -160,7 +163,7 @@ class KVPool:
         sequence.dropped = sequence.dropped.and_from(first * size, count * size)
         if sequence.num_shared_blocks > first:
             sequence.num_shared_blocks = max(first, sequence.num_shared_blocks - count)
-        sequence.node = None
+        self._place(sequence, None)
         self._drop(blocks[first:end])
 
     def vacate(self, sequence: KVSequence) -> None:
@@ -170,7 +173,7 @@ class KVPool:
         self._set_blocks(sequence, _NO_BLOCKS)
         sequence.length = sequence.num_shared_blocks = 0
         sequence.dropped = DroppedEntries()
-        sequence.node = _ancestor(sequence.node, 0)
+        self._place(sequence, _ancestor(sequence.node, 0))
         if sequence.states is not None:
             sequence.states.forget()
         self._drop(blocks)
@@ -189,16 +192,11 @@ class KVPool:
         if self._states is not None and sequence.states is not None:
             self._states.give_back(sequence.states, node if length == sequence.length else None)
         sequence.released = True
-        sequence.node = None
-        self._num_open -= not sequence.is_branch
+        self._place(sequence, None)
+        self._num_open -= 1
         self._drop(sequence.blocks)
 
     # --- entries in common ---
-
-    def may_publish(self, sequence: KVSequence) -> bool:
-        """Whether the sequence has full blocks that others do not find yet."""
-        node = sequence.node
-        return node is not None and sequence.length >= (node.depth + 1) * self.block_size
 
     def publish(self, sequence: KVSequence, token_ids: Sequence[int]) -> None:
         """Let others find the sequence's full blocks by their text: entry i stands for ``token_ids[i]``, for good.
@@ -220,8 +218,17 @@ class KVPool:
             elif found.block != block:
                 self._replace(sequence, index, found.block)
             node = found
-        sequence.node = node
+        self._place(sequence, node)
         sequence.num_shared_blocks = max(sequence.num_shared_blocks, end)
+
+    def keep_states(self, sequence: KVSequence, interval: int = 0) -> None:
+        """Keep a copy of the recurrent states of the text that others find, so that they can go on with it. Nothing is
+        kept where those of the last ``interval`` entries are. The sequence is in no pass.
+        """
+        node = sequence.node
+        if self._states is not None and node is not None and sequence.states is not None:
+            num_blocks = interval // self.block_size
+            self._states.snapshot(sequence.states, node, node.depth * self.block_size, num_blocks)
 
     def match(self, sequence: KVSequence, token_ids: Sequence[int], end: int) -> int:
         """Take over the entries of others for the first ``end`` tokens, as far as they go beyond its own.
@@ -245,64 +252,17 @@ class KVPool:
         """The full blocks that :meth:`match` would find, and how many of them nobody uses."""
         if sequence.node is None:
             return 0, 0
-        if sequence.states is None:
-            found = self._find(sequence.node, token_ids, end)
-        else:
-            found, _, _ = self._find_with_states(sequence, token_ids, end)
+        found: Sequence[PrefixNode] = self._find(sequence.node, token_ids, end)
+        if sequence.states is not None:
+            found, _, _ = self._find_with_states(sequence, found, token_ids, end)
         return len(found), sum(node.block in self._cached for node in found)
 
     def next_block(self, sequence: KVSequence, token_ids: Sequence[int]) -> tuple[PrefixNode, bytes] | None:
         """What tells the block that the sequence computes next from all others; None: nobody else could use it."""
         node, size = sequence.node, self.block_size
-        if node is None or sequence.states is not None or (node.depth + 1) * size > len(token_ids):
+        if node is None or (node.depth + 1) * size > len(token_ids):
             return None
         return node, pack(token_ids[node.depth * size : (node.depth + 1) * size])
-
-    # --- branches ---
-
-    def branch(self, sequence: KVSequence, length: int, max_tokens: int) -> KVSequence | None:
-        """Open a copy of the first ``length`` entries for a guessed continuation, to be adopted or released soon.
-
-        Full blocks are shared; the engine copies a partial one before the next forward pass. A branch takes free blocks
-        only, as few as ``max_tokens`` needs, so it never drops what is cached; returns None where they do not
-        suffice, or the model has recurrent states, which are not shared. It does not count as an open sequence.
-        """
-        self._check_open(sequence)
-        if self._states is not None:
-            return None
-        if not 0 <= length <= min(sequence.length, max_tokens):
-            raise ValueError(f"cannot branch off {length} of {sequence.length} entries into room for {max_tokens}")
-        num_full, partial = divmod(length, self.block_size)
-        num_own = self.blocks_for(max_tokens) - num_full
-        if num_own > self._num_free:
-            return None
-        shared, own = sequence.blocks[:num_full], self._take(num_own)
-        self._add(shared)
-        if partial:
-            self._copies.append((int(sequence.blocks[num_full]), int(own[0])))
-        sequence.num_shared_blocks = max(sequence.num_shared_blocks, num_full)
-        branch = KVSequence(_NO_BLOCKS, 0, length, num_shared_blocks=num_full, is_branch=True)
-        branch.dropped = sequence.dropped.before(length)
-        self._set_blocks(branch, np.concatenate((shared, own)))
-        return branch
-
-    def adopt(self, sequence: KVSequence, branch: KVSequence) -> None:
-        """Replace the sequence's entries by the branch's: the guess was right. The branch counts as released."""
-        self._check_open(sequence)
-        self._check_open(branch)
-        if not branch.is_branch:
-            raise ValueError("the sequence to adopt is no branch")
-        replaced = sequence.blocks
-        common = 0
-        while common < min(len(replaced), len(branch.blocks)) and replaced[common] == branch.blocks[common]:
-            common += 1
-        self._set_blocks(sequence, branch.blocks)
-        sequence.length = branch.length
-        sequence.dropped = branch.dropped
-        sequence.num_shared_blocks = branch.num_shared_blocks
-        sequence.node = _ancestor(sequence.node, common)
-        branch.released = True
-        self._drop(replaced)
 
     # --- for the engine, and for those who look on ---
 
@@ -313,9 +273,13 @@ class KVPool:
             copies.append(self._copies.popleft())
         return copies
 
+    def take_state_copies(self) -> list[tuple[int, int]]:
+        """Places (from, to) of recurrent states to copy one after the other, as :meth:`take_copies`."""
+        return [] if self._states is None else self._states.take_copies()
+
     @property
     def used_blocks(self) -> int:
-        """Blocks of open sequences and branches."""
+        """Blocks of open sequences."""
         return self.total_blocks - self.available_blocks
 
     @property
@@ -345,6 +309,11 @@ class KVPool:
     def _check_open(sequence: KVSequence) -> None:
         if sequence.released:
             raise ValueError("the sequence was released")
+
+    def _place(self, sequence: KVSequence, node: PrefixNode | None) -> None:
+        """The sequence's blocks are found by their text up to a node."""
+        sequence.node = node
+        sequence.publishable_from = sys.maxsize if node is None else (node.depth + 1) * self.block_size
 
     def _set_blocks(self, sequence: KVSequence, blocks: BlockIds) -> None:
         sequence.blocks = blocks
@@ -411,38 +380,43 @@ class KVPool:
         self._add(shared)
         self._set_blocks(sequence, np.concatenate((sequence.blocks[:first], shared, sequence.blocks[last:])))
         self._drop(replaced)
-        sequence.node, sequence.length = found[-1], last * self.block_size
+        self._place(sequence, found[-1])
+        sequence.length = last * self.block_size
         sequence.num_shared_blocks = max(sequence.num_shared_blocks, last)
 
     def _match_states(self, sequence: KVSequence, token_ids: Sequence[int], end: int) -> int:
-        """Take over the states of the longest text that was ended with them, and its blocks."""
-        if self._states is None or sequence.states is None or sequence.length:
-            return 0
-        found, last, length = self._find_with_states(sequence, token_ids, end)
+        """Take over the states of the longest text that they are kept of, and its blocks."""
+        assert self._states is not None
+        assert sequence.states is not None
+        assert sequence.node is not None
+        start = sequence.length
+        known = self._find(sequence.node, token_ids, end)
+        sequence.fork = start + len(known) * self.block_size
+        found, last, length = self._find_with_states(sequence, known, token_ids, end)
         if last is None:
             return 0
-        if length > len(found) * self.block_size:  # the rest is copied
+        num_full = length // self.block_size
+        if length > num_full * self.block_size:  # the rest is copied
             held = np.array([last.block], dtype=np.int32)
             self._add(held)
             has_room = self.grow(sequence, length)
             self._drop(held)
             if not has_room:
                 return 0
-            self._copies.append((last.block, int(sequence.blocks[len(found)])))
+            self._copies.append((last.block, int(sequence.blocks[num_full])))
         self._take_over(sequence, found)
-        sequence.states = self._states.exchange(sequence.states, last)
+        self._states.copy_to(sequence.states, last, length)
         sequence.length = length
-        return length
+        return length - start
 
     def _find_with_states(
-        self, sequence: KVSequence, token_ids: Sequence[int], end: int
-    ) -> tuple[list[PrefixNode], PrefixNode | None, int]:
-        """What :meth:`KeptStates.find` finds, and the full blocks of it before."""
+        self, sequence: KVSequence, known: Sequence[PrefixNode], token_ids: Sequence[int], end: int
+    ) -> tuple[Sequence[PrefixNode], PrefixNode | None, int]:
+        """What :meth:`KeptStates.find` finds, and before it its full blocks, of those ``known`` to hold the text."""
         assert self._states is not None
         assert sequence.node is not None
-        found = self._find(sequence.node, token_ids, end)
-        last, length = self._states.find(sequence.node, found, token_ids, end, self.block_size)
-        return found[: length // self.block_size], last, length
+        last, length = self._states.find(sequence.node, known, token_ids, end, self.block_size)
+        return known[: max(0, length // self.block_size - sequence.node.depth)], last, length
 
     def _replace(self, sequence: KVSequence, index: int, block: int) -> None:
         """Another block holds the same entries: share it, and give up the own one."""
@@ -483,7 +457,7 @@ class KVPool:
             partial = 0
         self._set_blocks(sequence, kept)
         sequence.num_shared_blocks = first
-        sequence.node = _ancestor(sequence.node, first)
+        self._place(sequence, _ancestor(sequence.node, first))
         self._drop(blocks[first:])
         return first * self.block_size + partial
 

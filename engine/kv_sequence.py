@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,12 +33,15 @@ class KVSequence:
     num_shared_blocks: int = 0
     #: The last of the leading blocks that others find by their text, or the root; None: it shares with none.
     node: PrefixNode | None = None
+    #: Length from which on it has a full block that others do not find yet.
+    publishable_from: int = sys.maxsize
     #: The blocks are given back; rows still fed to this sequence go to block 0.
     released: bool = False
-    #: A guessed continuation of another sequence; see :meth:`~engine.kv_pool.KVPool.branch`.
-    is_branch: bool = False
     #: What :meth:`~engine.kv_pool.KVPool.drop_blocks` has dropped.
     dropped: DroppedEntries = field(default_factory=DroppedEntries)
+    #: So many of its first entries others have, too, but where it has read no more nobody has kept recurrent states of
+    #: them: they are worth keeping.
+    fork: int = 0
     #: Where its recurrent states lie; None: the model has none.
     states: StateSlot | None = None
 

@@ -47,6 +47,7 @@ class LayerShape:
     """How one attention module attends."""
 
     module: nn.Module
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     value_dim: int
@@ -183,6 +184,7 @@ def _record(
     recorder.shapes.append(
         LayerShape(
             module=module,
+            num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             head_dim=key.shape[3],
             value_dim=value.shape[3],

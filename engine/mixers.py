@@ -76,6 +76,15 @@ class Mixer:
         return self.caches[at], plan
 
 
+def copy_states(caches: Sequence[RecurrentCache], copies: Sequence[tuple[int, int]]) -> None:
+    """Copy states, records and inputs from place to place, one after the other."""
+    with torch.inference_mode():
+        for cache in caches:
+            for part in [cache] if isinstance(cache, torch.Tensor) else [cache.state, *cache.records.values()]:
+                for source, target in copies:
+                    part[target] = part[source]
+
+
 #: Functions of torch that compute an element by where in a tensor it stands.
 _UNEVEN: Final = frozenset({"sigmoid", "silu", "softplus"})
 #: A layer whose weight its parent multiplies by itself.
@@ -97,8 +106,10 @@ def adopt_mixers(model: PreTrainedModel) -> list[Mixer]:
             mixers.append(Mixer(module, config))
             changed = partial(_changed(forward, called, mixers[-1]), module)
             module.forward = partial(_forward, mixers[-1], changed, module.forward)
-            for name in _READ_WEIGHT.findall(inspect.getsource(forward)):
+            read = _READ_WEIGHT.findall(inspect.getsource(forward))
+            for name in read:
                 keep_as_it_is(getattr(module, name))
+            names |= {"sigmoid"} if read else set()
         if _UNEVEN & names:
             uneven.append(module)
     for module in uneven if mixers else ():

@@ -12,7 +12,7 @@ from engine.attention import AttentionKernels, PagedBatch
 from engine.batch import Batch
 from engine.hidden_states import StateTap
 from engine.layers import ForwardState, LayerShape, PagedLayer, bind
-from engine.mixers import Mixer
+from engine.mixers import Mixer, RecurrentCache
 from engine.parallel.ranks import Ranks, Words
 from engine.recurrent.even import ask_for
 
@@ -41,7 +41,7 @@ class ModelModules:
         self._model = model
         self._tap = StateTap(model, shapes, [mixer.module for mixer in mixers])
         self._state = ForwardState()
-        self._has_states = bool(mixers)
+        self._mixers = mixers
         self.num_layers = self._tap.num_layers
         for shape, (k_cache, v_cache) in zip(shapes, caches, strict=True):
             bind(shape, PagedLayer(k_cache, v_cache, shape.window, self._state))
@@ -54,7 +54,7 @@ class ModelModules:
         # An output layer is not asked to handle no rows at all: it gets one, which is dropped.
         rows = batch.logit_rows if num_logits else batch.plan.slots.new_zeros(1)
         self._state.batch, self._state.kernels = PagedBatch(batch), kernels
-        recurrences = None if kernels is None or not self._has_states else kernels.RECURRENCES
+        recurrences = None if kernels is None or not self._mixers else kernels.RECURRENCES
         try:
             with ask_for(None if recurrences is None else recurrences.EVEN):
                 output = self._model(
@@ -80,6 +80,11 @@ class ModelModules:
         with self._tap.catch(layers, rows) as caught:
             logits = self.logits(batch, kernels=kernels)
         return logits, caught[0]
+
+    @property
+    def state_caches(self) -> list[RecurrentCache]:
+        """Those of all recurrences."""
+        return [cache for mixer in self._mixers for cache in mixer.caches]
 
     def everywhere(self, message: Callable[[], Words], own_part: Callable[[], T]) -> T:
         """Do something on this rank, and on the others what the message says."""

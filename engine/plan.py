@@ -41,7 +41,7 @@ class BatchPlan:
     #: int64 [T], or None where the rows of every sequence form a chain. Bit ``j`` of a row says whether it sees row
     #: ``j`` of its own sequence's rows, itself included; ancestors stand before their descendants. Cached entries are
     #: seen by all rows, and rows from the 65th on by all that follow them, so -1 is a chain of any length (and only a
-    #: chain has -1).
+    #: chain has -1). A row of 0 bits sees the cached entries alone; its position may be that of one of them.
     ancestors: torch.Tensor | None = None
 
     @property

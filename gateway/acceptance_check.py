@@ -66,8 +66,8 @@ async def check_acceptance(generation: Generation, head: ModelInfo, usual: float
     logger.warning(
         "SELF-TEST FAILED: the target accepted %d of %d tokens that draft %s (%s) proposed: %.2f tokens a round, where"
         " %.1f are usual for this kind. The text is right, but drafting costs time. Usual causes: the head was trained"
-        " for another target, or for another version or quantization of it; its config means other hidden states, norms"
-        " or rotary embeddings here than where it was trained; its weights are incomplete or untrained"
+        " for another target, or for another version or quantization of it; its config means other hidden states,"
+        " masks, norms or rotary embeddings here than where it was trained; its weights are incomplete or untrained"
         " (docs/drafters.md#draft-heads)",
         counted.num_accepted_draft_tokens,
         counted.num_draft_tokens,

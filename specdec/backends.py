@@ -38,10 +38,7 @@ class TargetSession(Protocol):
         """Ask for a round: verify the proposal (one without tokens is a plain step). Then decode in multi-step, up to
         ``multi_step_tokens`` tokens after the committed ones, those of the round included.
 
-        The round starts at once if the proposal continues the committed tokens. A proposal that assumes more tokens is
-        kept: its round starts when those tokens are committed, and it is dropped when other tokens are. So at most one
-        round runs at a time, and a verdict alone tells whether a proposal offered earlier starts the next one. At most
-        as many are kept as :class:`~specdec.pending_proposals.PendingProposals` holds.
+        The round starts at once if the proposal continues the committed tokens. At most one round runs at a time.
 
         While multi-step decode continues, ``base_len`` is a length that a verdict has named. What was committed since
         is cut off the proposal, and the rest takes the place of the next tokens. Where other tokens were committed or
@@ -50,8 +47,8 @@ class TargetSession(Protocol):
         ...
 
     def multi_step_decode(self, committed_len: int, num_tokens: int) -> None:
-        """Ask for up to ``num_tokens`` tokens after ``committed_len`` without proposals; drops all proposals kept.
-        With 0 multi-step decode ends with its next token.
+        """Ask for up to ``num_tokens`` tokens after ``committed_len`` without proposals. With 0 multi-step decode ends
+        with its next token.
 
         ``committed_len`` is that of a verdict received, and all verdicts after it came from multi-step decode.
         """
@@ -106,10 +103,7 @@ class DraftSession(Protocol):
     """An open session on a draft: committed tokens in, proposals out, both in order.
 
     Every :meth:`advance` that asks for tokens is answered by a proposal that continues the tokens it commits, unless a
-    newer call replaced it. With ``num_ahead_proposals`` the draft also guesses the coming verdict and sends proposals
-    for the likeliest verdicts early. If one of them was sent for exactly the tokens that a call commits, it *is* the
-    answer and no other comes. So the caller takes the first proposal that fits the committed tokens, and drops those
-    that cannot fit any more.
+    newer call replaced it.
     """
 
     @property
@@ -122,19 +116,22 @@ class DraftSession(Protocol):
         base_len: int,
         token_ids: Sequence[int],
         num_draft_tokens: int,
-        num_ahead_proposals: int = 0,
         hidden_states: Sequence[HiddenStates] = (),
+        stream_tokens: int = 0,
     ) -> None:
         """Commit ``token_ids`` after ``base_len`` and ask for ``num_draft_tokens`` after them.
 
-        Up to ``num_ahead_proposals`` may be drafted ahead of the next verdict. With ``num_draft_tokens`` 0 there is no
-        answer and drafting ahead ends. ``hidden_states`` are those of the target's verdicts since the last call, for
-        drafters that read them. The call does not wait for the answer.
+        With ``num_draft_tokens`` 0 there is no answer. ``hidden_states`` are those of the target's verdicts since the
+        last call, for drafters that read them. The call does not wait for the answer.
+
+        With ``stream_tokens``, where :attr:`opened` says that the draft streams, it drafts on after its proposal as if
+        that were committed, up to so many tokens after those that are, in proposals of ``num_draft_tokens``. Calls that
+        agree with what was drafted do not interrupt it; after others it begins a new chain (``Proposal.chain``).
         """
         ...
 
     async def receive(self) -> Proposal:
-        """The next proposal: an answer, or one drafted ahead. It may have fewer tokens than asked for, even none.
+        """The next proposal. It may have fewer tokens than asked for, even none.
 
         Raises a :class:`~specdec.errors.TandemError` when the session is lost.
         """

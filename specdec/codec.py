@@ -171,32 +171,40 @@ def decode_open_draft(message: target_pb.OpenTargetSession | draft_pb.OpenDraftS
 
 
 def encode_proposal(proposal: Proposal) -> pb.Proposal:
-    """A proposal, with its assumption and q rows where it has them."""
+    """A proposal, with q rows where it has them."""
     return pb.Proposal(
         epoch=proposal.epoch,
         base_len=proposal.base_len,
-        assumed_token_ids=proposal.assumed_token_ids,
         token_ids=proposal.token_ids,
         parents=proposal.parents,
         q_rows=[pb.SparseRow(packed=row.packed) for row in proposal.q_rows],
         draft_ns=proposal.draft_ns,
         queue_ns=proposal.queue_ns,
-        likelihood=proposal.likelihood,
+        chain=proposal.chain,
     )
 
 
 def decode_proposal(message: pb.Proposal) -> Proposal:
-    """A proposal, whose parts may not fit each other. The q rows stay packed: only a target reads them."""
+    """A proposal, whose parts may not fit each other. The q rows stay packed: only a target reads them.
+
+    Raises:
+        InvalidRequest: it was drafted ahead of a verdict; an older gateway continues without drafts then.
+    """
+    if message.assumed_token_ids:
+        raise InvalidRequest(
+            f"the proposal assumes {len(message.assumed_token_ids)} tokens that are not committed; proposals drafted"
+            " ahead of verdicts are not taken any more: set num_ahead_proposals to 0, or update the gateway",
+            param="assumed_token_ids",
+        )
     return Proposal(
         epoch=message.epoch,
         base_len=message.base_len,
         token_ids=tuple(message.token_ids),
         parents=tuple(message.parents),
         q_rows=tuple([SparseRow(row.packed) for row in message.q_rows]),
-        assumed_token_ids=tuple(message.assumed_token_ids),
         draft_ns=message.draft_ns,
         queue_ns=message.queue_ns,
-        likelihood=message.likelihood,
+        chain=message.chain,
     )
 
 
@@ -303,6 +311,7 @@ def encode_target_opened(opened: TargetOpened) -> target_pb.TargetSessionOpened:
         prefill_ns=opened.prefill_ns,
         verification=encode_rule(opened.rule),
         asks_drafts=opened.asks_drafts,
+        asks_remote_drafts=opened.asks_remote_drafts,
     )
 
 
@@ -318,6 +327,7 @@ def decode_target_opened(message: target_pb.TargetSessionOpened) -> TargetOpened
         queue_ns=message.queue_ns,
         prefill_ns=message.prefill_ns,
         asks_drafts=message.asks_drafts,
+        asks_remote_drafts=message.asks_remote_drafts,
     )
 
 

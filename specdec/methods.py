@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from specdec.checkpoint_config import read_config
 from specdec.errors import InvalidRequest, ModelNotSupported
+from specdec.refused_methods import refuse_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,39 @@ _BUILT_IN: Final = (
         training_summary="a head on three of the target's hidden states, with a vocabulary of its own",
     ),
     Method(
+        name="dflash",
+        needs_model=True,
+        is_head=True,
+        attends=True,
+        usual_acceptance_length=2.2,
+        speculators_type="dflash",
+        config_field="dflash_config",
+        architecture="dflashdraft|dflashspeculator|muse_?glimmer_?assistant",
+        training_name="dflash",
+        training_summary="layers that draft a block in one pass, on some of the target's hidden states",
+    ),
+    Method(
+        name="dflash2",
+        needs_model=True,
+        is_head=True,
+        attends=True,
+        usual_acceptance_length=2.4,
+        speculators_type="dflash2",
+        architecture="dflash2",
+    ),
+    Method(
+        name="dspark",
+        needs_model=True,
+        is_head=True,
+        attends=True,
+        usual_acceptance_length=2.4,
+        speculators_type="dspark",
+        config_field="markov_rank",
+        architecture="dspark",
+        training_name="dspark",
+        training_summary="the same, with a bias from token to token and an estimate of each token's acceptance",
+    ),
+    Method(
         name="medusa",
         needs_model=True,
         is_head=True,
@@ -134,6 +168,7 @@ def method_of(folder: str) -> str:
 
 def method_of_config(config: Mapping[str, Any]) -> str | None:
     """The method that a ``config.json`` names; None if it may be any causal language model's."""
+    refuse_config(config)
     kind = config.get("speculators_model_type")
     if kind is not None:
         known = {method.speculators_type: name for name, method in METHODS.items() if method.speculators_type}

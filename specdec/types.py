@@ -35,17 +35,10 @@ class Proposal:
     #: Where a ratio rule needs q: one per group of siblings, in the order of their first tokens (in a chain one per
     #: token). Empty for deterministic and coupled drafts.
     q_rows: tuple[SparseRow, ...] = ()
-    #: Tokens assumed to be committed between base_len and the drafted ones.
-    assumed_token_ids: tuple[int, ...] = ()
     draft_ns: int = 0
     queue_ns: int = 0
-    #: The draft's estimate of the probability that the assumed tokens are what will be committed; 0 without any.
-    likelihood: float = 0.0
-
-    @property
-    def committed_len(self) -> int:
-        """Committed length its round starts from."""
-        return self.base_len + len(self.assumed_token_ids)
+    #: Of a stream: the number of the chain that it continues.
+    chain: int = 0
 
     @property
     def depth(self) -> int:
@@ -83,12 +76,6 @@ class Proposal:
             return None
         rest = replace(self, base_len=self.base_len + count, token_ids=self.token_ids[count:])
         return replace(rest, q_rows=self.q_rows[count:]) if self.q_rows else rest
-
-    @property
-    def num_bytes(self) -> int:
-        """Approximate size in memory: 4 bytes per token, and the q rows."""
-        num_tokens = len(self.token_ids) + len(self.parents) + len(self.assumed_token_ids)
-        return 4 * num_tokens + sum(len(row.packed) for row in self.q_rows)
 
 
 #: Bytes of an element, by the element types that hidden states may have.
@@ -274,6 +261,8 @@ class TargetOpened:
     prefill_ns: int = 0
     #: Whether the session implements :class:`specdec.backends.DraftOpener`.
     asks_drafts: bool = False
+    #: Of other machines, too, over TCP without certificates.
+    asks_remote_drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +272,8 @@ class DraftOpened:
     epoch: int
     num_speculative_tokens: int
     num_cached_tokens: int = 0
+    #: It can draft on while nobody answers.
+    streams: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,12 +322,5 @@ class ServerLoad:
     busy_ns: int = 0
     #: Targets: times that a session lost its blocks to others, and was fed again later.
     preemptions: int = 0
-    #: Targets: proposals drafted ahead of verdicts that differed from their assumptions.
+    #: Targets: proposals that were dropped because multi-step decode had gone on.
     superseded_proposals: int = 0
-    #: Drafts: those nanoseconds that went into drafting ahead, which what sessions wait for preempts.
-    ahead_busy_ns: int = 0
-    #: Drafts: proposals drafted ahead of verdicts and sent, verdicts that equalled the assumption of one of them, and
-    #: tokens drafted ahead that no verdict used.
-    ahead_proposals: int = 0
-    ahead_hits: int = 0
-    wasted_draft_tokens: int = 0

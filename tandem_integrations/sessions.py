@@ -189,7 +189,6 @@ class RemoteSessions:
             base_len=start,
             token_ids=row.tokens(start),
             num_draft_tokens=num_tokens,
-            num_ahead_proposals=self._settings.num_ahead_proposals,
         )
         request.advances.add(session_id=session.name, advance=advance)
         self._put(after, session, row)

@@ -20,9 +20,6 @@ class RemoteDraftSettings:
 
     draft: str = option("127.0.0.1:50062", "address of the draft service, host:port or a Unix domain socket")
     timeout_ms: int = option(100, "time a step waits for drafts; sequences without one decode plainly", ge=1, le=60_000)
-    num_ahead_proposals: int = option(
-        0, "proposals drafted ahead of each step's result, for a draft with a device of its own", ge=0, le=15
-    )
     reserve_tokens: int = option(
         1024,
         "tokens a sequence may grow by until it is opened again; more than num_speculative_tokens",

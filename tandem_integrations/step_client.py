@@ -26,10 +26,12 @@ NETWORK_MS: Final = 20
 #: Steps in a row that may use up their time for nothing. Each makes a step of the engine as much longer, so a draft
 #: that is never in time costs four such steps, then nothing until it is tried again.
 MAX_LATE_STEPS: Final = 4
-#: Seconds before a service that failed is tried again, doubled with each failure after the first: a service that
-#: restarts is found at once, and one that is gone or too slow costs little.
+#: Seconds before a service that had nothing in time is asked again, doubled with each such failure after the first.
 RETRY_S: Final = 1.0
 MAX_RETRY_S: Final = 64.0
+#: Seconds after which one that was lost or cannot be reached is called again: gRPC connects beside the steps,
+#: and a refusal costs a step a millisecond. A channel may stay idle after a failure.
+CALL_S: Final = 0.5
 
 
 class Lost(Exception):
@@ -49,26 +51,46 @@ class StepClient:
         self._certificates = Certificates(settings.tls) if settings.tls else None
         self._timeout_ms = settings.timeout_ms
         self._channel: grpc.Channel | None = None
+        #: Whether the channel is connected; set by gRPC's thread.
+        self._is_ready = threading.Event()
+        self._is_open = False
         self._requests: queue.SimpleQueue[pb.DraftStepRequest | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[pb.DraftStepResponse | None] = queue.SimpleQueue()
         self._step = 0
+        #: Late steps in a row, and how often a stream was given up for them since the last proposal.
         self._num_late = 0
-        self._num_failures = 0
+        self._num_times_late = 0
+        self._was_lost = False
         self._retry_at = 0.0
 
     @property
     def is_connected(self) -> bool:
         """Whether the stream is open."""
-        return self._channel is not None
+        return self._is_open
 
     def connect(self) -> bool:
-        """Open the stream, if it is not open; False for a time after a failure."""
-        if self._channel is None and time.monotonic() >= self._retry_at:
-            self._channel = self._open_channel()
+        """Open the stream if it is not open and the service can be reached; whether it is open. The first call waits
+        for the service as long as a step does, later ones do not wait.
+        """
+        now = time.monotonic()
+        if not self._is_open and now >= self._retry_at:
+            is_first, self._retry_at = not self._retry_at, now + CALL_S
+            self._channel = self._channel or self._open_channel()
+            self._channel.unsubscribe(self._note)
+            self._channel.subscribe(self._note, try_to_connect=True)
+            if is_first and not self._is_ready.wait(self._timeout_ms / 1000):
+                logger.warning(
+                    "the draft service %s cannot be reached yet; nothing is drafted until then", self.address
+                )
+        if self._channel is not None and not self._is_open and self._is_ready.is_set():
+            # An engine's log shows warnings of others; who read of the loss reads of the end of it.
+            level = logging.WARNING if self._was_lost else logging.INFO
+            logger.log(level, "the draft service %s is connected", self.address)
+            self._is_open = True
             self._requests, self._answers = queue.SimpleQueue(), queue.SimpleQueue()
             call = pb_grpc.DraftServiceStub(self._channel).DraftSteps(_sent(self._requests))
             threading.Thread(target=self._receive, args=(call, self._answers), name="tandem-draft", daemon=True).start()
-        return self._channel is not None
+        return self._is_open
 
     def step(self, request: pb.DraftStepRequest) -> pb.DraftStepResponse | None:
         """The answer to one step; None where none came in time. The stream is open.
@@ -81,21 +103,39 @@ class StepClient:
         start = time.monotonic()
         self._requests.put(request)
         answer = self._answer(start + (self._timeout_ms + NETWORK_MS) / 1000)
-        if time.monotonic() - start < self._timeout_ms / 1000 or (answer is not None and answer.proposals):
-            self._num_late = self._num_failures = 0
-            return answer
+        has_proposals = answer is not None and bool(answer.proposals)
+        if has_proposals:
+            self._num_times_late = 0
+        if has_proposals or time.monotonic() - start < self._timeout_ms / 1000:
+            self._num_late = 0
+        else:
+            self._note_late()
+        return answer
+
+    def _note_late(self) -> None:
         self._num_late += 1
         if self._num_late >= MAX_LATE_STEPS:
-            logger.warning("the draft service %s had nothing within %d ms", self.address, self._timeout_ms)
-            self._lose()
-        return answer
+            self._num_times_late += 1
+            pause_s = backoff_s(self._num_times_late, first_s=RETRY_S, last_s=MAX_RETRY_S)
+            logger.warning(
+                "the draft service %s had nothing within %d ms; it is asked again in %g s",
+                self.address, self._timeout_ms, pause_s,
+            )  # fmt: skip
+            self._lose(pause_s)
 
     def close(self) -> None:
         """End the stream. The next step opens another one."""
         if self._channel is not None:
             self._requests.put(None)
+            self._channel.unsubscribe(self._note)
             self._channel.close()
-            self._channel = None
+            self._channel, self._is_open, self._is_ready = None, False, threading.Event()
+
+    def _note(self, connectivity: grpc.ChannelConnectivity) -> None:
+        if connectivity is grpc.ChannelConnectivity.READY:
+            self._is_ready.set()
+        else:
+            self._is_ready.clear()
 
     def _open_channel(self) -> grpc.Channel:
         options = list(CHANNEL_OPTIONS)
@@ -112,16 +152,15 @@ class StepClient:
             except queue.Empty:
                 break
             if answer is None:
-                self._lose()
+                self._lose(CALL_S)
             elif answer.step == self._step:
                 return answer
         return None
 
-    def _lose(self) -> NoReturn:
+    def _lose(self, pause_s: float) -> NoReturn:
         self.close()
-        self._num_late = 0
-        self._num_failures += 1
-        self._retry_at = time.monotonic() + backoff_s(self._num_failures, first_s=RETRY_S, last_s=MAX_RETRY_S)
+        self._num_late, self._was_lost = 0, True
+        self._retry_at = time.monotonic() + pause_s
         raise Lost
 
     def _receive(self, call: Any, answers: queue.SimpleQueue[pb.DraftStepResponse | None]) -> None:
@@ -130,7 +169,7 @@ class StepClient:
                 answers.put(answer)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.CANCELLED:
-                logger.warning("the draft service %s was lost: %s", self.address, _details(error))
+                logger.warning("the draft service %s was lost, nothing is drafted: %s", self.address, _details(error))
         finally:
             answers.put(None)
 

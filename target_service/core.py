@@ -15,6 +15,7 @@ from engine.device_thread import DeviceThread
 from engine.engine import Engine
 from engine.hidden_states import STATE_DTYPE
 from engine.kv_sequence import KVSequence
+from engine.loading.memory import LargestStep
 from engine.parallel.ranks import Place
 from engine.sampling.state import SamplingState
 from specdec.errors import InternalError, InvalidRequest, Unavailable
@@ -33,7 +34,7 @@ from target_service.sequence_memory import SequenceMemory
 from target_service.session.session import Session, may_reuse
 from target_service.step import ScheduledSequence, StepResult, StepSession, run_steps
 from target_service.stop_criteria import StopCriteria
-from target_service.verification.verifier import Verifier
+from target_service.verification.verifier import Verifier, decide_many
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,8 @@ class TargetCore:
             Unavailable: a rank of a split model ends.
         """
         device = DeviceThread("target-device")
-        loading = asyncio.create_task(device.run(load, settings.model, place, on_loss))
+        largest = LargestStep(settings.scheduler.max_num_batched_tokens, decide_many)
+        loading = asyncio.create_task(device.run(load, settings.model, place, on_loss, largest))
         try:
             engine = await asyncio.shield(loading)
             await device.run(engine.warm_up)
@@ -231,7 +233,7 @@ class TargetCore:
         self._num_stale += 1
 
     def count_superseded(self, count: int = 1) -> None:
-        """Count proposals that assumed tokens which were not committed."""
+        """Count proposals that were dropped because multi-step decode had gone on."""
         self._num_superseded += count
 
     def keep(self, sequence: KVSequence, length: int, token_ids: Sequence[int]) -> None:
@@ -239,8 +241,12 @@ class TargetCore:
         pool = self.engine.pool
         if sequence.length != length:
             pool.rollback(sequence, length)
-        if pool.may_publish(sequence):
+        if sequence.length >= sequence.publishable_from:
             pool.publish(sequence, token_ids)
+
+    def keep_states(self, sequence: KVSequence, interval: int) -> None:
+        """See :meth:`engine.kv_pool.KVPool.keep_states`."""
+        self.engine.pool.keep_states(sequence, interval)
 
     def finish(self, session: Session) -> None:
         """Give back the cache of a session that has ended; its client may be slow to close it."""

@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from specdec.errors import InternalError, InvalidRequest, TandemError, Unavailable
 from specdec.rpc.draft_stream import DraftStream
 from specdec.types import DraftedRound, DraftOpened, Proposal
+from target_service.trip_times import TripTimes
 
 if TYPE_CHECKING:  # it loads torch
     from target_service.session.session import Session
 
 logger = logging.getLogger(__name__)
+
+#: Tokens that a draft streams beyond the committed ones, at most.
+MAX_STREAM_TOKENS: Final = 256
+#: Latest lengths that the draft was told, to measure its trips.
+NUM_TOLD: Final = 64
 
 
 class DraftListener(Protocol):
@@ -32,7 +39,12 @@ class DraftListener(Protocol):
 
 
 class DirectDraft:
-    """Asks a draft after each verdict, and has the session verify what comes.
+    """Asks a draft, and has the session verify what comes: in rounds, or as a stream where the draft is far away.
+
+    **Rounds**: the draft is asked after each verdict, and waited for. **A stream**: the session decodes by itself, and
+    each step verifies what is there when it begins. The draft hears of every verdict and drafts on as if its own tokens
+    were committed, until it hears otherwise. A trip that takes too much of a step (:class:`TripTimes`) makes rounds a
+    stream, for drafts that offer it: those of sessions whose text does not depend on proposals.
 
     The gateway chooses the length of the proposals, and gets the verdicts. A choice that comes while a proposal is
     drafted holds from the next one on: what is verified never depends on the tokens that were drawn. With the length 0,
@@ -48,21 +60,25 @@ class DirectDraft:
         connect: Callable[[tuple[int, ...]], Awaitable[DraftStream]],
         listener: DraftListener,
         timeout_s: float,
+        times: TripTimes,
     ) -> None:
         """``connect`` opens the draft's session with the tokens that are committed. ``timeout_s``: how long it may take
-        for a proposal.
+        for a proposal that is waited for. ``times``: of this draft, by all sessions that ask it.
         """
         self._session = session
         self._connect = connect
         self._listener = listener
         self._timeout_s = timeout_s
+        self._times = times
         self._stream: DraftStream | None = None
-        #: Committed tokens that the draft knows.
+        #: Committed tokens that the draft knows, and when it was told of the latest lengths.
         self._known_len = 0
+        self._told_ns: deque[tuple[int, int]] = deque(maxlen=NUM_TOLD)
         #: Drafted tokens of the next rounds.
         self._num_draft_tokens = 0
         #: Tokens asked for since ``_asked_ns``; 0: no proposal is expected.
         self._num_asked = self._asked_ns = 0
+        self._is_streaming = False
         self._late: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
         self._is_over = False
@@ -72,9 +88,11 @@ class DirectDraft:
         """Have so many tokens drafted in each round from now on; 0: none, after the round that was asked for."""
         if self._stream is None or self._is_over:
             return
-        self._session.on_idle = self._on_idle
+        self._session.on_committed = self._on_committed
         self._num_draft_tokens = min(num_draft_tokens, self._stream.opened.num_speculative_tokens)
-        if self._num_draft_tokens:
+        if self._is_streaming:
+            self._stream_on()
+        elif self._num_draft_tokens and not self._begin_stream():
             self._session.multi_step_decode(self._session.committed_len, 0)  # ends with the next token
         if self._session.is_idle:
             self._on_idle()
@@ -94,12 +112,35 @@ class DirectDraft:
             self._stream, self._known_len = stream, len(token_ids)
             self._listener.draft_opened(stream.opened)
             while True:
-                self._verify(await stream.receive())
+                self._take(await stream.receive())
         except TandemError as error:
             self._lose(error)
         except Exception as error:
             logger.exception("a draft that is asked by the target failed unexpectedly")
             self._lose(InternalError(f"the draft failed unexpectedly: {error}"))
+
+    def _on_committed(self) -> None:
+        session = self._session
+        if session.finish_reason is not None:
+            return
+        self._times.add_step(session.step_ns)
+        if self._is_streaming:
+            self._stream_on()
+        elif session.is_idle:
+            self._on_idle()
+
+    def _tell(self, num_draft_tokens: int, stream_tokens: int = 0) -> None:
+        """Tell the draft what is committed, and ask for tokens."""
+        assert self._stream is not None, "a length is set once the draft is open"
+        known_len, self._known_len = self._known_len, self._session.committed_len
+        self._told_ns.append((self._known_len, time.perf_counter_ns()))
+        token_ids = self._session.committed_token_ids(known_len)
+        try:
+            self._stream.post_advance(known_len, token_ids, num_draft_tokens, stream_tokens=stream_tokens)
+        except TandemError as error:
+            self._lose(error)
+
+    # --- rounds ---
 
     def _on_idle(self) -> None:
         """Nothing is asked of the session: ask the draft, or have the session decode by itself from now on."""
@@ -107,26 +148,25 @@ class DirectDraft:
         if self._num_asked:
             return
         if not self._num_draft_tokens:
-            session.on_idle = None
+            session.on_committed = None
             session.multi_step_decode(session.committed_len, session.num_left)
             return
-        assert self._stream is not None, "a length is set once the draft is open"
-        self._num_asked, self._asked_ns = self._num_draft_tokens, time.perf_counter_ns()
-        try:
-            self._stream.post_advance(self._known_len, session.committed_token_ids(self._known_len), self._num_asked)
-        except TandemError as error:
-            self._lose(error)
+        if self._begin_stream():
             return
-        self._known_len = session.committed_len
+        self._num_asked, self._asked_ns = self._num_draft_tokens, time.perf_counter_ns()
         self._late = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out)
+        self._tell(self._num_asked)
 
     def _time_out(self) -> None:
         self._lose(Unavailable(f"no proposal came within {self._timeout_s:g} s"))
 
-    def _verify(self, proposal: Proposal) -> None:
+    def _take(self, proposal: Proposal) -> None:
         """A proposal came."""
+        if self._is_streaming:
+            self._take_streamed(proposal)
+            return
         session = self._session
-        if not self._num_asked or proposal.base_len != self._known_len or proposal.assumed_token_ids:
+        if not self._num_asked or proposal.base_len != self._known_len:
             return  # it belongs to no question
         self._drop_timer()
         num_asked, self._num_asked = self._num_asked, 0
@@ -135,6 +175,7 @@ class DirectDraft:
                 self._on_idle()
             return
         wait_ns = time.perf_counter_ns() - self._asked_ns
+        self._times.add_trip(wait_ns - proposal.draft_ns - proposal.queue_ns)
         depth = proposal.depth if proposal.parents else 0
         session.drafted = DraftedRound(len(proposal.token_ids), num_asked, proposal.draft_ns, wait_ns, depth)
         try:
@@ -142,16 +183,59 @@ class DirectDraft:
         except InvalidRequest as error:
             self._lose(error)
 
+    # --- a stream ---
+
+    def _begin_stream(self) -> bool:
+        """Have the session decode beside the draft from now on, if the draft is far away; False: rounds."""
+        assert self._stream is not None, "a length is set once the draft is open"
+        offers = self._stream.opened.streams and self._times.is_far
+        if not offers or self._num_asked or not self._session.may_stream:
+            return False
+        self._is_streaming = True
+        self._stream_on()
+        return True
+
+    def _stream_on(self) -> None:
+        """Tell the draft what is committed; end the stream where no drafts are wanted, or where rounds are better."""
+        session, k = self._session, self._num_draft_tokens
+        if k and self._times.is_far:
+            session.stream(k)
+            self._tell(k, min(MAX_STREAM_TOKENS, (k + 1) * (2 + self._times.num_steps)))
+            return
+        self._is_streaming = False
+        session.end_stream()
+        if k:
+            session.multi_step_decode(session.committed_len, 0)  # rounds follow the next token
+        else:
+            session.on_committed = None
+            self._tell(0)
+
+    def _take_streamed(self, proposal: Proposal) -> None:
+        try:
+            begins = self._session.take_streamed(replace(proposal, epoch=self._session.spec.epoch))
+        except InvalidRequest as error:
+            self._lose(error)
+            return
+        if begins:
+            for length, told_ns in self._told_ns:
+                if length == proposal.base_len:
+                    trip_ns = time.perf_counter_ns() - told_ns - proposal.draft_ns - proposal.queue_ns
+                    self._times.add_trip(trip_ns)
+
     def _lose(self, error: TandemError) -> None:
         if not self._is_over:
             self._end()
             self._listener.draft_lost(error)
-            if self._session.is_idle and self._session.on_idle is not None:
+            if self._session.is_idle and self._session.on_committed is not None:
                 self._on_idle()
 
     def _end(self) -> None:
         """Ask for nothing any more."""
         self._is_over, self._num_draft_tokens, self._num_asked = True, 0, 0
+        if self._is_streaming:
+            self._is_streaming = False
+            self._session.end_stream()
+            self._session.on_committed = None
         self._drop_timer()
         if self._closing is None and self._stream is not None:
             self._closing = asyncio.get_running_loop().create_task(self._stream.close())

@@ -96,5 +96,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "tandem target") -> i
     except InvalidRequest as error:
         parser.error(str(error))
     if place is not None and place.rank:
-        return run_follower(target.model, place, log_level=server.log_level, log_format=server.log_format)
+        return run_follower(
+            target.model,
+            place,
+            log_level=server.log_level,
+            log_format=server.log_format,
+            num_rows=target.scheduler.max_num_batched_tokens,
+        )
     return run(lambda: make_service(target, place), server)

@@ -16,8 +16,9 @@ from typing import Final
 from transformers.utils import logging as transformers_logging
 
 from engine.device import resolve_device
-from engine.engine import Engine
+from engine.engine import LARGE_PASS_ROWS, Engine
 from engine.loading.load import load_engine
+from engine.loading.memory import LargestStep
 from engine.parallel.follower import follow
 from engine.parallel.ranks import PRESENT, STORE_PORT, Place, Ranks, listen
 from specdec.errors import TandemError, Unavailable
@@ -39,8 +40,8 @@ _INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 class RankProcesses:
     """Ranks 1 to N - 1, on this host."""
 
-    def __init__(self, settings: ModelSettings) -> None:
-        """Start them; they load the model as soon as rank 0 joins them.
+    def __init__(self, settings: ModelSettings, num_rows: int = LARGE_PASS_ROWS) -> None:
+        """Start them; they load the model as soon as rank 0 joins them. ``num_rows``: of the largest step.
 
         Raises:
             Unavailable: one cannot be started.
@@ -51,7 +52,7 @@ class RankProcesses:
         self._children: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(1, self.size):
-                self._children.append(self._start(settings, rank))
+                self._children.append(self._start(settings, rank, num_rows))
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -97,18 +98,26 @@ class RankProcesses:
                 child.kill()
                 child.wait()
 
-    def _start(self, settings: ModelSettings, rank: int) -> subprocess.Popen[bytes]:
+    def _start(self, settings: ModelSettings, rank: int, num_rows: int) -> subprocess.Popen[bytes]:
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
         level = level if level in LEVELS else LEVELS[-1]
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), STORE_PORT: str(self.store.port), _INTERFACE: _LOOPBACK}
         return subprocess.Popen(
-            [sys.executable, "-m", "target_service", *flags_of(settings), "--log-level", level],
+            [
+                *(sys.executable, "-m", "target_service", *flags_of(settings), "--log-level", level),
+                *("--max-num-batched-tokens", str(num_rows)),
+            ],
             env={**os.environ, **place},
             stdin=subprocess.DEVNULL,
         )
 
 
-def load(settings: ModelSettings, place: Place | None, on_loss: OnLoss = logger.error) -> Engine:
+def load(
+    settings: ModelSettings,
+    place: Place | None,
+    on_loss: OnLoss = logger.error,
+    largest: LargestStep = LargestStep(),
+) -> Engine:
     """The engine of a target, or of its rank 0; called on the device thread.
 
     With several ranks and no ``place`` this starts the others; the engine ends them when it is closed. ``on_loss`` is
@@ -117,28 +126,37 @@ def load(settings: ModelSettings, place: Place | None, on_loss: OnLoss = logger.
     Raises as :func:`~engine.loading.load.load_engine`, and Unavailable where a rank ends.
     """
     if settings.tensor_parallel_size == 1:
-        return load_engine(settings)
+        return load_engine(settings, largest=largest)
     if place is not None:
-        return load_engine(settings, lambda: _join(settings, place, on_loss))
-    return load_engine(settings, lambda: _start_others(settings, on_loss))
+        return load_engine(settings, lambda: _join(settings, place, on_loss), largest)
+    return load_engine(settings, lambda: _start_others(settings, on_loss, largest.num_rows), largest)
 
 
-def run_follower(settings: ModelSettings, place: Place, *, log_level: str, log_format: str) -> int:
-    """Be one of the ranks that follow, until rank 0 stops or is gone; returns the exit status."""
+def run_follower(
+    settings: ModelSettings,
+    place: Place,
+    *,
+    log_level: str,
+    log_format: str,
+    num_rows: int = LARGE_PASS_ROWS,
+) -> int:
+    """Be one of the ranks that follow, until rank 0 stops or is gone; returns the exit status. ``num_rows``: of the
+    largest step, as rank 0 has it.
+    """
     start_log(log_level, log_format)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # rank 0 drains first
     try:
-        follow(load_engine(settings, lambda: _join(settings, place, logger.error)))
+        follow(load_engine(settings, lambda: _join(settings, place, logger.error), LargestStep(num_rows)))
     except TandemError as error:
         logger.error("rank %d ends: %s", place.rank, error)
         return 1
     return 0
 
 
-def _start_others(settings: ModelSettings, on_loss: OnLoss) -> Ranks:
-    processes = RankProcesses(settings)
+def _start_others(settings: ModelSettings, on_loss: OnLoss, num_rows: int) -> Ranks:
+    processes = RankProcesses(settings, num_rows)
     try:
         processes.wait()
         with _on_loopback():

@@ -113,8 +113,9 @@ class SequenceMemory:
         self._taken: Counter[str] = Counter()
         #: Called when no session waits any more: others may be admitted.
         self.on_all_back: Callable[[], None] = lambda: None
-        #: Times that sessions lost their blocks.
+        #: Times that sessions lost their blocks, and how many wait for others.
         self.num_preemptions = 0
+        self._num_waiting = 0
 
     def admit(
         self,
@@ -157,6 +158,7 @@ class SequenceMemory:
         """Give an admitted sequence back. Idempotent. Entry i stands for ``token_ids[i]``: without, none are reused."""
         if (holding := self._holdings.pop(sequence, None)) is not None:
             self._take(holding, -holding.num_taken)
+            self._num_waiting -= holding.is_waiting
         self._pool.release(sequence, token_ids)
 
     def grow(self, sequence: KVSequence, num_entries: int) -> bool:
@@ -196,6 +198,8 @@ class SequenceMemory:
 
     def come_back(self) -> None:
         """Give blocks to preempted sessions with something to do, in order of arrival, as long as there is room."""
+        if not self._num_waiting:
+            return
         waiting = [each for each in self._holdings.values() if each.is_waiting and each.has_work]
         for holding in waiting:
             assert holding.occupant is not None, "a session that was not fed yet has nothing to come back to"
@@ -208,6 +212,7 @@ class SequenceMemory:
             if not self._fill(holding, token_ids, num_reusable, num_entries):
                 return
             holding.is_waiting = False
+            self._num_waiting -= 1
             if holding.num_preemptions >= MAX_PREEMPTIONS:
                 holding.safe_entries = holding.sequence.capacity
         if waiting:
@@ -256,6 +261,7 @@ class SequenceMemory:
         self.num_preemptions += 1
         victim.num_preemptions += 1
         victim.is_waiting = True
+        self._num_waiting += 1
         self._take(victim, -victim.num_taken)
         self._pool.vacate(victim.sequence)
         if victim.occupant is not None:
@@ -265,7 +271,7 @@ class SequenceMemory:
         """Whether a session waits for its blocks before new ones are admitted; one that waits for sessions of its own
         client does not count.
         """
-        return any(
+        return self._num_waiting > 0 and any(
             each.is_waiting
             and each.has_work
             and not (each.occupant and self._is_over_limit(each, self._pool.blocks_for(len(each.occupant.reusable[0]))))

@@ -18,7 +18,7 @@ from specdec.hidden_state_buffer import pieces
 from specdec.process.cores import usable_cores
 from specdec.rpc.call_span import current_span
 from specdec.rpc.core_service import Context, CoreServicer
-from specdec.rpc.draft_stream import DRAFT_METHOD, DraftStream
+from specdec.rpc.draft_stream import DRAFT_METHOD, DraftStream, RemoteStream, Stream
 from specdec.rpc.framed.address import framed_path
 from specdec.rpc.framed.stream import FramedStream
 from specdec.rpc.stream_writer import StreamWriter
@@ -27,6 +27,7 @@ from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import target_service_pb2_grpc as pb_grpc
 from target_service.direct_draft import DirectDraft
+from target_service.trip_times import TripTimes
 
 if TYPE_CHECKING:  # they load torch
     from specdec.tracing.spans import Span
@@ -45,6 +46,8 @@ MAX_GATHER_S: Final = 0.2
 #: 1.12 times the tokens per second with 8 ms instead of 4, which is what it gives without gRPC (medians of alternating
 #: windows). The 99th percentile of the time between two messages rises from 6.7 to 10.7 ms. 12 ms gain 1.01 times more.
 MIN_GATHER_S: Final = 0.008
+#: Drafts whose trip times are kept: a target has few, but replicas come and go.
+MAX_TRIP_TIMES: Final = 64
 
 
 class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
@@ -55,6 +58,8 @@ class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
     def __init__(self, core: TargetCore | None = None) -> None:
         super().__init__(core)
         self._num_cores = usable_cores()
+        #: By address.
+        self._trip_times: dict[str, TripTimes] = {}
 
     async def Verify(  # type: ignore[override]  # written with context.write, which the stubs do not know
         self, request_iterator: AsyncIterator[pb.VerifyRequest], context: Context
@@ -75,10 +80,10 @@ class TargetServicer(CoreServicer["TargetCore"], pb_grpc.TargetServiceServicer):
         if (span := current_span()) is not None:
             _trace(span, session)
         asks_drafts = context.peer().startswith("unix:")
-        opened = replace(session.opened, asks_drafts=asks_drafts)
+        opened = replace(session.opened, asks_drafts=asks_drafts, asks_remote_drafts=asks_drafts)
         writer.post(pb.VerifyResponse(opened=codec.encode_target_opened(opened)))
         verdict = session.first
-        requests = _Requests(core, session, writer, asks_drafts=asks_drafts)
+        requests = _Requests(core, session, writer, self._trip_times if asks_drafts else None)
         reading = asyncio.create_task(requests.read(context), name="target-stream")
         reading.add_done_callback(lambda _: session.end())
         try:
@@ -140,13 +145,17 @@ class _Requests:
     """What the gateway asks of one session. The stream's handler sends the verdicts."""
 
     def __init__(
-        self, core: TargetCore, session: Session, writer: StreamWriter[pb.VerifyResponse], *, asks_drafts: bool
+        self,
+        core: TargetCore,
+        session: Session,
+        writer: StreamWriter[pb.VerifyResponse],
+        trip_times: dict[str, TripTimes] | None,
     ) -> None:
-        """``asks_drafts``: whether the session may ask a draft."""
+        """``trip_times``: those of drafts by their addresses; None: the session may ask no draft."""
         self._core = core
         self._session = session
         self._writer = writer
-        self._asks_drafts = asks_drafts
+        self._trip_times = trip_times
         self._draft: DirectDraft | None = None
         self._draft_epoch = 0
 
@@ -188,11 +197,11 @@ class _Requests:
             self._draft.draft(message.num_draft_tokens)
 
     async def _open_draft(self, message: pb.OpenDraft) -> None:
-        path = framed_path(message.address)
-        if not self._asks_drafts or path is None:
+        address, path = message.address, framed_path(message.address)
+        if self._trip_times is None or (path is None and (address.startswith("unix") or ":" not in address)):
             raise InvalidRequest(
-                f"the draft {quote(message.address)} cannot be asked by this target: both must be reached over Unix"
-                " sockets, given as unix:/path",
+                f"the draft {quote(address)} cannot be asked by this target: the target must be reached over a Unix"
+                " socket, and the draft at unix:/path or host:port",
                 param="address",
             )
         await self.close()
@@ -201,24 +210,31 @@ class _Requests:
         async def connect(token_ids: tuple[int, ...]) -> DraftStream:
             opening = message.session
             opening.token_ids.extend(token_ids)
-            try:
-                stream: FramedStream[draft_pb.DraftRequest, draft_pb.DraftResponse] = await FramedStream.open(
-                    path, DRAFT_METHOD, draft_pb.DraftResponse.FromString, tuple(message.trace_headers.items())
-                )
-            except OSError as error:
-                raise Unavailable(f"the socket {path} cannot be reached: {error.strerror or error}") from None
+            stream: Stream
+            metadata = tuple(message.trace_headers.items())
+            if path is None:
+                stream = RemoteStream(address, metadata)
+            else:
+                try:
+                    stream = await FramedStream.open(path, DRAFT_METHOD, draft_pb.DraftResponse.FromString, metadata)
+                except OSError as error:
+                    raise Unavailable(f"the socket {path} cannot be reached: {error.strerror or error}") from None
             return await DraftStream.open(stream, draft_pb.DraftRequest(open=opening))
 
-        self._draft = DirectDraft(self._session, connect, self, message.timeout_ms / 1e3)
+        times = self._trip_times.pop(address, None) or TripTimes()
+        self._trip_times[address] = times  # the newest is the last one
+        if len(self._trip_times) > MAX_TRIP_TIMES:
+            del self._trip_times[next(iter(self._trip_times))]
+        self._draft = DirectDraft(self._session, connect, self, message.timeout_ms / 1e3, times)
 
 
 def _proposal_of(message: pb.Round) -> Proposal:
     if not message.HasField("proposal"):
         return Proposal(message.epoch, message.committed_len, ())
     proposal = codec.decode_proposal(message.proposal)
-    if proposal.committed_len != message.committed_len:
+    if proposal.base_len != message.committed_len:
         raise InvalidRequest(
-            f"a round from committed length {message.committed_len} carries a proposal for {proposal.committed_len}",
+            f"a round from committed length {message.committed_len} carries a proposal for {proposal.base_len}",
             param="committed_len",
         )
     return proposal

@@ -83,7 +83,6 @@ class StateReader(Drafter[Reading]):
         return [self._draft(job) for job in batch]
 
     def _draft(self, job: DraftJob[Reading]) -> Draft:
-        assert not job.assumed
         state = job.state
         state.taken |= set(sorted(state.rows.keys() - state.taken)[: job.num_rows])
         return Draft(tuple(self.propose(state))[: job.num_tokens]) if job.num_tokens else Draft()

@@ -43,7 +43,6 @@ SERVICE_FOLDERS = ("gateway", "draft_service", "target_service")
 BASES = {
     "docs/verification.md": ("", "tests"),
     "docs/observability.md": ("", "deploy/observability"),
-    "docs/drafters.md": ("", "draft_service/ahead"),
     "docs/architecture.md": ("", "specdec", "engine", "engine/heads", "tandem", *SERVICE_FOLDERS),
     "tandem/training/README.md": ("", "tandem/training"),
 }

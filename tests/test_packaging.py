@@ -77,6 +77,36 @@ def test_sdist_and_wheel_are_complete(tmp_path: Path) -> None:
     assert held == files_of(checkout, *PACKAGES)
 
 
+def test_the_plugin_for_engines_needs_what_it_says_alone(tmp_path: Path) -> None:
+    """Its wheel imports without Tandem's other packages, and without those that Tandem needs beside its own."""
+    plugin = ROOT / "deploy/engine_plugin"
+    needs = {
+        name.split(">")[0] for name in tomllib.loads((plugin / "pyproject.toml").read_text())["project"]["dependencies"]
+    }
+    assert needs == {"grpcio", "numpy", "protobuf"}
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", str(tmp_path), str(plugin)], check=True)
+    (wheel,) = tmp_path.glob("tandem_engine_plugin-*.whl")
+    script = (
+        "import sys\n"
+        f"sys.path[:] = [{str(wheel)!r}, *(each for each in sys.path if each != {str(ROOT)!r})]\n"
+        "import tandem_integrations.vllm, tandem_integrations.sglang\n"
+        "assert tandem_integrations.__file__.startswith(sys.path[0])\n"
+        "print(*sorted({name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)))"
+    )
+    command = [
+        sys.executable,
+        "-S",
+        "-P",
+        "-c",
+        f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})\n{script}",
+    ]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout.split()
+    # grpc imports its sisters where they are installed.
+    named = {name for name in found if not name.startswith(("_", "cython", "grpc_"))}
+    assert named == {"specdec", "tandem_integrations", "google", "grpc", "numpy", "typing_extensions"}
+
+
 def test_every_top_level_package_is_installed() -> None:
     """A folder that the import contracts know is a package of the wheel, and so are those that they import."""
     assert set(PACKAGES) == set(PROJECT["tool"]["importlinter"]["root_packages"])

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar
 
-from draft_service.drafters.session_cache import SessionCacheFactory
 from specdec.rules import SparseRow
 from specdec.settings import DraftSettings
 from specdec.tree_shape import TreeShape
@@ -72,46 +71,37 @@ UNLIMITED: Final = 2**31
 
 @dataclass(frozen=True, slots=True)
 class DraftJob(Generic[S]):
-    """One session's part of a batch: ingest some pending tokens, then draft if none is left.
-
-    With ``assumed`` it is drafted ahead of a verdict: every token still pending is ingested, then exactly that is
-    drafted which would be drafted once the assumed tokens are committed. The state itself does not change.
-    """
+    """One session's part of a batch: ingest some pending tokens, then draft if none is left."""
 
     state: S
     #: Pending tokens to ingest now.
     num_rows: int
     #: Tokens to draft; 0 where pending tokens remain or only the prefix moves.
     num_tokens: int
-    #: Guesses wanted, at each drafted position, of the token the target will put there.
-    num_guesses: int = 0
-    #: Tokens assumed to be committed after those of the state.
-    assumed: tuple[int, ...] = ()
-    #: Assume one token more: the best guess of what the target will put after ``assumed``.
-    assumes_next: bool = False
     stop: Stop = field(default_factory=Stop)
     #: Draft a tree of this shape, of ``num_tokens`` tokens at most; None: a chain. A drafter that knows no trees drafts
-    #: chains. Nothing is assumed then, and no guesses are wanted.
+    #: chains.
     tree: TreeShape | None = None
+    #: It is one of a stream: another follows at once, so it must not hold up the event loop, which hears of verdicts.
+    is_stream: bool = False
 
     @property
     def num_steps(self) -> int:
-        """Passes that draft it, one after the other: levels of the tree, or tokens, one that is assumed first included.
-
-        The first ingests what is pending.
+        """Passes that draft it, one after the other: levels of the tree, or tokens. The first ingests what is
+        pending.
         """
-        return self.tree.depth if self.tree else self.num_tokens + self.assumes_next
+        return self.tree.depth if self.tree else self.num_tokens
 
 
 def num_short_steps(batch: Sequence[DraftJob[Any]], num_open: int) -> int:
     """Steps of a batch that may be run on the event loop, if they are short; 0: it must not.
 
-    It holds a job of each of the ``num_open`` sessions, so that no other one could join, has few rows, and nothing in
-    it is drafted ahead.
+    It holds a job of each of the ``num_open`` sessions, so that no other one could join, and has few rows; none is
+    of a stream.
     """
     if len(batch) < num_open or sum(job.num_rows for job in batch) > MAX_SHORT_ROWS:
         return 0
-    if not all(job.num_tokens and not job.assumed for job in batch):
+    if not all(job.num_tokens and not job.is_stream for job in batch):
         return 0
     return max(job.num_steps for job in batch)
 
@@ -124,10 +114,6 @@ class Draft:
 
     token_ids: tuple[int, ...] = ()
     q_rows: tuple[SparseRow, ...] = ()
-    #: At each drafted position the guesses of the target's token, best first; empty where the drafter has none.
-    guesses: tuple[tuple[int, ...], ...] = ()
-    #: Where a job assumes the next token: the guesses of it, best first; the first is assumed. Empty: there is none.
-    next_guesses: tuple[int, ...] = ()
     #: Of a tree: the index of the token each one follows, which stands before it, or -1; empty: a chain. The best
     #: tokens come first, as later ones may be cut off.
     parents: tuple[int, ...] = ()
@@ -151,8 +137,10 @@ class Drafter(ABC, Generic[S]):
     """
 
     #: The model behind it; ``method`` is set, ``vocab_size`` 0 without a model. A drafter that reads the target's
-    #: hidden states names them in ``hidden_state_layers``, and never gets jobs that assume something.
+    #: hidden states names them in ``hidden_state_layers``.
     info: ModelInfo
+    #: Whether its own drafts may stand for committed tokens for a while: taking them back costs little.
+    streams: bool = False
 
     @classmethod
     async def load(cls, settings: DraftSettings) -> Self:
@@ -190,13 +178,9 @@ class Drafter(ABC, Generic[S]):
     async def draft(self, batch: Sequence[DraftJob[S]]) -> list[Draft]:
         """Do every job (at least one); one draft per job, empty if no tokens were asked for.
 
-        A state stands in one job only, or in several that all assume something. Without memory to draft ahead, the
-        draft is empty. A job that is asked to stop ends with the tokens it has by then. Runs to its end once started.
-        If it raises, no state has changed.
+        A state stands in one job only. A job that is asked to stop ends with the tokens it has by then. Runs to its end
+        once started. If it raises, no state has changed.
         """
-
-    def use_session_cache(self, make: SessionCacheFactory) -> None:
-        """Keep the KV cache of each session opened from now on in what ``make`` returns."""
 
     def num_cached_tokens(self, state: S) -> int:
         """Tokens whose entries another session had computed."""
@@ -205,9 +189,6 @@ class Drafter(ABC, Generic[S]):
     def room(self, state: S) -> int:
         """How many tokens could be drafted after the committed ones; 0 and less at the context limit."""
         return UNLIMITED
-
-    def drop_ahead(self, state: S) -> None:
-        """Free what drafting ahead has left in a state."""
 
     def close(self, state: S) -> None:
         """Free the memory of a state, once. Later sessions may find in it what their prompts begin with."""

@@ -14,7 +14,6 @@ from typing import Any, Final, Generic, TypeVar
 
 from draft_service.drafters.base import Draft, Drafter, DraftJob, DraftState, Occupancy
 from draft_service.drafters.lookup import LookupDrafter
-from draft_service.drafters.session_cache import SessionCacheFactory
 from specdec.lookup.base import LookupText
 from specdec.settings import SpeculativeSettings
 from specdec.types import HiddenStates, ModelInfo, SessionSpec
@@ -71,8 +70,8 @@ class CombinedDrafter(Drafter[CombinedState[L, S]], Generic[L, S]):
     Why this is lossless under every rule. The greedy and the coupled rule take any proposal. A ratio rule takes a draft
     x ~ q if q is what x was drawn from, given all that was known when it was decided to propose x: a decision that
     looks at x changes that. (Where p = q = (.7, .3), to propose token 0 in place of a token 1 that was drawn, and still
-    to call it a draw from q, makes the text all zeros.) Here the decision is a function of the committed or assumed
-    tokens and of past outputs alone; it is made before anything is drawn, once, and stands whatever is drawn then. What
+    to call it a draw from q, makes the text all zeros.) Here the decision is a function of the committed tokens and of
+    past outputs alone; it is made before anything is drawn, once, and stands whatever is drawn then. What
     is looked up is such a function as well and goes without q, so it is verified as a draw from a one-hot q, which it
     is. What the other drafter draws goes with its own q.
     """
@@ -106,10 +105,6 @@ class CombinedDrafter(Drafter[CombinedState[L, S]], Generic[L, S]):
             state.lookup.ingest(state.lookup.num_pending)
         state.reset_match()
 
-    def use_session_cache(self, make: SessionCacheFactory) -> None:
-        """The other drafter's caches."""
-        self._other.use_session_cache(make)
-
     def num_cached_tokens(self, state: CombinedState[L, S]) -> int:
         """Those of the other drafter."""
         return self._other.num_cached_tokens(state.other)
@@ -118,13 +113,13 @@ class CombinedDrafter(Drafter[CombinedState[L, S]], Generic[L, S]):
         """That of the one which drafts."""
         return self._lookup.room(state.lookup) if state.looks_up else self._other.room(state.other)
 
-    def matches_long(self, state: CombinedState[L, S], assumed: Sequence[int] = ()) -> bool:
-        """Whether the lookup shall draft after the tokens it has ingested and those assumed after them.
+    def matches_long(self, state: CombinedState[L, S]) -> bool:
+        """Whether the lookup shall draft after the tokens it has ingested.
 
         It shall after a long match, and after any where the other drafter has no room.
         """
-        match = self._lookup.look_up(state.lookup, self.info.num_speculative_tokens, assumed)
-        long = self._lookup.long_match if self._other.room(state.other) > len(assumed) else 1
+        match = self._lookup.look_up(state.lookup, self.info.num_speculative_tokens)
+        long = self._lookup.long_match if self._other.room(state.other) > 0 else 1
         return bool(match.token_ids) and match.length >= long
 
     async def draft(self, batch: Sequence[Job[L, S]]) -> list[Draft]:
@@ -158,35 +153,17 @@ class CombinedDrafter(Drafter[CombinedState[L, S]], Generic[L, S]):
         # A chain in place of a tree is as long as that may be deep.
         num_tokens = job.num_tokens if job.tree is None else min(job.num_tokens, job.tree.depth)
         own = _of_state(job, state.lookup, num_tokens=num_tokens)
-        if not job.assumed:
-            return self._lookup.draft_one(own) if state.looks_up else None
-        if state.lookup.num_pending or not self.matches_long(state, job.assumed):
-            return None
-        draft = self._lookup.draft_one(own)
-        if job.assumes_next and not self.matches_long(state, (*job.assumed, *draft.next_guesses)):
-            return None
-        return draft
+        return self._lookup.draft_one(own) if state.looks_up else None
 
     def _join(self, batch: Sequence[Job[L, S]], found: dict[int, Draft], drafted: dict[int, Draft]) -> list[Draft]:
         """All drafts in the order of the batch; nothing failed, so the lookup ingests prompts, too."""
         drafts = []
         for at, job in enumerate(batch):
             lookup = job.state.lookup
-            if lookup.num_pending and not job.assumed:
+            if lookup.num_pending:
                 lookup.ingest(min(job.num_rows, lookup.num_pending))
-            draft = found.get(at) or drafted.get(at) or Draft()
-            path = (*job.assumed, *draft.next_guesses[:1])
-            if at in drafted and draft.next_guesses and not lookup.num_pending and self.matches_long(job.state, path):
-                # After the next token, which the other drafter has guessed, it would not be asked.
-                match = self._lookup.look_up(lookup, job.num_tokens, path)
-                draft = Draft(match.token_ids, next_guesses=draft.next_guesses)
-            drafts.append(draft)
+            drafts.append(found.get(at) or drafted.get(at) or Draft())
         return drafts
-
-    def drop_ahead(self, state: CombinedState[L, S]) -> None:
-        """Free what either has left."""
-        self._lookup.drop_ahead(state.lookup)
-        self._other.drop_ahead(state.other)
 
     def close(self, state: CombinedState[L, S]) -> None:
         """Close both."""

@@ -18,7 +18,7 @@ from typing import Self
 
 from draft_service.drafters.base import Draft, Drafter, DraftJob, Occupancy, num_short_steps
 from draft_service.drafters.parallel import check_mask, check_prompt, mask_token
-from draft_service.drafters.session_cache import CacheBranch, SessionCache, SessionCacheFactory
+from draft_service.drafters.session_cache import SessionCache
 from draft_service.drafters.trees.mixed_batch import draft_mixed
 from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees
 from draft_service.drafters.window import DraftWindow
@@ -26,9 +26,9 @@ from engine.chains import ChainJob, StopFlags, draft_chains
 from engine.device_thread import DeviceThread
 from engine.engine import Engine
 from engine.kv_pool import CacheFull
-from engine.kv_sequence import KVSequence
 from engine.loading.load import load_engine
-from engine.sampling.drafting import DraftedChain
+from engine.loading.memory import LargestStep
+from engine.sampling.drafting import DraftedChain, draft_many
 from engine.sampling.state import SamplingState
 from specdec.errors import InvalidRequest
 from specdec.params import SamplingParams
@@ -65,43 +65,29 @@ class ModelState:
     @property
     def num_pending(self) -> int:
         """Committed tokens without an entry in the cache."""
-        return 0 if self.cache is None else max(0, self.num_entries - self.cache.main.sequence.length)
+        return 0 if self.cache is None else max(0, self.num_entries - self.cache.sequence.length)
 
 
 @dataclass(slots=True, eq=False)
 class _Feed:
-    """A job and the cache branch that is fed for it."""
+    """A job and the cache that is fed for it."""
 
     job: DraftJob[ModelState]
     cache: SessionCache
-    branch: CacheBranch
-    #: Length of the branch before.
+    #: Entries before.
     length: int
-    #: Fed, then drafted after. ``next_guesses`` is found while drafting if the job assumes the next token.
+    #: Fed, then drafted after.
     token_ids: Sequence[int]
-    next_guesses: tuple[int, ...] = ()
 
-    @property
-    def draws_what_it_assumes(self) -> bool:
-        """Whether the best guess of the target's next token is the token that would be drafted there.
-
-        It is unless it is drawn from q, with noise that depends on where its draft starts. Of a model that drafts in
-        parallel the other tokens of such a chain would not depend on it.
-        """
-        state = self.job.state
-        return state.mask_token_id is None and not state.rule.sampling_at(state.sampling.params.temperature).sends_q
-
-    def chain(self, token_ids: Sequence[int], num_tokens: int, num_guesses: int) -> ChainJob:
-        """A chain after ``token_ids``, which are committed or assumed."""
+    def chain(self) -> ChainJob:
+        """A chain after the committed tokens."""
         job, state = self.job, self.job.state
         return ChainJob(
-            self.branch.sequence,
-            token_ids,
-            num_tokens,
+            self.cache.sequence,
+            self.token_ids,
+            job.num_tokens,
             state.sampling,
             state.rule,
-            assumed=(*job.assumed, *self.next_guesses[:1]),
-            num_candidates=num_guesses,
             mask_token_id=state.mask_token_id,
         )
 
@@ -109,15 +95,14 @@ class _Feed:
         """A tree after the committed tokens."""
         job, state = self.job, self.job.state
         assert job.tree is not None
-        return TreeJob(self.branch.sequence, self.token_ids, job.tree, job.num_tokens, state.sampling, state.rule)
+        return TreeJob(self.cache.sequence, self.token_ids, job.tree, job.num_tokens, state.sampling, state.rule)
 
     def finish(self, chain: DraftedChain | DraftedTree) -> Draft:
-        """The branch holds the entries of a drafted chain; of a tree it holds none."""
-        self.branch.is_busy = False
+        """The cache holds the entries of a drafted chain; of a tree it holds none."""
         if isinstance(chain, DraftedTree):
             return Draft(chain.token_ids, parents=chain.parents)
-        self.branch.token_ids = (*self.job.assumed, *self.next_guesses[:1], *chain.token_ids)
-        return Draft(chain.token_ids, chain.q_rows, chain.candidates, self.next_guesses)
+        self.cache.token_ids = chain.token_ids
+        return Draft(chain.token_ids, chain.q_rows)
 
 
 Job = DraftJob[ModelState]
@@ -137,7 +122,6 @@ class ModelDrafter(Drafter[ModelState]):
         self._pool = engine.pool
         self._thread = thread
         self._down = False
-        self._session_cache: SessionCacheFactory = SessionCache
         self._states: set[ModelState] = set()
         self._shares_prefixes = settings.scheduler.enable_prefix_caching
         tree = settings.speculative.tree
@@ -158,6 +142,7 @@ class ModelDrafter(Drafter[ModelState]):
             num_speculative_tokens=settings.speculative.num_speculative_tokens,
         )
         self._window = DraftWindow.of(settings, self.info)
+        self.streams = tree is None and engine.pool.states is None
 
     @classmethod
     async def load(cls, settings: DraftSettings) -> Self:
@@ -170,7 +155,8 @@ class ModelDrafter(Drafter[ModelState]):
         mask = mask_token(folder, settings.speculative.parallel_drafting)
         thread = DeviceThread("draft-device")
         try:
-            engine = await thread.run(load_engine, settings.model)
+            largest = LargestStep(settings.scheduler.max_num_batched_tokens, draft_many)
+            engine = await thread.run(load_engine, settings.model, None, largest)
             await thread.run(engine.warm_up)
             if mask is not None and (prompt := check_prompt(folder)):
                 await thread.run(check_mask, engine, prompt, mask)
@@ -203,10 +189,10 @@ class ModelDrafter(Drafter[ModelState]):
         token_ids = self._window.read(spec.token_ids)
         sequence = pool.open_empty((spec.owner, spec.cache_salt) if self._shares_prefixes else None)
         pool.match(sequence, token_ids, len(token_ids) - 1)
-        if not self._grow(sequence, len(token_ids)):
+        if not pool.grow(sequence, len(token_ids)):
             pool.release(sequence)
             raise CacheFull(f"{len(token_ids)} tokens do not fit into the draft's KV cache at this moment")
-        state.cache = self._session_cache(pool, sequence)
+        state.cache = SessionCache(pool, sequence)
         state.num_cached_tokens = sequence.length
         self._states.add(state)
         return state
@@ -225,11 +211,6 @@ class ModelDrafter(Drafter[ModelState]):
             else:  # committed tokens were replaced
                 cache.cut(max(min(keep, window.num_sinks), keep - num_skipped))
         state.sampling = state.sampling.committed(keep, token_ids)
-
-    def use_session_cache(self, make: SessionCacheFactory) -> None:
-        """Keep the cache of each session opened from now on in what ``make`` returns."""
-        if self._engine.pool.states is None:  # else there are no branches, and nothing is drafted ahead
-            self._session_cache = make
 
     def num_cached_tokens(self, state: ModelState) -> int:
         """Tokens whose entries another session had computed."""
@@ -253,11 +234,6 @@ class ModelDrafter(Drafter[ModelState]):
         chains = iter(drafted)
         return [Draft() if feed is None else feed.finish(next(chains)) for feed in feeds]
 
-    def drop_ahead(self, state: ModelState) -> None:
-        """Free the blocks of branches."""
-        if state.cache is not None:
-            state.cache.drop_branches()
-
     def close(self, state: ModelState) -> None:
         """Release the cache."""
         cache, state.cache = state.cache, None
@@ -265,7 +241,7 @@ class ModelDrafter(Drafter[ModelState]):
             return
         self._states.remove(state)
         cache.cut(state.num_entries)
-        self._pool.release(cache.main.sequence, self._window.read(state.token_ids))
+        self._pool.release(cache.sequence, self._window.read(state.token_ids))
 
     def occupancy(self) -> Occupancy:
         """Blocks of open sessions, blocks that may serve later ones, and all."""
@@ -289,40 +265,23 @@ class ModelDrafter(Drafter[ModelState]):
             self.close(state)
 
     def _prepare(self, job: Job) -> _Feed | None:
-        """Find the branch to feed; None without memory for it."""
+        """Make room in the cache; None without memory for it."""
         state, window = job.state, self._window
         committed, cache, num_entries = state.token_ids, state.cache, state.num_entries
         assert cache is not None
-        if not job.assumed:
-            # Drop the drafts of an earlier call that got no verdict. If every committed token has its entry, the last
-            # one is fed again for its logits.
-            cache.cut(num_entries - (1 if job.num_tokens else 0))
-            sequence = cache.main.sequence
-            if self._pool.may_publish(sequence):
-                self._pool.publish(sequence, window.read(committed))
-            start = sequence.length
-            end = num_entries if job.num_tokens else start + job.num_rows
-            num_drafted = self._num_fed if job.tree else job.num_tokens
-            if not self._grow(sequence, min(end + num_drafted, self._pool.total_blocks * self._pool.block_size)):
-                self.close(state)  # it drafts nothing any more, and others have its blocks
-                return None
-            return _Feed(job, cache, cache.main, start, window.read(committed, start)[: end - start])
-        length = len(committed) + len(job.assumed) + job.assumes_next
-        if window.num_skipped(length) != window.num_skipped(len(committed)):
-            return None  # other tokens will be read then
-        branch = cache.branch_for(num_entries, job.assumed, job.num_tokens + job.assumes_next)
-        if branch is None:
+        # Drop the drafts of an earlier call that got no verdict. If every committed token has its entry, the last one
+        # is fed again for its logits.
+        cache.cut(num_entries - (1 if job.num_tokens else 0))
+        sequence = cache.sequence
+        if sequence.length >= sequence.publishable_from:
+            self._pool.publish(sequence, window.read(committed))
+        start = sequence.length
+        end = num_entries if job.num_tokens else start + job.num_rows
+        num_drafted = self._num_fed if job.tree else job.num_tokens
+        if not self._pool.grow(sequence, min(end + num_drafted, self._pool.total_blocks * self._pool.block_size)):
+            self.close(state)  # it drafts nothing any more, and others have its blocks
             return None
-        start = branch.sequence.length
-        missing = [*window.read(committed, start), *job.assumed[max(0, start - num_entries) :]]
-        return _Feed(job, cache, branch, start, missing)
-
-    def _grow(self, sequence: KVSequence, num_entries: int) -> bool:
-        """Make room for entries, if need be at the cost of what is drafted ahead."""
-        if not self._pool.grow(sequence, num_entries):
-            for state in self._states:
-                self.drop_ahead(state)
-        return self._pool.grow(sequence, num_entries)
+        return _Feed(job, cache, start, window.read(committed, start)[: end - start])
 
     def _compute(self, feeds: Sequence[_Feed]) -> list[DraftedChain | DraftedTree]:
         """Feed and draft: all trees, then all chains."""
@@ -334,36 +293,15 @@ class ModelDrafter(Drafter[ModelState]):
         )
 
     def _compute_chains(self, feeds: Sequence[_Feed], stop: StopFlags) -> list[DraftedChain]:
-        guessing = [feed for feed in feeds if feed.job.assumes_next and not feed.draws_what_it_assumes]
-        if guessing:  # what is drawn is not what is assumed: one step first, to see the guesses
-            jobs = [feed.chain(feed.token_ids, 1, max(1, feed.job.num_guesses)) for feed in guessing]
-            for feed, chain in zip(guessing, draft_chains(self._engine, jobs), strict=True):
-                feed.next_guesses = chain.candidates[0]
-                feed.token_ids = chain.candidates[0][:1]
-        draws = [feed.job.assumes_next and feed.draws_what_it_assumes for feed in feeds]
-        jobs = [
-            feed.chain(feed.token_ids, feed.job.num_tokens + draws_next, feed.job.num_guesses)
-            for feed, draws_next in zip(feeds, draws, strict=True)
-        ]
-        chains = draft_chains(self._engine, jobs, stop)
-        for i, feed in enumerate(feeds):
-            if draws[i]:
-                feed.next_guesses, chains[i] = _without_first(chains[i])
-        return chains
+        return draft_chains(self._engine, [feed.chain() for feed in feeds], stop)
 
 
 @contextmanager
 def _undoing(feeds: Sequence[_Feed]) -> Iterator[None]:
-    """Restore the branches if the batch fails."""
+    """Restore the lengths of the caches if the batch fails."""
     try:
         yield
     except Exception:  # not where the task is cancelled: the device thread may be writing still
         for feed in feeds:
-            feed.cache.undo(feed.branch, feed.length)
+            feed.cache.cut(feed.length)
         raise
-
-
-def _without_first(chain: DraftedChain) -> tuple[tuple[int, ...], DraftedChain]:
-    """The guesses of a chain's first token, and the chain after it."""
-    guesses = chain.candidates[0] if chain.candidates else chain.token_ids[:1]
-    return guesses, DraftedChain(chain.token_ids[1:], chain.q_rows[1:], chain.candidates[1:])

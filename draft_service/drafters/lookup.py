@@ -39,9 +39,9 @@ class LookupDrafter(Drafter[T], Generic[T]):
         """A text with everything pending."""
         return self.lookup.open(spec)
 
-    def look_up(self, state: T, num_tokens: int, assumed: Sequence[int] = ()) -> Match:
+    def look_up(self, state: T, num_tokens: int) -> Match:
         """See :class:`~specdec.lookup.base.Lookup`."""
-        return self.lookup.look_up(state, num_tokens, assumed)
+        return self.lookup.look_up(state, num_tokens)
 
     def advance(
         self, state: T, keep: int, token_ids: Sequence[int], hidden_states: Sequence[HiddenStates] = ()
@@ -56,16 +56,9 @@ class LookupDrafter(Drafter[T], Generic[T]):
         return drafts
 
     def draft_one(self, job: DraftJob[T]) -> Draft:
-        """Do one job. If it assumes the next token, that is the first one of what is found without it."""
-        state = job.state
-        state.ingest(state.num_pending if job.assumed else job.num_rows)
-        if not job.num_tokens:
-            return Draft()
-        next_guesses = self.look_up(state, 1, job.assumed).token_ids if job.assumes_next else ()
-        if job.assumes_next and not next_guesses:
-            return Draft()
-        match = self.look_up(state, job.num_tokens, (*job.assumed, *next_guesses))
-        return Draft(match.token_ids, next_guesses=next_guesses)
+        """Do one job."""
+        job.state.ingest(job.num_rows)
+        return Draft(self.look_up(job.state, job.num_tokens).token_ids) if job.num_tokens else Draft()
 
     def close(self, state: T) -> None:
         """Tell the lookup."""

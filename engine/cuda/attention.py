@@ -7,14 +7,17 @@ lengths the next batch has. Sequences without rows are skipped; rows of a sequen
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
 import torch
+import triton.language as tl
 
 from engine.cuda import kernels
 from engine.plan import BatchPlan
+from engine.sampling.transfer import send
 
 KNOWS_SINKS: Final = True
 RECURRENCES: Final = None
@@ -24,6 +27,8 @@ DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _WAVES: Final = 4
 #: Parts a sequence's entries are split into, at most.
 _MAX_SPLITS: Final = 64
+#: Tiles of entries on their way at a time.
+_NUM_STAGES: Final = 3
 _MULTIPROCESSORS_WITHOUT_A_GPU: Final = 16
 
 
@@ -50,12 +55,12 @@ class Launch:
         """
         group = num_heads // num_kv_heads
         num_rows = min(plan.max_rows, -(-2 * plan.num_rows // plan.num_sequences))
-        tile_m = max(min(_power(num_rows * group), 64 if itemsize == 2 else 16), _power(group), 16)
+        tile_m = max(min(padded_size(num_rows * group), 64 if itemsize == 2 else 16), padded_size(group), 16)
         tile_rows = tile_m // group
         tile_n = 64 if dim * itemsize <= 256 else 32 if dim * itemsize <= 1024 else 16
         num_tiles = max(-(-plan.num_rows // tile_rows), plan.num_sequences)
         useful = min(_MAX_SPLITS, -(-plan.max_kv_len // tile_n))
-        num_splits = min(_power(max(num_programs // (num_tiles * num_kv_heads), 1)), _power(useful))
+        num_splits = min(padded_size(max(num_programs // (num_tiles * num_kv_heads), 1)), padded_size(useful))
         return cls(tile_m, tile_rows, tile_n, num_splits)
 
 
@@ -90,7 +95,7 @@ def paged_attention(  # noqa: PLR0917 - an operator's signature
         query = query.contiguous()
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, value_dim = k_cache.shape[1], v_cache.shape[3]
-    padded = max(_power(head_dim), 16), max(_power(value_dim), 16)
+    padded = max(padded_size(head_dim), 16), max(padded_size(value_dim), 16)
     launch = Launch.of(
         plan,
         num_heads=num_heads,
@@ -143,7 +148,7 @@ def paged_attention(  # noqa: PLR0917 - an operator's signature
         TILE_M=launch.tile_m,
         TILE_N=launch.tile_n,
         num_warps=4,
-        num_stages=2,
+        num_stages=_NUM_STAGES,
     )
     if is_split:
         kernels.join[(num_rows * num_heads,)](
@@ -151,9 +156,10 @@ def paged_attention(  # noqa: PLR0917 - an operator's signature
             parts,
             part_max,
             part_sum,
+            launch.num_splits,
             VALUE_DIM=value_dim,
             PADDED_VALUE_DIM=padded[1],
-            NUM_SPLITS=launch.num_splits,
+            MAX_SPLITS=_MAX_SPLITS,
             num_warps=4,
         )
     return out
@@ -188,15 +194,57 @@ def write_kv(
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
-        PADDED_KV_HEADS=_power(num_kv_heads),
-        PADDED_HEAD_DIM=_power(head_dim),
-        PADDED_VALUE_DIM=_power(value_dim),
+        PADDED_KV_HEADS=padded_size(num_kv_heads),
+        PADDED_HEAD_DIM=padded_size(head_dim),
+        PADDED_VALUE_DIM=padded_size(value_dim),
         BLOCK_SIZE=plan.block_size,
         num_warps=4,
     )
 
 
-def _power(number: int) -> int:
+_NUMBERS: Final = {2: tl.int16, 4: tl.int32}
+
+
+def move_entries(caches: Sequence[torch.Tensor], moves: Sequence[tuple[int, int, int, int]]) -> None:
+    """Move entries of all caches [num_blocks, H, block_size, D], in a launch for each shape of them.
+
+    A move is the block and offset an entry comes from, then those it goes to. No move may write what a later one
+    reads, as it is where entries move to the front, in order.
+    """
+    device = caches[0].device
+    places = send([*zip(*moves, strict=True)], device)  # [4, moves]
+    for alike in _by_shape(caches):
+        _, num_heads, block_size, dim = alike[0].shape
+        addresses = _addresses(tuple(cache.data_ptr() for cache in alike), device)
+        kernels.move[(len(alike), num_heads)](
+            places,
+            addresses,
+            len(moves),
+            alike[0].stride(0),
+            DIM=dim,
+            PADDED_DIM=padded_size(dim),
+            BLOCK_SIZE=block_size,
+            NUMBER=_NUMBERS[alike[0].itemsize],
+            num_warps=1,
+        )
+
+
+def _by_shape(caches: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Caches that one launch can handle."""
+    found: dict[object, list[torch.Tensor]] = {}
+    for cache in caches:
+        _check_cache(cache)
+        found.setdefault((cache.shape[1:], cache.itemsize, cache.stride(0)), []).append(cache)
+    return found.values()
+
+
+@lru_cache(maxsize=16)
+def _addresses(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64 [n] on the device."""
+    return send(addresses, device, torch.int64)
+
+
+def padded_size(number: int) -> int:
     """The smallest power of two that is no smaller."""
     return 1 << (number - 1).bit_length()
 

@@ -27,10 +27,12 @@ logger = logging.getLogger(__name__)
 
 #: Rows of captured passes; larger passes run as they are, since launching them takes no longer than running them.
 ROW_SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-#: Rows of logits a captured pass gives at most: with more rows than that, most are of prompts.
-MAX_LOGITS: Final = 256
+#: Rows of logits that a captured pass gives where no more are wanted: those of prompts want one.
+FEW_LOGITS: Final = 64
 #: Passes of at most so many rows, and the largest of one sequence, are captured at start, others when they first come.
 _WARM_ROWS: Final = 64
+#: And these, of one tree, which has 65 rows at most.
+_WARM_TREES: Final = (96, 64, 48, 32, 24, 16, 8, 4)
 #: Choices of layers whose hidden states captured passes leave; with any other, passes run as they are.
 MAX_STATE_CHOICES: Final = 2
 #: Memory for graphs and what they compute in, at most, and as a share of the device's.
@@ -41,7 +43,7 @@ _DRIVER_BYTES: Final = 2**21
 
 #: Runs the model's modules on a batch on the device: logits [N, V] of its logit rows.
 Forward = Callable[[Batch], torch.Tensor]
-#: The same, and the hidden states of all its rows at some layers, bfloat16 [T, layers, H].
+#: The same, and hidden states of its rows at some layers, [T or fewer, layers, H].
 ForwardWithStates = Callable[[Batch, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]]
 #: Makes of a function another that does the same work again, on the same memory; None where there is no room for it.
 Capture = Callable[[Callable[[], object]], Callable[[], object] | None]
@@ -49,17 +51,30 @@ Capture = Callable[[Callable[[], object]], Callable[[], object] | None]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Rows and sequences of a captured pass."""
+    """Rows and sequences of a captured pass, whether it gives the logits of all rows, and whether they may be trees."""
 
     num_rows: int
     num_sequences: int
+    has_all_logits: bool = False
+    has_trees: bool = False
 
     @classmethod
-    def of(cls, num_rows: int, num_sequences: int) -> Bucket | None:
+    def of(cls, batch: Batch) -> Bucket | None:
         """The smallest bucket that holds a batch; None where it has too many rows."""
-        if num_rows > ROW_SIZES[-1]:
+        plan = batch.plan
+        if plan.num_rows > ROW_SIZES[-1]:
             return None
-        return cls(ROW_SIZES[bisect_left(ROW_SIZES, num_rows)], 1 << (num_sequences - 1).bit_length())
+        return cls(
+            ROW_SIZES[bisect_left(ROW_SIZES, plan.num_rows)],
+            1 << (plan.num_sequences - 1).bit_length(),
+            has_all_logits=batch.logit_rows.shape[0] > FEW_LOGITS,
+            has_trees=plan.ancestors is not None,
+        )
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits it gives."""
+        return self.num_rows if self.has_all_logits else min(self.num_rows, FEW_LOGITS)
 
 
 class Inputs:
@@ -69,8 +84,10 @@ class Inputs:
         """Filled with padding alone."""
         num_rows, num_sequences = bucket.num_rows, bucket.num_sequences + 1  # the last one has the rows left over
         self._shape = (num_rows, num_sequences, -(-max_model_len // block_size))
+        self._num_lists = 5 if bucket.has_trees else 4
         num_int32 = 2 * num_sequences + 1 + num_sequences * self._shape[2]
-        self._buffer = torch.zeros(4 * num_rows + (num_int32 + 1) // 2, dtype=torch.int64, device=device)
+        size = self._num_lists * num_rows + (num_int32 + 1) // 2
+        self._buffer = torch.zeros(size, dtype=torch.int64, device=device)
         numbers, row_starts, kv_lens, block_tables = self._parts(self._buffer, torch.int32)
         row_starts[-1] = num_rows
         plan = BatchPlan(
@@ -82,9 +99,10 @@ class Inputs:
             max_kv_len=max_model_len,
             max_rows=num_rows,
             block_size=block_size,
+            ancestors=numbers[4] if bucket.has_trees else None,
         )
         #: The batch a pass is captured on; its values change, its lists are empty.
-        self.batch = Batch(plan, numbers[:1], numbers[3, :MAX_LOGITS], [], [])
+        self.batch = Batch(plan, numbers[:1], numbers[3, : bucket.num_logits], [], [])
 
     def fill(self, batch: Batch) -> None:
         """Bring a batch from the host, without waiting. Its token ids may be on the device already."""
@@ -100,6 +118,8 @@ class Inputs:
         numbers[1, :used_rows] = plan.positions.numpy()
         numbers[2, :used_rows] = plan.slots.numpy()
         numbers[3, :num_logits] = batch.logit_rows.numpy()
+        if plan.ancestors is not None:
+            numbers[4, :used_rows] = plan.ancestors.numpy()
         row_starts[:used_sequences] = plan.row_starts[:-1].numpy()
         row_starts[used_sequences:] = used_rows
         row_starts[-1] = self._shape[0]
@@ -113,15 +133,17 @@ class Inputs:
             self.batch.input_ids[0, :used_rows].copy_(ids)
 
     def _parts(self, buffer: Any, int32: Any) -> tuple[Any, Any, Any, Any]:
-        """Ids, positions, slots and logit rows int64 [4, T]; then row starts, kv_lens and block tables, ``int32``.
+        """Ids, positions, slots, logit rows and, of trees, ancestors, int64 [4 or 5, T]; then row starts, kv_lens and
+        block tables, ``int32``.
 
         They are views of a tensor or of an array.
         """
         num_rows, num_sequences, num_columns = self._shape
+        num_lists = self._num_lists
         tables_at, end = 2 * num_sequences + 1, 2 * num_sequences + 1 + num_sequences * num_columns
-        sizes = buffer[4 * num_rows :].view(int32)
+        sizes = buffer[num_lists * num_rows :].view(int32)
         return (
-            buffer[: 4 * num_rows].reshape(4, num_rows),
+            buffer[: num_lists * num_rows].reshape(num_lists, num_rows),
             sizes[: num_sequences + 1],
             sizes[num_sequences + 1 : tables_at],
             sizes[tables_at:end].reshape(num_sequences, num_columns),
@@ -142,10 +164,12 @@ class GraphRunner:
         device: torch.device,
         forward_with_states: ForwardWithStates | None = None,
         hidden_size: int = 0,
+        states_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """``forward`` must not wait for the device, and must launch the same for every batch of a bucket; so must
         ``forward_with_states``, where passes that give hidden states are captured, too.
         """
+        self._states_dtype = states_dtype
         self._forward = forward
         self._forward_with_states = forward_with_states
         self._hidden_size = hidden_size
@@ -153,7 +177,7 @@ class GraphRunner:
         self._max_model_len = max_model_len
         self._block_size = block_size
         #: Where every captured pass leaves its logits, float32.
-        self._logits = torch.empty(MAX_LOGITS, vocab_size, device=device)
+        self._logits = torch.empty(ROW_SIZES[-1], vocab_size, device=device)
         #: By choice of layers, where captured passes leave the hidden states of their rows.
         self._states: dict[tuple[int, ...], torch.Tensor] = {}
         self._captured: dict[tuple[Bucket, tuple[int, ...]], tuple[Inputs, Callable[[], object]] | None] = {}
@@ -166,26 +190,28 @@ class GraphRunner:
     def run(self, batch: Batch) -> torch.Tensor | None:
         """Logits, float32 [N, V], of a batch that :func:`~engine.batch.build_batch` made.
 
-        None where it has to run without a graph: it is too large, it holds a tree, or there is no memory for the graph.
+        None where it has to run without a graph: it is too large, or there is no memory for the graph.
         """
         return self._logits[: batch.logit_rows.shape[0]].clone() if self._replay(batch, ()) else None
 
     def run_with_states(self, batch: Batch, layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The same, and the hidden states of all rows at some layers, bfloat16 [T, layers, H], until the next pass."""
-        if layers not in self._states:
-            if self._forward_with_states is None or len(self._states) >= MAX_STATE_CHOICES:
-                return None
-            size = ROW_SIZES[-1], len(layers), self._hidden_size
-            self._states[layers] = torch.empty(size, dtype=torch.bfloat16, device=self._logits.device)
-        if not self._replay(batch, layers):
+        """The same, and the hidden states of its rows at some layers, [T, layers, H], until the next pass."""
+        if not self._has_room_for(layers) or not self._replay(batch, layers):
             return None
         return self._logits[: batch.logit_rows.shape[0]].clone(), self._states[layers][: batch.plan.num_rows]
 
+    def _has_room_for(self, layers: tuple[int, ...]) -> bool:
+        """Whether hidden states of these layers can be left, or none are wanted."""
+        if layers and layers not in self._states:
+            if self._forward_with_states is None or len(self._states) >= MAX_STATE_CHOICES:
+                return False
+            size = ROW_SIZES[-1], len(layers), self._hidden_size
+            self._states[layers] = torch.empty(size, dtype=self._states_dtype, device=self._logits.device)
+        return True
+
     def _replay(self, batch: Batch, layers: tuple[int, ...]) -> bool:
-        bucket = Bucket.of(batch.plan.num_rows, batch.plan.num_sequences)
-        if bucket is None or batch.logit_rows.shape[0] > MAX_LOGITS or batch.plan.ancestors is not None:
-            return False
-        captured = self._captured_for(bucket, layers)
+        bucket = Bucket.of(batch)
+        captured = None if bucket is None else self._captured_for(bucket, layers)
         if captured is None:
             return False
         inputs, replay = captured
@@ -193,16 +219,21 @@ class GraphRunner:
         replay()
         return True
 
-    def warm_up(self) -> None:
-        """Capture a pass of a long prompt, then small ones of any number of sequences.
+    def warm_up(self, layers: tuple[int, ...] = ()) -> None:
+        """Capture a pass of a long prompt, trees, then small passes of any number of sequences, which all leave hidden
+        states of these layers.
 
         The largest come first: the others compute in its memory.
         """
+        if not self._has_room_for(layers):
+            return
         sizes = [size for size in ROW_SIZES if size <= self._max_model_len]
-        self._captured_for(Bucket(sizes[-1], 1))
+        self._captured_for(Bucket(sizes[-1], 1), layers)
+        for num_rows in _WARM_TREES:
+            self._captured_for(Bucket(num_rows, 1, has_all_logits=num_rows > FEW_LOGITS, has_trees=True), layers)
         for num_rows in reversed([size for size in sizes if size <= _WARM_ROWS]):
             for exponent in reversed(range((num_rows - 1).bit_length() + 1)):
-                self._captured_for(Bucket(num_rows, 1 << exponent))
+                self._captured_for(Bucket(num_rows, 1 << exponent), layers)
 
     def _captured_for(self, bucket: Bucket, layers: tuple[int, ...] = ()) -> tuple[Inputs, Callable[[], object]] | None:
         key = bucket, layers
@@ -224,14 +255,14 @@ class GraphRunner:
 
     def _compute(self, batch: Batch, layers: tuple[int, ...]) -> None:
         """What is captured: a pass whose results are left where all passes leave theirs."""
-        out = self._logits[: batch.plan.num_rows]
+        out = self._logits[: batch.logit_rows.shape[0]]
         if not layers:
             out.copy_(self._forward(batch))
             return
         assert self._forward_with_states is not None
         logits, states = self._forward_with_states(batch, layers)
         out.copy_(logits)
-        self._states[layers][: batch.plan.num_rows].copy_(states)
+        self._states[layers][: len(states)].copy_(states)
 
 
 class CudaCapture:
@@ -283,4 +314,4 @@ def max_bytes(device: torch.device) -> int:
 
 def reserved_bytes(vocab_size: int, device: torch.device) -> int:
     """Memory to keep free of cache blocks: for the graphs and their logits."""
-    return max_bytes(device) + 4 * MAX_LOGITS * vocab_size
+    return max_bytes(device) + 4 * ROW_SIZES[-1] * vocab_size

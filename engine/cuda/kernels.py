@@ -107,7 +107,9 @@ def attend(  # noqa: PLR0912, PLR0915, PLR0917
     first_tile = 0
     if WINDOW > 0:
         first_seen = prefix - WINDOW + 1
-        if not HAS_TREES:
+        if HAS_TREES:  # rows that stand behind a block have positions before it
+            first_seen = tl.min(tl.where(is_row, position, prefix), 0) - WINDOW + 1
+        else:
             first_seen += start
         first_tile = tl.maximum(first_seen, 0) // TILE_N
     num_tiles = tl.maximum(tl.cdiv(end, TILE_N) - first_tile, 0)
@@ -176,25 +178,29 @@ def attend(  # noqa: PLR0912, PLR0915, PLR0917
         tl.store(out + (target * VALUE_DIM)[:, None] + e[None, :], attended.to(out.dtype.element_ty), mask=is_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def join(  # noqa: PLR0917
     out,
     parts,
     part_max,
     part_sum,
+    num_splits,
     VALUE_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):
     """Join the parts of a row-head, weighed by what their softmax was scaled with. Programs: row-heads.
 
-    out [T, Hq, Dv]; parts float32 [T, Hq, NUM_SPLITS, Dv]; part_max and part_sum float32 [T, Hq, NUM_SPLITS].
+    out [T, Hq, Dv]; parts float32 [T, Hq, splits, Dv]; part_max and part_sum float32 [T, Hq, splits]. The number of
+    splits grows with the text: it is no constant, so that nothing is compiled again.
     """
     target = tl.program_id(0).to(tl.int64)
-    s = target * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
+    split = tl.arange(0, MAX_SPLITS)
+    is_split = split < num_splits
+    s = target * num_splits + split
     e = tl.arange(0, PADDED_VALUE_DIM)
-    peaks = tl.load(part_max + s)
-    sums = tl.load(part_sum + s)
+    peaks = tl.load(part_max + s, mask=is_split, other=float("-inf"))
+    sums = tl.load(part_sum + s, mask=is_split, other=0.0)
     peak = tl.max(peaks, 0)
     is_used = peaks > float("-inf")
     weights = tl.where(is_used, tl.exp2(peaks - tl.where(peak == float("-inf"), 0.0, peak)), 0.0)
@@ -243,3 +249,136 @@ def write(  # noqa: PLR0917
     tl.store(k_cache + block * k_block_stride + (h * BLOCK_SIZE + offset) * HEAD_DIM + d, keys, mask=is_key)
     values = tl.load(value + row * value_row_stride + h * value_head_stride + e, mask=is_value)
     tl.store(v_cache + block * v_block_stride + (h * BLOCK_SIZE + offset) * VALUE_DIM + e, values, mask=is_value)
+
+
+@triton.jit(do_not_specialize=["num_moves"], do_not_specialize_on_alignment=["moves", "caches"])
+def move(  # noqa: PLR0917
+    moves,
+    caches,
+    num_moves,
+    block_stride,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUMBER: tl.constexpr,
+):
+    """Move entries within caches [blocks, H, BLOCK_SIZE, DIM] of numbers of type NUMBER. Programs: (cache, head).
+
+    moves int64 [4, num_moves]: source block and offset, target block and offset; caches int64: addresses. Moves are
+    made one after the other, and an element by one thread: a source is read before a later move writes to it.
+    """
+    cache = tl.load(caches + tl.program_id(0)).to(tl.pointer_type(NUMBER))
+    head = tl.program_id(1)
+    d = tl.arange(0, PADDED_DIM)
+    for i in range(num_moves):
+        source = tl.load(moves + i) * block_stride + (head * BLOCK_SIZE + tl.load(moves + num_moves + i)) * DIM
+        target = tl.load(moves + 2 * num_moves + i) * block_stride
+        target += (head * BLOCK_SIZE + tl.load(moves + 3 * num_moves + i)) * DIM
+        tl.store(cache + target + d, tl.load(cache + source + d, mask=d < DIM), mask=d < DIM)
+
+
+@triton.jit
+def add_norm(  # noqa: PLR0917
+    x,
+    delta,
+    weight,
+    out,
+    eps,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+):
+    """Add ``delta`` to ``x`` [T, DIM] in place, then norm it by its root mean square into ``out``. Programs: rows.
+
+    Numbers are rounded where transformers' modules round them.
+    """
+    row = tl.program_id(0).to(tl.int64) * DIM
+    d = tl.arange(0, PADDED_DIM)
+    is_number = d < DIM
+    own = tl.load(x + row + d, mask=is_number, other=0.0)
+    if HAS_DELTA:
+        own = (own.to(tl.float32) + tl.load(delta + row + d, mask=is_number, other=0.0).to(tl.float32)).to(own.dtype)
+        tl.store(x + row + d, own, mask=is_number)
+    wide = own.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)).to(own.dtype)
+    scaled = tl.load(weight + d, mask=is_number, other=0.0).to(tl.float32) * normed.to(tl.float32)
+    tl.store(out + row + d, scaled.to(own.dtype), mask=is_number)
+
+
+@triton.jit(do_not_specialize_on_alignment=_PLAN_TENSORS)
+def rotate_write(  # noqa: PLR0917
+    qkv,
+    cosines,
+    sines,
+    query_norm,
+    key_norm,
+    k_cache,
+    v_cache,
+    slots,
+    eps,
+    k_block_stride,
+    v_block_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+):
+    """Norm (where there are norms) and rotate queries in place and keys into the cache, values into theirs. Programs:
+    (row, head of queries, keys or values).
+
+    qkv [T, HEADS + 2 KV_HEADS, 2 HALF]; cosines and sines [T, 2 HALF]. Rotary positions as in transformers: halves.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    d = tl.arange(0, PADDED_HALF)
+    is_number = d < HALF
+    place = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + d
+    first = tl.load(place, mask=is_number, other=0.0)
+    second = tl.load(place + HALF, mask=is_number, other=0.0)
+    number = first.dtype
+    if head < HEADS + KV_HEADS:
+        if HAS_NORMS:
+            norm = query_norm if head < HEADS else key_norm
+            wide, wide2 = first.to(tl.float32), second.to(tl.float32)
+            scale = tl.rsqrt((tl.sum(wide * wide, 0) + tl.sum(wide2 * wide2, 0)) / (2 * HALF) + eps)
+            w1 = tl.load(norm + d, mask=is_number, other=0.0).to(tl.float32)
+            w2 = tl.load(norm + HALF + d, mask=is_number, other=0.0).to(tl.float32)
+            first = (w1 * (wide * scale).to(number).to(tl.float32)).to(number)
+            second = (w2 * (wide2 * scale).to(number).to(tl.float32)).to(number)
+        angle = row * (2 * HALF) + d
+        cos1 = tl.load(cosines + angle, mask=is_number, other=0.0).to(tl.float32)
+        cos2 = tl.load(cosines + angle + HALF, mask=is_number, other=0.0).to(tl.float32)
+        sin1 = tl.load(sines + angle, mask=is_number, other=0.0).to(tl.float32)
+        sin2 = tl.load(sines + angle + HALF, mask=is_number, other=0.0).to(tl.float32)
+        wide, wide2 = first.to(tl.float32), second.to(tl.float32)
+        first = ((wide * cos1).to(number).to(tl.float32) - (wide2 * sin1).to(number).to(tl.float32)).to(number)
+        second = ((wide2 * cos2).to(number).to(tl.float32) + (wide * sin2).to(number).to(tl.float32)).to(number)
+    if head < HEADS:
+        target = place
+    else:
+        slot = tl.load(slots + row)
+        block = slot // BLOCK_SIZE
+        offset = slot % BLOCK_SIZE
+        is_key = head < HEADS + KV_HEADS
+        own = tl.where(is_key, head - HEADS, head - HEADS - KV_HEADS)
+        entry = (own * BLOCK_SIZE + offset) * (2 * HALF)
+        if is_key:
+            target = k_cache + block * k_block_stride + entry + d
+        else:
+            target = v_cache + block * v_block_stride + entry + d
+    tl.store(target, first, mask=is_number)
+    tl.store(target + HALF, second, mask=is_number)
+
+
+@triton.jit
+def silu_multiply(gate_up, out, DIM: tl.constexpr, TILE: tl.constexpr):
+    """silu(gate) * up of ``gate_up`` [T, 2 DIM] into ``out`` [T, DIM]. Programs: (row, tile)."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    gate = tl.load(gate_up + row * (2 * DIM) + d, mask=d < DIM, other=0.0)
+    up = tl.load(gate_up + row * (2 * DIM) + DIM + d, mask=d < DIM, other=0.0)
+    wide = gate.to(tl.float32)
+    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(out + row * DIM + d, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=d < DIM)

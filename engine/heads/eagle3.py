@@ -23,8 +23,18 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor, nn
 
-from engine.heads.head import DraftHead
-from engine.heads.layer import MLP, Attend, Attention, LayerConfig, RMSNorm, Rotary, frozen_embedding, frozen_linear
+from engine.heads.head import MappedHead
+from engine.heads.layer import (
+    MLP,
+    Attend,
+    Attention,
+    LayerConfig,
+    LlamaLayer,
+    RMSNorm,
+    Rotary,
+    frozen_embedding,
+    frozen_linear,
+)
 
 #: The state after the target's final norm, alone.
 LAST_STATE: Final = (-1,)
@@ -95,25 +105,7 @@ class Eagle3Layer(nn.Module):
         return out
 
 
-class LaterLayer(nn.Module):
-    """A Llama layer after the first one."""
-
-    def __init__(self, config: LayerConfig, layer: int) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps)
-        self.self_attn = Attention(config, size, layer)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = MLP(config)
-
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """[..., H] to [..., H]."""
-        x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
-
-class Eagle3Head(DraftHead):
+class Eagle3Head(MappedHead):
     """Parameters and buffers are named as in the published files.
 
     H is the head's hidden size, Ht the target's, V the target's vocabulary, Vd the draft's.
@@ -121,10 +113,6 @@ class Eagle3Head(DraftHead):
 
     method: ClassVar[str] = "eagle3"
     config: Eagle3Config
-    #: int64 [Vd]: target id - draft id.
-    d2t: Tensor
-    #: bool [V]: the tokens that can be drafted.
-    t2d: Tensor
 
     def __init__(
         self, config: Eagle3Config, *, embeddings: Tensor | None = None, lm_head: Tensor | None = None
@@ -145,14 +133,13 @@ class Eagle3Head(DraftHead):
         if config.has_fc:
             self.fc = nn.Linear(config.num_features, size, bias=False)
         self.midlayer = Eagle3Layer(config.layer, norm_before_residual=config.norm_before_residual)
-        self.layers = nn.ModuleDict({str(i): LaterLayer(config.layer, i) for i in range(1, config.num_layers)})
+        self.layers = nn.ModuleDict({str(i): LlamaLayer(config.layer, i) for i in range(1, config.num_layers)})
         self.norm = RMSNorm(size, eps)
         if config.owns_lm_head or lm_head is None:
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         else:
             self.lm_head = frozen_linear(lm_head)
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        self.register_maps()
         self.rotary = Rotary(config.layer.rope, config.layer.head_dim)
 
     @property
@@ -182,11 +169,6 @@ class Eagle3Head(DraftHead):
         layers = (self.midlayer, *self.layers.values())
         return [module for layer in layers for module in layer.modules() if isinstance(module, Attention)]
 
-    def set_vocabulary(self, token_ids: Tensor) -> None:
-        """Draft the tokens of these target ids: int64 [Vd], ascending, without repeats."""
-        self.d2t = token_ids.to(self.d2t.device) - torch.arange(len(token_ids), device=self.d2t.device)
-        self.t2d = torch.zeros_like(self.t2d).index_fill_(0, token_ids.to(self.t2d.device), True)
-
     def fuse(self, states: Tensor) -> Tensor:
         """The target's states, layer after layer [..., num_features], as features [..., H]."""
         if self.config.norm_before_fc:
@@ -214,15 +196,3 @@ class Eagle3Head(DraftHead):
         """Logits of the next token over the draft vocabulary, [..., Vd]."""
         out: Tensor = self.lm_head(x if self.config.norm_output else self.norm(x))
         return out
-
-    def to_target_logits(self, logits: Tensor) -> Tensor:
-        """[..., Vd] over the draft vocabulary to [..., V] over the target's: tokens that cannot be drafted get -inf."""
-        if self.config.draft_vocab_size == self.config.vocab_size:
-            return logits
-        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        whole[..., self.to_target_ids(torch.arange(logits.shape[-1], device=logits.device))] = logits
-        return whole
-
-    def to_target_ids(self, token_ids: Tensor) -> Tensor:
-        """Draft ids, int64 [...], to target ids."""
-        return token_ids + self.d2t[token_ids]

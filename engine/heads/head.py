@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class DraftHead(nn.Module):
@@ -30,3 +30,37 @@ class DraftHead(nn.Module):
     def dtype(self) -> torch.dtype:
         """That of the head's own weights."""
         return next(self.parameters()).dtype
+
+
+class MappedHead(DraftHead):
+    """A head that may draft from a vocabulary of its own: target id = draft id + d2t[draft id].
+
+    Its config has a ``draft_vocab_size`` Vd beside the target's ``vocab_size`` V.
+    """
+
+    #: int64 [Vd]: target id - draft id.
+    d2t: Tensor
+    #: bool [V]: the tokens that can be drafted.
+    t2d: Tensor
+
+    def register_maps(self) -> None:
+        """Draft the first Vd tokens, until :meth:`set_vocabulary` is called."""
+        self.register_buffer("d2t", torch.zeros(self.config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.arange(self.config.vocab_size) < self.config.draft_vocab_size)
+
+    def set_vocabulary(self, token_ids: Tensor) -> None:
+        """Draft the tokens of these target ids: int64 [Vd], ascending, without repeats."""
+        self.d2t = token_ids.to(self.d2t.device) - torch.arange(len(token_ids), device=self.d2t.device)
+        self.t2d = torch.zeros_like(self.t2d).index_fill_(0, token_ids.to(self.t2d.device), True)
+
+    def to_target_logits(self, logits: Tensor) -> Tensor:
+        """[..., Vd] over the draft vocabulary to [..., V] over the target's: tokens that cannot be drafted get -inf."""
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        whole[..., self.to_target_ids(torch.arange(logits.shape[-1], device=logits.device))] = logits
+        return whole
+
+    def to_target_ids(self, token_ids: Tensor) -> Tensor:
+        """Draft ids, int64 [...], to target ids."""
+        return token_ids + self.d2t[token_ids]

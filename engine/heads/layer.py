@@ -131,16 +131,31 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.has_norms = config.qk_norm
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """[..., input_size] to [..., hidden_size]."""
+    def forward(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend, context: Tensor | None = None
+    ) -> Tensor:
+        """[..., R, input_size] to [..., R, hidden_size].
+
+        ``context`` [..., T, input_size]: rows before them that bring keys and values alone; ``rotation`` is that of all
+        T + R rows then, and so are the keys and values that ``attend`` gets.
+        """
+        rows = x if context is None else torch.cat((context, x), dim=-2)
         query = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        key = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        value = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        key, value = self.keys_and_values(rows, rotation)
         if self.has_norms:
-            query, key = self.q_norm(query), self.k_norm(key)
-        attended = attend(rotated(query, rotation), rotated(key, rotation), value, self.layer)
+            query = self.q_norm(query)
+        if context is not None:
+            cos, sin = rotation
+            rotation = cos[..., context.shape[-2] :, :, :], sin[..., context.shape[-2] :, :, :]
+        attended = attend(rotated(query, rotation), key, value, self.layer)
         out: Tensor = self.o_proj(attended.flatten(-2))
         return out
+
+    def keys_and_values(self, rows: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """[..., R, input_size] to rotated keys and values, [..., R, Hkv, D] each."""
+        key = self.k_proj(rows).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        value = self.v_proj(rows).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        return rotated(self.k_norm(key) if self.has_norms else key, rotation), value
 
 
 class MLP(nn.Module):
@@ -156,6 +171,31 @@ class MLP(nn.Module):
         """[..., hidden_size] to [..., hidden_size]."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
+
+
+class LlamaLayer(nn.Module):
+    """A Llama layer."""
+
+    def __init__(self, config: LayerConfig, layer: int) -> None:
+        """``layer``: its place in the head."""
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        self.self_attn = Attention(config, size, layer)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend, context: Tensor | None = None
+    ) -> Tensor:
+        """[..., R, H] to [..., R, H]; ``context`` [..., T, H] is not normed here."""
+        x = x + self.self_attn(self.input_layernorm(x), rotation, attend, context)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class SmallLinear(nn.Linear):
+    """A layer that is not worth packing or rounding, and so is left as it is."""
 
 
 def frozen_embedding(vocab_size: int, size: int, shared: Tensor | None) -> nn.Embedding:

@@ -9,22 +9,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionKernels, PagedBatch, paged_attention, write_kv
+from engine.attention import PagedBatch
 from engine.batch import Batch, Segment, build_batch
 from engine.chains import ChainJob, StopFlags, draw_chains
-from engine.compaction import copy_blocks
+from engine.cuda.graphs import ROW_SIZES, Capture, CudaCapture, GraphRunner, reserved_bytes
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
+from engine.heads.head_cache import HeadCache
 from engine.heads.native.eagle import NativeHead
 from engine.heads.self_check import HeadReference
-from engine.kv_pool import KVPool
-from engine.layers import LayerShape, allocate_caches
-from engine.loading import acceleration
-from engine.loading.memory import size_cache
 from engine.native import chains as native
 from engine.native.linears import pack_linears
 from engine.native.sampling import knows
@@ -35,8 +33,11 @@ from specdec.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
+#: The one choice of "hidden states" that a head's captured passes leave: its outputs.
+_OUTPUT: Final = (0,)
 
-class PagedHead:
+
+class PagedHead(HeadCache):
     """A head, the caches of its layers, and the bookkeeping of the caches."""
 
     def __init__(self, head: EagleHead | Eagle3Head, settings: ModelSettings, max_model_len: int) -> None:
@@ -45,38 +46,18 @@ class PagedHead:
         Raises:
             InvalidRequest: there is no memory for it.
         """
-        dtype, device = head.dtype, head.embed_tokens.weight.device
-        shapes = [
-            LayerShape(
-                module=attention,
-                num_kv_heads=attention.num_kv_heads,
-                head_dim=attention.head_dim,
-                value_dim=attention.head_dim,
-                dtype=dtype,
-                window=None,
-                chunk=None,
-            )
-            for attention in head.attentions
-        ]
-        num_blocks, _, self.max_model_len = size_cache(
-            settings,
-            shapes,
-            device=device,
-            max_model_len=max_model_len,
-            weight_bytes=sum(parameter.nbytes for parameter in head.parameters()),
-        )
+        device = next(head.parameters()).device
+        graph_bytes = reserved_bytes(head.config.vocab_size, device) if device.type == "cuda" else 0
+        super().__init__(head.attentions, head, settings, max_model_len, activation_bytes=graph_bytes)
         self.head = head
-        self.device = device
-        self.pool = KVPool(num_blocks, settings.block_size)
-        self._scale = head.config.layer.head_dim**-0.5
-        self._caches = allocate_caches(shapes, num_blocks, settings.block_size, device)
-        self._kernels: AttentionKernels | None = None
         self._native: NativeHead | None = None
+        self._graphs: GraphRunner | None = None
+        #: What captured passes read beside their batch, [rows, H].
+        self._features = torch.zeros(0, dtype=head.dtype, device=device)
         if not settings.enforce_eager and device.type == "cpu":
-            self._kernels = acceleration.native_attention()
             self._native = self._build_native(settings.num_threads or usable_cores(), settings.autotune)
-        elif not settings.enforce_eager:
-            self._kernels = acceleration.triton_attention()
+        elif self._kernels is not None and device.type == "cuda":
+            self.use_graphs(CudaCapture(device))
 
     def _build_native(self, num_threads: int, autotune: str) -> NativeHead | None:
         """The head on native kernels, if they agree with its module; else the module gets packed layers alone."""
@@ -93,41 +74,61 @@ class PagedHead:
         torch.set_num_threads(1)  # the kernels bring their own; torch's would spin beside them
         return native_head
 
+    def use_graphs(self, capture: Capture) -> None:
+        """Replay passes of up to 512 rows from now on; the usual ones are captured here."""
+        size = self.head.config.layer.hidden_size
+        self._features = torch.zeros(ROW_SIZES[-1], size, dtype=self.head.dtype, device=self.device)
+        self._graphs = GraphRunner(
+            lambda batch: self._run(batch, _OUTPUT)[0],
+            capture,
+            vocab_size=self.head.config.vocab_size,
+            max_model_len=self.max_model_len,
+            block_size=self.pool.block_size,
+            device=self.device,
+            forward_with_states=self._run,
+            hidden_size=size,
+            states_dtype=self.head.dtype,
+        )
+        with torch.inference_mode():
+            self._graphs.warm_up(_OUTPUT)
+
     @property
     def path(self) -> str:
         """How chains are drafted: "native head" in one call, or "torch" with a pass per step."""
         return "torch" if self._native is None else "native head"
 
-    def forward(self, segments: Sequence[Segment], features: Tensor) -> Tensor:
+    def forward(self, segments: Sequence[Segment], features: Tensor) -> tuple[Tensor, Tensor]:
         """Feed every segment's positions, with their features [T, H] one after another; in inference mode, by torch.
 
-        Returns [sum of num_logits, H]: the outputs at the wanted rows. Sequences grow by what they were fed.
+        Returns the outputs at the wanted rows, [sum of num_logits, H], and their logits over the target's vocabulary,
+        float32 [N, V]; -inf for tokens that cannot be drafted. Sequences grow by what they were fed.
 
         Raises:
             InvalidRequest: a token id is outside the vocabulary.
             ValueError: a segment is empty or does not fit its sequence.
         """
         batch = self._batch(segments)
-        on_device = batch.to(self.device)
-        plan = on_device.plan
-        paged = PagedBatch(on_device)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
-            k_cache, v_cache = self._caches[layer]
-            if self._kernels is None:
-                write_kv(k_cache, v_cache, key, value, paged)
-                return paged_attention(query, k_cache, v_cache, paged, scale=self._scale)
-            self._kernels.write_kv(k_cache, v_cache, key, value, plan)
-            return self._kernels.paged_attention(query, k_cache, v_cache, plan, self._scale)
-
-        x: Tensor = self.head(on_device.input_ids[0], features, plan.positions, attend)
+        replayed = None
+        if self._graphs is not None and len(features) <= len(self._features):
+            self._features[: len(features)].copy_(features)
+            replayed = self._graphs.run_with_states(batch, _OUTPUT)
+        logits, x = replayed or self._run(batch.to(self.device), _OUTPUT, features)
         for segment, kv_len in zip(segments, batch.kv_lens, strict=True):
             segment.sequence.length = kv_len
-        return x if len(on_device.logit_rows) == len(x) else x.index_select(0, on_device.logit_rows)
+        return x[: len(logits), 0].clone() if replayed else x[:, 0], logits
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Over the target's vocabulary, float32 [N, V]; -inf for tokens that cannot be drafted."""
-        return self.head.to_target_logits(self.head.logits(x).float())
+    def _run(self, batch: Batch, _: tuple[int, ...] = (), features: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [N, V] and outputs [N, 1, H] of a batch on the device; features None: those that lie ready."""
+        plan = batch.plan
+        paged = PagedBatch(batch)
+        features = self._features[: plan.num_rows] if features is None else features
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
+            self.write(layer, key, value, paged)
+            return self.attend(layer, query, paged)
+
+        x: Tensor = self.head(batch.input_ids[0], features, plan.positions, attend).index_select(0, batch.logit_rows)
+        return self.head.to_target_logits(self.head.logits(x).float()), x[:, None]
 
     def step(self, segments: Sequence[Segment], states: Tensor, *, are_features: bool) -> tuple[Tensor, Tensor]:
         """Feed rows with the target's states [T, features] or with outputs of earlier rows [T, H]; in inference mode.
@@ -135,12 +136,11 @@ class PagedHead:
         Returns the outputs at the wanted rows, [N, H], and their logits over the target's vocabulary, float32 [N, V].
         Sequences grow by what they were fed. Raises like :meth:`forward`.
         """
-        self._copy_blocks()
+        self.copy_blocks()
         if self._native is None:
             if are_features:
                 states = self.head.fuse(send(states, self.device).to(self.head.dtype))
-            x = self.forward(segments, states)
-            return x, self.logits(x)
+            return self.forward(segments, states)
         batch = self._batch(segments)
         logits, x = self._native.forward(
             batch.input_ids[0], states, batch.plan, batch.logit_rows, are_features=are_features
@@ -155,14 +155,14 @@ class PagedHead:
         Sequences grow by ``token_ids`` alone: entries of drafted tokens are on the head's own features and are
         ignored. Raises like :meth:`forward`, after which sequences may have grown: roll them back.
         """
-        self._copy_blocks()
+        self.copy_blocks()
         if self._native is not None and all(knows(job.state) for job in jobs):
             if len({job.features.dtype for job in jobs if job.features is not None}) > 1:  # of different targets
                 jobs = [replace(job, features=None if job.features is None else job.features.float()) for job in jobs]
             size, limit = self.pool.block_size, self.max_model_len
             return native.draft_chains(self._native, jobs, stop, block_size=size, max_model_len=limit)
         with torch.inference_mode():
-            x = self._ingest(jobs)
+            x, logits = self._ingest(jobs)
             drafting = [i for i, job in enumerate(jobs) if job.num_tokens]
             if not drafting:
                 return [DraftedChain(())] * len(jobs)
@@ -171,18 +171,19 @@ class PagedHead:
             def feed(continuing: Sequence[int], token_ids: Tensor) -> Tensor:
                 at = send(list(continuing), self.device)
                 segments = [Segment(jobs[i].sequence, token_ids[n : n + 1], 1) for n, i in enumerate(continuing)]
-                out = self.forward(segments, x.index_select(0, at))
+                out, logits = self.forward(segments, x.index_select(0, at))
                 x.index_copy_(0, at, out)
-                return self.logits(out)
+                return logits
 
-            first = x if len(drafting) == len(jobs) else x.index_select(0, send(drafting, self.device))
-            chains = draw_chains(self.logits(first), jobs, feed, stop)
+            if len(drafting) < len(jobs):
+                logits = logits.index_select(0, send(drafting, self.device))
+            chains = draw_chains(logits, jobs, feed, stop)
             for job, length in zip(jobs, lengths, strict=True):
                 job.sequence.length = length
             return chains
 
-    def _ingest(self, jobs: Sequence[ChainJob]) -> Tensor:
-        """One pass over all that is fed; returns the outputs at each job's last position, [jobs, H]."""
+    def _ingest(self, jobs: Sequence[ChainJob]) -> tuple[Tensor, Tensor]:
+        """One pass over all that is fed; returns outputs [jobs, H] and logits at each job's last position."""
         features = [job.features for job in jobs if job.features is not None]
         states = send(torch.cat(features), self.device).to(self.head.dtype)
         return self.forward([Segment(job.sequence, job.token_ids, 1) for job in jobs], self.head.fuse(states))
@@ -194,9 +195,3 @@ class PagedHead:
             vocab_size=self.head.config.vocab_size,
             max_model_len=self.max_model_len,
         )
-
-    def _copy_blocks(self) -> None:
-        """Make the copies of blocks that new sequences share in part wait for; due before any pass."""
-        if copies := self.pool.take_copies():
-            for cache in self._caches:
-                copy_blocks(cache, copies)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
+import torch
 from transformers import PreTrainedModel
 
 from engine.attention import AttentionKernels
 from engine.cuda.graphs import CudaCapture, GraphRunner
 from engine.engine import Engine
 from engine.layers import LayerShape
+from engine.loading import kernel_check
 from engine.loading.self_check import Reference
 from engine.native import attention, library, linears
 from engine.native.decoder import NativeDecoder
@@ -19,8 +22,11 @@ from engine.native.runner import NativeRunner
 from engine.parallel.ranks import Ranks
 from engine.runner import Runner
 from engine.torch_runner import TorchRunner
-from specdec.errors import ModelNotSupported
+from specdec.errors import ModelNotSupported, TandemError
 from specdec.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from engine.cuda.decoder import FusedDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +50,9 @@ def choose_runner(
         engine.use(runner)
         try:
             difference = reference.difference(engine)
-        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        except TandemError:
+            raise
+        except Exception as error:  # compilers of kernels raise anything: Triton's errors derive from nothing else
             difference = f"{type(error).__name__}: {error}"
         if ranks is None:
             if difference is None:
@@ -73,6 +81,7 @@ def runners(
     ``enforce_eager`` only runners of the model's own modules come, and its layers stay as they are. The native decoder
     exchanges nothing with other ranks, and CUDA graphs of exchanges have not been tried.
     """
+    caches = engine.pool.block_size, engine.device
     enforce_eager, num_threads, autotune = settings.enforce_eager, engine.num_threads, settings.autotune
     is_split = ranks is not None
     if engine.device.type == "cpu":
@@ -84,11 +93,13 @@ def runners(
             if decoder is not None:
                 yield NativeRunner(decoder, engine.limits)
             pack_linears(model, num_threads, autotune)
-        if (kernels := _of_all(ranks, native_attention())) is not None:
+        if (kernels := _of_all(ranks, checked("native attention", native_attention(), shapes, *caches))) is not None:
             yield engine.torch_runner("native attention", kernels)
-    elif (kernels := _of_all(ranks, triton_attention())) is not None:
+    elif (kernels := _of_all(ranks, checked("triton attention", triton_attention(), shapes, *caches))) is not None:
         # The host plans the steps of recurrent states, which a graph would replay as they were.
         if not enforce_eager and not is_split and engine.pool.states is None:
+            if (fused := fused_decoder(engine, model, shapes)) is not None:
+                yield _with_graphs(engine, engine.torch_runner("fused cuda graphs", kernels, fused))
             yield _with_graphs(engine, engine.torch_runner("cuda graphs", kernels))
         yield engine.torch_runner("triton attention", kernels)
     yield engine.torch_runner("torch attention")
@@ -111,6 +122,28 @@ def _of_all(ranks: Ranks | None, kernels: AttentionKernels | None) -> AttentionK
     return kernels if ranks is None or ranks.agree(kernels is not None) else None
 
 
+def checked(
+    name: str, kernels: AttentionKernels | None, shapes: Sequence[LayerShape], block_size: int, device: torch.device
+) -> AttentionKernels | None:
+    """The kernels, where they agree with torch for all shapes of attention; else the log says once why not."""
+    if kernels is None:
+        return None
+    num_threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # the check is many small operations
+    try:
+        with torch.inference_mode():
+            found = kernel_check.difference(kernels, shapes, block_size=block_size, device=device)
+    except Exception as error:  # as above: whatever it is, torch's attention runs
+        found = f"{type(error).__name__}: {error}"
+    finally:
+        torch.set_num_threads(num_threads)
+    if found is None:
+        return kernels
+    logger.warning("%s is not used: %s", name, found)
+    return None
+
+
 def native_attention() -> AttentionKernels | None:
     """The native kernels for attention, where they can be compiled and loaded; else the log says why not."""
     return attention if library.load() is not None else None
@@ -124,6 +157,21 @@ def triton_attention() -> AttentionKernels | None:
     from engine.cuda import attention as kernels  # noqa: PLC0415 - there is no Triton without a GPU
 
     return kernels
+
+
+def fused_decoder(engine: Engine, model: PreTrainedModel, shapes: Sequence[LayerShape]) -> FusedDecoder | None:
+    """The model in few launches, where it is of a known shape; else the log says why not. There is Triton."""
+    from engine.cuda import decoder  # noqa: PLC0415
+
+    if (reason := decoder.unknown(model, engine.caches)) is not None:
+        logger.info("the fused decoder does not know this model: %s", reason)
+        return None
+    try:
+        with torch.inference_mode(False):
+            return decoder.FusedDecoder(model, engine.caches, [shape.window for shape in shapes])
+    except torch.OutOfMemoryError as error:
+        logger.warning("the fused decoder is not used: %s", error)
+        return None
 
 
 def pack_linears(model: PreTrainedModel, num_threads: int, autotune: str) -> None:

@@ -13,11 +13,11 @@ import specdec
 from engine.adapters import adopt
 from engine.cuda.graphs import reserved_bytes
 from engine.device import resolve_device
-from engine.engine import LARGE_PASS_ROWS, Engine
+from engine.engine import Engine
 from engine.layers import PAGED, record_layers
 from engine.loading import checkpoint, refusals
 from engine.loading.acceleration import choose_runner
-from engine.loading.memory import bytes_per_slot, measure_activation, size_cache
+from engine.loading.memory import LargestStep, bytes_per_slot, measure_activation, size_cache
 from engine.loading.self_check import Reference
 from engine.mixers import adopt_mixers, check_recorded
 from engine.native.rounded import grouped_numbers, rounded_bytes
@@ -30,12 +30,14 @@ from specdec.types import ModelInfo
 logger = logging.getLogger(__name__)
 
 
-def load_engine(settings: ModelSettings, join: Callable[[], Ranks] | None = None) -> Engine:
+def load_engine(
+    settings: ModelSettings, join: Callable[[], Ranks] | None = None, largest: LargestStep = LargestStep()
+) -> Engine:
     """Load a checkpoint, check that it runs correctly here, and lay out the KV cache.
 
     Sets torch's thread count on the calling thread, which must be the one that calls :meth:`Engine.forward`. ``join``
     meets the other ranks of the model, which load at the same time; it is called before weights are read. The engine
-    closes them, and so does a failure.
+    closes them, and so does a failure. A GPU's memory is kept for the ``largest`` step, of as many rows on all ranks.
 
     Raises:
         ModelNotSupported: this engine would give wrong answers for the model, or cannot run it.
@@ -45,19 +47,23 @@ def load_engine(settings: ModelSettings, join: Callable[[], Ranks] | None = None
     config = checkpoint.load_config(settings)
     refusals.check_config(config)
     if join is None:
-        return _load(settings, config)
+        return _load(settings, config, largest)
     size = settings.tensor_parallel_size
     split = shards.plan_split(config, size, trust_remote_code=settings.trust_remote_code)
     ranks = join()
     try:
-        return _load(settings, config, ranks, split)
+        return _load(settings, config, largest, ranks, split)
     except BaseException:
         ranks.close()
         raise
 
 
 def _load(
-    settings: ModelSettings, config: PretrainedConfig, ranks: Ranks | None = None, split: object = None
+    settings: ModelSettings,
+    config: PretrainedConfig,
+    largest: LargestStep,
+    ranks: Ranks | None = None,
+    split: object = None,
 ) -> Engine:
     place = None if ranks is None else ranks.place
     device = resolve_device(settings.device, 0 if place is None else place.local_rank)
@@ -95,9 +101,10 @@ def _load(
         activation_bytes = measure_activation(
             model,
             shapes,
+            largest,
             block_size=settings.block_size,
             vocab_size=vocab_size,
-            num_rows=min(LARGE_PASS_ROWS, max_model_len),
+            max_model_len=max_model_len,
             device=device,
             mixers=mixers,
         )

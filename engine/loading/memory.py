@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +12,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from engine.engine import Engine, Segment
+from engine.engine import LARGE_PASS_ROWS, Engine, Segment
 from engine.layers import LayerShape
 from engine.mixers import Mixer
 from engine.parallel.ranks import Ranks
@@ -122,30 +123,44 @@ def _fit_max_model_len(settings: ModelSettings, max_model_len: int, num_blocks: 
     return capacity
 
 
+@dataclass(frozen=True, slots=True)
+class LargestStep:
+    """The largest step that a service runs."""
+
+    num_rows: int = LARGE_PASS_ROWS
+    #: What follows the pass, given the logits of all its rows, float32 [num_rows, V]: the choice of tokens.
+    decide: Callable[[torch.Tensor], object] | None = None
+
+
 def measure_activation(
     model: PreTrainedModel,
     shapes: Sequence[LayerShape],
+    largest: LargestStep,
     *,
     block_size: int,
     vocab_size: int,
-    num_rows: int,
+    max_model_len: int,
     device: torch.device,
     mixers: Sequence[Mixer] = (),
 ) -> int:
-    """Bytes a pass of ``num_rows`` rows needs on a GPU beyond weights and cache."""
+    """Bytes that the largest step needs on a GPU beyond weights and cache."""
+    rows = [min(max_model_len, largest.num_rows - start) for start in range(0, largest.num_rows, max_model_len)]
     engine = Engine(
         model,
         shapes,
         vocab_size=vocab_size,
-        max_model_len=num_rows,
-        num_blocks=-(-num_rows // block_size),
+        max_model_len=max_model_len,
+        num_blocks=sum(-(-count // block_size) for count in rows),
         block_size=block_size,
         device=device,
         mixers=mixers,
-        num_slots=1,
+        num_slots=len(rows),
     )
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    engine.forward([Segment(engine.pool.open(num_rows), [0] * num_rows, num_rows)])
+    logits = engine.forward([Segment(engine.pool.open(count), [0] * count, count) for count in rows])
+    if largest.decide is not None:
+        with torch.inference_mode():
+            largest.decide(logits)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from engine.native.library import DTYPES, load
+from engine.native.read_weights import knows, multiply
 
 #: By what torch is asked for: the number of the kernel's function.
 _FUNCTIONS: Final[dict[Any, int]] = {
@@ -21,8 +22,12 @@ _FUNCTIONS: Final[dict[Any, int]] = {
 }
 
 
+#: What a product is asked for as.
+_PRODUCTS: Final = frozenset({torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul})
+
+
 class EvenActivations(TorchFunctionMode):
-    """While it is entered, the calling thread's SiLU, sigmoid and softplus are the kernels'.
+    """While it is entered, the calling thread's SiLU, sigmoid, softplus and products with weights are the kernels'.
 
     So a row of a model's own modules is the same to the bit in any company, as far as their other operations are.
     """
@@ -35,6 +40,8 @@ class EvenActivations(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """What torch calls instead of ``func``."""
+        if func in _PRODUCTS and knows(*args):
+            return multiply(*args)
         function = _FUNCTIONS.get(func)
         is_plain = len(args) == 1 and not (kwargs and (kwargs.keys() != {"inplace"} or kwargs["inplace"]))
         if function is None or not is_plain or args[0].dtype not in DTYPES or args[0].device.type != "cpu":

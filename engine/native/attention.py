@@ -11,10 +11,13 @@ from typing import Final
 
 import torch
 
+from engine.compaction import move_entries
 from engine.native import recurrent
 from engine.native.library import DTYPES, NativeLibrary, load
 from engine.native.structs import CAttentionShape, CPlan
 from engine.plan import BatchPlan
+
+__all__ = ["KNOWS_SINKS", "RECURRENCES", "move_entries", "paged_attention", "write_kv"]
 
 KNOWS_SINKS: Final = False
 RECURRENCES: Final = recurrent

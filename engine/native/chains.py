@@ -12,13 +12,13 @@ import numpy as np
 from engine.chain_job import ChainJob, Drawing, StopFlags
 from engine.native.decoder import NativeModel
 from engine.native.library import DTYPES
-from engine.native.sampling import MAX_CANDIDATES, MAX_ROW_BYTES, sampler_of
+from engine.native.sampling import MAX_ROW_BYTES, sampler_of
 from engine.native.structs import CChain, CDrafted
 from engine.sampling.drafting import DraftedChain
 from specdec.rules import SparseRow
 
-#: What a chain ingests first: the addresses of its blocks, of its tokens (those assumed follow) and of its features, 0
-#: where there are none; how many tokens; how many entries are in the cache, and how many were dropped from it; how many
+#: What a chain ingests first: the addresses of its blocks, of its tokens and of its features, 0 where
+#: there are none; how many tokens; how many entries are in the cache, and how many were dropped from it; how many
 #: of the tokens are masks, each of which brings a row of logits.
 Fed: TypeAlias = tuple[int, int, int, int, int, int, int]
 
@@ -26,37 +26,31 @@ Fed: TypeAlias = tuple[int, int, int, int, int, int, int]
 class _Output:
     """Memory for what the chains bring, in one piece."""
 
-    def __init__(self, num_chains: int, depth: int, width: int, *, with_q: bool) -> None:
+    def __init__(self, num_chains: int, depth: int, *, with_q: bool) -> None:
         steps = num_chains * depth
-        self._depth, self._width, self._with_q = depth, width, with_q
-        self._candidates_at = 8 * steps
-        self._lengths_at = self._candidates_at + 8 * steps * width
+        self._depth, self._with_q = depth, with_q
+        self._lengths_at = 8 * steps
         self._sizes_at = self._lengths_at + 8 * num_chains
         self._q_at = self._sizes_at + 4 * steps + 4 * (steps % 2)
         self._memory = memoryview(bytearray(self._q_at + MAX_ROW_BYTES * steps * with_q))
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.struct = CDrafted(
             token_ids=start,
-            candidates=start + self._candidates_at,
-            width=width,
             q=start + self._q_at,
             q_bytes=start + self._sizes_at,
             lengths=start + self._lengths_at,
             depth=depth,
         )
 
-    def read(self, jobs: Sequence[Drawing]) -> list[DraftedChain]:
-        depth, width = self._depth, self._width
-        tokens = self._memory[: self._candidates_at].cast("q").tolist()
-        candidates = self._memory[self._candidates_at : self._lengths_at].cast("q").tolist()
+    def read(self) -> list[DraftedChain]:
+        depth = self._depth
+        tokens = self._memory[: self._lengths_at].cast("q").tolist()
         lengths = self._memory[self._lengths_at : self._sizes_at].cast("q").tolist()
         chains = []
-        for c, (job, length) in enumerate(zip(jobs, lengths, strict=True)):
+        for c, length in enumerate(lengths):
             steps = range(c * depth, c * depth + length)
-            count = job.num_candidates
-            guesses = tuple([tuple(candidates[s * width : s * width + count]) for s in steps]) if count else ()
             q_rows = self._rows(steps) if self._with_q else ()
-            chains.append(DraftedChain(tuple(tokens[steps.start : steps.stop]), q_rows, guesses))
+            chains.append(DraftedChain(tuple(tokens[steps.start : steps.stop]), q_rows))
         return chains
 
     def _rows(self, steps: range) -> tuple[SparseRow, ...]:
@@ -87,15 +81,12 @@ def draft_chains(
                 f"{job.num_tokens} drafted tokens after {sequence.length + count} entries exceed the"
                 f" {sequence.capacity} the sequence has room for (the model takes {max_model_len})"
             )
-        if job.num_candidates > MAX_CANDIDATES:
-            raise ValueError(f"{job.num_candidates} candidates are more than {MAX_CANDIDATES}")
         if model.num_features:
             _check_features(job, model.num_features, jobs[0])
         longest = max(longest, end + sequence.num_dropped + 1)
         starts.append(len(tokens))
         tokens.extend(job.token_ids)
         tokens.extend([job.mask_token_id or 0] * job.num_masks)
-        tokens.extend(job.assumed)
     if len({id(job.sequence) for job in jobs}) != len(jobs):
         raise ValueError("a sequence stands in two chains of one batch")
 
@@ -142,16 +133,13 @@ def draw_chains(
     samplings = [job.rule.sampling_at(job.state.params.temperature) for job in jobs]
     for chain, job, sampling, first in zip(structs, jobs, samplings, fed, strict=True):
         blocks, token_ids, features, count, length, num_dropped, num_masks = first
-        num_assumed = len(job.assumed)
         chain.sampler, chain.sampling = sampler_of(job.state), sampling
         chain.blocks, chain.features = blocks, features
         chain.token_ids, chain.num_token_ids, chain.num_masks = token_ids, count, num_masks
-        chain.assumed, chain.num_assumed = token_ids + 8 * count, num_assumed
-        chain.length, chain.num_dropped, chain.base = length, num_dropped, len(job.state) + num_assumed
-        chain.num_tokens, chain.num_candidates = job.num_tokens, job.num_candidates
+        chain.length, chain.num_dropped, chain.base = length, num_dropped, len(job.state)
+        chain.num_tokens = job.num_tokens
     with_q = any(sampling.sends_q for sampling in samplings)
-    depth, width = max(job.num_tokens for job in jobs), max(job.num_candidates for job in jobs)
-    out = _Output(len(jobs), depth, width, with_q=with_q)
+    out = _Output(len(jobs), max(job.num_tokens for job in jobs), with_q=with_q)
     if stop is not None and (stop.dtype != np.int32 or not stop.flags.c_contiguous):
         raise ValueError(f"stop flags are {stop.dtype}; they must be contiguous int32")
     call(
@@ -159,7 +147,7 @@ def draw_chains(
         None if stop is None else stop.ctypes.data,
         ctypes.addressof(out.struct),
     )
-    return out.read(jobs)
+    return out.read()
 
 
 def _check_features(job: ChainJob, num_features: int, first: ChainJob) -> None:

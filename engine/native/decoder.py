@@ -19,12 +19,13 @@ import logging
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from engine.compaction import Kept
+from engine.llama_models import MODELS, NORMS, ROPE_TYPES
 from engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary, load
 from engine.native.linears import AnyMatrix, matrix_of
 from engine.native.packing import Packing, layer_groups
@@ -38,11 +39,6 @@ logger = logging.getLogger(__name__)
 Caches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 #: Cosines and sines of the first positions, so many: float32 [positions, D / 2], contiguous.
 RotaryTables = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-
-_MODELS: Final = {f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
-#: Rotary embeddings whose frequencies are the same at every length.
-_ROPE_TYPES: Final = {"default", "linear", "llama3", "yarn"}
-_NORMS: Final = {f"{name}RMSNorm" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 
 
 class NativeModel:
@@ -247,13 +243,13 @@ def _unknown(  # noqa: PLR0911
 ) -> str | None:
     """Why a model is not one this decoder computes, or None."""
     name = type(model).__name__
-    if name not in _MODELS or not type(model).__module__.startswith("transformers.models."):
-        return f"{name} is none of {', '.join(sorted(_MODELS))}"
+    if name not in MODELS or not type(model).__module__.startswith("transformers.models."):
+        return f"{name} is none of {', '.join(sorted(MODELS))}"
     config = model.config
     if config.hidden_act != "silu":
         return f"hidden_act is {config.hidden_act!r}"
     rope = config.rope_parameters or {}
-    if rope.get("rope_type", "default") not in _ROPE_TYPES:
+    if rope.get("rope_type", "default") not in ROPE_TYPES:
         return f"rope_type is {rope.get('rope_type')!r}"
     layers, kind = model.model.layers, type(model.lm_head)
     if not len(layers) == len(caches) == len(windows) == config.num_hidden_layers > 0:
@@ -266,13 +262,13 @@ def _unknown(  # noqa: PLR0911
             return "linear layers that are not plain"
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-        if any(type(norm).__name__ not in _NORMS or norm.variance_epsilon != config.rms_norm_eps for norm in norms):
+        if any(type(norm).__name__ not in NORMS or norm.variance_epsilon != config.rms_norm_eps for norm in norms):
             return "norms of another kind"
         if not (_have_one_order(linears[:3]) and _have_one_order(linears[4:6])):
             return "inputs in several orders"
         if attention.scaling != layers[0].self_attn.scaling or attention.head_dim % 2:
             return "head sizes"
-    if not _is_known(model.lm_head) or type(model.model.norm).__name__ not in _NORMS:
+    if not _is_known(model.lm_head) or type(model.model.norm).__name__ not in NORMS:
         return "its output layer"
     dtype = model.lm_head.weight.dtype
     if type(model.model.embed_tokens) is not nn.Embedding or any(p.dtype != dtype for p in model.parameters()):

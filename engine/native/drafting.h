@@ -15,32 +15,26 @@ struct Chain {
   const Sampler* sampler;
   const int32_t* blocks;    // of its sequence; null: block 0 takes all rows
   const int64_t* token_ids;  // [num_token_ids], fed first
-  const int64_t* assumed;    // [num_assumed]: follow the committed tokens
   const void* features;      // [num_token_ids, num_features]; null: the model is no head
   int64_t num_token_ids;
   int64_t num_masks;  // of those, at their end: the rows of all tokens to draft but the first; 0: they are fed one by one
-  int64_t num_assumed;
-  int64_t length;          // entries in the cache
-  int64_t num_dropped;     // entries that are not any more
-  int64_t base;            // where the first drafted token will stand
-  int64_t num_tokens;      // to draft
-  int64_t num_candidates;  // of the target's token, at each
-  int64_t sampling;        // a DraftSampling
+  int64_t length;       // entries in the cache
+  int64_t num_dropped;  // entries that are not any more
+  int64_t base;         // where the first drafted token will stand
+  int64_t num_tokens;   // to draft
+  int64_t sampling;     // a DraftSampling
 };
-TANDEM_STRUCT(Chain, sampler, blocks, token_ids, assumed, features, num_token_ids, num_masks, num_assumed, length, num_dropped, base,
-              num_tokens, num_candidates, sampling)
+TANDEM_STRUCT(Chain, sampler, blocks, token_ids, features, num_token_ids, num_masks, length, num_dropped, base, num_tokens, sampling)
 
 // What is drafted: `depth` steps for each chain, the most any of them drafts.
 struct Drafted {
-  int64_t* token_ids;    // [chains, depth]
-  int64_t* candidates;   // [chains, depth, width]
-  int64_t width;         // the most candidates any chain asks for
-  uint8_t* q;            // [chains, depth, kMaxRowBytes]
-  int32_t* q_bytes;      // [chains, depth]: 0 where a token has no q
-  int64_t* lengths;      // [chains]: tokens drafted
+  int64_t* token_ids;  // [chains, depth]
+  uint8_t* q;          // [chains, depth, kMaxRowBytes]
+  int32_t* q_bytes;    // [chains, depth]: 0 where a token has no q
+  int64_t* lengths;    // [chains]: tokens drafted
   int64_t depth;
 };
-TANDEM_STRUCT(Drafted, token_ids, candidates, width, q, q_bytes, lengths, depth)
+TANDEM_STRUCT(Drafted, token_ids, q, q_bytes, lengths, depth)
 
 // The chains that continue, and where each one's logits were in the step before.
 struct Active {
@@ -68,7 +62,6 @@ class Drafting {
     for (int64_t c = 0, row = 0; c < num_chains_; c++) {
       const Chain& chain = chains_[c];
       out_.lengths[c] = 0;
-      if (chain.num_assumed) std::memcpy(prefixes_ + c * prefix_, chain.assumed, size_t(chain.num_assumed) * 8);
       if (!chain.num_tokens) continue;
       active_.chains[active_.count] = c, active_.rows[active_.count++] = row;
       row += 1 + chain.num_masks;
@@ -90,15 +83,11 @@ class Drafting {
 
   // Takes all working memory; false if there is none.
   bool lay_out() {
-    for (int64_t c = 0; c < num_chains_; c++) {
-      prefix_ = std::max(prefix_, chains_[c].num_assumed + out_.depth);
-      num_masks_ += chains_[c].num_masks;
-    }
+    for (int64_t c = 0; c < num_chains_; c++) num_masks_ += chains_[c].num_masks;
     return take_all([&](Take& take) {
       steps_.take(take);
       active_.chains = reinterpret_cast<int64_t*>(take(num_chains_ * 8));
       active_.rows = reinterpret_cast<int64_t*>(take(num_chains_ * 8));
-      prefixes_ = reinterpret_cast<int64_t*>(take(num_chains_ * prefix_ * 8));
       logits_ = reinterpret_cast<float*>(take((num_chains_ + num_masks_) * steps_.outputs * 4));
       own_ = take(threads_ * own_bytes());
     });
@@ -141,12 +130,9 @@ class Drafting {
   void draw_one(int64_t c, float* logits, int64_t step, const Workspace& work) {
     const Chain& chain = chains_[c];
     const int64_t at = c * out_.depth + step;
-    int64_t* prefix = prefixes_ + c * prefix_;
-    int64_t& token = out_.token_ids[at];
-    const DraftPlace place{prefix, chain.num_assumed + step, chain.base, step, chain.num_candidates,
-                           out_.candidates + at * out_.width, out_.q + at * kMaxRowBytes, out_.q_bytes + at};
-    token = draft_token(logits, *chain.sampler, DraftSampling(chain.sampling), place, work);
-    prefix[chain.num_assumed + step] = token;
+    int64_t* drafted = out_.token_ids + c * out_.depth;
+    const DraftPlace place{drafted, step, chain.base, out_.q + at * kMaxRowBytes, out_.q_bytes + at};
+    drafted[step] = draft_token(logits, *chain.sampler, DraftSampling(chain.sampling), place, work);
     out_.lengths[c] = step + 1;
   }
 
@@ -156,9 +142,8 @@ class Drafting {
   const volatile int32_t* stop_;  // [chains] or null; written by another thread
   const Drafted out_;
   const int threads_;
-  int64_t prefix_ = 0, num_masks_ = 0;  // of all chains
+  int64_t num_masks_ = 0;  // of all chains
   Active active_{};
-  int64_t* prefixes_;
   float* logits_;
   char* own_;
 };

@@ -121,6 +121,8 @@ class NativeLibrary:
         self.draft_chains.argtypes = (_Pointer, _Pointer, _Pointer, _Int64, _Pointer, _Pointer, _Int)
         self.draft_mlp = lib.tandem_draft_mlp
         self.draft_mlp.argtypes = (_Pointer, _Pointer, _Int64, _Pointer, _Pointer, _Int)
+        self.draft_walk = lib.tandem_draft_walk
+        self.draft_walk.argtypes = (_Pointer, _Pointer, _Int64, _Pointer, _Pointer, _Int)
         self.likeliest = lib.tandem_likeliest
         self.likeliest.argtypes = (_Pointer, _Int64, _Int64, _Pointer, _Pointer, _Pointer, _Int64, _Pointer, _Pointer)
         self.verify_rounds = lib.tandem_verify_rounds

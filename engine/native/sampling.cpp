@@ -306,20 +306,14 @@ int64_t draft_token(float* logits, const Sampler& sampler, DraftSampling samplin
   if (sampler.edits) edit(logits, sampler, place.prefix, place.num_prefix);
   Row row = look_at(logits, sampler.num_tokens);
   *place.q_bytes = 0;
-  if (sampling == kArgmax) {
-    largest(row, place.num_candidates, place.candidates);
-    return row.best;
-  }
+  if (sampling == kArgmax) return row.best;
   if (row.valid) truncate(row, sampler, work);
   if (sampling == kSharedNoise) {
     int64_t winner;
-    const uint64_t key = position_key(sampler.stream_keys[kCoupling], place.base + place.step);
-    if (place.num_candidates == 0) return race(row, key, 1, &winner), winner;
-    race(row, key, place.num_candidates, place.candidates);
-    return place.candidates[0];
+    race(row, position_key(sampler.stream_keys[kCoupling], place.base + place.num_prefix), 1, &winner);
+    return winner;
   }
-  largest(row, place.num_candidates, place.candidates);
-  const double u = uniform(position_key(sampler.stream_keys[kDraftDraw], place.base), place.step);
+  const double u = uniform(position_key(sampler.stream_keys[kDraftDraw], place.base), place.num_prefix);
   return draw_quantized(row, sampler, u, work, place.q, place.q_bytes);
 }
 

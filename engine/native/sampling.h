@@ -169,16 +169,13 @@ int64_t draw_quantized(const Row& row, const Sampler& sampler, double u, const W
 
 // Where a drafted token comes from and what comes with it.
 struct DraftPlace {
-  const int64_t* prefix;  // tokens after the committed ones
+  const int64_t* prefix;  // tokens of the chain before this one
   int64_t num_prefix;
-  int64_t base;  // where the first token of the chain will stand
-  int64_t step;  // tokens of the chain before this one
-  int64_t num_candidates;
-  int64_t* candidates;  // [num_candidates] guesses of the target's token, best first
-  uint8_t* q;           // [kMaxRowBytes]
-  int32_t* q_bytes;     // 0 where no q is sent
+  int64_t base;      // where the first token of the chain will stand
+  uint8_t* q;        // [kMaxRowBytes]
+  int32_t* q_bytes;  // 0 where no q is sent
 };
-TANDEM_STRUCT(DraftPlace, prefix, num_prefix, base, step, num_candidates, candidates, q, q_bytes)
+TANDEM_STRUCT(DraftPlace, prefix, num_prefix, base, q, q_bytes)
 
 // A place of a tree whose children are looked for.
 struct TreePlace {

@@ -263,9 +263,6 @@ class CDraftPlace(ctypes.Structure):
         ("prefix", _Pointer),
         ("num_prefix", _Int64),
         ("base", _Int64),
-        ("step", _Int64),
-        ("num_candidates", _Int64),
-        ("candidates", _Pointer),
         ("q", _Pointer),
         ("q_bytes", _Pointer),
     )
@@ -288,16 +285,13 @@ class CChain(ctypes.Structure):
         ("sampler", _Pointer),
         ("blocks", _Pointer),
         ("token_ids", _Pointer),
-        ("assumed", _Pointer),
         ("features", _Pointer),
         ("num_token_ids", _Int64),
         ("num_masks", _Int64),
-        ("num_assumed", _Int64),
         ("length", _Int64),
         ("num_dropped", _Int64),
         ("base", _Int64),
         ("num_tokens", _Int64),
-        ("num_candidates", _Int64),
         ("sampling", _Int64),
     )
 
@@ -307,8 +301,6 @@ class CDrafted(ctypes.Structure):
 
     _fields_ = (
         ("token_ids", ctypes.c_void_p),
-        ("candidates", ctypes.c_void_p),
-        ("width", ctypes.c_int64),
         ("q", ctypes.c_void_p),
         ("q_bytes", ctypes.c_void_p),
         ("lengths", ctypes.c_void_p),
@@ -376,6 +368,30 @@ class CMlp(ctypes.Structure):
     )
 
 
+class CWalk(ctypes.Structure):
+    """Blocks that chains are drawn along: walk.cpp."""
+
+    _fields_ = (
+        ("logits", _Pointer),
+        ("rows", _Pointer),
+        ("target_ids", _Pointer),
+        ("candidates", _Pointer),
+        ("inner", _Pointer),
+        ("weights", _Pointer),
+        ("before", _Pointer),
+        ("after", _Pointer),
+        ("sure", _Pointer),
+        ("sure_weights", _Pointer),
+        ("confidences", _Pointer),
+        ("vocab", _Int64),
+        ("outputs", _Int64),
+        ("num_candidates", _Int64),
+        ("rank", _Int64),
+        ("kind", _Int64),
+        ("table_dtype", _Int64),
+    )
+
+
 #: By their names in C++.
 STRUCTS: Final[Mapping[str, type[ctypes.Structure]]] = {
     "Plan": CPlan,
@@ -397,4 +413,5 @@ STRUCTS: Final[Mapping[str, type[ctypes.Structure]]] = {
     "Decision": CDecision,
     "MlpStep": CMlpStep,
     "Mlp": CMlp,
+    "Walk": CWalk,
 }

@@ -11,6 +11,25 @@ from engine.recurrent.plan import StatePlan
 from engine.recurrent.state_cache import StateCache
 
 
+class Scan(Protocol):
+    """A pass of a state space model."""
+
+    def __call__(
+        self,
+        cache: StateCache,
+        plan: StatePlan,
+        inputs: torch.Tensor,
+        steps: torch.Tensor,
+        *,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        d: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Outputs, float32."""
+        ...
+
+
 class RecurrentKernels(Protocol):
     """The module :mod:`engine.native.recurrent` is such."""
 
@@ -47,32 +66,12 @@ class RecurrentKernels(Protocol):
         """A pass of :class:`engine.recurrent.delta_rule.DeltaRule`; its outputs, float32 [T, HV, V]."""
         ...
 
-    def mamba2(
-        self,
-        cache: StateCache,
-        plan: StatePlan,
-        inputs: torch.Tensor,
-        steps: torch.Tensor,
-        *,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        d: torch.Tensor | None,
-    ) -> torch.Tensor:
+    @property
+    def mamba2(self) -> Scan:
         """A pass of :class:`engine.recurrent.state_space.Mamba2Scan`; its outputs, float32 [T, H, P]."""
         ...
 
-    def mamba(
-        self,
-        cache: StateCache,
-        plan: StatePlan,
-        inputs: torch.Tensor,
-        steps: torch.Tensor,
-        *,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        d: torch.Tensor | None,
-    ) -> torch.Tensor:
+    @property
+    def mamba(self) -> Scan:
         """A pass of :class:`engine.recurrent.state_space.MambaScan`; its outputs, float32 [T, C]."""
         ...

@@ -7,7 +7,7 @@ survivors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from engine.sampling.transfer import send
 
 #: On a CPU, if only top-p or min-p bounds the survivors: tokens examined first, eight times more at each retry.
 FIRST_WIDTH = 256
+#: Elsewhere, and then all tokens for the few rows whose survivors may be more.
+NUM_CANDIDATES = 1024
+#: Logits of rows that are computed together, in distributions and what is made of them: 64 MiB of float64 each.
+MAX_NUMBERS = 2**23
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,11 +35,14 @@ class Distribution:
     valid: Tensor
     #: V.
     num_tokens: int
+    #: bool [R]; False where tokens may be missing. None: in no row.
+    complete: Tensor | None = None
 
     def part(self, start: int, stop: int) -> Distribution:
         """Rows ``start`` to ``stop``, as views."""
         ids = None if self.token_ids is None else self.token_ids[start:stop]
-        return Distribution(self.weights[start:stop], ids, self.valid[start:stop], self.num_tokens)
+        complete = None if self.complete is None else self.complete[start:stop]
+        return Distribution(self.weights[start:stop], ids, self.valid[start:stop], self.num_tokens, complete)
 
     def tokens(self, columns: Tensor) -> Tensor:
         """Token ids of columns: int64 [R] or [R, n] to the same shape."""
@@ -54,10 +61,11 @@ class Distribution:
         return p.new_zeros(p.shape[0], self.num_tokens).scatter_(1, self.token_ids, p)
 
 
-def distribution(logits: Tensor, rows: Rows) -> Distribution:
+def distribution(logits: Tensor, rows: Rows, *, exact: bool = False) -> Distribution:
     """Distributions of rows with temperature > 0: edited logits float32 [R, V] in.
 
-    Give rows that truncate and rows that do not in separate calls: a call with both examines all tokens.
+    Give rows that truncate and rows that do not in separate calls: a call with both examines all tokens. Unless it must
+    be ``exact``, a row may lack tokens on a GPU, and says so: whether it does is known there only.
     """
     if not any(state.truncates for state in rows.states):
         top = logits.amax(-1, keepdim=True)  # [R, 1]
@@ -65,10 +73,30 @@ def distribution(logits: Tensor, rows: Rows) -> Distribution:
 
     ks = [state.params.top_k or logits.shape[1] for state in rows.states]
     width = min(max(ks), logits.shape[1])
-    if logits.device.type == "cpu":  # counting survivors needs no transfer there
-        first = min(width, max((k for k in ks if k < logits.shape[1]), default=FIRST_WIDTH))
-        return _shrunk(logits, rows, first)
-    return head(logits, rows, width)
+    most = max((k for k in ks if k < logits.shape[1]), default=0)  # of rows that top-k bounds
+    if _counts_survivors(logits):
+        return _shrunk(logits, rows, min(width, most or FIRST_WIDTH))
+    few = max(NUM_CANDIDATES, most + 1)
+    if exact or width <= few or not all(state.truncates for state in rows.states):
+        return head(logits, rows, width)
+    return _of_candidates(logits, rows, few)
+
+
+def _counts_survivors(logits: Tensor) -> bool:
+    """Whether that needs no transfer."""
+    return logits.device.type == "cpu"
+
+
+def _of_candidates(logits: Tensor, rows: Rows, width: int) -> Distribution:
+    """:func:`head` without the order of all tokens: ``topk`` chooses among equal logits as it likes, so the row is
+    complete if none of those that equal the last of the head survives.
+    """
+    values, ids = logits.topk(width, dim=-1)
+    order = _keys(values, ids).argsort(dim=-1, descending=True)
+    values, ids = values.gather(1, order), ids.gather(1, order)
+    found = _survivors(logits, values, ids, rows)
+    at_the_edge = (found.weights > 0) & (values == values[:, -1:])
+    return replace(found, complete=~at_the_edge.any(-1))
 
 
 def _shrunk(logits: Tensor, rows: Rows, width: int) -> Distribution:
@@ -93,11 +121,14 @@ def head(logits: Tensor, rows: Rows, width: int) -> Distribution:
     min-p keeps tokens with at least that share of the largest probability; then top-k keeps exactly k (of equal
     logits the lower ids); then top-p keeps the smallest set of what is left that holds this share of its mass.
     """
+    return _survivors(logits, *_largest(logits, min(width, logits.shape[1])), rows)
+
+
+def _survivors(logits: Tensor, values: Tensor, ids: Tensor, rows: Rows) -> Distribution:
+    """Those of the most likely tokens [R, W], in order."""
     params = [state.params for state in rows.states]
-    num_tokens = logits.shape[1]
-    width = min(width, num_tokens)
+    num_tokens, width = logits.shape[1], values.shape[1]
     top = logits.amax(-1, keepdim=True)  # [R, 1]; not the first of the head, which may hide a NaN
-    values, ids = _largest(logits, width)  # [R, W]
     temperature = _temperatures(rows, logits)
     weights = _weights(values, top, temperature)  # [R, W]
 
@@ -112,7 +143,7 @@ def head(logits: Tensor, rows: Rows, width: int) -> Distribution:
         share = send([[p.top_p] for p in params], logits.device, torch.float64)
         total = weights.sum(-1, keepdim=True)
         unseen = [i for i, p in enumerate(params) if p.top_p < 1 and not 0 < p.top_k <= width]
-        if unseen and width < num_tokens:  # the mass of rows that top-k does not bound lies beyond the head, too
+        if unseen:  # the mass of rows that top-k does not bound lies beyond the head, too: one sum for any width
             at = send(unseen, logits.device)
             all_weights = _weights(logits[at], top[at], temperature[at])
             if min_p is not None:
@@ -144,9 +175,13 @@ def _largest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     ``topk`` leaves open which of equal values it returns, and that may change with the batch or the device. So it is
     given integers without ties: the order of the float in the high half, the complement of the id in the low half.
     """
-    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # floats sort like these integers
-    complement = 0xFFFFFFFF - torch.arange(logits.shape[1], device=logits.device)
-    keys = (order.long() << 32) | complement
+    keys = _keys(logits, torch.arange(logits.shape[1], device=logits.device))
     ids = 0xFFFFFFFF - (keys.topk(width, dim=-1).values & 0xFFFFFFFF)
     return logits.gather(1, ids), ids
+
+
+def _keys(logits: Tensor, ids: Tensor) -> Tensor:
+    """Integers that sort like the logits, of equal ones the lower id higher."""
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # floats sort like these integers
+    return (order.long() << 32) | (0xFFFFFFFF - ids)

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from engine.sampling import sparse
-from engine.sampling.distribution import Distribution, distribution, head
-from engine.sampling.draws import race, winners
+from engine.sampling.distribution import MAX_NUMBERS, Distribution, distribution, head
+from engine.sampling.draws import winners
 from engine.sampling.edits import edited
 from engine.sampling.noise import Stream
 from engine.sampling.rows import Rows
 from engine.sampling.state import SamplingState
 from engine.sampling.transfer import send
+from specdec.params import SamplingParams
 from specdec.rules import DraftSampling, Rule, SparseRow
 
 
@@ -31,8 +32,6 @@ class Drafted:
     q_token_ids: Tensor | None = None
     #: int64 [R, K], cubes up to ``sparse.NUM_LEVELS**3``, or 0; all 0 in rows that send no q.
     q_weights: Tensor | None = None
-    #: int64 [R, n], best first, or None: guesses of the token that the *target* will emit there.
-    candidates: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,6 @@ class DraftedChain:
     token_ids: tuple[int, ...]
     #: Empty, or one per token.
     q_rows: tuple[SparseRow, ...] = ()
-    #: If asked for: at each drafted position the guesses of the target's token, best first.
-    candidates: tuple[tuple[int, ...], ...] = ()
 
 
 class _DraftKind(NamedTuple):
@@ -59,40 +56,44 @@ class _DraftKind(NamedTuple):
         return cls(sampling, sampling.shares_noise and state.truncates)
 
 
-def draft(logits: Tensor, rows: Rows, rules: Sequence[Rule], num_candidates: int = 0) -> Drafted:
+def draft(logits: Tensor, rows: Rows, rules: Sequence[Rule]) -> Drafted:
     """Draw one token per row of ``logits`` (float32 [R, V]); ``rules`` are those of the rows. Nothing syncs on CUDA.
 
     How a row is drawn is its rule's :class:`~specdec.rules.DraftSampling`. FROM_Q draws from the quantised top of q,
     which comes with the token. If all tokens of a row are masked, it gets a token that the target will reject. The rows
     of the next step are ``rows.extended(drafted.token_ids)``.
-
-    ``num_candidates`` asks for guesses of the target's token, to draft ahead of the verdict. They are ranked by logit,
-    with shared noise by E_v / q_v (the first is the drafted token).
     """
     logits = edited(logits, rows)
     of_kind: dict[_DraftKind, list[int]] = {}
     for i, (state, rule) in enumerate(zip(rows.states, rules, strict=True)):
         of_kind.setdefault(_DraftKind.of(state, rule), []).append(i)
-    if len(of_kind) == 1:
-        return _draft_alike(next(iter(of_kind)).sampling, logits, rows, num_candidates)
+    count = max(1, MAX_NUMBERS // logits.shape[1])
+    parts = [(kind, own[i : i + count]) for kind, own in of_kind.items() for i in range(0, len(own), count)]
+    if len(parts) == 1:
+        return _draft_alike(parts[0][0].sampling, logits, rows)
 
     token_ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
     width = sparse.max_tokens(logits.shape[1])
     sends_q = any(kind.sampling.sends_q for kind in of_kind)
     q_token_ids, q_weights = token_ids.new_zeros(2, len(rows), width) if sends_q else (None, None)
-    candidates = token_ids.new_zeros(len(rows), num_candidates) if num_candidates else None
-    for kind, indices in of_kind.items():
+    for kind, indices in parts:
         at = send(indices, logits.device)
-        part = _draft_alike(kind.sampling, logits.index_select(0, at), rows.select(indices), num_candidates)
+        part = _draft_alike(kind.sampling, logits.index_select(0, at), rows.select(indices))
         for whole, values in (
             (token_ids, part.token_ids),
             (q_token_ids, part.q_token_ids),
             (q_weights, part.q_weights),
-            (candidates, part.candidates),
         ):
             if whole is not None and values is not None:
                 whole.index_copy_(0, at, values)
-    return Drafted(token_ids, q_token_ids, q_weights, candidates)
+    return Drafted(token_ids, q_token_ids, q_weights)
+
+
+def draft_many(logits: Tensor) -> None:
+    """Draw tokens of all rows of ``logits`` float32 [R, V] in the way that needs the most memory."""
+    params = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0, seed=0)
+    states = [SamplingState(params, [0], 1, logits.shape[1], device=logits.device)] * len(logits)
+    draft(logits, Rows.after(states), [Rule.COUPLED] * len(logits))
 
 
 def collect(steps: Sequence[Drafted], counts: Sequence[int] | None = None) -> list[DraftedChain]:
@@ -103,62 +104,52 @@ def collect(steps: Sequence[Drafted], counts: Sequence[int] | None = None) -> li
     if not steps:
         return [] if counts is None else [DraftedChain(())] * len(counts)
     q_width = max(0 if step.q_weights is None else step.q_weights.shape[1] for step in steps)
-    num_candidates = max(0 if step.candidates is None else step.candidates.shape[1] for step in steps)
     num_rows = steps[0].token_ids.shape[0]
-    nothing = steps[0].token_ids.new_zeros(num_rows, max(q_width, num_candidates))
+    nothing = steps[0].token_ids.new_zeros(num_rows, q_width)
     packed = torch.stack(
         [
             torch.cat(
                 [
                     step.token_ids[:, None],
-                    nothing[:, :num_candidates] if step.candidates is None else step.candidates,
-                    nothing[:, :q_width] if step.q_token_ids is None else step.q_token_ids,
-                    nothing[:, :q_width] if step.q_weights is None else step.q_weights,
+                    nothing if step.q_token_ids is None else step.q_token_ids,
+                    nothing if step.q_weights is None else step.q_weights,
                 ],
                 dim=1,
             )
             for step in steps
         ],
         dim=1,
-    )  # [R, steps, 1 + candidates + 2 q_width]
+    )  # [R, steps, 1 + 2 q_width]
     host = packed.cpu().numpy()
-    q_at = 1 + num_candidates
     chains = []
     for i, chain in enumerate(host):
         kept = chain if counts is None else chain[: counts[i]]
         q_rows = tuple(
-            _sparse_row(step[q_at:][:q_width], weights) for step in kept if (weights := step[q_at + q_width :]).any()
+            _sparse_row(step[1:][:q_width], weights) for step in kept if (weights := step[1 + q_width :]).any()
         )
-        candidates = tuple(map(tuple, kept[:, 1:q_at].tolist())) if num_candidates else ()
-        chains.append(DraftedChain(tuple(kept[:, 0].tolist()), q_rows, candidates))
+        chains.append(DraftedChain(tuple(kept[:, 0].tolist()), q_rows))
     return chains
 
 
-def _draft_alike(sampling: DraftSampling, logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
+def _draft_alike(sampling: DraftSampling, logits: Tensor, rows: Rows) -> Drafted:
     match sampling:
         case DraftSampling.ARGMAX:
-            best = _best(logits, num_candidates) if num_candidates else None
-            return Drafted(logits.argmax(-1), candidates=best)
+            return Drafted(logits.argmax(-1))
         case DraftSampling.FROM_Q:
-            return _draft_from_q(logits, rows, num_candidates)
+            return _draft_from_q(logits, rows)
         case DraftSampling.SHARED_NOISE:
-            return _draft_with_shared_noise(logits, rows, num_candidates)
+            return _draft_with_shared_noise(logits, rows)
 
 
-def _draft_with_shared_noise(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
+def _draft_with_shared_noise(logits: Tensor, rows: Rows) -> Drafted:
     q = distribution(logits, rows)
     keys = [
         state.noise_key(Stream.COUPLING, position) for state, position in zip(rows.states, rows.positions, strict=True)
     ]
-    noise = send(keys, logits.device)
-    if not num_candidates:
-        return Drafted(q.tokens(winners(q, noise)))
-    scores = race(q, noise)  # [R, S]
-    best = q.tokens(_best(scores.where(scores > 0, -torch.inf), num_candidates))
-    return Drafted(best[:, 0].contiguous(), candidates=best)
+    return Drafted(q.tokens(winners(q, send(keys, logits.device))))
 
 
-def _draft_from_q(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
+def _draft_from_q(logits: Tensor, rows: Rows) -> Drafted:
     width = sparse.max_tokens(logits.shape[1])
     # Top-p is a share of what top-k keeps, and that may be more than a row can name.
     q = head(logits, rows, max(width, *(state.params.top_k for state in rows.states)))
@@ -172,8 +163,7 @@ def _draft_from_q(logits: Tensor, rows: Rows, num_candidates: int) -> Drafted:
         for state, base, position in zip(rows.states, rows.bases, rows.positions, strict=True)
     ]
     columns = draw_quantized(weights, send(u, logits.device, torch.float64))
-    best = _best(logits, num_candidates) if num_candidates else None
-    return Drafted(token_ids.gather(1, columns[:, None]).squeeze(1), token_ids, weights, best)
+    return Drafted(token_ids.gather(1, columns[:, None]).squeeze(1), token_ids, weights)
 
 
 def quantized(q: Distribution) -> Tensor:
@@ -195,14 +185,6 @@ def draw_quantized(weights: Tensor, u: Tensor) -> Tensor:
     sums = weights.cumsum(-1)
     ticket = (u * sums[:, -1:]).long()  # 0 .. total - 1; u has 52 bits: equally likely to within 2^-52
     return (sums <= ticket).sum(-1)
-
-
-def _best(scores: Tensor, count: int) -> Tensor:
-    """Columns of the ``count`` largest scores, largest first: [R, count]; the best again where fewer are not -inf."""
-    best = scores.topk(min(count, scores.shape[1]), dim=-1)
-    columns = torch.where(best.values > -torch.inf, best.indices, best.indices[:, :1])
-    missing = count - columns.shape[1]
-    return torch.cat([columns, columns[:, :1].expand(-1, missing)], dim=1) if missing else columns
 
 
 def _sparse_row(token_ids: sparse.Ids, weights: sparse.Ids) -> SparseRow:

@@ -17,7 +17,7 @@ from specdec.trees import path_to
 class Rows:
     """R places of a batch; row r of the logits decides the token after ``states[r]`` and its prefix.
 
-    The prefix has tokens that are not committed: those assumed to be committed next, then drafted ones.
+    The prefix has drafted tokens.
     """
 
     #: One per row; rows of one session share the object.
@@ -25,18 +25,12 @@ class Rows:
     #: int64 [R, m] on the logits' device, aligned left; entries from prefix_lens[r] on mean nothing.
     prefix: Tensor
     prefix_lens: Sequence[int]
-    #: How many tokens at the start of each prefix are assumed to be committed.
-    assumed_lens: Sequence[int]
 
     @classmethod
-    def after(cls, states: Sequence[SamplingState], assumed: Sequence[Sequence[int]] | None = None) -> Rows:
-        """One row per state, after its committed tokens and the tokens ``assumed`` after them, if given."""
-        assumed = assumed or [()] * len(states)
-        lens = [len(ids) for ids in assumed]
-        width = max(lens, default=0)
-        prefix = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in assumed], dtype=torch.int64)
-        prefix = prefix.reshape(len(states), width)
-        return cls(states, send(prefix, states[0].device) if states else prefix, lens, lens)
+    def after(cls, states: Sequence[SamplingState]) -> Rows:
+        """One row per state, after its committed tokens."""
+        prefix = torch.zeros(len(states), 0, dtype=torch.int64)
+        return cls(states, send(prefix, states[0].device) if states else prefix, [0] * len(states))
 
     @classmethod
     def along(
@@ -65,7 +59,6 @@ class Rows:
             [state for state, _, _ in places],
             send(prefix, states[0].device) if states else prefix,
             [n for _, _, n in places],
-            [0] * len(places),
         )
 
     def __len__(self) -> int:
@@ -79,7 +72,7 @@ class Rows:
     @property
     def bases(self) -> list[int]:
         """Where the drafted tokens of each row start: the committed length at which they will be verified."""
-        return [len(state) + n for state, n in zip(self.states, self.assumed_lens, strict=True)]
+        return [len(state) for state in self.states]
 
     def extended(self, token_ids: Tensor) -> Rows:
         """The rows one drafted token further: ``token_ids`` int64 [R]. Nothing leaves the device."""
@@ -92,7 +85,7 @@ class Rows:
             prefix[:, : self.prefix.shape[1]] = self.prefix
             at = send(self.prefix_lens, prefix.device)
             prefix.scatter_(1, at[:, None], token_ids[:, None])
-        return Rows(self.states, prefix, lens, self.assumed_lens)
+        return Rows(self.states, prefix, lens)
 
     def select(self, indices: Sequence[int]) -> Rows:
         """Some of the rows, in the order given."""
@@ -101,7 +94,6 @@ class Rows:
             [self.states[i] for i in indices],
             self.prefix.index_select(0, at),
             [self.prefix_lens[i] for i in indices],
-            [self.assumed_lens[i] for i in indices],
         )
 
     def tails(self, width: int) -> Tensor:

@@ -66,10 +66,10 @@ class GrpcTargetSession:
         self.opened = opened
 
     def offer(self, proposal: Proposal, multi_step_tokens: int = 0) -> None:
-        """Ask for a round, now or once what the proposal assumes is committed."""
+        """Ask for a round."""
         message = pb.Round(
             epoch=self._epoch,
-            committed_len=proposal.committed_len,
+            committed_len=proposal.base_len,
             proposal=codec.encode_proposal(proposal),
             multi_step_tokens=multi_step_tokens,
         )

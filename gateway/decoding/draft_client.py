@@ -25,7 +25,6 @@ from specdec.errors import (
     Unavailable,
 )
 from specdec.hidden_state_buffer import StateBuffer
-from specdec.pending_proposals import MAX_PENDING_PROPOSALS, Path, PendingProposals, path_of
 from specdec.types import HiddenStates, Proposal, SessionSpec
 
 logger = logging.getLogger(__name__)
@@ -40,14 +39,13 @@ NUM_PROPOSALS_TO_RECOVER: Final = 8
 #: Seconds a draft may take to admit and prefill; the target decodes alone meanwhile.
 OPEN_TIMEOUT_S: Final = 30.0
 
-OnProposal = Callable[[Path, Proposal], None]
 #: Has the target open the session of a draft that it then asks itself; None where it cannot.
 OpenDirect = Callable[[Replica[DraftBackend], SessionSpec], Awaitable[DirectDraftSession | None]]
 
 
 @dataclass(slots=True, eq=False)
 class OpenDraft:
-    """An open draft session, how many committed tokens it was told, and the proposals it sent."""
+    """An open draft session, how many committed tokens it was told, and the proposal it sent."""
 
     #: A direct one if the target asks the draft itself: no proposal comes here.
     session: DraftSession | DirectDraftSession
@@ -57,10 +55,8 @@ class OpenDraft:
     states: HiddenStateSpec = field(default_factory=HiddenStateSpec)
     #: Drafted tokens asked for in the next round; 0: none.
     k: int = 0
-    #: Proposals it may send before the next verdict.
-    num_ahead_proposals: int = 0
-    #: Proposals that may still be of use; the one for the tokens committed now has the empty path.
-    pending: PendingProposals = field(default_factory=PendingProposals)
+    #: The proposal for the tokens committed now.
+    proposal: Proposal | None = None
     reader: asyncio.Task[None] | None = None
 
     @property
@@ -72,9 +68,8 @@ class OpenDraft:
 class DraftClient:
     """Proposals for one request. Nothing here fails the request: without a draft there is no proposal.
 
-    :meth:`request` tells the draft every verdict. A reader task keeps the proposals as they arrive, those for the
-    committed tokens and those for tokens that may be committed next. :meth:`take` returns the one that fits. The
-    committed tokens select it, never its own tokens.
+    :meth:`request` tells the draft every verdict. A reader task keeps the proposal for the committed tokens when it
+    arrives; :meth:`take` returns it.
     """
 
     def __init__(
@@ -84,23 +79,20 @@ class DraftClient:
         metrics: SpeculationMetrics,
         *,
         method: str | None = "",
-        num_ahead_proposals: int,
         timeout_s: float,
-        on_proposal: OnProposal,
+        on_proposal: Callable[[], None],
         open_direct: OpenDirect,
     ) -> None:
-        """``method``: see :attr:`Drafters.service`. ``num_ahead_proposals``: proposals that may be drafted before a
-        verdict.
+        """``method``: see :attr:`Drafters.service`.
 
-        ``on_proposal`` gets each proposal that was kept, and the tokens that must be committed before it fits, in the
-        call that read it. This is the only call from here to the owner: the target gets the proposal one iteration of
-        the event loop earlier than it would from an awaited future.
+        ``on_proposal`` is told that a proposal for the committed tokens arrived, in the call that read it. This is the
+        only call from here to the owner: the target gets the proposal one iteration of the event loop earlier than it
+        would from an awaited future.
         """
         self._router = router
         self._state = state
         self._metrics = metrics
         self._method = method
-        self._num_ahead_proposals = num_ahead_proposals
         self._timeout_s = timeout_s
         self._on_proposal = on_proposal
         self._open_direct = open_direct
@@ -115,7 +107,7 @@ class DraftClient:
         self._epoch = 0
         self._num_failures = 0
         self._num_proposals = 0
-        #: A proposal fitted what was committed when it came, or may be committed next.
+        #: A proposal fitted what was committed when it came.
         self.has_proposed = False
         #: No draft will ever propose for this request.
         has_drafts = method is not None and bool(method or len(router.drafts))
@@ -158,27 +150,23 @@ class DraftClient:
             self._states.clear()
         return spec
 
-    def commit(self, token_ids: tuple[int, ...], hidden_states: Sequence[HiddenStates] = ()) -> None:
-        """Drop the proposals that assumed other tokens, and keep the hidden states for the draft."""
+    def commit(self, hidden_states: Sequence[HiddenStates]) -> None:
+        """Drop the proposal for the tokens before, and keep the hidden states for the draft."""
         draft = self._draft
         if hidden_states and not self.off and (draft is None or draft.states == self._states_spec):
             if self._states_spec.last_only:
                 self._states.clear()
             for states in hidden_states:
                 self._states.add(states)
-        if draft is None:
-            return
-        draft.pending.commit(token_ids)
-        if draft.num_ahead_proposals:
-            hit = () in draft.pending
-            self._metrics.num_ahead_hits += hit
-            self._metrics.num_ahead_misses += not hit
+        if draft is not None:
+            draft.proposal = None
 
     def take(self) -> Proposal | None:
         """The proposal that fits the committed tokens; None where there is none yet, or none is wanted."""
         draft = self._draft
-        if draft is None or not draft.k or (proposal := draft.pending.take()) is None:
+        if draft is None or not draft.k or draft.proposal is None:
             return None
+        proposal, draft.proposal = draft.proposal, None
         self._count_proposal()
         return proposal
 
@@ -217,22 +205,13 @@ class DraftClient:
         return True
 
     async def _advance(self, draft: OpenDraft, session: DraftSession) -> None:
-        draft.num_ahead_proposals = self._num_ahead_of(draft)
         states = self._states.take() if draft.states == self._states_spec else ()
         base_len, news = draft.known_len, self._state.after(draft.known_len)
         draft.known_len += len(news)
-        await session.advance(base_len, news, draft.k, draft.num_ahead_proposals, states)
-
-    def _num_ahead_of(self, draft: OpenDraft) -> int:
-        """Proposals the draft may send before the next verdict: no more than can be kept with those in transit."""
-        if not draft.k or draft.states.layers:  # the states behind a verdict are not known before it
-            return 0
-        num_arriving = max(self._num_ahead_proposals, draft.num_ahead_proposals)
-        room = MAX_PENDING_PROPOSALS - 1 - len(draft.pending) - num_arriving
-        return max(0, min(self._num_ahead_proposals, room))
+        await session.advance(base_len, news, draft.k, states)
 
     async def wait(self) -> None:
-        """Wait until ``on_proposal`` got the proposal asked for, or none will come: the draft failed or is too slow."""
+        """Wait until the proposal asked for arrived, or none will come: the draft failed or is too slow."""
         draft = self._draft
         if draft is None or not draft.k:
             return
@@ -318,16 +297,12 @@ class DraftClient:
         if num_tokens > opened.num_speculative_tokens:
             raise InvalidRequest(f"the draft sent {num_tokens} tokens, more than its {opened.num_speculative_tokens}")
         self._metrics.num_received_draft_tokens += num_tokens
-        path = path_of(proposal, self._state.after(proposal.base_len))
-        if path is None or not draft.k:
+        if proposal.base_len < len(self._state) or not draft.k:
             return
-        if draft.pending.full:
-            raise InvalidRequest(f"the draft sent more than {len(draft.pending)} proposals for one verdict")
         self.has_proposed = True
-        if draft.pending.keep(path, proposal):
-            self._on_proposal(path, proposal)
-            if not path:
-                self._end_wait()
+        draft.proposal = proposal
+        self._on_proposal()
+        self._end_wait()
 
     def _end_wait(self) -> None:
         if self._arrival is not None and not self._arrival.done():
@@ -397,7 +372,7 @@ class DraftClient:
         spec = self._state.spec(self._epoch)
         states = HiddenStateSpec() if replica.info is None else HiddenStateSpec.of(replica.info)
         session: DraftSession | DirectDraftSession | None = None
-        if not states.layers and not self._num_ahead_proposals:
+        if not states.layers:
             session = await self._open_direct(replica, spec)
         if session is None:
             async with asyncio.timeout(OPEN_TIMEOUT_S):

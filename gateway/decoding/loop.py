@@ -36,7 +36,6 @@ from specdec.errors import (
     Unavailable,
 )
 from specdec.params import parameters
-from specdec.pending_proposals import Path
 from specdec.types import FinishReason, Proposal, SessionSpec, TargetOpened, Verdict
 
 logger = logging.getLogger(__name__)
@@ -60,6 +59,7 @@ class Decoding:
         self.request = request
         self.metrics = SpeculationMetrics()
         self._context = context
+        self._is_engine = settings.has_engines
         self._state = RequestState(request)
         self._drafters = request.drafters or context.drafters
         self._target = TargetClient(
@@ -74,7 +74,6 @@ class Decoding:
             self._state,
             self.metrics,
             method=self._drafters.service,
-            num_ahead_proposals=settings.num_ahead_proposals,
             timeout_s=settings.draft_timeout_s,
             on_proposal=self._on_proposal,
             open_direct=self._open_direct,
@@ -100,6 +99,8 @@ class Decoding:
         """Why nothing was speculated by now, in case nothing was."""
         request, drafters, lookup = self.request, self._drafters, self._lookup
         asks_for_one_token = request.params.max_tokens == 1
+        if self._is_engine:
+            return PlainReason.ENGINE
         if not (drafters.service or drafters.lookups or len(self._context.router.drafts) or request.prediction):
             return PlainReason.NO_DRAFT
         if request.num_speculative_tokens == 0 and not asks_for_one_token:
@@ -193,12 +194,16 @@ class Decoding:
     async def _open_direct(self, replica: Replica[DraftBackend], spec: SessionSpec) -> DirectDraftSession | None:
         """Have the target open a draft's session and ask the draft itself; None where that cannot be.
 
-        Both must be reached over Unix sockets: then they are on one machine. Lookups are compared with what the draft
-        brings, so the gateway asks both.
+        The target must be reached over a Unix socket: then it is on this machine, and reaches the draft as the gateway
+        does, but for certificates, which it has none of. Lookups are compared with what the draft brings, so the
+        gateway asks both.
         """
-        target, timeout_s = self._replica, self._context.settings.draft_timeout_s
-        if self._lookup.is_on or target is None or not (_is_local(target) and _is_local(replica)):
+        target, settings = self._replica, self._context.settings
+        if self._lookup.is_on or target is None or not _is_local(target):
             return None
+        if settings.backend_tls and not _is_local(replica):
+            return None
+        timeout_s = settings.draft_timeout_s
         try:
             return await self._target.open_draft(replica.name, spec, timeout_s)
         except Unavailable as error:
@@ -258,17 +263,15 @@ class Decoding:
         Waits for nobody. Where the draft has no proposal yet, :meth:`_ask` waits for it.
         """
         target, draft = self._target, self._draft
-        target.commit(verdict.token_ids, draft.k)
+        target.commit(verdict.token_ids)
         if target.num_multi_step_left and not self.request.num_speculative_tokens:
             return
-        draft.commit(verdict.token_ids, verdict.hidden_states)
+        draft.commit(verdict.hidden_states)
         if self._start_looked_up():
             await asyncio.sleep(0)  # the message leaves now
             return
         if draft.off and target.num_multi_step_left:
             return
-        if target.is_idle:
-            self._start_fitting()
         was_direct = draft.is_asked_by_target
         is_sent = await draft.request(self._num_draft_tokens(self._state.num_remaining))
         if draft.k and draft.method != self._paced_method:  # it replaces a lost one
@@ -279,23 +282,15 @@ class Decoding:
             target.expect_multi_step(self._state.num_remaining)
         elif self._is_idle:
             target.multi_step_decode(self._state.num_remaining)
-        if is_sent or target.round is not None:
-            await asyncio.sleep(0)  # the messages leave now
+        if is_sent:
+            await asyncio.sleep(0)  # the message leaves now
 
-    def _on_proposal(self, path: Path, proposal: Proposal) -> None:
-        """A proposal arrived that fits once ``path`` is committed: start its round if the loop waits for it, or let the
-        target have it before the verdict, where that is likely to be needed.
+    def _on_proposal(self) -> None:
+        """The proposal for the committed tokens arrived: start its round if the loop waits for it, or let it take the
+        place of tokens of multi-step decode.
         """
-        if not path:
-            if self._waiting_since_ns is not None or self._target.num_multi_step_left:
-                self._start_fitting()
-        elif (
-            proposal.likelihood >= self._context.settings.min_offer_likelihood and len(path) < self._state.num_remaining
-        ):
-            try:
-                self._target.offer(path, proposal)
-            except InvalidRequest as error:
-                self._draft.refuse(error)
+        if self._waiting_since_ns is not None or self._target.num_multi_step_left:
+            self._start_fitting()
 
     def _start_looked_up(self) -> bool:
         """Start a round of what followed the last tokens before, where that is worth it.

@@ -65,14 +65,6 @@ class SpeculationMetrics:
     num_draft_failures: int = _count("Times a draft was lost, slow or refused", "draft_failures")
     num_target_failures: int = _count("Times a session was lost on a target", "target_failures")
     num_stale: int = _count("Messages that did not fit the session's state", "stale_messages")
-    num_ahead_hits: int = _count(
-        "Verdicts whose next proposal had been drafted before them", "spec_decode_num_ahead_hits", label="rule"
-    )
-    num_ahead_misses: int = _count(
-        "Verdicts whose next proposal had not, where drafting before verdicts is on",
-        "spec_decode_num_ahead_misses",
-        label="rule",
-    )
     num_direct_rounds: int = _count(
         "Rounds whose proposal the target itself asked the draft for", "spec_decode_num_direct_rounds"
     )

@@ -9,6 +9,7 @@ class PlainReason(StrEnum):
     """Each value is what answers and metrics say; :attr:`text` is for people."""
 
     OFF = "off"
+    ENGINE = "engine"
     NO_DRAFT = "no_draft"
     TOO_SHORT = "too_short"
     CROWDED = "batch_size"
@@ -26,6 +27,7 @@ class PlainReason(StrEnum):
 
 _TEXTS = {
     PlainReason.OFF: "it is switched off",
+    PlainReason.ENGINE: "an engine behind the gateway answers; its own metrics say what it drafts",
     PlainReason.NO_DRAFT: "no draft is configured",
     PlainReason.TOO_SHORT: "the answer is too short",
     PlainReason.CROWDED: "more sequences are open than disable_by_batch_size allows",

@@ -35,7 +35,7 @@ class AskedRound(ABC):
     is_looked_up: bool
     #: Whether they are of the client's prediction.
     is_predicted: bool
-    #: When the round was asked for, or the verdict came that started a proposal which the target held already.
+    #: When the round was asked for.
     asked_ns: int
     #: How long there was a verdict but no proposal.
     wait_ns: int

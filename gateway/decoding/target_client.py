@@ -17,8 +17,7 @@ from specdec.backends import DraftOpener, TargetBackend, TargetSession
 from specdec.backoff import backoff_s
 from specdec.direct_draft import DirectDraftSession
 from specdec.errors import InvalidRequest, Overloaded, StaleSession, TandemError, Unavailable
-from specdec.pending_proposals import Path, PendingProposals
-from specdec.types import Proposal, SessionSpec, TargetOpened, Verdict
+from specdec.types import SessionSpec, TargetOpened, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +47,6 @@ class TargetClient:
         self.round: RoundRequest | None = None
         #: Tokens that the target decodes next by itself, and the length up to which it may.
         self.num_multi_step_left = self._multi_step_end = 0
-        #: Proposals the target holds for rounds after the one in progress.
-        self._offered = PendingProposals()
         #: Rounds asked for in place of multi-step tokens, without what was committed since: the target takes one or
         #: drops it.
         self._early: list[RoundRequest] = []
@@ -137,7 +134,9 @@ class TargetClient:
         """
         await self._has_opened.wait()
         session = self._open_session
-        if not session.opened.asks_drafts or not isinstance(session, DraftOpener):
+        opened = session.opened
+        asks = opened.asks_drafts if address.startswith("unix:") else opened.asks_remote_drafts
+        if not asks or not isinstance(session, DraftOpener):
             return None
         async with asyncio.timeout(OPEN_DRAFT_TIMEOUT_S):
             draft = await session.open_draft(address, spec, timeout_s)
@@ -153,7 +152,7 @@ class TargetClient:
             InvalidRequest: the target cannot verify it.
         """
         length = len(self._state)
-        proposal = replace(round_.proposal, epoch=self._epoch, base_len=length, assumed_token_ids=())
+        proposal = replace(round_.proposal, epoch=self._epoch, base_len=length)
         self._open_session.offer(proposal, multi_step_tokens)
         end = length + multi_step_tokens if multi_step_tokens else 0
         if multi_step_tokens:
@@ -164,23 +163,13 @@ class TargetClient:
         else:
             self.round, self._multi_step_end = round_, end
 
-    def offer(self, path: Path, proposal: Proposal) -> None:
-        """Give the target a proposal before the verdict it assumes, where it can be kept. Raises what :meth:`start`
-        does.
-        """
-        if self._session is None or self.num_multi_step_left or path in self._offered or self._offered.full:
-            return
-        self._session.offer(replace(proposal, epoch=self._epoch))
-        self._offered.keep(path, proposal)
-
     def multi_step_decode(self, num_tokens: int) -> None:
-        """Have the target decode so many more tokens without proposals; it drops those it holds."""
+        """Have the target decode so many more tokens without proposals."""
         self.expect_multi_step(num_tokens)
         self._open_session.multi_step_decode(len(self._state), num_tokens)
 
     def expect_multi_step(self, num_tokens: int) -> None:
         """The target goes over to decoding so many more tokens without proposals by itself."""
-        self._offered.clear()
         self.num_multi_step_left, self._is_ending = num_tokens, False
         self._multi_step_end = len(self._state) + num_tokens
 
@@ -207,14 +196,8 @@ class TargetClient:
             self._forget_multi_step()
         return answered, verdict
 
-    def commit(self, token_ids: tuple[int, ...], num_asked: int) -> None:
-        """Tokens were committed: where the target holds the proposal that fits now, its round is in progress.
-
-        ``num_asked``: drafted tokens that were asked for when it was drafted.
-        """
-        self._offered.commit(token_ids)
-        fitting = self._offered.take()
-        self.round = None if fitting is None else RoundRequest(fitting, num_asked)
+    def commit(self, token_ids: tuple[int, ...]) -> None:
+        """Tokens were committed: keep what is left of the rounds asked for in place of multi-step tokens."""
         self._early = [rest for early in self._early if (rest := early.after(token_ids)) is not None]
 
     async def recover(self, error: TandemError) -> None:
@@ -288,7 +271,6 @@ class TargetClient:
     async def _drop(self) -> None:
         self.round, self.num_multi_step_left = None, 0
         self._forget_multi_step()
-        self._offered.clear()
         self._has_opened.clear()
         self._num_direct = 0
         session, self._session = self._session, None

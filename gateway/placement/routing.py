@@ -93,7 +93,7 @@ class Replica(Generic[B]):
     def note_load(self, load: ServerLoad) -> None:
         """It told its load."""
         now_s, before = time.monotonic(), self._load
-        spent_ns = (load.busy_ns - load.ahead_busy_ns) - (before.busy_ns - before.ahead_busy_ns)
+        spent_ns = load.busy_ns - before.busy_ns
         elapsed_s = now_s - self._load_told_s
         if self._load_told_s and spent_ns >= 0 and elapsed_s > 0:  # less: it was restarted
             self.busy_share = min(1.0, spent_ns / 1e9 / elapsed_s)

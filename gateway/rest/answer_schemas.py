@@ -349,6 +349,7 @@ class ServicesAnswer(Answer):
     """The answer of ``/services``."""
 
     model: str
+    #: Drafted tokens of a round; 0 with engines as targets.
     num_speculative_tokens: int
     num_running: int
     num_waiting: int

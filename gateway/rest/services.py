@@ -13,7 +13,7 @@ def describe_services(generation: Generation) -> dict[str, Any]:
     router, settings = generation.router, generation.settings
     return {
         "model": next(iter(generation.model_names), ""),
-        "num_speculative_tokens": settings.num_speculative_tokens,
+        "num_speculative_tokens": 0 if settings.has_engines else settings.num_speculative_tokens,
         "num_running": generation.num_running,
         "num_waiting": generation.num_waiting,
         "targets": [_describe(target) | {"kv_use": min(1.0, target.kv_use)} for target in router.targets.replicas],

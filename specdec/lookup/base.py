@@ -64,8 +64,8 @@ class Lookup(ABC, Generic[T]):
         """A text with everything pending."""
 
     @abstractmethod
-    def look_up(self, text: T, num_tokens: int, assumed: Sequence[int] = ()) -> Match:
-        """The best continuation, ``num_tokens`` at most, of the ingested tokens and those assumed after them.
+    def look_up(self, text: T, num_tokens: int) -> Match:
+        """The best continuation, ``num_tokens`` at most, of the ingested tokens.
 
         No token is pending. The text does not change.
         """

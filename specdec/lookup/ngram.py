@@ -63,11 +63,6 @@ class NgramIndex:
             self._remove_after(keep)
         self.token_ids[keep:] = token_ids
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Put tokens at the end and index all that is pending."""
-        self.token_ids += token_ids
-        self.ingest(self.num_pending)
-
     def _remove_after(self, keep: int) -> None:
         tokens = self.token_ids
         for n in self._sizes:
@@ -118,13 +113,6 @@ class NgramLookup(Lookup[NgramIndex]):
         """The longest n-gram."""
         return self._max_n
 
-    def look_up(self, text: NgramIndex, num_tokens: int, assumed: Sequence[int] = ()) -> Match:
-        """The continuation of the indexed tokens and those assumed after them, which are indexed and taken back."""
-        if not assumed:
-            return text.continuation(num_tokens)
-        num_committed = len(text.token_ids)
-        try:
-            text.extend(assumed)
-            return text.continuation(num_tokens)
-        finally:
-            text.replace(num_committed, ())
+    def look_up(self, text: NgramIndex, num_tokens: int) -> Match:
+        """The continuation of the indexed tokens."""
+        return text.continuation(num_tokens)

@@ -98,7 +98,7 @@ class PredictionLookup(Lookup[PredictedText]):
         """A text with everything pending."""
         return PredictedText(self._prediction, spec)
 
-    def look_up(self, text: PredictedText, num_tokens: int, assumed: Sequence[int] = ()) -> Match:
-        """The tokens that are expected next; none before the first token, and nothing is ever assumed."""
+    def look_up(self, text: PredictedText, num_tokens: int) -> Match:
+        """The tokens that are expected next; none before the first token."""
         count = min(num_tokens, FEW + 2 * text.run)
         return Match(tuple(self._prediction[text.at : text.at + count]), text.run, is_predicted=True)

@@ -7,7 +7,6 @@ meaning are vLLM's. No model; a proposal is as long as its match is worth. The t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from specdec.lookup.base import Lookup, Match
@@ -59,8 +58,8 @@ class SuffixLookup(Lookup[SuffixSession]):
         """A run of tokens that is rarely found by chance; a tree that is not so deep must match in full."""
         return min(LONG_MATCH, self._depth - 1)
 
-    def look_up(self, text: SuffixSession, num_tokens: int, assumed: Sequence[int] = ()) -> Match:
-        """The likeliest continuation of the ingested tokens and those assumed after them.
+    def look_up(self, text: SuffixSession, num_tokens: int) -> Match:
+        """The likeliest continuation of the ingested tokens.
 
         Under a ratio rule a draft must not depend on the noise that decides on it. Another request with the same seed
         had the same noise at the same positions: what it wrote there is no draft for this one. (With p = (.6, .4) the
@@ -72,7 +71,6 @@ class SuffixLookup(Lookup[SuffixSession]):
             past.cache if text.is_draft_invariant or not past.has_seed(text.seed) else None,
             max_spec_factor=self._max_spec_factor,
             min_token_prob=self._min_token_prob,
-            assumed=assumed,
         )
 
     def close(self, text: SuffixSession) -> None:

@@ -30,8 +30,6 @@ class _Query(ctypes.Structure):
     """``Query`` of suffix.cpp."""
 
     _fields_ = (
-        ("assumed", _Pointer),
-        ("num_assumed", _Int64),
         ("max_tokens", _Int64),
         ("max_spec_factor", ctypes.c_double),
         ("min_token_prob", ctypes.c_double),
@@ -211,15 +209,12 @@ class SuffixText:
         *,
         max_spec_factor: float,
         min_token_prob: float,
-        assumed: Sequence[int] = (),
     ) -> Match:
-        """What is likely to follow the ingested tokens and those assumed after them: ``num_tokens`` or 64 at most.
+        """What is likely to follow the ingested tokens: ``num_tokens`` or 64 at most.
 
         The best path in the text's own tree, or in that of past outputs where it scores higher.
         """
         query = self._query
-        tokens = array("I", assumed)
-        query.assumed, query.num_assumed = tokens.buffer_info()
         # The buffer has no room for more.
         query.max_tokens = min(num_tokens, MAX_SPECULATIVE_TOKENS)
         query.max_spec_factor, query.min_token_prob = max_spec_factor, min_token_prob

@@ -9,15 +9,31 @@ from typing import Final, Self
 from specdec import codec, trees
 from specdec.errors import Unavailable
 from specdec.hidden_state_buffer import pieces
-from specdec.rpc.session_stream import MessageStream
+from specdec.rpc.channel import open_channel
+from specdec.rpc.session_stream import MessageStream, SessionStream
 from specdec.types import DraftOpened, HiddenStates, Proposal
 from specdec.v1 import draft_service_pb2 as pb
+from specdec.v1.draft_service_pb2_grpc import DraftServiceStub
 
 #: The service, and the path of its method.
 DRAFT_SERVICE: Final = "specdec.v1.DraftService"
 DRAFT_METHOD: Final = f"/{DRAFT_SERVICE}/Draft"
 
 Stream = MessageStream[pb.DraftRequest, pb.DraftResponse]
+
+
+class RemoteStream(SessionStream[pb.DraftRequest, pb.DraftResponse]):
+    """A call to a draft at ``host:port``, over a connection of its own without certificates."""
+
+    def __init__(self, address: str, metadata: Sequence[tuple[str, str]]) -> None:
+        self._channel = open_channel(address)
+        call = DraftServiceStub(self._channel).Draft
+        super().__init__(lambda: call(metadata=tuple(metadata) or None))
+
+    async def close(self) -> None:
+        """End the call and the connection."""
+        await super().close()
+        await self._channel.close()
 
 
 class DraftStream:
@@ -45,19 +61,19 @@ class DraftStream:
         base_len: int,
         token_ids: Sequence[int],
         num_draft_tokens: int,
-        num_ahead_proposals: int = 0,
         hidden_states: Sequence[HiddenStates] = (),
+        stream_tokens: int = 0,
     ) -> None:
         """Commit tokens and ask for a proposal; returns at once."""
-        self.post_advance(base_len, token_ids, num_draft_tokens, num_ahead_proposals, hidden_states)
+        self.post_advance(base_len, token_ids, num_draft_tokens, hidden_states, stream_tokens)
 
     def post_advance(
         self,
         base_len: int,
         token_ids: Sequence[int],
         num_draft_tokens: int,
-        num_ahead_proposals: int = 0,
         hidden_states: Sequence[HiddenStates] = (),
+        stream_tokens: int = 0,
     ) -> None:
         """What :meth:`advance` does. Hidden states that are too large for its message are sent before it."""
         states = [codec.encode_hidden_states(piece) for piece in pieces(hidden_states)]
@@ -68,8 +84,8 @@ class DraftStream:
             base_len=base_len,
             token_ids=token_ids,
             num_draft_tokens=num_draft_tokens,
-            num_ahead_proposals=num_ahead_proposals,
             hidden_states=states[-1:],
+            stream_tokens=stream_tokens,
         )
         self._stream.post(pb.DraftRequest(advance=message))
 

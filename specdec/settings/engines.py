@@ -12,8 +12,8 @@ ENGINE_PREFIX: Final = "openai+"
 TARGET_API_KEY_VARIABLE: Final = "TANDEM_TARGET_API_KEY"
 #: Options of drafting and verification, which an engine does by itself.
 _DRAFT_OPTIONS: Final = (
-    *("drafts", "lookup", "num_speculative_tokens", "num_ahead_proposals", "min_offer_likelihood"),
-    *("disable_by_batch_size", "fixed_draft_length", "draft_timeout_s", "verification", "untrusted_drafts"),
+    *("drafts", "lookup", "num_speculative_tokens", "disable_by_batch_size", "fixed_draft_length"),
+    *("draft_timeout_s", "verification", "untrusted_drafts"),
 )
 
 

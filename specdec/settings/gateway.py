@@ -70,8 +70,6 @@ class GatewaySettings(RequestLimits):
         4, "drafted tokens a round at most; 0: no speculation", ge=0, le=MAX_SPECULATIVE_TOKENS
     )
     # The next two are for a draft with cores or a device of its own.
-    num_ahead_proposals: int = option(0, "proposals drafted ahead of each verdict", ge=0, le=15)
-    min_offer_likelihood: float = option(0.3, "likelihood from which one of them goes to the target early", ge=0)
     disable_by_batch_size: int | None = option(None, "no drafting while more sequences than this are open", ge=1)
     fixed_draft_length: bool = option(False, "draft the maximum in every round, whether or not it pays off")
     verification: Rule | None = option(None, "rule of requests that name none; default: block, coupled with a seed")

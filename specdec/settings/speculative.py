@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 from specdec.errors import did_you_mean
 from specdec.methods import ATTENDING_METHODS, HEAD_METHODS, LOOKUP_METHODS, METHODS, MODEL_METHODS, refuse_mtp
+from specdec.refused_methods import refuse_method
 from specdec.settings.lookup import LookupSettings
 from specdec.settings.model import QUANTIZATIONS
 from specdec.settings.option import option, options_of, require
@@ -37,6 +38,9 @@ class SpeculativeSettings(LookupSettings):
         only=ATTENDING_METHODS,
     )
     draft_sink_size: int = option(4, "first tokens that are read of a longer text", ge=0, only=ATTENDING_METHODS)
+    draft_confidence_threshold: float = option(
+        0.0, "a draft ends before a token whose confidence is below this", ge=0, le=1, only=("dspark",)
+    )
     parallel_drafting: bool | None = option(
         None, "one pass drafts all tokens (PARD); by default where the checkpoint names a mask token", flag=False
     )
@@ -107,6 +111,7 @@ def _read_methods(given: Any) -> tuple[str, ...]:
     if "mtp" in methods:
         refuse_mtp()
     for method in methods:
+        refuse_method(str(method))
         require(method in METHODS, "method", f"method is {method!r}; choose one of {', '.join(METHODS)}")
     first, *rest = methods
     require(

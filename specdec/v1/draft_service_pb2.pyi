@@ -17,6 +17,11 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
+
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
@@ -139,15 +144,27 @@ class Advance(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_AHEAD_PROPOSALS_FIELD_NUMBER: _builtins.int
     HIDDEN_STATES_FIELD_NUMBER: _builtins.int
+    STREAM_TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     base_len: _builtins.int
     """Length before token_ids. The draft may know some of them already; a gap is an error (FAILED_PRECONDITION)."""
     num_draft_tokens: _builtins.int
-    """Tokens to draft now; 0 only moves the prefix, is not answered and ends drafting ahead."""
-    num_ahead_proposals: _builtins.int
-    """Proposals that may be drafted ahead of the next verdict and sent without being asked for, at most; the draft sends
-    as many as it has time for, the likeliest first.
+    """Tokens to draft now; 0 only moves the prefix and is not answered."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def num_ahead_proposals(self) -> _builtins.int:
+        """No effect: nothing is drafted ahead of verdicts."""
+
+    @num_ahead_proposals.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def num_ahead_proposals(self, value: _builtins.int) -> None:
+        """No effect: nothing is drafted ahead of verdicts."""
+
+    stream_tokens: _builtins.int
+    """Draft on after the proposal as if its tokens were committed, up to so many tokens after those that are, in proposals
+    of num_draft_tokens. Advances that agree with what was drafted do not interrupt it. 0: one proposal. Only where
+    DraftSessionOpened.streams is set.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -168,10 +185,11 @@ class Advance(_message.Message):
         num_draft_tokens: _builtins.int = ...,
         num_ahead_proposals: _builtins.int = ...,
         hidden_states: _abc.Iterable[_types_pb2.HiddenStates] | None = ...,
+        stream_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "epoch", b"epoch", "hidden_states", b"hidden_states", "num_ahead_proposals", b"num_ahead_proposals", "num_draft_tokens", b"num_draft_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "epoch", b"epoch", "hidden_states", b"hidden_states", "num_ahead_proposals", b"num_ahead_proposals", "num_draft_tokens", b"num_draft_tokens", "stream_tokens", b"stream_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -224,22 +242,26 @@ class DraftSessionOpened(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
+    STREAMS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     num_cached_tokens: _builtins.int
     """Tokens that another session has computed."""
     num_speculative_tokens: _builtins.int
     """Drafted tokens a round at most: the smaller of the session's and the server's limit."""
+    streams: _builtins.bool
+    """Whether advances may have stream_tokens."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         num_speculative_tokens: _builtins.int = ...,
+        streams: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "num_speculative_tokens", b"num_speculative_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "num_speculative_tokens", b"num_speculative_tokens", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,8 +59,7 @@ class DraftServiceServicer:
 
     def Draft(self, request_iterator, context):
         """One stream is one session. The first message opens it; then one Advance per verdict. The answer to an Advance is a
-        proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
-        verdict on the assumption that the verdict is this one, and sent already.
+        proposal that continues the tokens committed by then, or, with stream_tokens, a stream of proposals.
         The end of the stream releases the session's cache; later sessions may take over what it held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -36,8 +36,7 @@ class DraftServiceStub:
     def __new__(cls, channel: _aio.Channel) -> DraftServiceAsyncStub: ...
     Draft: _grpc.StreamStreamMultiCallable[_draft_service_pb2.DraftRequest, _draft_service_pb2.DraftResponse]
     """One stream is one session. The first message opens it; then one Advance per verdict. The answer to an Advance is a
-    proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
-    verdict on the assumption that the verdict is this one, and sent already.
+    proposal that continues the tokens committed by then, or, with stream_tokens, a stream of proposals.
     The end of the stream releases the session's cache; later sessions may take over what it held.
     """
     DraftSteps: _grpc.StreamStreamMultiCallable[_draft_service_pb2.DraftStepRequest, _draft_service_pb2.DraftStepResponse]
@@ -54,8 +53,7 @@ class DraftServiceAsyncStub(DraftServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Draft: _aio.StreamStreamMultiCallable[_draft_service_pb2.DraftRequest, _draft_service_pb2.DraftResponse]  # type: ignore[assignment]
     """One stream is one session. The first message opens it; then one Advance per verdict. The answer to an Advance is a
-    proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
-    verdict on the assumption that the verdict is this one, and sent already.
+    proposal that continues the tokens committed by then, or, with stream_tokens, a stream of proposals.
     The end of the stream releases the session's cache; later sessions may take over what it held.
     """
     DraftSteps: _aio.StreamStreamMultiCallable[_draft_service_pb2.DraftStepRequest, _draft_service_pb2.DraftStepResponse]  # type: ignore[assignment]
@@ -75,8 +73,7 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_draft_service_pb2.DraftResponse], _abc.AsyncIterator[_draft_service_pb2.DraftResponse]]:
         """One stream is one session. The first message opens it; then one Advance per verdict. The answer to an Advance is a
-        proposal that continues the tokens committed by then: one drafted for it, or one that was drafted ahead of the
-        verdict on the assumption that the verdict is this one, and sent already.
+        proposal that continues the tokens committed by then, or, with stream_tokens, a stream of proposals.
         The end of the stream releases the session's cache; later sessions may take over what it held.
         """
 

@@ -18,6 +18,11 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
+
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class _ToolChoiceMode:
@@ -684,10 +689,26 @@ class SpeculationMetrics(_message.Message):
     """Times the session was reopened on another target."""
     num_rejections: _builtins.int
     """Rounds in which a drafted token was rejected. Acceptance per token: accepted / (accepted + rejections)."""
-    num_ahead_hits: _builtins.int
-    """Verdicts that found the next proposal drafted ahead, and verdicts that did not. Counted where drafting ahead is on."""
-    num_ahead_misses: _builtins.int
-    """See num_ahead_hits."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def num_ahead_hits(self) -> _builtins.int:
+        """No effect: nothing is drafted ahead of verdicts."""
+
+    @num_ahead_hits.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def num_ahead_hits(self, value: _builtins.int) -> None:
+        """No effect: nothing is drafted ahead of verdicts."""
+
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def num_ahead_misses(self) -> _builtins.int:
+        """No effect, as num_ahead_hits."""
+
+    @num_ahead_misses.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def num_ahead_misses(self, value: _builtins.int) -> None:
+        """No effect, as num_ahead_hits."""
+
     num_wasted_draft_tokens: _builtins.int
     """Drafted tokens the draft sent that were never verified."""
     draft_ns: _builtins.int

@@ -72,7 +72,7 @@ Global___VerifyRequest: _TypeAlias = VerifyRequest  # noqa: Y015
 
 @_typing.final
 class OpenDraft(_message.Message):
-    """Opens a session on a draft on the target's machine. It is opened while the target decodes, and answered by draft_opened
+    """Opens a session on a draft, which the target reaches without certificates. It is opened while the target decodes, and answered by draft_opened
     or draft_lost. Until draft_length asks for tokens no round follows from it.
     """
 
@@ -106,7 +106,7 @@ class OpenDraft(_message.Message):
     epoch: _builtins.int
     """Epoch of the target's session."""
     address: _builtins.str
-    """Where the draft listens: unix:/path."""
+    """Where the draft listens: unix:/path or host:port."""
     timeout_ms: _builtins.int
     """Milliseconds that a proposal may take."""
     @_builtins.property
@@ -282,15 +282,7 @@ Global___OpenTargetSession: _TypeAlias = OpenTargetSession  # noqa: Y015
 
 @_typing.final
 class Round(_message.Message):
-    """One proposal to verify.
-
-    A proposal with assumed tokens may be sent before the verdict it was drafted ahead of. It is kept until the session
-    reaches committed_len: where the tokens committed by then are the assumed ones its round starts at once, else it is
-    dropped. The sender can tell which from the verdict alone, so every verdict is followed by at most one round. One that
-    arrives after its verdict was made starts its round on arrival. Of two with the same assumption the first counts.
-    At most 32 proposals, and 1 MiB of them, are kept; one more is an error, which a sender that counts those that the
-    verdicts it received have not ruled out never makes.
-    """
+    """One proposal to verify."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -304,7 +296,7 @@ class Round(_message.Message):
     """Committed length the round starts from. One the session has passed is stale: the message is dropped and counted."""
     multi_step_tokens: _builtins.int
     """Decode in multi-step after the round, up to so many tokens after committed_len, those of the round included; 0
-    waits. Without effect in a proposal with assumed tokens.
+    waits.
     """
     @_builtins.property
     def proposal(self) -> _types_pb2.Proposal:
@@ -328,11 +320,11 @@ Global___Round: _TypeAlias = Round  # noqa: Y015
 
 @_typing.final
 class MultiStepDecode(_message.Message):
-    """Plain decoding of several tokens without a message for each of them. Drops the proposals kept for later rounds.
+    """Plain decoding of several tokens without a message for each of them.
 
     A round that arrives meanwhile takes the place of the next tokens: what was committed since its committed_len is cut
     off its proposal, and the rest is verified in the next step. Where other tokens were committed, or none of the proposal
-    is left, it is dropped, and decoding continues. It carries no assumed tokens. A newer round replaces one that waits.
+    is left, it is dropped, and decoding continues. A newer round replaces one that waits.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -458,6 +450,7 @@ class TargetSessionOpened(_message.Message):
     PREFILL_NS_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
     ASKS_DRAFTS_FIELD_NUMBER: _builtins.int
+    ASKS_REMOTE_DRAFTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session."""
     num_cached_tokens: _builtins.int
@@ -470,6 +463,8 @@ class TargetSessionOpened(_message.Message):
     """The rule the session runs under."""
     asks_drafts: _builtins.bool
     """Whether the target takes open_draft on this stream."""
+    asks_remote_drafts: _builtins.bool
+    """Whether they may be on other machines: host:port, without TLS."""
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]:
         """Log-probabilities of the prompt's tokens from the second on, when asked for."""
@@ -484,10 +479,11 @@ class TargetSessionOpened(_message.Message):
         prefill_ns: _builtins.int = ...,
         verification: _types_pb2.VerificationRule.ValueType = ...,
         asks_drafts: _builtins.bool = ...,
+        asks_remote_drafts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks_drafts", b"asks_drafts", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "prefill_ns", b"prefill_ns", "prompt_logprobs", b"prompt_logprobs", "queue_ns", b"queue_ns", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks_drafts", b"asks_drafts", "asks_remote_drafts", b"asks_remote_drafts", "epoch", b"epoch", "num_cached_tokens", b"num_cached_tokens", "prefill_ns", b"prefill_ns", "prompt_logprobs", b"prompt_logprobs", "queue_ns", b"queue_ns", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

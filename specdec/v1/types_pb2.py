@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v1/types.proto\x12\nspecdec.v1\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xde\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).specdec.v1.SamplingParams.LogitBiasEntry\x12\x1d\n\x11\x61llowed_token_ids\x18\t \x03(\rB\x02\x10\x01\x12+\n\rbad_token_ids\x18\n \x03(\x0b\x32\x14.specdec.v1.TokenIds\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x0c\n\x04seed\x18\x0c \x01(\x04\x12\x1a\n\x0estop_token_ids\x18\r \x03(\rB\x02\x10\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penalty\"\x16\n\x05Texts\x12\r\n\x05texts\x18\x01 \x03(\t\"\xc5\x01\n\x11StructuredOutputs\x12\x0e\n\x04json\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12#\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x11.specdec.v1.TextsH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x12\x18\n\x0estructural_tag\x18\x06 \x01(\tH\x00\x12\x1e\n\x16\x64isable_any_whitespace\x18\x07 \x01(\x08\x42\x06\n\x04kind\"\'\n\tSparseRow\x12\x0e\n\x06packed\x18\x03 \x01(\x0cJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03\"\xd5\x01\n\x08Proposal\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x1d\n\x11\x61ssumed_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x13\n\x07parents\x18\x05 \x03(\x11\x42\x02\x10\x01\x12%\n\x06q_rows\x18\x06 \x03(\x0b\x32\x15.specdec.v1.SparseRow\x12\x10\n\x08\x64raft_ns\x18\x07 \x01(\x04\x12\x10\n\x08queue_ns\x18\x08 \x01(\x04\x12\x12\n\nlikelihood\x18\t \x01(\x02\"P\n\x0cHiddenStates\x12\r\n\x05start\x18\x01 \x01(\r\x12\x14\n\x0cnum_features\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\"b\n\x10PositionLogprobs\x12\'\n\x05token\x18\x01 \x01(\x0b\x32\x18.specdec.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.specdec.v1.TokenLogprob\"\xf7\x03\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0etokenizer_size\x18\x04 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x16\n\x0enum_parameters\x18\t \x01(\x04\x12\x19\n\reos_token_ids\x18\n \x03(\rB\x02\x10\x01\x12\x17\n\x0fkv_cache_tokens\x18\x0b \x01(\x04\x12\x0e\n\x06method\x18\x0c \x01(\t\x12\x1e\n\x16num_speculative_tokens\x18\r \x01(\r\x12\x32\n\x0cverification\x18\x0e \x01(\x0e\x32\x1c.specdec.v1.VerificationRule\x12\x0f\n\x07version\x18\x0f \x01(\t\x12\x1f\n\x13hidden_state_layers\x18\x10 \x03(\x11\x42\x02\x10\x01\x12\x1e\n\x16last_hidden_state_only\x18\x11 \x01(\x08\x12\x11\n\texecution\x18\x12 \x01(\t\x12\x18\n\x0cweight_bytes\x18\x13 \x03(\x04\x42\x02\x10\x01\x12\x16\n\x0ekv_cache_bytes\x18\x14 \x01(\x04\"\x15\n\x13GetModelInfoRequest\"b\n\x14GetModelInfoResponse\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.specdec.v1.ModelInfo\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.specdec.v1.ServerLoad\"\x89\x03\n\nServerLoad\x12\x15\n\ropen_sessions\x18\x01 \x01(\r\x12\x1b\n\x0fparked_sessions\x18\x02 \x01(\rB\x02\x18\x01\x12\x18\n\x10waiting_sessions\x18\x03 \x01(\r\x12\x13\n\x0bused_blocks\x18\x04 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x04\x12\x16\n\x0estale_messages\x18\x06 \x01(\x04\x12\x13\n\x0bnum_batches\x18\x07 \x01(\x04\x12\x0f\n\x07\x62usy_ns\x18\x08 \x01(\x04\x12\x1c\n\x14superseded_proposals\x18\t \x01(\x04\x12\x17\n\x0f\x61head_proposals\x18\n \x01(\x04\x12\x12\n\nahead_hits\x18\x0b \x01(\x04\x12\x1b\n\x13wasted_draft_tokens\x18\x0c \x01(\x04\x12\x19\n\rparked_blocks\x18\r \x01(\x04\x42\x02\x18\x01\x12\x15\n\rahead_busy_ns\x18\x0e \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0f \x01(\x04\x12\x15\n\rcached_blocks\x18\x10 \x01(\x04*\x8e\x01\n\x10VerificationRule\x12!\n\x1dVERIFICATION_RULE_UNSPECIFIED\x10\x00\x12\x1b\n\x17VERIFICATION_RULE_TOKEN\x10\x01\x12\x1b\n\x17VERIFICATION_RULE_BLOCK\x10\x02\x12\x1d\n\x19VERIFICATION_RULE_COUPLED\x10\x03*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v1/types.proto\x12\nspecdec.v1\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xde\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).specdec.v1.SamplingParams.LogitBiasEntry\x12\x1d\n\x11\x61llowed_token_ids\x18\t \x03(\rB\x02\x10\x01\x12+\n\rbad_token_ids\x18\n \x03(\x0b\x32\x14.specdec.v1.TokenIds\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x0c\n\x04seed\x18\x0c \x01(\x04\x12\x1a\n\x0estop_token_ids\x18\r \x03(\rB\x02\x10\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penalty\"\x16\n\x05Texts\x12\r\n\x05texts\x18\x01 \x03(\t\"\xc5\x01\n\x11StructuredOutputs\x12\x0e\n\x04json\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12#\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x11.specdec.v1.TextsH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x12\x18\n\x0estructural_tag\x18\x06 \x01(\tH\x00\x12\x1e\n\x16\x64isable_any_whitespace\x18\x07 \x01(\x08\x42\x06\n\x04kind\"\'\n\tSparseRow\x12\x0e\n\x06packed\x18\x03 \x01(\x0cJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03\"\xea\x01\n\x08Proposal\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x1f\n\x11\x61ssumed_token_ids\x18\x03 \x03(\rB\x04\x10\x01\x18\x01\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x13\n\x07parents\x18\x05 \x03(\x11\x42\x02\x10\x01\x12%\n\x06q_rows\x18\x06 \x03(\x0b\x32\x15.specdec.v1.SparseRow\x12\x10\n\x08\x64raft_ns\x18\x07 \x01(\x04\x12\x10\n\x08queue_ns\x18\x08 \x01(\x04\x12\x16\n\nlikelihood\x18\t \x01(\x02\x42\x02\x18\x01\x12\r\n\x05\x63hain\x18\n \x01(\r\"P\n\x0cHiddenStates\x12\r\n\x05start\x18\x01 \x01(\r\x12\x14\n\x0cnum_features\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\"b\n\x10PositionLogprobs\x12\'\n\x05token\x18\x01 \x01(\x0b\x32\x18.specdec.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.specdec.v1.TokenLogprob\"\xf7\x03\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0etokenizer_size\x18\x04 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x16\n\x0enum_parameters\x18\t \x01(\x04\x12\x19\n\reos_token_ids\x18\n \x03(\rB\x02\x10\x01\x12\x17\n\x0fkv_cache_tokens\x18\x0b \x01(\x04\x12\x0e\n\x06method\x18\x0c \x01(\t\x12\x1e\n\x16num_speculative_tokens\x18\r \x01(\r\x12\x32\n\x0cverification\x18\x0e \x01(\x0e\x32\x1c.specdec.v1.VerificationRule\x12\x0f\n\x07version\x18\x0f \x01(\t\x12\x1f\n\x13hidden_state_layers\x18\x10 \x03(\x11\x42\x02\x10\x01\x12\x1e\n\x16last_hidden_state_only\x18\x11 \x01(\x08\x12\x11\n\texecution\x18\x12 \x01(\t\x12\x18\n\x0cweight_bytes\x18\x13 \x03(\x04\x42\x02\x10\x01\x12\x16\n\x0ekv_cache_bytes\x18\x14 \x01(\x04\"\x15\n\x13GetModelInfoRequest\"b\n\x14GetModelInfoResponse\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.specdec.v1.ModelInfo\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.specdec.v1.ServerLoad\"\x99\x03\n\nServerLoad\x12\x15\n\ropen_sessions\x18\x01 \x01(\r\x12\x1b\n\x0fparked_sessions\x18\x02 \x01(\rB\x02\x18\x01\x12\x18\n\x10waiting_sessions\x18\x03 \x01(\r\x12\x13\n\x0bused_blocks\x18\x04 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x04\x12\x16\n\x0estale_messages\x18\x06 \x01(\x04\x12\x13\n\x0bnum_batches\x18\x07 \x01(\x04\x12\x0f\n\x07\x62usy_ns\x18\x08 \x01(\x04\x12\x1c\n\x14superseded_proposals\x18\t \x01(\x04\x12\x1b\n\x0f\x61head_proposals\x18\n \x01(\x04\x42\x02\x18\x01\x12\x16\n\nahead_hits\x18\x0b \x01(\x04\x42\x02\x18\x01\x12\x1f\n\x13wasted_draft_tokens\x18\x0c \x01(\x04\x42\x02\x18\x01\x12\x19\n\rparked_blocks\x18\r \x01(\x04\x42\x02\x18\x01\x12\x19\n\rahead_busy_ns\x18\x0e \x01(\x04\x42\x02\x18\x01\x12\x13\n\x0bpreemptions\x18\x0f \x01(\x04\x12\x15\n\rcached_blocks\x18\x10 \x01(\x04*\x8e\x01\n\x10VerificationRule\x12!\n\x1dVERIFICATION_RULE_UNSPECIFIED\x10\x00\x12\x1b\n\x17VERIFICATION_RULE_TOKEN\x10\x01\x12\x1b\n\x17VERIFICATION_RULE_BLOCK\x10\x02\x12\x1d\n\x19VERIFICATION_RULE_COUPLED\x10\x03*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,11 +40,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS'].fields_by_name['stop_token_ids']._loaded_options = None
   _globals['_SAMPLINGPARAMS'].fields_by_name['stop_token_ids']._serialized_options = b'\020\001'
   _globals['_PROPOSAL'].fields_by_name['assumed_token_ids']._loaded_options = None
-  _globals['_PROPOSAL'].fields_by_name['assumed_token_ids']._serialized_options = b'\020\001'
+  _globals['_PROPOSAL'].fields_by_name['assumed_token_ids']._serialized_options = b'\020\001\030\001'
   _globals['_PROPOSAL'].fields_by_name['token_ids']._loaded_options = None
   _globals['_PROPOSAL'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_PROPOSAL'].fields_by_name['parents']._loaded_options = None
   _globals['_PROPOSAL'].fields_by_name['parents']._serialized_options = b'\020\001'
+  _globals['_PROPOSAL'].fields_by_name['likelihood']._loaded_options = None
+  _globals['_PROPOSAL'].fields_by_name['likelihood']._serialized_options = b'\030\001'
   _globals['_MODELINFO'].fields_by_name['eos_token_ids']._loaded_options = None
   _globals['_MODELINFO'].fields_by_name['eos_token_ids']._serialized_options = b'\020\001'
   _globals['_MODELINFO'].fields_by_name['hidden_state_layers']._loaded_options = None
@@ -53,12 +55,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODELINFO'].fields_by_name['weight_bytes']._serialized_options = b'\020\001'
   _globals['_SERVERLOAD'].fields_by_name['parked_sessions']._loaded_options = None
   _globals['_SERVERLOAD'].fields_by_name['parked_sessions']._serialized_options = b'\030\001'
+  _globals['_SERVERLOAD'].fields_by_name['ahead_proposals']._loaded_options = None
+  _globals['_SERVERLOAD'].fields_by_name['ahead_proposals']._serialized_options = b'\030\001'
+  _globals['_SERVERLOAD'].fields_by_name['ahead_hits']._loaded_options = None
+  _globals['_SERVERLOAD'].fields_by_name['ahead_hits']._serialized_options = b'\030\001'
+  _globals['_SERVERLOAD'].fields_by_name['wasted_draft_tokens']._loaded_options = None
+  _globals['_SERVERLOAD'].fields_by_name['wasted_draft_tokens']._serialized_options = b'\030\001'
   _globals['_SERVERLOAD'].fields_by_name['parked_blocks']._loaded_options = None
   _globals['_SERVERLOAD'].fields_by_name['parked_blocks']._serialized_options = b'\030\001'
-  _globals['_VERIFICATIONRULE']._serialized_start=2302
-  _globals['_VERIFICATIONRULE']._serialized_end=2444
-  _globals['_FINISHREASON']._serialized_start=2446
-  _globals['_FINISHREASON']._serialized_end=2571
+  _globals['_SERVERLOAD'].fields_by_name['ahead_busy_ns']._loaded_options = None
+  _globals['_SERVERLOAD'].fields_by_name['ahead_busy_ns']._serialized_options = b'\030\001'
+  _globals['_VERIFICATIONRULE']._serialized_start=2339
+  _globals['_VERIFICATIONRULE']._serialized_end=2481
+  _globals['_FINISHREASON']._serialized_start=2483
+  _globals['_FINISHREASON']._serialized_end=2608
   _globals['_TOKENIDS']._serialized_start=38
   _globals['_TOKENIDS']._serialized_end=65
   _globals['_SAMPLINGPARAMS']._serialized_start=68
@@ -72,19 +82,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPARSEROW']._serialized_start=772
   _globals['_SPARSEROW']._serialized_end=811
   _globals['_PROPOSAL']._serialized_start=814
-  _globals['_PROPOSAL']._serialized_end=1027
-  _globals['_HIDDENSTATES']._serialized_start=1029
-  _globals['_HIDDENSTATES']._serialized_end=1109
-  _globals['_TOKENLOGPROB']._serialized_start=1111
-  _globals['_TOKENLOGPROB']._serialized_end=1174
-  _globals['_POSITIONLOGPROBS']._serialized_start=1176
-  _globals['_POSITIONLOGPROBS']._serialized_end=1274
-  _globals['_MODELINFO']._serialized_start=1277
-  _globals['_MODELINFO']._serialized_end=1780
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1782
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1803
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1805
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1903
-  _globals['_SERVERLOAD']._serialized_start=1906
-  _globals['_SERVERLOAD']._serialized_end=2299
+  _globals['_PROPOSAL']._serialized_end=1048
+  _globals['_HIDDENSTATES']._serialized_start=1050
+  _globals['_HIDDENSTATES']._serialized_end=1130
+  _globals['_TOKENLOGPROB']._serialized_start=1132
+  _globals['_TOKENLOGPROB']._serialized_end=1195
+  _globals['_POSITIONLOGPROBS']._serialized_start=1197
+  _globals['_POSITIONLOGPROBS']._serialized_end=1295
+  _globals['_MODELINFO']._serialized_start=1298
+  _globals['_MODELINFO']._serialized_end=1801
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1803
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1824
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1826
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1924
+  _globals['_SERVERLOAD']._serialized_start=1927
+  _globals['_SERVERLOAD']._serialized_end=2336
 # @@protoc_insertion_point(module_scope)

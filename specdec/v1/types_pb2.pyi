@@ -332,6 +332,7 @@ class Proposal(_message.Message):
     DRAFT_NS_FIELD_NUMBER: _builtins.int
     QUEUE_NS_FIELD_NUMBER: _builtins.int
     LIKELIHOOD_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the session they belong to."""
     base_len: _builtins.int
@@ -340,11 +341,24 @@ class Proposal(_message.Message):
     """Nanoseconds the draft spent computing these tokens."""
     queue_ns: _builtins.int
     """Nanoseconds the request waited in the draft's queue."""
-    likelihood: _builtins.float
-    """The draft's estimate of the probability that the assumed tokens are what will be committed; 0 where none are."""
     @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def likelihood(self) -> _builtins.float:
+        """No effect: it was of assumed_token_ids."""
+
+    @likelihood.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def likelihood(self, value: _builtins.float) -> None:
+        """No effect: it was of assumed_token_ids."""
+
+    chain: _builtins.int
+    """Of a stream: the number of its chain. A proposal with the number of the one before it continues that one's tokens.
+    Each time other tokens are committed than were drafted, the draft begins the next chain, after those it knows.
+    """
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def assumed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens assumed to be committed after base_len before the drafted ones; empty for a plain proposal."""
+        """A proposal with any is refused: none is drafted ahead of a verdict any more."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -372,10 +386,11 @@ class Proposal(_message.Message):
         draft_ns: _builtins.int = ...,
         queue_ns: _builtins.int = ...,
         likelihood: _builtins.float = ...,
+        chain: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assumed_token_ids", b"assumed_token_ids", "base_len", b"base_len", "draft_ns", b"draft_ns", "epoch", b"epoch", "likelihood", b"likelihood", "parents", b"parents", "q_rows", b"q_rows", "queue_ns", b"queue_ns", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assumed_token_ids", b"assumed_token_ids", "base_len", b"base_len", "chain", b"chain", "draft_ns", b"draft_ns", "epoch", b"epoch", "likelihood", b"likelihood", "parents", b"parents", "q_rows", b"q_rows", "queue_ns", b"queue_ns", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -675,13 +690,37 @@ class ServerLoad(_message.Message):
     busy_ns: _builtins.int
     """Nanoseconds they took: forward passes, sampling and verification."""
     superseded_proposals: _builtins.int
-    """Targets: proposals offered ahead of verdicts that turned out otherwise, dropped since the start."""
-    ahead_proposals: _builtins.int
-    """Drafts: proposals drafted ahead of verdicts and sent since the start."""
-    ahead_hits: _builtins.int
-    """Drafts: verdicts that turned out as a proposal drafted ahead had assumed."""
-    wasted_draft_tokens: _builtins.int
-    """Drafts: tokens drafted ahead that no verdict has made use of."""
+    """Targets: proposals dropped since the start because multi-step decode had gone on."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def ahead_proposals(self) -> _builtins.int:
+        """No effect: nothing is drafted ahead of verdicts."""
+
+    @ahead_proposals.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def ahead_proposals(self, value: _builtins.int) -> None:
+        """No effect: nothing is drafted ahead of verdicts."""
+
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def ahead_hits(self) -> _builtins.int:
+        """No effect, as ahead_proposals."""
+
+    @ahead_hits.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def ahead_hits(self, value: _builtins.int) -> None:
+        """No effect, as ahead_proposals."""
+
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def wasted_draft_tokens(self) -> _builtins.int:
+        """No effect, as ahead_proposals."""
+
+    @wasted_draft_tokens.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def wasted_draft_tokens(self, value: _builtins.int) -> None:
+        """No effect, as ahead_proposals."""
+
     @_builtins.property
     @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def parked_blocks(self) -> _builtins.int:
@@ -692,8 +731,16 @@ class ServerLoad(_message.Message):
     def parked_blocks(self, value: _builtins.int) -> None:
         """No effect: 0 since blocks are found by their text."""
 
-    ahead_busy_ns: _builtins.int
-    """Drafts: the part of busy_ns that went into drafting ahead, which what sessions wait for preempts."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def ahead_busy_ns(self) -> _builtins.int:
+        """No effect, as ahead_proposals."""
+
+    @ahead_busy_ns.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def ahead_busy_ns(self, value: _builtins.int) -> None:
+        """No effect, as ahead_proposals."""
+
     preemptions: _builtins.int
     """Targets: times that a session lost its KV blocks to others, and was fed again later."""
     cached_blocks: _builtins.int

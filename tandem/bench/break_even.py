@@ -77,8 +77,10 @@ def _curve(task: str, mode: str, sections: Sequence[Mapping[str, Any]]) -> Curve
         ours.setdefault(num_sessions, []).extend(rates)
         if mode != PLAIN and PLAIN in modes:
             over, under = paired.setdefault(num_sessions, ([], []))
-            over += rates
-            under += modes[PLAIN]["tokens_per_s"]
+            differing = modes[mode].get("differing_runs", ())
+            equal = [i for i in range(len(rates)) if i not in differing]
+            over += [rates[i] for i in equal]
+            under += [modes[PLAIN]["tokens_per_s"][i] for i in equal]
         rounds += modes[mode].get("num_spec_steps", 0)
         accepted += modes[mode].get("num_accepted_draft_tokens", 0)
         tokens += modes[mode].get("num_tokens", 0)
@@ -87,7 +89,7 @@ def _curve(task: str, mode: str, sections: Sequence[Mapping[str, Any]]) -> Curve
         task,
         mode,
         {num: Spread.of(rates).median for num, rates in sorted(ours.items())},
-        {num: Ratio.of(over, under) for num, (over, under) in sorted(paired.items())},
+        {num: Ratio.of(over, under) for num, (over, under) in sorted(paired.items()) if over},
         1.0 + accepted / rounds if rounds else None,
         tokens / pieces if pieces else None,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from specdec.errors import Unavailable
 from specdec.params import SamplingParams
-from tandem.bench.answers import collect
+from tandem.bench.answers import TimedAnswer, collect
 from tandem.bench.huggingface import HuggingFace
 from tandem.bench.modes import BenchMode
 from tandem.bench.parts import time_parts
@@ -27,6 +27,8 @@ class Bench:
     modes: Sequence[BenchMode]
     params: SamplingParams
     rival: HuggingFace | None = None
+    #: Whether every mode has to give the text of plain decoding.
+    is_greedy: bool = False
     #: Called after every batch of every mode, with what comes next in words.
     tell: Callable[[str], None] = field(default=lambda _: None)
     #: Seconds of each warm-up batch of a mode that drafts. The gateway measures in them what drafting is worth here.
@@ -54,12 +56,16 @@ class Bench:
         for number, batch in enumerate([*plan.warm_up, *plan.batches]):
             warms_up = number < len(plan.warm_up)
             start = number % len(names)
+            answers: dict[str, Sequence[TimedAnswer]] = {}
             for name in names[start:] + names[:start]:
                 begun = time.perf_counter()
-                await self._measure(name, batch, params, (discarded if warms_up else section.modes)[name])
+                into = (discarded if warms_up else section.modes)[name]
+                answers[name] = await self._measure(name, batch, params, into)
                 while warms_up and name in drafting and time.perf_counter() - begun < self.learning_s:
                     await self._measure(name, batch, params, discarded[name])
                 self.tell(f"{plan.num_sessions} sessions, {'warm-up' if warms_up else name}")
+            if self.is_greedy and not warms_up:
+                section.compare(answers)
         for mode in self._drafting() if plan.probes else ():
             router = self.systems[mode.system].router
             assert router is not None
@@ -71,14 +77,17 @@ class Bench:
             self.tell(f"{plan.num_sessions} sessions, parts of a round")
         return section
 
-    async def _measure(self, name: str, batch: Sequence[Prompt], params: SamplingParams, into: Measurement) -> None:
+    async def _measure(
+        self, name: str, batch: Sequence[Prompt], params: SamplingParams, into: Measurement
+    ) -> Sequence[TimedAnswer]:
+        """The answers; none of Hugging Face, which tells its speed alone."""
         mode = next((mode for mode in self.modes if mode.name == name), None)
         if mode is None:
             assert self.rival is not None
             max_tokens = params.max_tokens or 1
             prompts = [prompt for prompt in batch if not isinstance(prompt, str)]
             into.add_run(len(batch) * max_tokens / await self.rival.run(name, prompts, max_tokens))
-            return
+            return ()
         system = self.systems[mode.system]
         before = await self._busy_ns(system)
         started = time.perf_counter()
@@ -92,6 +101,7 @@ class Bench:
             into.num_cut_off += sum(answer.num_tokens == params.max_tokens for answer in others)
         after = await self._busy_ns(system)
         into.add_busy(wall_s, [now - then for now, then in zip(after, before, strict=True)])
+        return answers
 
     async def _busy_ns(self, system: System) -> list[int]:
         """What the target, and the draft where there is one, have worked since they started."""

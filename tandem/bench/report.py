@@ -44,6 +44,12 @@ def print_report(console: Console, title: str, sections: Sequence[Section], note
             explanation = _explanation(section, names[start : start + _COLUMNS])
             if explanation.row_count:
                 console.print(explanation)
+    for section in sections:
+        for name, mode in section.modes.items():
+            if mode.num_differing:
+                counted = f"{section.title}, {name}: {mode.num_differing} of {mode.num_compared} answers are not those"
+                text = f"{counted} of plain decoding; they are left out of acceptance and of speed over plain"
+                console.print(text, style="bold red", highlight=False, soft_wrap=True)
     for note in notes:
         console.print(note, style="dim", highlight=False, soft_wrap=True)
 
@@ -94,16 +100,6 @@ def counted(label: str, name: str) -> Row:
 def timed(label: str, name: str) -> Row:
     """One of the speculation metrics in nanoseconds, as milliseconds per round with drafts."""
     return Row(label, lambda mode, _: _per_round(mode, name, 1e6, ".2f", " ms"))
-
-
-def share(label: str, part: str, rest: str) -> Row:
-    """One of the speculation metrics as a share of itself and another."""
-
-    def show(mode: Measurement, _: Spread | None) -> str | None:
-        of_it, other = mode.count(part), mode.count(rest)
-        return f"{of_it / (of_it + other):.0%}" if of_it is not None and other is not None and of_it + other else None
-
-    return Row(label, show)
 
 
 def _per_round(mode: Measurement, name: str, scale: float, form: str, unit: str = "") -> str | None:
@@ -160,7 +156,6 @@ ROWS: Final = (
     Row("bytes of a round's messages", _of_costs(".0f", lambda costs: costs.wire_bytes)),
     Row("round", lambda mode, _: _number(mode.round_ms, ".2f", " ms")),
     Row("of it beyond verify(k+1)", _beyond),
-    share("next round drafted ahead of the verdict", "num_ahead_hits", "num_ahead_misses"),
     counted("drafted tokens thrown away, a round", "num_wasted_draft_tokens"),
     timed("waiting for the draft, a round", "draft_wait_ns"),
     timed("network to the target and back, a round", "wire_ns"),

@@ -49,6 +49,10 @@ class Measurement:
     #: With a schema: answers that fit it, and others that the limit of tokens cut off.
     num_fitting: int = 0
     num_cut_off: int = 0
+    #: Greedy answers that were compared with those of plain decoding, those that differ, and the batches with such.
+    num_compared: int = 0
+    num_differing: int = 0
+    differing_runs: set[int] = field(default_factory=set)
 
     def add_run(self, rate: float, answers: Sequence[TimedAnswer] = ()) -> None:
         """Add one batch."""
@@ -65,14 +69,30 @@ class Measurement:
                 self.num_pieces += len(answer.pieces)
             if answer.num_rounds:
                 self.round_s.append(answer.decode_s / answer.num_rounds)
-            for name, value in answer.speculation.items():
-                if isinstance(value, int) and (name.startswith("num_") or name.endswith("_ns")):
-                    self.speculation[name] = self.speculation.get(name, 0) + value
             if reason := answer.speculation.get("no_speculation_reason"):
                 self.no_speculation_reasons.add(reason)
-            self.histogram.extend([0] * (len(answer.histogram) - len(self.histogram)))
-            for accepted, rounds in enumerate(answer.histogram):
-                self.histogram[accepted] += rounds
+            self._count(answer, 1)
+
+    def compare(self, answers: Sequence[TimedAnswer], plain: Sequence[TimedAnswer]) -> None:
+        """Take the last batch's answers that are not those of plain decoding out of what is counted: text that repeats
+        itself is easily drafted, so wrong text would look like a speed-up.
+        """
+        others = [own for own, right in zip(answers, plain, strict=True) if own.text != right.text]
+        self.num_compared += len(answers)
+        self.num_differing += len(others)
+        if others:
+            self.differing_runs.add(len(self.rates) - 1)
+        for answer in others:
+            self._count(answer, -1)
+
+    def _count(self, answer: TimedAnswer, sign: int) -> None:
+        """Add an answer's speculation metrics, or take them back."""
+        for name, value in answer.speculation.items():
+            if isinstance(value, int) and (name.startswith("num_") or name.endswith("_ns")):
+                self.speculation[name] = self.speculation.get(name, 0) + sign * value
+        self.histogram.extend([0] * (len(answer.histogram) - len(self.histogram)))
+        for accepted, rounds in enumerate(answer.histogram):
+            self.histogram[accepted] += sign * rounds
 
     def add_busy(self, wall_s: float, busy_ns: Sequence[int]) -> None:
         """Add how long target and draft worked during a batch."""
@@ -160,14 +180,29 @@ class Section:
         return ", ".join(filter(None, [sessions, self.text, "with the schema" if self.language else None]))
 
     def speedup(self, name: str) -> Spread | None:
-        """Speed over plain decoding, from pairs on the same prompts; None where plain was not measured."""
+        """Speed over plain decoding, from pairs on the same prompts with the same text; None where there are none."""
         plain = self.modes.get(PLAIN)
-        return None if plain is None else _ratio(self.modes[name].rates, plain.rates)
+        return None if plain is None else self._ratio(name, self.modes[name].rates, plain.rates)
 
     def decode_speedup(self, name: str) -> Spread | None:
         """The same from the first token on, which is what the limits are about; None also where that is not known."""
         plain = self.modes.get(PLAIN)
-        return None if plain is None else _ratio(self.modes[name].decode_rates, plain.decode_rates)
+        return None if plain is None else self._ratio(name, self.modes[name].decode_rates, plain.decode_rates)
+
+    def compare(self, answers: Mapping[str, Sequence[TimedAnswer]]) -> None:
+        """Compare the last batch's answers of every mode with those of plain decoding."""
+        plain = answers.get(PLAIN)
+        for name, own in answers.items():
+            if plain and own and name != PLAIN:
+                self.modes[name].compare(own, plain)
+
+    def _ratio(self, name: str, ours: Sequence[float], theirs: Sequence[float]) -> Spread | None:
+        """Of pairs; None where not every run of both has a number, or no text is that of plain decoding."""
+        if not ours or len(ours) != len(theirs):
+            return None
+        differing = self.modes[name].differing_runs
+        ratios = [one / other for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if i not in differing]
+        return Spread.of(ratios) if ratios else None
 
     def summary(self) -> dict[str, Any]:
         """Everything, for a JSON file."""
@@ -195,6 +230,9 @@ class Section:
         }
         if self.language is not None:
             values |= {"num_fitting": mode.num_fitting, "num_cut_off": mode.num_cut_off}
+        if mode.num_compared:
+            differing = {"num_differing": mode.num_differing, "differing_runs": sorted(mode.differing_runs)}
+            values |= {"num_compared": mode.num_compared, **differing}
         if mode.num_pieces:
             values |= {"num_tokens": mode.num_tokens, "num_pieces": mode.num_pieces}
         if mode.drafts:
@@ -220,10 +258,3 @@ class Section:
                 "share_of_priced_limit": decode_speedup.median / limits.priced,
             }
         return values
-
-
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread | None:
-    """Of pairs; None where not every run of both has a number."""
-    if not ours or len(ours) != len(theirs):
-        return None
-    return Spread.of([one / other for one, other in zip(ours, theirs, strict=True)])

@@ -181,7 +181,7 @@ async def _measure_here(args: argparse.Namespace) -> BenchReport:
             }
             rival = await HuggingFace.start(models)
             stack.push_async_callback(rival.close)
-        bench = Bench(systems, modes, _params(args), rival)
+        bench = Bench(systems, modes, _params(args), rival, is_greedy=not args.temperature)
         sections = await _run(args, bench, plans, progress)
         first = systems[next(iter(systems))].router
         assert first is not None
@@ -220,7 +220,8 @@ async def _measure_server(args: argparse.Namespace) -> BenchReport:
         else:
             modes = [BenchMode("server", "server", None)]
         with _progress() as progress:
-            sections = await _run(args, Bench(systems, modes, _params(args)), plans, progress)
+            is_greedy = not (args.extra_body or {}).get("temperature", args.temperature)
+            sections = await _run(args, Bench(systems, modes, _params(args), is_greedy=is_greedy), plans, progress)
     notes = [*_plan_notes(args, plans), "as its client sees it"]
     if not remote.is_tandem:
         notes[-1] += "; pieces count as one token each where the server sends no token ids"

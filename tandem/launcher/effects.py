@@ -9,7 +9,6 @@ from tandem.launcher.deployment import Deployment, is_on_gpu
 
 #: Of the gateway: what they are for.
 _OF_ORIGINS = ("allowed_methods", "allowed_headers", "allow_credentials")
-_OF_DRAFTS = ("num_ahead_proposals", "draft_timeout_s")
 _OF_SPECULATION = ("verification", "fixed_draft_length")
 
 
@@ -22,9 +21,7 @@ def without_effect(deployment: Deployment) -> Iterator[tuple[str, str]]:
     if not gateway.num_speculative_tokens:
         reasons |= dict.fromkeys(_OF_SPECULATION, "nothing drafts; give --speculative-config")
     if deployment.draft is None:
-        reasons |= dict.fromkeys(_OF_DRAFTS, "there is no draft service")
-    if not gateway.num_ahead_proposals or deployment.draft is None:
-        reasons["min_offer_likelihood"] = "nothing is drafted ahead without --num-ahead-proposals"
+        reasons["draft_timeout_s"] = "there is no draft service"
     if is_on_gpu(model):
         reasons |= dict.fromkeys(("cpu_kv_cache_share", "autotune"), "the model runs on a GPU")
     else:

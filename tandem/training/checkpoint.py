@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from engine.heads.files.checkpoint import write_head
 from engine.heads.head import DraftHead
@@ -27,7 +27,7 @@ def round_weights(model: nn.Module) -> None:
             parameter.copy_(parameter.to(torch.bfloat16))
 
 
-def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Writes `folder`: weights stored as bfloat16, to be loaded as float32, and the tokenizer.
 
     All is written beside `folder` and then renamed into place; a README.md there is kept.
@@ -91,9 +91,8 @@ def _replaced(folder: Path) -> Iterator[Path]:
     shutil.rmtree(stale, ignore_errors=True)
 
 
-def _write_model(model: LlamaForCausalLM, folder: Path) -> None:
-    stored = LlamaForCausalLM(model.config).bfloat16()
-    stored.load_state_dict(model.state_dict())
+def _write_model(model: PreTrainedModel, folder: Path) -> None:
+    stored = copy.deepcopy(model).bfloat16()
     end = model.config.eos_token_id
     stored.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=end, eos_token_id=end, pad_token_id=end

@@ -49,8 +49,8 @@ def step_loss(guess: Guess, lesson: Lessons, taught: Lessons, settings: TrainSet
     loss = distillation_loss(
         guess.logits.float(),
         guess.answers(taught),
-        greedy_weight=settings.greedy_weight,
-        variation_weight=settings.variation_weight,
+        settings.loss_weights,
+        None if guess.confidence is None else guess.confidence.float(),
     )
     if settings.method == "eagle" and guess.features is not None:
         states = guess.answers(lesson).states

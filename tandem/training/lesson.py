@@ -9,9 +9,11 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
 from specdec.errors import ModelNotSupported
+from tandem.training.loss_weights import LossWeights
 
 TOP = 32
 
@@ -118,14 +120,11 @@ def check_states(target: PreTrainedModel, layers: Sequence[int]) -> None:
 
 
 def distillation_loss(
-    logits: torch.Tensor, lesson: Lessons, *, greedy_weight: float, variation_weight: float
+    logits: torch.Tensor, lesson: Lessons, weights: LossWeights, confidence: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Mean loss of the draft's logits float32 [B, T, V] against a selected lesson.
 
-    Kullback-Leibler divergence from the target over its top tokens and the rest, plus
-    `greedy_weight` times the cross entropy of the target's first choice (what a greedy round
-    accepts), plus `variation_weight` times the total variation (what a sampled round rejects:
-    Leviathan et al. 2023, theorem 3.5).
+    `confidence` float32 [B, T], logits: their binary cross entropy with what a sampled round accepts is added (DSpark).
 
     Ids of -1 (`Lessons.restrict`) are no tokens of the draft. Positions where the target's first choice is one of
     them are left out, as in EAGLE-3.
@@ -140,7 +139,10 @@ def distillation_loss(
     divergence = (safe_p * (safe_p.log() - top_log_q) * known).sum(-1)
     divergence = divergence + rest_p * (rest_p.log() - rest_q.log())
     greedy = -top_log_q[..., 0]
-    variation = (top_q - lesson.top_probs).abs().sum(-1) + (rest_q - rest_p).abs()
-    loss = divergence + greedy_weight * greedy + variation_weight * variation / 2
+    variation = ((top_q - lesson.top_probs).abs().sum(-1) + (rest_q - rest_p).abs()) / 2
+    loss = weights.divergence * divergence + weights.greedy * greedy + weights.variation * variation
+    if confidence is not None:
+        accepted = (1 - variation).clamp(0, 1).detach()
+        loss = loss + binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
     counted = known[..., 0]
     return (loss * counted).sum() / counted.sum().clamp_min(1)

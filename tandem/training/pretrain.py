@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
-from tandem.training.checkpoint import round_weights, save_model, save_state
+from tandem.checkpoints import find_checkpoint
+from tandem.training.checkpoint import load_model, round_weights, save_model, save_state
 from tandem.training.corpus import load_documents
+from tandem.training.hybrid import grow_hybrid
 from tandem.training.optimizer import OptimizerSettings, PairedOptimizer
 from tandem.training.schedule import Schedule, ScheduleSettings
-from tandem.training.shape import TARGET, ModelShape
+from tandem.training.shape import TARGET
 from tandem.training.tokenizer import encode_documents, load_tokenizer, pack_rows
 
 
@@ -47,20 +49,16 @@ def row_batches(texts: Sequence[torch.Tensor], length: int, num_rows: int, seed:
             yield rows[start : start + num_rows]
 
 
-def next_token_loss(model: LlamaForCausalLM, rows: torch.Tensor, *, bfloat16: bool) -> torch.Tensor:
+def next_token_loss(model: PreTrainedModel, rows: torch.Tensor, *, bfloat16: bool) -> torch.Tensor:
     """Mean nats per token of rows int64 [B, T + 1], T predictions each."""
     with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
         logits = model(input_ids=rows[:, :-1], use_cache=False).logits  # [B, T, V]
     return cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
-def pretrain(
-    shape: ModelShape, texts: Sequence[torch.Tensor], settings: PretrainSettings
-) -> tuple[LlamaForCausalLM, int]:
-    """Trains a fresh model (or resumes from the state file); returns it and the tokens seen."""
-    torch.manual_seed(settings.seed)
-    model = LlamaForCausalLM(shape.config())
-    optimizer = PairedOptimizer(model, settings.optimizer, (shape.vocab_size,))
+def pretrain(model: PreTrainedModel, texts: Sequence[torch.Tensor], settings: PretrainSettings) -> int:
+    """Trains what has gradients of a fresh model (or resumes from the state file); returns the tokens seen."""
+    optimizer = PairedOptimizer(model, settings.optimizer, (model.config.vocab_size,))
     schedule = Schedule(settings.schedule)
     counts = {False: 0, True: 0}  # batches seen of short and of long rows
     if settings.state_path and settings.state_path.exists():
@@ -97,7 +95,7 @@ def pretrain(
             saved_s = time.monotonic()
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             save_state(settings.state_path, {**state, "step": schedule.step, "counts": counts})
-    return model, settings.batch_tokens * sum(counts.values())
+    return settings.batch_tokens * sum(counts.values())
 
 
 def parse_arguments() -> Any:
@@ -106,6 +104,7 @@ def parse_arguments() -> Any:
     parser.add_argument("--tokenizer", type=Path, default=Path("build/training/tokenizer"))
     parser.add_argument("--out", type=Path, default=Path("build/training/python-12m"))
     parser.add_argument("--state", type=Path, default=None, help="file to resume from")
+    parser.add_argument("--hybrid", metavar="LLAMA", help="train recurrent layers between those of this model instead")
     parser.add_argument("--steps", type=int, default=1650)
     parser.add_argument("--warmup-steps", type=int, default=ScheduleSettings.warmup_steps)
     parser.add_argument("--max-minutes", type=float, default=0.0)
@@ -145,7 +144,11 @@ def main() -> None:
         state_path=arguments.state,
     )
     print(f"{sum(map(len, texts))} tokens an epoch", flush=True)
-    model, num_tokens = pretrain(TARGET, texts, settings)
+    torch.manual_seed(settings.seed)
+    model: PreTrainedModel = LlamaForCausalLM(TARGET.config())
+    if arguments.hybrid:
+        model = grow_hybrid(load_model(Path(find_checkpoint(arguments.hybrid))))
+    num_tokens = pretrain(model, texts, settings)
     round_weights(model)
     save_model(model, tokenizer, arguments.out)
     print(f"{num_tokens} tokens seen; saved to {arguments.out}")

@@ -5,12 +5,22 @@ from typing import Any, ClassVar, Final
 
 from specdec.methods import TRAINABLE
 from specdec.settings.option import about, check_options, option, options_of, require
+from tandem.training.loss_weights import LossWeights
 
 #: Method → what is trained.
 METHODS: Final = {name: method.training_summary for name, method in TRAINABLE.items()}
 #: Drafters with attention.
-LAYERED: Final = ("eagle3", "eagle", "draft")
+LAYERED: Final = ("eagle3", "eagle", "draft", "dflash", "dspark")
 _EAGLES: Final = ("eagle3", "eagle")
+_BLOCKS: Final = ("dflash", "dspark")
+#: Heads that read some of the target's hidden states.
+_READERS: Final = ("eagle3", *_BLOCKS)
+#: Weights of the parts of the loss, where they are not the usual ones. DSpark: 0.1 times the cross entropy and 0.9
+#: times the L1 distance, which is twice the total variation.
+_LOSSES: Final = {
+    "dflash": LossWeights(divergence=1.0, greedy=0.0, variation=0.0),
+    "dspark": LossWeights(divergence=0.0, greedy=0.1, variation=1.8),
+}
 #: Options that may change when a training is resumed.
 _FREE: Final = frozenset(
     {"resume", "device", "num_threads", "max_minutes", "checkpoint_minutes", "eval_steps", "keep_lessons"}
@@ -37,20 +47,26 @@ class TrainSettings:
     held_out: tuple[str, ...] = option((), "text to measure on; by default a part of the data")
     start_from: str | None = option(None, "a drafter of the same method to train on")
 
-    hidden_size: int | None = option(None, "hidden size", gt=0, only=("eagle3", "draft"))
+    hidden_size: int | None = option(None, "hidden size", gt=0, only=(*_READERS, "draft"))
     intermediate_size: int | None = option(None, "size of the MLP", gt=0, only=LAYERED)
     num_heads: int | None = option(None, "attention heads", gt=0, only=LAYERED)
     num_kv_heads: int | None = option(None, "key-value heads", gt=0, only=LAYERED)
     head_dim: int | None = option(None, "size of an attention head", gt=0, only=LAYERED)
     num_layers: int | None = option(
-        None, "layers (2), or residual blocks of a head (1)", gt=0, only=("draft", "medusa")
+        None, "layers (2), or residual blocks of a head (1)", gt=0, only=("draft", "medusa", *_BLOCKS)
     )
-    draft_vocab_size: int | None = option(None, "most frequent tokens that are drafted (32000)", gt=0, only=("eagle3",))
-    layers: tuple[int, ...] | None = option(None, "hidden states it reads; i: the input of layer i", only=("eagle3",))
+    draft_vocab_size: int | None = option(None, "most frequent tokens that are drafted (32000)", gt=0, only=_READERS)
+    layers: tuple[int, ...] | None = option(None, "hidden states it reads; i: the input of layer i", only=_READERS)
     num_predict: int | None = option(None, "heads, or steps of the speculator (4)", gt=0, only=("medusa", "mlp"))
     inner_dim: int | None = option(None, "size of the state", gt=0, only=("mlp",))
     tie_weights: bool = option(False, "all steps share their weights", only=("mlp",))
     parallel: int | None = option(None, "tokens that one pass drafts (PARD); by default one", ge=2, only=("draft",))
+
+    block_size: int | None = option(None, "rows of a block (8)", ge=2, le=63, only=_BLOCKS)
+    markov_rank: int | None = option(None, "rank of the bias from token to token (64)", gt=0, only=("dspark",))
+    markov_type: str | None = option(
+        None, "how the bias is made (vanilla)", choices=("vanilla", "gated", "rnn"), only=("dspark",)
+    )
 
     num_rows: int = option(4096, "rows of text", gt=0)
     row_length: int = option(256, "tokens of a row")
@@ -63,14 +79,18 @@ class TrainSettings:
     num_steps: int = option(2000, "optimisation steps", gt=0)
     batch_tokens: int = option(4096, "tokens of a step", gt=0)
     unroll_steps: int | None = option(None, "steps of a chain that are trained (4)", gt=0, only=_EAGLES)
+    num_anchors: int | None = option(None, "blocks of a row that are trained in a step (48)", gt=0, only=_BLOCKS)
     step_decay: float = option(0.8, "weight of a step's loss in that of the step before", ge=0, le=1)
     rate: float = option(3e-3, "peak learning rate", gt=0)
     table_rate: float | None = option(None, "that of embeddings and output layers; by default a quarter of it in heads")
     weight_decay: float = option(0.1, "weight decay of matrices")
     warmup_steps: int = option(50, "steps over which the rate rises")
     decay_share: float = option(0.5, "share of the steps over which the rate falls to zero", ge=0, le=1)
-    greedy_weight: float = option(0.3, "weight of the cross entropy of the target's choice")
-    variation_weight: float = option(0.5, "weight of the total variation")
+    divergence_weight: float | None = option(None, "weight of the divergence from the target (1; dspark 0)", ge=0)
+    greedy_weight: float | None = option(
+        None, "weight of the cross entropy of the target's choice (0.3; dspark 0.1, dflash 0)", ge=0
+    )
+    variation_weight: float | None = option(None, "weight of the total variation (0.5; dspark 1.8, dflash 0)", ge=0)
     regression_weight: float | None = option(
         None, "weight of the smooth L1 distance to the target's next hidden state (10)", gt=0, only=("eagle",)
     )
@@ -104,6 +124,14 @@ class TrainSettings:
             "batch_tokens",
             f"batch_tokens is {self.batch_tokens}, less than one row of {self.row_length} (row_length)",
         )
+
+    @property
+    def loss_weights(self) -> LossWeights:
+        """The weights that are given, else the method's own."""
+        usual = _LOSSES.get(self.method, LossWeights())
+        given = self.divergence_weight, self.greedy_weight, self.variation_weight
+        own = usual.divergence, usual.greedy, usual.variation
+        return LossWeights(*(mine if value is None else value for value, mine in zip(given, own, strict=True)))
 
     def fixed(self) -> dict[str, Any]:
         """The options a resumed training must share with its beginning."""

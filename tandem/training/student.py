@@ -1,13 +1,17 @@
 """The drafter that learns: a fresh one of each method in the target's shape, or one that was published."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from engine.heads import dflash
+from engine.heads.dflash import DFlashConfig, DFlashHead, Reach
+from engine.heads.dspark import MARKOV_TYPES, DSparkConfig, DSparkHead
 from engine.heads.eagle import EagleConfig, EagleHead
 from engine.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers
 from engine.heads.files.checkpoint import read_head
@@ -17,6 +21,7 @@ from engine.heads.medusa import MedusaConfig, MedusaHeads
 from engine.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
 from specdec.errors import InvalidRequest
 from specdec.methods import TRAINABLE, method_of
+from tandem.training.block import NUM_ANCHORS, unroll_blocks
 from tandem.training.draft_vocabulary import draft_ids, most_frequent
 from tandem.training.lesson import Lessons
 from tandem.training.parallel import as_parallel, unroll_parallel
@@ -29,6 +34,10 @@ Module: TypeAlias = DraftHead | LlamaForCausalLM
 MAX_DRAFT_VOCAB_SIZE = 32_000
 NUM_UNROLL_STEPS = 4
 NUM_PREDICT = 4
+#: Of DFlash and DSpark heads.
+NUM_BLOCK_STATES = 5
+BLOCK_SIZE = 8
+MARKOV_RANK = 64
 
 
 @dataclass(frozen=True)
@@ -58,15 +67,13 @@ def layers_read(settings: TrainSettings, target: PreTrainedModel) -> tuple[int, 
     """The target's hidden states the method reads: those of `start_from` where that is given.
 
     EAGLE-3's usual early, middle and late ones are three in targets of nine layers or more; below that, states spread
-    evenly over the layers take their place.
+    evenly over the layers take their place. DFlash and DSpark read five of larger targets.
 
     Raises:
         InvalidRequest: `layers` are not those of `start_from`.
     """
-    if settings.method == "draft":
-        return ()
-    if settings.method != "eagle3":
-        return (-1,)
+    if settings.method not in ("eagle3", "dflash", "dspark"):
+        return () if settings.method == "draft" else (-1,)
     if settings.start_from is not None:
         layers = _load_head(settings, settings.start_from).hidden_state_layers
         if settings.layers not in (None, layers):
@@ -75,6 +82,8 @@ def layers_read(settings: TrainSettings, target: PreTrainedModel) -> tuple[int, 
     if settings.layers is not None:
         return settings.layers
     count = target.config.get_text_config().num_hidden_layers
+    if settings.method != "eagle3" and count > NUM_BLOCK_STATES + 3:
+        return dflash.default_layers(count, NUM_BLOCK_STATES)
     usual = default_layers(count)
     if usual[0] < usual[1] < usual[2]:
         return usual
@@ -111,6 +120,21 @@ def _eagle3_student(head: Eagle3Head, settings: TrainSettings, vocab_size: int) 
     return Student(head, unroll_eagle, steps, (vocab_size, len(token_ids)), to_draft=to_draft)
 
 
+def _block_student(head: DFlashHead, settings: TrainSettings, vocab_size: int) -> Student:
+    _freeze_shared(head)
+    token_ids = head.t2d.nonzero()[:, 0]
+    whole = len(token_ids) == head.config.vocab_size
+    steps = head.config.max_tokens
+    return Student(
+        head,
+        partial(unroll_blocks, num_anchors=settings.num_anchors or NUM_ANCHORS),
+        steps,
+        (vocab_size, len(token_ids)),
+        max_steps=steps,
+        to_draft=None if whole else draft_ids(token_ids.cpu(), vocab_size).to(head.t2d.device),
+    )
+
+
 def _eagle_student(head: EagleHead, settings: TrainSettings, vocab_size: int) -> Student:
     _freeze_shared(head)
     return Student(head, unroll_eagle, settings.unroll_steps or NUM_UNROLL_STEPS, (vocab_size,))
@@ -132,10 +156,10 @@ def _draft_student(model: LlamaForCausalLM, settings: TrainSettings, vocab_size:
     return Student(model, unroll_draft, 1, (vocab_size,))
 
 
-def _freeze_shared(head: EagleHead | Eagle3Head) -> None:
+def _freeze_shared(head: EagleHead | Eagle3Head | DFlashHead) -> None:
     """What is the target's stays as it is."""
     head.embed_tokens.weight.requires_grad_(head.config.owns_embeddings)
-    head.lm_head.weight.requires_grad_(isinstance(head, Eagle3Head) and head.config.owns_lm_head)
+    head.lm_head.weight.requires_grad_(not isinstance(head, EagleHead) and head.config.owns_lm_head)
 
 
 def _load(settings: TrainSettings, folder: str) -> Module:
@@ -221,6 +245,50 @@ def _create_eagle3(settings: TrainSettings, target: PreTrainedModel, counts: Ten
     return head
 
 
+def _create_block(settings: TrainSettings, target: PreTrainedModel, counts: Tensor) -> DFlashHead:
+    config = target.config.get_text_config()
+    size = settings.hidden_size or config.hidden_size
+    draft_vocab_size = min(settings.draft_vocab_size or config.vocab_size, config.vocab_size)
+    narrow = size != config.hidden_size
+    shape: dict[str, Any] = {
+        "layer": replace(_layer(settings, config, size), qk_norm=True),
+        "reaches": (Reach(),) * (settings.num_layers or 2),
+        "target_hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+        "hidden_state_layers": layers_read(settings, target),
+        "block_size": settings.block_size or BLOCK_SIZE,
+        "mask_token_id": int(counts.argmin()),  # a token that the target hardly writes
+        "owns_embeddings": narrow,
+        "owns_lm_head": narrow or draft_vocab_size < config.vocab_size,
+        "owns_mask": not narrow,
+    }
+    if settings.method == "dspark":
+        kind: type[DFlashHead] = DSparkHead
+        made: DFlashConfig = DSparkConfig(
+            **shape,
+            predicts_next=True,
+            markov_rank=settings.markov_rank or MARKOV_RANK,
+            markov_type=settings.markov_type or MARKOV_TYPES[0],
+            has_confidence=True,
+            confidence_reads_token=True,
+        )
+    else:
+        kind, made = DFlashHead, DFlashConfig(**shape)
+    embeddings, lm_head = _embeddings(target), _lm_head(target)
+    head = kind(made, embeddings=embeddings, lm_head=lm_head)
+    token_ids = most_frequent(counts, draft_vocab_size)
+    head.set_vocabulary(token_ids)
+    if made.owns_lm_head:
+        head.lm_head.weight.data.copy_(narrowed(lm_head[token_ids], size))
+    if narrow:
+        head.embed_tokens.weight.data.copy_(narrowed(embeddings, size))
+    if isinstance(head, DSparkHead):
+        for table in (head.markov_head.markov_w1, head.markov_head.markov_w2):
+            nn.init.normal_(table.weight, std=0.02)
+    return head
+
+
 def _layer(settings: TrainSettings, config: Any, size: int) -> LayerConfig:
     head_dim = (
         settings.head_dim or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -295,6 +363,8 @@ class _Trainer:
 _TRAINERS: Final[Mapping[str, _Trainer]] = {
     "eagle3": _Trainer(_create_eagle3, _eagle3_student),
     "eagle": _Trainer(_create_eagle, _eagle_student),
+    "dflash": _Trainer(_create_block, _block_student),
+    "dspark": _Trainer(_create_block, _block_student),
     "medusa": _Trainer(_create_medusa, _medusa_student),
     "mlp": _Trainer(_create_mlp, _mlp_student),
     "draft": _Trainer(_create_draft, _draft_student),

@@ -27,12 +27,14 @@ class Guess:
 
     They answer to the target's distribution at position s + offset. `features` [B, S, H], where a head predicts the
     target's state there, are its prediction. `starts` int64 [S]: where only some chains have this step, their s.
+    `confidence` [B, S], logits: where a head estimates the chance that the token is accepted.
     """
 
     logits: Tensor
     offset: int
     features: Tensor | None = None
     starts: Tensor | None = None
+    confidence: Tensor | None = None
 
     def answers(self, lesson: Lessons) -> Lessons:
         """The positions of a lesson that the logits answer to."""

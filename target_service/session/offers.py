@@ -1,4 +1,4 @@
-"""The proposals of one session that wait for a step: the round asked for, and those for lengths still to come."""
+"""The proposal of one session that waits for a step."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import replace
 from enum import Enum, auto
 
 from specdec.errors import InvalidRequest
-from specdec.pending_proposals import MAX_BYTES, MAX_PENDING_PROPOSALS, Path, PendingProposals
 from specdec.trees import is_chain
 from specdec.types import Proposal
+from target_service.session.streamed_chain import StreamedChain
 from target_service.step import StepSession
 from target_service.verification.rounds import check_draft
 
@@ -20,9 +20,7 @@ class Fate(Enum):
     STARTS = auto()
     #: What is left of it takes the place of multi-step decode's next token.
     REPLACES_TOKEN = auto()
-    #: The tokens that it assumes may still be committed.
-    WAITS = auto()
-    #: Other tokens were committed than it assumes, or multi-step decode went on meanwhile: counted and dropped.
+    #: Multi-step decode went on meanwhile: counted and dropped.
     SUPERSEDED = auto()
     #: It fits nothing that the session was told: counted and dropped.
     STALE = auto()
@@ -35,8 +33,9 @@ class Offers:
         self._session = step_session
         #: The round asked for.
         self.asked: Proposal | None = None
-        #: Proposals for lengths beyond what is committed.
-        self.pending = PendingProposals()
+        #: What a draft streams, and how much of it a round verifies; None: none does.
+        self.chain: StreamedChain | None = None
+        self.num_streamed = 0
 
     def check(self, proposal: Proposal) -> Proposal:
         """A proposal that the target can verify, a tree without siblings as a chain.
@@ -61,19 +60,6 @@ class Offers:
             )
         return chain
 
-    def keep(self, path: Path, proposal: Proposal) -> bool:
-        """Keep a proposal until the tokens of ``path`` are committed; False where another one for them waits.
-
-        Raises:
-            InvalidRequest: too many are waiting.
-        """
-        if self.pending.full:
-            raise InvalidRequest(
-                f"{len(self.pending)} proposals wait for their verdicts; at most {MAX_PENDING_PROPOSALS} may, with"
-                f" {MAX_BYTES} bytes in all"
-            )
-        return self.pending.keep(path, proposal)
-
     def cut(self, proposal: Proposal, committed_len: int) -> Proposal:
         """The proposal without what it cannot bring: near its limit a sequence has no room for all drafted tokens."""
         room = self._session.stop_criteria.room(committed_len) - 1
@@ -85,23 +71,34 @@ class Offers:
         fitted = None if proposal is None else self.cut(proposal, committed_len)
         return fitted if fitted is not None and fitted.token_ids else None
 
-    def commit(self, token_ids: tuple[int, ...], committed_len: int, *, is_multi_step: bool) -> int:
-        """Drop what assumed other tokens, and return how many proposals that were.
+    def commit(self, token_ids: tuple[int, ...], committed_len: int, *, is_multi_step: bool) -> bool:
+        """Tokens were committed: keep what is left of the round asked for. Whether it was dropped.
 
         ``committed_len``: with the tokens. ``is_multi_step``: multi-step decode continues; else no round can be asked
         for any more, one that came during a step of it included.
         """
-        dropped = self.pending.commit(token_ids)
-        if self.asked is not None:
-            self.asked = self.fitted(self.asked.after(token_ids), committed_len) if is_multi_step else None
-            dropped += self.asked is None
-        return dropped
+        if self.chain is not None:
+            self.chain.commit(token_ids)
+            self.ask_streamed(committed_len if is_multi_step else None)
+            return False
+        if self.asked is None:
+            return False
+        self.asked = self.fitted(self.asked.after(token_ids), committed_len) if is_multi_step else None
+        return self.asked is None
 
-    def clear(self) -> int:
-        """Drop everything, and return how many proposals that were."""
-        dropped = self.pending.clear() + (self.asked is not None)
+    def ask_streamed(self, committed_len: int | None) -> None:
+        """Ask for what the draft has streamed by now, if anything; None: no token may follow."""
+        assert self.chain is not None
+        token_ids = self.chain.token_ids[: self.num_streamed] if committed_len is not None else ()
         self.asked = None
-        return dropped
+        if token_ids:
+            assert committed_len is not None
+            self.asked = self.fitted(Proposal(self._session.spec.epoch, committed_len, token_ids), committed_len)
+
+    def clear(self) -> bool:
+        """Drop the round asked for; whether there was one."""
+        was_asked, self.asked, self.chain = self.asked is not None, None, None
+        return was_asked
 
 
 def _as_chain(proposal: Proposal) -> Proposal:

@@ -11,7 +11,6 @@ from typing import Final, Protocol
 
 from engine.kv_sequence import KVSequence
 from specdec.errors import TandemError, Unavailable
-from specdec.pending_proposals import Path, path_of
 from specdec.types import (
     DraftedRound,
     FinishReason,
@@ -24,11 +23,16 @@ from specdec.types import (
 )
 from target_service.session.offers import Fate, Offers
 from target_service.session.progress import Progress, State
+from target_service.session.streamed_chain import StreamedChain
 from target_service.session.verdict_queue import VerdictQueue
 from target_service.step import PartResult, ScheduledSequence, StepResult, StepSession
 
 #: Rows of a prompt's chunk whose log-probabilities are asked for: each row is as wide as the vocabulary.
 MAX_SCORED_ROWS: Final = 64
+#: Tokens of a prompt between two copies of its recurrent states, at least, and copies of one prompt beside that of its
+#: end, at most. A copy of Qwen3.5-9B's takes 115 MB.
+MIN_SNAPSHOT_INTERVAL: Final = 512
+MAX_SNAPSHOTS: Final = 8
 
 
 def may_reuse(spec: SessionSpec) -> bool:
@@ -51,11 +55,15 @@ class SessionOwner(Protocol):
         ...
 
     def count_superseded(self, count: int = 1) -> None:
-        """Count proposals that assumed tokens which were not committed."""
+        """Count proposals that were dropped because multi-step decode had gone on."""
         ...
 
     def keep(self, sequence: KVSequence, length: int, token_ids: Sequence[int]) -> None:
         """Drop the entries after the first ``length``, and let others find those before by their ``token_ids``."""
+        ...
+
+    def keep_states(self, sequence: KVSequence, interval: int) -> None:
+        """Let others go on with its recurrent states, unless those of the last ``interval`` entries are kept."""
         ...
 
     def finish(self, session: Session) -> None:
@@ -101,8 +109,10 @@ class Session:
         #: Whether any of its tokens may have no entry. False spares :attr:`num_missing`: between two steps of 64
         #: sessions the event loop then needs 619 µs, not 694 (``python -m benchmarks.memory bookkeeping``).
         self.is_behind = True
-        #: Called where nothing is asked of the session any more.
-        self.on_idle: Callable[[], None] | None = None
+        #: Called when tokens were committed.
+        self.on_committed: Callable[[], None] | None = None
+        #: Nanoseconds of the latest step that committed any.
+        self.step_ns = 0
         #: What the verdict of the round that is asked for tells of its proposal.
         self.drafted: DraftedRound | None = None
         self._owner = owner
@@ -171,42 +181,35 @@ class Session:
         self._first = await self.receive()
 
     def offer(self, proposal: Proposal, multi_step_tokens: int = 0) -> None:
-        """Ask for a round, now or once what the proposal assumes is committed; see
-        :meth:`specdec.backends.TargetSession.offer`. One that fits nothing any more is counted and dropped.
+        """Ask for a round; see :meth:`specdec.backends.TargetSession.offer`. One that fits nothing any more is counted
+        and dropped.
 
         Raises:
-            InvalidRequest: the proposal cannot be verified, or too many are waiting.
+            InvalidRequest: the proposal cannot be verified.
         """
         proposal, progress = self._offers.check(proposal), self._progress
         if proposal.epoch != self.spec.epoch or proposal.base_len > progress.committed_len:
             self._owner.count_stale()
             return
-        known = tuple(self.step_session.state.token_ids[proposal.base_len : progress.committed_len])
-        path = path_of(proposal, known) if self.finish_reason is None else None
         until_after = progress.limit(proposal.base_len + multi_step_tokens) if multi_step_tokens else 0
-        match self._fate_of(proposal, path):
+        match self._fate_of(proposal):
             case Fate.STARTS:
                 self._start(proposal, until_after)
             case Fate.REPLACES_TOKEN:
-                self._replace_token(proposal.after(known), until_after)
-            case Fate.WAITS:
-                assert path is not None
-                self._owner.count_superseded(not self._offers.keep(path, proposal))
+                known = self.step_session.state.token_ids[proposal.base_len : progress.committed_len]
+                self._replace_token(proposal.after(tuple(known)), until_after)
             case Fate.SUPERSEDED:
                 self._owner.count_superseded()
             case Fate.STALE:
                 self._owner.count_stale()
 
-    def _fate_of(self, proposal: Proposal, path: Path | None) -> Fate:
-        """``path``: what must still be committed before the proposal fits; None: it never will."""
+    def _fate_of(self, proposal: Proposal) -> Fate:
         progress = self._progress
-        if progress.is_multi_step and not proposal.assumed_token_ids:
+        if progress.is_multi_step:
             return Fate.REPLACES_TOKEN
-        if path:
-            return Fate.WAITS
-        if path is not None and progress.state is State.IDLE:
+        if proposal.base_len == progress.committed_len and progress.state is State.IDLE:
             return Fate.STARTS
-        if proposal.assumed_token_ids or progress.may_be_late(proposal.base_len):
+        if progress.may_be_late(proposal.base_len):
             return Fate.SUPERSEDED
         return Fate.STALE
 
@@ -231,10 +234,43 @@ class Session:
         if not self._progress.decode(committed_len, num_tokens):
             self._owner.count_stale()
             return
-        self._owner.count_superseded(self._offers.pending.clear())
         if self.has_round and not self.in_flight:
             self._asked_ns = time.perf_counter_ns()
             self._owner.ready(self)
+
+    @property
+    def may_stream(self) -> bool:
+        """Whether :meth:`stream` may be called: no round was asked for that the session would wait for."""
+        return self._progress.is_multi_step or self.is_idle
+
+    def stream(self, num_tokens: int) -> None:
+        """Decode up to the limits, and verify in each step what a draft has streamed by then: up to ``num_tokens``
+        tokens, or none. The session waits for nothing.
+        """
+        self._offers.chain = self._offers.chain or StreamedChain()
+        self._offers.num_streamed = num_tokens
+        if self._progress.num_multi_step_left < self.num_left:
+            self.multi_step_decode(self.committed_len, self.num_left)
+        self._progress.ask_in_place(self.step_session.stop_criteria.max_len)
+
+    def end_stream(self) -> None:
+        """Verify no more of what was streamed."""
+        self._offers.clear()
+
+    def take_streamed(self, proposal: Proposal) -> bool:
+        """A proposal of the stream came; whether it begins a chain.
+
+        Raises:
+            InvalidRequest: it cannot be verified.
+        """
+        chain = self._offers.chain
+        if chain is None:
+            return False
+        begins = chain.add(
+            self._offers.check(proposal), self.committed_token_ids(proposal.base_len), self.committed_len
+        )
+        self._offers.ask_streamed(self.committed_len if self._progress.is_multi_step else None)
+        return begins
 
     async def receive(self, gather_until_ns: int = 0) -> Verdict:
         """The next verdict, with those of multi-step decode that wait joined into one; waits until there is one.
@@ -355,7 +391,10 @@ class Session:
         if is_prefill and self.spec.params.prompt_logprobs is not None:
             num_rows = min(num_rows, MAX_SCORED_ROWS)
         self.in_flight = True
-        num_missing, start = self.num_missing, self.step_session.sequence.length
+        sequence = self.step_session.sequence
+        num_missing, start = self.num_missing, sequence.length
+        if start < sequence.fork:
+            num_rows = min(num_rows, sequence.fork - start)
         token_ids = self.step_session.state.token_ids[start : start + min(num_rows, num_missing)]
         decides = is_prefill and num_rows >= num_missing
         return ScheduledSequence(self.step_session, token_ids, decides=decides, is_prefill=is_prefill)
@@ -407,6 +446,10 @@ class Session:
         else:
             length = len(state) - 1 if part.decides else sequence.length
             self._owner.keep(sequence, length, () if self.has_failed else state.token_ids)
+            if part.is_prefill:
+                is_due = part.decides or sequence.length == sequence.fork
+                interval = max(MIN_SNAPSHOT_INTERVAL, len(state) // MAX_SNAPSHOTS)
+                self._owner.keep_states(sequence, 0 if is_due else interval)
             self.is_behind = not part.decides or sequence.length != length
         if self._closing:
             self._release()
@@ -446,7 +489,11 @@ class Session:
         queue_ns = max(0, step.started_ns - self._asked_ns)
         self._next_token_ns = now_ns + (now_ns - self._asked_ns)
         self._asked_ns = now_ns  # of the next token when multi-step decode
-        drafted, self.drafted = self.drafted, None
+        self.step_ns = step.timings.forward_ns + step.timings.verify_ns
+        drafted, self.drafted = self.drafted if part.is_round else None, None
+        if (chain := self._offers.chain) is not None and chain.has_begun:
+            # Of a stream every step is a round, that of no tokens included: so pacing sees what the stream is worth.
+            drafted = DraftedRound(len(part.proposed_token_ids), self._offers.num_streamed, chain.take_draft_ns())
         self._proceed(token_ids)
         states = () if result.hidden_states is None else (result.hidden_states,)
         if states and part.is_prefill:
@@ -465,27 +512,22 @@ class Session:
                 timings=replace(step.timings, queue_ns=queue_ns),
                 hidden_states=states,
                 num_multi_step_left=progress.num_multi_step_left,
-                drafted=drafted if part.is_round else None,
+                drafted=drafted,
             )
         )
         if not self._may_gather(self._verdicts.gather_until_ns):
             self._verdicts.wake()
 
     def _proceed(self, token_ids: tuple[int, ...]) -> None:
-        """Tokens were committed: drop what assumed other ones, and start what fits or ask for more."""
+        """Tokens were committed: keep what is left of the round asked for, or ask for more."""
         offers, progress = self._offers, self._progress
         if self.finish_reason is None:
             dropped = offers.commit(token_ids, progress.committed_len, is_multi_step=progress.is_multi_step)
         else:
             dropped = offers.clear()
-        if (fitting := offers.pending.take()) is not None:
-            if self.has_round:  # multi-step decode continues
-                dropped += 1
-            else:
-                self._start(fitting)
         self._owner.count_superseded(dropped)
-        if self.is_idle and self.on_idle is not None:
-            self.on_idle()
+        if self.on_committed is not None:
+            self.on_committed()
 
     # --- inside ---
 

@@ -33,8 +33,8 @@ class VerdictQueue:
 
     @property
     def has_round(self) -> bool:
-        """Whether a verdict on drafted tokens waits."""
-        return any(verdict.num_draft_tokens for verdict in self._verdicts)
+        """Whether a round's verdict waits."""
+        return any(_is_round(verdict) for verdict in self._verdicts)
 
     def add_states(self, states: HiddenStates) -> None:
         """Keep hidden states for the next verdict that is taken."""
@@ -71,7 +71,7 @@ class VerdictQueue:
     def take(self) -> Verdict:
         """Remove and return the next verdict; there is one at least."""
         verdicts = [self._verdicts.popleft()]
-        while not verdicts[-1].num_draft_tokens and self._verdicts and not self._verdicts[0].num_draft_tokens:
+        while not _is_round(verdicts[-1]) and self._verdicts and not _is_round(self._verdicts[0]):
             verdicts.append(self._verdicts.popleft())
         verdict = verdicts[0] if len(verdicts) == 1 else join(verdicts)
         if self._states.num_bytes:
@@ -80,6 +80,10 @@ class VerdictQueue:
                 states = tuple(block.rows(block.end - 1, block.end) for block in states[-1:])
             verdict = replace(verdict, hidden_states=states)
         return verdict
+
+
+def _is_round(verdict: Verdict) -> bool:
+    return verdict.num_draft_tokens > 0 or verdict.drafted is not None
 
 
 def join(verdicts: Sequence[Verdict]) -> Verdict:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from engine.sampling.transfer import send
 from specdec.types import PositionLogprobs, TokenLogprob
+
+#: Rows of a prompt that are scored together.
+_ROWS: Final = 64
 
 
 def score(logits: Tensor, token_ids: Tensor, num_top: int, num_tokens: int) -> Tensor:
@@ -37,5 +41,8 @@ def position_logprobs(
 ) -> list[PositionLogprobs]:
     """The log-probabilities of tokens already known, such as a prompt's; arguments as :func:`score`. Syncs once."""
     at = send(token_ids, logits.device, torch.int64)
-    packed = score(logits, at, min(num_top, num_tokens), num_tokens).tolist()
-    return [read(row, token_id, num_top) for row, token_id in zip(packed, token_ids, strict=True)]
+    packed = [
+        score(some, own, min(num_top, num_tokens), num_tokens)
+        for some, own in zip(torch.split(logits, _ROWS), torch.split(at, _ROWS), strict=True)
+    ]
+    return [read(row, token_id, num_top) for row, token_id in zip(torch.cat(packed).tolist(), token_ids, strict=True)]

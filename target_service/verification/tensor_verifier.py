@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.sampling.distribution import distribution
+from engine.sampling.distribution import MAX_NUMBERS, distribution
 from engine.sampling.edits import edited
 from engine.sampling.rows import Rows
 from engine.sampling.transfer import send
@@ -24,21 +24,43 @@ from target_service.verification.rules.inputs import RuleInput
 from target_service.verification.rules.registry import VERIFY
 
 
-def verify_with_tensors(logits: Tensor, rounds: Sequence[Round]) -> list[Outcome]:
-    """:meth:`Verifier.verify <target_service.verification.verifier.Verifier.verify>` on any device."""
+def verify_with_tensors(logits: Tensor, rounds: Sequence[Round], *, exact: bool = False) -> list[Outcome]:
+    """:meth:`Verifier.verify <target_service.verification.verifier.Verifier.verify>` on any device.
+
+    Unless it is ``exact``, rounds whose distributions turn out to lack tokens are decided once more, exactly.
+    """
     of_kind: dict[tuple[Rule | None, bool, bool], list[int]] = {}
     for i, r in enumerate(rounds):
         of_kind.setdefault(_kind(r), []).append(i)
-    groups = [_Group.of(logits, [rounds[i] for i in indices]) for indices in of_kind.values()]
+    together = [part for indices in of_kind.values() for part in _cut(indices, rounds, logits.shape[1])]
+    groups = [_Group.of(logits, [rounds[i] for i in indices], exact=exact) for indices in together]
     host = torch.cat([part for group in groups for part in group.decide(logits)]).tolist()
 
     outcomes: list[Outcome | None] = [None] * len(rounds)
     at = 0
-    for group, indices in zip(groups, of_kind.values(), strict=True):
+    for group, indices in zip(groups, together, strict=True):
         for i, outcome in zip(indices, group.read(host[at : at + group.num_values], logits), strict=True):
             outcomes[i] = outcome
         at += group.num_values
+    if open_ones := [i for i, outcome in enumerate(outcomes) if outcome is None]:
+        again = verify_with_tensors(logits, [rounds[i] for i in open_ones], exact=True)
+        for i, outcome in zip(open_ones, again, strict=True):
+            outcomes[i] = outcome
     return [outcome for outcome in outcomes if outcome is not None]
+
+
+def _cut(indices: Sequence[int], rounds: Sequence[Round], num_tokens: int) -> Iterator[list[int]]:
+    """Rounds of one kind, in parts of at most :data:`MAX_NUMBERS` logits."""
+    part: list[int] = []
+    num_rows = 0
+    for i in indices:
+        own = len(rounds[i].draft_token_ids) + 1
+        if part and (num_rows + own) * num_tokens > MAX_NUMBERS:
+            yield part
+            part, num_rows = [], 0
+        part.append(i)
+        num_rows += own
+    yield part
 
 
 def _kind(r: Round) -> tuple[Rule | None, bool, bool]:
@@ -58,9 +80,11 @@ class _Group:
     rows: Rows
     #: For each row of the group its row in the step's logits.
     logit_rows: Sequence[int]
+    #: Whether no distribution may lack tokens.
+    exact: bool
 
     @classmethod
-    def of(cls, logits: Tensor, rounds: Sequence[Round]) -> _Group:
+    def of(cls, logits: Tensor, rounds: Sequence[Round], *, exact: bool) -> _Group:
         token_ids, parents = [r.draft_token_ids for r in rounds], [r.parents for r in rounds]
         is_tree = len(parents[0]) > 0
         return cls(
@@ -68,28 +92,33 @@ class _Group:
             Drafts.trees(token_ids, parents, logits.device) if is_tree else Drafts.chains(token_ids, logits.device),
             Rows.along([r.state for r in rounds], token_ids, parents),
             [r.start_row + i for r in rounds for i in range(len(r.draft_token_ids) + 1)],
+            exact,
         )
 
     # --- on the device ---
 
     def decide(self, logits: Tensor) -> list[Tensor]:
-        """All that must reach the host, flat float64: ends, next tokens and validity, then the log-probabilities."""
-        end, next_token, valid = self._apply_rule(
+        """All that must reach the host, flat float64: ends, next tokens, whether they are valid (-1: not known), and
+        log-probabilities.
+        """
+        end, next_token, valid, complete = self._apply_rule(
             self._masked(edited(_pick(logits, self.logit_rows), self.rows), logits)
         )
-        decided_here = valid[self.drafts.row_at(end)]
-        values = [end.double(), next_token.double(), decided_here.double()]
+        decided_here = valid[self.drafts.row_at(end)].double()
+        if complete is not None:
+            decided_here = torch.where(complete[self.drafts.rows].all(1), decided_here, -1.0)
+        values = [end.double(), next_token.double(), decided_here]
         if self._scored_rounds:
             values.append(self._score(logits, end, next_token).flatten())
         return values
 
-    def _apply_rule(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Edited logits [r, V] to (the places where walks end [B], next token [B], valid [r])."""
+    def _apply_rule(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Edited logits [r, V] to (the places where walks end [B], next token [B], valid [r], complete [r])."""
         if self.rounds[0].state.params.greedy:
-            return greedy.verify(logits, self.drafts)
-        target = distribution(logits, self.rows)
+            return *greedy.verify(logits, self.drafts), None
+        target = distribution(logits, self.rows, exact=self.exact)
         verify = VERIFY[self.rounds[0].rule]
-        return *verify(RuleInput(self.rounds, self.drafts, self.rows, target)), target.valid
+        return *verify(RuleInput(self.rounds, self.drafts, self.rows, target)), target.valid, target.complete
 
     def _masked(self, edits: Tensor, logits: Tensor) -> Tensor:
         """Edited logits [r, V], -inf where a round's masks forbid the token. The step's ``logits`` are not changed."""
@@ -149,10 +178,12 @@ class _Group:
         num_rows = sum(len(self.rounds[b].draft_token_ids) + 1 for b in self._scored_rounds)
         return 3 * len(self.rounds) + (2 + 2 * self._num_top) * num_rows
 
-    def read(self, values: Sequence[float], logits: Tensor) -> list[Outcome]:
-        """The outcomes in the group's order. ``logits`` are looked at only to explain a failure."""
+    def read(self, values: Sequence[float], logits: Tensor) -> list[Outcome | None]:
+        """The outcomes in the group's order, None where it is not known. ``logits`` are looked at only to explain a
+        failure.
+        """
         count = len(self.rounds)
-        outcomes = []
+        outcomes: list[Outcome | None] = []
         at = 3 * count
         width = 2 + 2 * self._num_top
         for b, r in enumerate(self.rounds):
@@ -165,7 +196,7 @@ class _Group:
                 logprobs = tuple(read(values[s : s + width], token_id, r.logprobs) for s, token_id in scored)
                 outcome = replace(outcome, logprobs=logprobs)
                 at += width * (len(r.draft_token_ids) + 1)
-            outcomes.append(outcome)
+            outcomes.append(None if values[2 * count + b] < 0 else outcome)
         return outcomes
 
 

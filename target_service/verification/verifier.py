@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from itertools import compress
 from operator import not_
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,10 +15,17 @@ from torch import Tensor
 from engine.native import library
 from engine.native.library import NativeLibrary
 from engine.native.sampling_verify import decides, verify_rounds
+from engine.sampling.state import SamplingState
+from specdec.params import SamplingParams
+from specdec.rules import Rule
 from target_service.grammar.masks import MaskedRows, MaskFiller, StepMasks
 from target_service.verification.logprobs import read, score
 from target_service.verification.rounds import Outcome, Round
 from target_service.verification.tensor_verifier import verify_with_tensors
+
+#: Of the rounds that :func:`decide_many` makes.
+_MEASURED_DRAFTS: Final = 4
+_MEASURED_LOGPROBS: Final = 20
 
 
 class Verifier:
@@ -71,6 +79,21 @@ class Verifier:
         if decisions is None:  # a proposal is malformed: tensors say which
             return verify_with_tensors(logits, rounds)
         return _outcomes(logits, rounds, decisions)
+
+
+def decide_many(logits: Tensor) -> None:
+    """Decide rounds that need the most memory, one for every few rows of ``logits`` float32 [R, V]."""
+    params = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0, seed=0)
+    state = SamplingState(params, [0], 1, logits.shape[1], device=logits.device)
+    rows = range(0, logits.shape[0], _MEASURED_DRAFTS + 1)
+    drafts = tuple(range(_MEASURED_DRAFTS)) if logits.shape[1] >= _MEASURED_DRAFTS else ()
+    verify_with_tensors(
+        logits,
+        [
+            Round(state, Rule.BLOCK, row, drafts[: logits.shape[0] - row - 1], logprobs=_MEASURED_LOGPROBS)
+            for row in rows
+        ],
+    )
 
 
 def _outcomes(logits: Tensor, rounds: Sequence[Round], decisions: Sequence[tuple[int, int, bool]]) -> list[Outcome]:

@@ -54,6 +54,7 @@ def test_the_whole_command(tmp_path):
     assert [each["route"] for each in result["rounds"]] == ["direct", "frames", "grpc", "one process"]
     for each, stations in zip(result["rounds"], (DIRECT, RELAYED, RELAYED), strict=False):
         assert set(each["station_us"]) == set(stations)
+        assert all(20 < cpu_us < 50_000 for cpu_us in each["cpu_us"].values())
         # The stations are all of a round, so they add up to it, about: medians do not add up exactly.
         assert 0.5 < sum(each["station_us"].values()) / each["round_us"] < 1.5
     assert all(echo > 0 for echos in result["echos"].values() for echo in echos.values())

@@ -11,6 +11,6 @@ async def propose(session, base_len: int, token_ids: Sequence[int], num_draft_to
     committed_len = base_len + len(token_ids)
     if num_draft_tokens <= 0:
         return Proposal(session.opened.epoch, committed_len, ())
-    while (proposal := await session.receive()).committed_len != committed_len:
+    while (proposal := await session.receive()).base_len != committed_len:
         pass
     return proposal

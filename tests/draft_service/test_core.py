@@ -290,7 +290,7 @@ async def test_a_draft_that_fails_is_reported_and_the_session_continues(start_co
         await session.close()
 
 
-@pytest.mark.parametrize("name", ["_next_batch", "_finish"])
+@pytest.mark.parametrize("name", ["_next_batch", "resolve"])
 async def test_an_error_of_the_batcher_itself_ends_all_sessions(start_core, spec, monkeypatch, name):
     def fail(*given):
         raise ZeroDivisionError
@@ -298,8 +298,14 @@ async def test_an_error_of_the_batcher_itself_ends_all_sessions(start_core, spec
     async with start_core() as core:
         idle, session = await core.open(spec(PROMPT)), await core.open(spec(PROMPT))
         waiting = asyncio.create_task(idle.receive())
-        if name == "_finish":  # while outcomes are delivered
-            monkeypatch.setattr(core.ahead, "record", fail)
+        if name == "resolve":  # while outcomes are delivered
+            resolve = DraftRequest.resolve
+
+            def fail_once(*given):
+                monkeypatch.setattr(DraftRequest, "resolve", resolve)
+                fail()
+
+            monkeypatch.setattr(DraftRequest, "resolve", fail_once)
         else:
             monkeypatch.setattr(core.batcher, name, fail)
         async with asyncio.timeout(30):

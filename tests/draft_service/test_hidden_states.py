@@ -42,8 +42,8 @@ async def reading_core(propose=lambda reading: (len(reading.token_ids),) * 4):
         await core.close()
 
 
-async def ask(session, base_len, token_ids, *hidden_states, k=4, num_ahead_proposals=0):
-    await session.advance(base_len, token_ids, k, num_ahead_proposals, hidden_states)
+async def ask(session, base_len, token_ids, *hidden_states, k=4):
+    await session.advance(base_len, token_ids, k, hidden_states)
     return await session.receive()
 
 
@@ -56,7 +56,7 @@ async def test_states_come_with_their_tokens(spec):
         assert (proposal.base_len, proposal.token_ids) == (9, (9,) * 4)
         assert reading.rows == rows(0, 8)
         assert reading.num_pending == 0
-        await session.advance(9, [4], 0, 0, [states(8, 9)])  # the prefix moves, nothing is asked for
+        await session.advance(9, [4], 0, [states(8, 9)])  # the prefix moves, nothing is asked for
         assert (await ask(session, 10, [5], states(9, 10))).token_ids == (11,) * 4
         assert reading.rows == rows(0, 10)
         await session.close()
@@ -97,31 +97,19 @@ async def test_messages_that_arrive_while_a_batch_runs_are_taken_in_in_order(spe
         session = await core.open(spec(PROMPT))
         (reading,) = drafter.readings
         drafter.gate.clear()
-        await session.advance(6, [1], 4, 0, [states(0, 6)])
+        await session.advance(6, [1], 4, [states(0, 6)])
         while core.batcher.in_flight is None:  # noqa: ASYNC110 (no event tells it)
             await asyncio.sleep(0)
         for position in range(7, 12):
-            await session.advance(position, [position], 4, 0, [states(position - 1, position)])
+            await session.advance(position, [position], 4, [states(position - 1, position)])
         assert reading.rows == rows(0, 6)  # the state is in the drafter's hands
         drafter.gate.set()
         proposal = await session.receive()
-        while proposal.committed_len < 12:
+        while proposal.base_len < 12:
             proposal = await session.receive()
         assert proposal.token_ids == (12,) * 4
         assert reading.rows == rows(0, 11)
         assert reading.token_ids == [*PROMPT, 1, 7, 8, 9, 10, 11]
-        await session.close()
-
-
-async def test_nothing_is_drafted_ahead(spec):
-    async with reading_core() as core:
-        session = await core.open(spec(PROMPT))
-        assert (await ask(session, 6, [1], states(0, 6), num_ahead_proposals=8)).token_ids == (7,) * 4
-        for _ in range(20):
-            await asyncio.sleep(0)
-            assert core.batcher.is_idle
-        assert session.received_more() == []
-        assert (await core.load()).ahead_proposals == 0
         await session.close()
 
 

@@ -7,12 +7,16 @@ rounds of every outcome occur.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from engine.heads.dflash import DFlashConfig, DFlashHead, Reach
+from engine.heads.dspark import DSparkConfig, DSparkHead
 from engine.heads.eagle import EagleConfig, EagleHead
 from engine.heads.eagle3 import Eagle3Config, Eagle3Head
 from engine.heads.files.checkpoint import write_head
@@ -80,7 +84,32 @@ def write_heads(folder: Path, target_folder: str, texts: Sequence[Sequence[int]]
             tie_weights=True,
         )
     )
-    heads: dict[str, DraftHead] = {"eagle": eagle, "eagle3": eagle3, "medusa": medusa, "mlp_speculator": mlp}
+    block: dict[str, Any] = {
+        "layer": replace(layer, qk_norm=True),
+        "reaches": (Reach(is_causal=True, window=64), Reach()),
+        "target_hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.vocab_size,
+        "hidden_state_layers": (2, 3),
+        "block_size": 6,
+        "mask_token_id": 0,
+    }
+    markov = DSparkConfig(
+        **block,
+        predicts_next=True,
+        markov_rank=8,
+        markov_type="gated",
+        has_confidence=True,
+        confidence_reads_token=True,
+    )
+    heads: dict[str, DraftHead] = {
+        "eagle": eagle,
+        "eagle3": eagle3,
+        "dflash": DFlashHead(DFlashConfig(**block), embeddings=embeddings, lm_head=lm_head),
+        "dspark": DSparkHead(markov, embeddings=embeddings, lm_head=lm_head),
+        "medusa": medusa,
+        "mlp_speculator": mlp,
+    }
     for name, head in heads.items():
         write_head(head, folder / name)
 

@@ -1,12 +1,16 @@
 """Targets that ask drafts themselves, as the processes of ``tandem serve`` do: the text is that of plain decoding."""
 
+import asyncio
 import signal
-from contextlib import contextmanager
+import threading
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.distance import proxy
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import types_pb2
 from tests.e2e.servers import (
@@ -158,3 +162,46 @@ def test_a_lost_target_is_replaced_with_its_draft(tmp_path, prompts):
         speculation = moved[-1].speculation
         assert (speculation.num_target_failures, speculation.num_draft_failures) == (1, 0)
         assert is_direct(moved)
+
+
+@contextmanager
+def line_to(draft, rtt_ms):
+    """Another address of a draft, over a slow line."""
+    loop, line = asyncio.new_event_loop(), proxy(draft.address, rtt_ms, 0.2)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield SimpleNamespace(
+            address=asyncio.run_coroutine_threadsafe(line.__aenter__(), loop).result(10), is_running=True
+        )
+    finally:
+        asyncio.run_coroutine_threadsafe(line.__aexit__(None, None, None), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.mark.parametrize("rtt_ms", [0.0, 5.0])
+def test_a_draft_over_a_network(tmp_path, prompts, rtt_ms):
+    """The target asks it. Far away it streams: nobody's text changes. Under a ratio rule it is waited for."""
+    draft = draft_process("--port", "0").start()
+    target = target_process("--port", "0", "--socket", f"unix:{tmp_path}/target.sock")
+    with ExitStack() as exits:
+        exits.callback(draft.stop)
+        stack = Stack.start([target], [exits.enter_context(line_to(draft, rtt_ms))])
+        with closing(stack):
+            num_accepted = 0
+            for params in PARAMS:
+                requests = [request_of(prompt, max_tokens=LONG, **params) for prompt in prompts[:3]]
+                for request in requests:
+                    pieces = collect(stack, request)
+                    assert ids_of(pieces) == ids_of(collect(stack, plain(request)))
+                    assert pieces[-1].speculation.num_direct_rounds > 10
+                    num_accepted += pieces[-1].speculation.num_accepted_draft_tokens
+                together = collect_together(stack, requests)
+                assert together == collect_together(stack, map(plain, requests))
+            assert num_accepted > 50
+            if rtt_ms:
+                assert pieces[-1].speculation.draft_wait_ns == 0
+            request.speculation.verification = types_pb2.VERIFICATION_RULE_BLOCK
+            assert collect(stack, request)[-1].speculation.draft_wait_ns > 20e6 * rtt_ms

@@ -11,12 +11,13 @@ from tests.e2e.servers import TARGET_MODEL, Stack, collect, draft_process, reque
 from tests.e2e.servers import ids_of as ids_of_pieces
 
 NUM_TOKENS = 32
-METHODS = ("eagle", "eagle3", "medusa", "mlp_speculator")
+METHODS = ("eagle", "eagle3", "dflash", "dspark", "medusa", "mlp_speculator")
 #: Heads of which a good part of what they draft is accepted.
 FITTED = ("eagle", "medusa")
 #: One that follows the target's states and one that does not; the exhaustive run takes all.
 SOME = [
-    pytest.param(method, marks=() if method in {"eagle", "medusa"} else pytest.mark.exhaustive) for method in METHODS
+    pytest.param(method, marks=() if method in {"eagle", "dflash", "medusa"} else pytest.mark.exhaustive)
+    for method in METHODS
 ]
 #: Lengths that only the exhaustive run takes.
 REST = [
@@ -197,20 +198,21 @@ def test_the_calls_of_vllms_documentation(heads, prompts, config):
     assert output.metrics.num_draft_tokens > 0
 
 
-@pytest.fixture(scope="module")
-def head_stack(stack, heads):
-    draft = draft_process("--method", "eagle", "--target-model", TARGET_MODEL, model=str(heads / "eagle"))
+@pytest.fixture(scope="module", params=["eagle", "dspark"])
+def head_stack(request, stack, heads):
+    draft = draft_process("--method", request.param, "--target-model", TARGET_MODEL, model=str(heads / request.param))
     running = Stack.start(stack.targets, [draft])
-    yield running
+    yield running, request.param
     running.close()
 
 
 @pytest.mark.e2e
 def test_killing_the_draft_changes_no_token(head_stack, prompts):
     """And processes start with a head. The states of the running request are lost: the rest of it is not drafted."""
+    running, method = head_stack
     request = request_of(prompts[0][:30], max_tokens=200, temperature=1.0, seed=77)
-    undisturbed = collect(head_stack, request)
-    killed = collect(head_stack, request, acts={40: head_stack.drafts[0].kill})
+    undisturbed = collect(running, request)
+    killed = collect(running, request, acts={40: running.drafts[0].kill})
     assert ids_of_pieces(killed) == ids_of_pieces(undisturbed)
     assert 0 < killed[-1].speculation.num_draft_tokens < undisturbed[-1].speculation.num_draft_tokens
-    assert undisturbed[-1].speculation.num_accepted_draft_tokens > 0
+    assert undisturbed[-1].speculation.num_accepted_draft_tokens > 0 or method not in FITTED

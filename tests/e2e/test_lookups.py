@@ -90,14 +90,6 @@ def test_text_is_that_of_plain_decoding(texts, plain, name, k):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_text_drafted_ahead_of_verdicts(texts, plain, name):
-    config = {**CONFIGS[name], "num_speculative_tokens": 5}
-    with make_llm(config, num_ahead_proposals=4, min_offer_likelihood=0.1) as llm:
-        outputs = generate(llm, texts, PARAMS)
-    assert [output.outputs[0].token_ids for output in outputs] == plain
-
-
-@pytest.mark.parametrize("name", SOME)
 def test_to_the_context_limit(texts, plain_to_the_limit, name):
     with make_llm({**CONFIGS[name], "num_speculative_tokens": 32}, max_model_len=150) as llm:
         outputs = llm.generate(texts[:4], TO_THE_LIMIT, use_tqdm=False)

@@ -38,11 +38,6 @@ class Shadow:
             sequence.length += 1
             self.expected[sequence].append(token)
 
-    def branch(self, sequence: KVSequence, length: int, max_tokens: int) -> None:
-        branch = self.pool.branch(sequence, length, max_tokens)
-        if branch is not None:
-            self.expected[branch] = self.expected[sequence][:length]
-
     def check(self) -> None:
         self.copy()
         pool = self.pool
@@ -55,4 +50,4 @@ class Shadow:
         held = {int(block) for sequence in self.expected for block in sequence.blocks}
         assert len(held) == pool.used_blocks <= pool.total_blocks, "used blocks miscounted"
         assert num_free_blocks(pool) >= 0
-        assert pool.num_open == sum(not sequence.is_branch for sequence in self.expected)
+        assert pool.num_open == len(self.expected)

@@ -31,14 +31,14 @@ def make_jobs(llama, tools):
     """Jobs on prompts of several lengths; their sequences are released at the end."""
     sequences = []
 
-    def make(count, num_tokens=5, *, rule=Rule.BLOCK, num_candidates=0, prompt_len=6, **params):
+    def make(count, num_tokens=5, *, rule=Rule.BLOCK, prompt_len=6, **params):
         jobs = []
         for i in range(count):
             prompt = tools.random_ids(prompt_len + i, seed=i)
             sequences.append(llama.pool.open(len(prompt) + 12))
             sampling = SamplingParams(seed=100 + i, max_tokens=12, **params)
             state = SamplingState(sampling, prompt, len(prompt), llama.info.vocab_size)
-            jobs.append(ChainJob(sequences[-1], prompt, num_tokens, state, rule, num_candidates=num_candidates))
+            jobs.append(ChainJob(sequences[-1], prompt, num_tokens, state, rule))
         return jobs
 
     yield make
@@ -67,7 +67,7 @@ def rewind(engine, jobs):
 @pytest.mark.parametrize("params", SAMPLED.values(), ids=SAMPLED)
 @pytest.mark.parametrize("rule", RULES)
 def test_native_chains_are_those_of_torch(llama, make_jobs, rule, params):
-    jobs = make_jobs(5, rule=rule, num_candidates=3, **params)
+    jobs = make_jobs(5, rule=rule, **params)
     native = natively(llama, jobs)
     grown = lengths(jobs)
     rewind(llama, jobs)
@@ -82,7 +82,7 @@ def test_native_chains_are_those_of_torch(llama, make_jobs, rule, params):
 @pytest.mark.parametrize("rule", RULES)
 def test_chains_drafted_in_parallel_are_those_of_torch(llama, make_jobs, rule, params):
     """Of several lengths beside jobs that only ingest; the entries of masks are dropped."""
-    made = zip(make_jobs(5, rule=rule, num_candidates=3, **params), (5, 0, 1, 2, 5), strict=True)
+    made = zip(make_jobs(5, rule=rule, **params), (5, 0, 1, 2, 5), strict=True)
     jobs = [replace(job, num_tokens=n, mask_token_id=MASK) for job, n in made]
     native = natively(llama, jobs)
     grown = lengths(jobs)
@@ -94,10 +94,9 @@ def test_chains_drafted_in_parallel_are_those_of_torch(llama, make_jobs, rule, p
 
 @pytest.mark.parametrize("run", [natively, in_torch])
 def test_the_tokens_of_a_parallel_chain_are_the_masks_argmax(llama, stock_llama, make_jobs, tools, run):
-    jobs = [replace(job, mask_token_id=MASK) for job in make_jobs(3, num_candidates=2, temperature=0.0)]
+    jobs = [replace(job, mask_token_id=MASK) for job in make_jobs(3, temperature=0.0)]
     for job, chain in zip(jobs, run(llama, jobs), strict=True):
         rows = tools.stock_logits(stock_llama, [*job.token_ids, *[MASK] * 4])[-5:]
-        assert [list(guesses) for guesses in chain.candidates] == rows.topk(2).indices.tolist()
         assert list(chain.token_ids) == rows.argmax(-1).tolist()
     # What is fed next stands where the first mask stood.
     again = run(llama, [replace(job, token_ids=chain.token_ids[:1]) for job in jobs])
@@ -107,13 +106,11 @@ def test_the_tokens_of_a_parallel_chain_are_the_masks_argmax(llama, stock_llama,
 
 
 def test_greedy_chains_follow_the_argmax(llama, stock_llama, make_jobs, tools):
-    jobs = make_jobs(3, num_candidates=2, temperature=0.0)
+    jobs = make_jobs(3, temperature=0.0)
     for job, chain in zip(jobs, chains.draft_chains(llama, jobs), strict=True):
         text = list(job.token_ids)
-        for token, guesses in zip(chain.token_ids, chain.candidates, strict=True):
-            best = tools.stock_logits(stock_llama, text)[-1].topk(2).indices.tolist()
-            assert list(guesses) == best
-            assert token == best[0]
+        for token in chain.token_ids:
+            assert token == int(tools.stock_logits(stock_llama, text)[-1].argmax())
             text.append(token)
 
 
@@ -157,12 +154,13 @@ def test_a_raised_flag_ends_a_chain_at_the_next_step(llama, make_jobs, run):
 
 
 def test_drafting_goes_on_where_a_chain_ended(llama, make_jobs):
-    """Two chains of 3, the second assuming the first, are one chain of 6 under every rule that shares its noise."""
+    """Two chains of 3, the second after the first, are one chain of 6 under every rule that shares its noise."""
     (job,) = make_jobs(1, 6, rule=Rule.COUPLED, temperature=1.0)
     (whole,) = chains.draft_chains(llama, [job])
     rewind(llama, [job])
     (first,) = chains.draft_chains(llama, [replace(job, num_tokens=3)])
-    rest = replace(job, token_ids=first.token_ids[-1:], num_tokens=3, assumed=first.token_ids)
+    state = job.state.committed(len(job.state), first.token_ids)
+    rest = replace(job, token_ids=first.token_ids[-1:], num_tokens=3, state=state)
     (second,) = chains.draft_chains(llama, [rest])
     assert first.token_ids + second.token_ids == whole.token_ids
 

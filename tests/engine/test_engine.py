@@ -91,26 +91,6 @@ def test_copies_of_copies_hold_what_they_would_one_by_one(llama: Engine, monkeyp
         assert k_cache[1:6, 0, 0, 0].tolist() == v_cache[1:6, 0, 0, 0].tolist() == [4.0, 1.0, 1.0, 4.0, 4.0]
 
 
-@pytest.mark.parametrize("shared", [3, 8, 11])
-def test_a_fork_and_its_parent_go_their_own_ways(
-    shared: int, llama: Engine, stock_llama: PreTrainedModel, tools: SimpleNamespace
-) -> None:
-    ids, left, right = (tools.random_ids(11, seed=seed) for seed in (5, 6, 7))
-    parent = llama.pool.open(24)
-    tools.feed(llama, parent, ids)
-    child = llama.pool.branch(parent, shared, 24)
-    assert child is not None
-    llama.pool.rollback(parent, 2)  # into what the child has too
-    assert llama.pool.grow(parent, 24)
-    logits = llama.forward([Segment(parent, left, 11), Segment(child, right, 11)])
-    close(logits[:11], tools.stock_logits(stock_llama, ids[:2] + left)[2:])
-    close(logits[11:], tools.stock_logits(stock_llama, ids[:shared] + right)[shared:])
-    llama.pool.release(parent)
-    close(tools.feed(llama, child, [5]), tools.stock_logits(stock_llama, [*ids[:shared], *right, 5])[-1:])
-    llama.pool.release(child)
-    assert llama.pool.used_blocks == 0
-
-
 @pytest.mark.parametrize("kept", [21, 13, 16, 9])
 def test_a_sequence_goes_on_after_the_entries_of_another(
     kept: int, llama: Engine, stock_llama: PreTrainedModel, tools: SimpleNamespace

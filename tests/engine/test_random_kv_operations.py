@@ -15,9 +15,8 @@ from engine.prefix_tree import PrefixNode
 from tests.engine.kv_entries import BLOCK, Shadow
 from tests.engine.paged import num_free_blocks
 
-#: Sequences that share what they have in common; and branches of them and of each other, adopted also while others
-#: share blocks with them.
-SHARING = (
+#: Sequences that share what they have in common.
+ACTIONS = (
     "open",
     "begin",
     "begin",
@@ -31,33 +30,25 @@ SHARING = (
     "vacate",
     "drop",
 )
-ADOPTING = ("begin", "feed", "feed", "branch", "branch", "publish", "rollback", "release", "adopt", "adopt")
 #: Texts: few tokens, so that many begin alike.
 TOKENS = range(3)
 
 
-def run_random_operations(pool: KVPool, seed: int) -> None:
-    run_random_actions(pool, SHARING, seed, 150)
-    run_random_actions(pool, ADOPTING, seed, 160)
-
-
-def run_random_actions(pool: KVPool, actions: Sequence[str], seed: int, steps: int) -> None:  # noqa: PLR0912
+def run_random_operations(pool: KVPool, seed: int) -> None:  # noqa: PLR0912
     rng = random.Random(seed)
     shadow = Shadow(pool, np.zeros((pool.total_blocks + 1, BLOCK), dtype=np.int64))
     expected = shadow.expected
-    scopes: dict[KVSequence, str] = {}
-    for _ in range(steps):
+    for _ in range(200):
         live = list(expected)
         sequence = rng.choice(live) if live else None
-        action = rng.choice(actions)
+        action = rng.choice(ACTIONS)
         try:
             if action == "open":
                 sequence = pool.open(rng.randint(1, 20))
-                expected[sequence], scopes[sequence] = [], ""
+                expected[sequence] = []
             elif action == "begin" or sequence is None:
-                scope = rng.choice("xy")
-                sequence = pool.open_empty((scope,))
-                expected[sequence], scopes[sequence] = [], scope
+                sequence = pool.open_empty((rng.choice("xy"),))
+                expected[sequence] = []
                 take_over(pool, shadow, sequence, rng)
             elif action == "feed":
                 tokens = [rng.choice(TOKENS) for _ in range(rng.randint(0, 9))]
@@ -67,16 +58,6 @@ def run_random_actions(pool: KVPool, actions: Sequence[str], seed: int, steps: i
                 pool.publish(sequence, expected[sequence])
             elif action == "match":
                 take_over(pool, shadow, sequence, rng)
-            elif action == "branch":
-                length = rng.randint(0, sequence.length)
-                shadow.branch(sequence, length, length + rng.randint(1, 6))
-                scopes |= dict.fromkeys(expected.keys() - scopes.keys(), scopes[sequence])
-            elif action == "adopt":
-                branches = [other for other in live if other is not sequence and other.is_branch]
-                if branches := [branch for branch in branches if scopes[branch] == scopes[sequence]]:
-                    branch = rng.choice(branches)
-                    pool.adopt(sequence, branch)
-                    expected[sequence] = expected.pop(branch)
             elif action == "rollback":
                 length = rng.randint(0, sequence.length)
                 pool.rollback(sequence, length)
@@ -144,26 +125,6 @@ class FreesSharedBlocks(KVPool):
         super()._drop(blocks)
 
 
-class AdoptsWithoutGivingBack(KVPool):
-    def adopt(self, sequence: KVSequence, branch: KVSequence) -> None:
-        self._add(sequence.blocks)
-        super().adopt(sequence, branch)
-
-
-class AdoptsAsUnshared(KVPool):
-    def adopt(self, sequence: KVSequence, branch: KVSequence) -> None:
-        super().adopt(sequence, branch)
-        sequence.num_shared_blocks = 0
-
-
-class BranchesWithoutACopy(KVPool):
-    def branch(self, sequence: KVSequence, length: int, max_tokens: int) -> KVSequence | None:
-        branch = super().branch(sequence, length, max_tokens)
-        if branch is not None and length % self.block_size:
-            self._copies.pop()
-        return branch
-
-
 class MatchesWithoutACopy(KVPool):
     def _copy_beginning(self, sequence: KVSequence, node: PrefixNode, token_ids: Sequence[int]) -> int:
         count = super()._copy_beginning(sequence, node, token_ids)
@@ -217,9 +178,6 @@ class KeepsTheNodeOfAReusedBlock(KVPool):
         WritesIntoSharedBlocks,
         ReleasesTwice,
         FreesSharedBlocks,
-        AdoptsWithoutGivingBack,
-        AdoptsAsUnshared,
-        BranchesWithoutACopy,
         MatchesWithoutACopy,
         MatchesWithoutAReference,
         ForgetsThePosition,

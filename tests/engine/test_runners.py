@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime import errors as triton_errors
 
 from engine.loading.acceleration import choose_runner, runners
-from specdec.errors import ModelNotSupported
+from specdec.errors import ModelNotSupported, Unavailable
 from specdec.settings import ModelSettings
 
 SETTINGS = ModelSettings(model="m", enforce_eager=True)
@@ -31,12 +32,13 @@ class Model:
 
     device = torch.device("cpu")
     num_threads = 1
-    forward = pool = None
+    forward = None
+    pool = SimpleNamespace(block_size=4)
 
     def __init__(self) -> None:
         self.name = ""
 
-    def torch_runner(self, name: str, kernels: Any = None) -> SimpleNamespace:
+    def torch_runner(self, name: str, kernels: Any = None, fused: Any = None) -> SimpleNamespace:
         return SimpleNamespace(name=name)
 
     def use(self, runner: Any) -> None:
@@ -72,3 +74,28 @@ def test_one_process_asks_nobody() -> None:
     model: Any = Model()
     names = [runner.name for runner in runners(model, model, (), SETTINGS, None)]
     assert names == ["native attention", "torch attention"]
+
+
+@pytest.mark.parametrize("error", [triton_errors.OutOfResources(300_000, 232_448, "memory"), OSError("no ptxas")])
+def test_a_runner_whose_pass_raises_anything_is_not_used(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = Model()
+    fails = [error]
+
+    def difference(engine: Any) -> None:
+        if fails:
+            raise fails.pop()
+
+    choose_runner(model, model, (), reference=SimpleNamespace(difference=difference), settings=SETTINGS, ranks=None)
+    assert model.name == "torch attention"
+    assert f"m: native attention is not used: {type(error).__name__}: " in caplog.text
+
+
+def test_a_lost_rank_is_no_fault_of_the_runner() -> None:
+    model: Any = Model()
+
+    def difference(engine: Any) -> None:
+        raise Unavailable("rank 1 is gone")
+
+    reference: Any = SimpleNamespace(difference=difference)
+    with pytest.raises(Unavailable, match="rank 1"):
+        choose_runner(model, model, (), reference=reference, settings=SETTINGS, ranks=None)

@@ -9,20 +9,16 @@ from tests.gateway.fakes import VOCAB, FakeBackend, FakeSession, share, states_o
 
 
 class FakeDraft(FakeBackend):
-    """A draft that guesses right with probability ``quality`` per token, always the same after the same tokens.
+    """A draft that guesses right with probability ``quality`` per token, always the same after the same tokens."""
 
-    Ahead of a verdict it guesses the verdict right with probability ``ahead_quality``, and continues from there.
-    """
-
-    def __init__(self, *, quality=0.8, ahead_quality=0.8, limit=8, empty_every=0, **kwargs):
+    def __init__(self, *, quality=0.8, limit=8, empty_every=0, **kwargs):
         super().__init__(**kwargs)
         self.model = self.model or draft_info(limit)
         self.quality = quality
-        self.ahead_quality = ahead_quality
-        self.likelihood = 0.5
         self.limit = limit
         self.empty_every = empty_every
         self.num_proposals = 0
+        self.on_drain = set()
         #: Proposals that were asked for without the hidden states they need.
         self.num_unready = 0
 
@@ -45,13 +41,11 @@ class FakeDraftSession(FakeSession):
         self.asked = None
         super().__init__(backend, spec)
         self.opened = DraftOpened(spec.epoch, min(backend.limit, spec.num_speculative_tokens))
-        #: Committed tokens a proposal was sent for.
-        self.answered = set()
         #: Positions whose hidden states it was given, and those of the latest message.
         self.known_states = set()
         self.new_states = []
 
-    async def advance(self, base_len, token_ids, num_draft_tokens, num_ahead_proposals=0, hidden_states=()):
+    async def advance(self, base_len, token_ids, num_draft_tokens, hidden_states=()):
         assert not self.closed
         assert base_len == len(self.token_ids), "the gateway sent a stale message"
         self.token_ids += token_ids
@@ -63,9 +57,7 @@ class FakeDraftSession(FakeSession):
             self.new_states += range(block.start, block.end)
         assert max(self.new_states, default=0) < len(self.token_ids)
         self.known_states |= set(self.new_states)
-        self.asked = (num_draft_tokens, num_ahead_proposals) if num_draft_tokens else None
-        if not num_draft_tokens:  # what was sent before does not answer what is asked later
-            self.answered.clear()
+        self.asked = num_draft_tokens or None
         self.wake.set()
 
     def received_more(self):
@@ -78,39 +70,25 @@ class FakeDraftSession(FakeSession):
     async def step(self):
         if self.asked is None:
             return False
-        (k, num_ahead_proposals), self.asked = self.asked, None
+        k, self.asked = self.asked, None
         known = tuple(self.token_ids)
         if self.backend.model.hidden_state_layers:
             self.backend.num_unready += len(known) - 2 not in self.known_states
-            assert num_ahead_proposals == 0
-        assumed = ()
-        for _ in range(1 + num_ahead_proposals):
-            context = known + assumed
-            if context not in self.answered:
-                await self.backend.work("propose")
-                if self.asked is not None or len(known) != len(self.token_ids):  # overtaken
-                    return True
-                self.answered.add(context)
-                self.received.put_nowait(self.proposal(known, assumed, k))
-            drafted = self.backend.chain(context, k, self.spec.params)
-            assumed += self.backend.verdict(context, drafted, self.spec.params)
-            if share("ahead", *known, *assumed) >= self.backend.ahead_quality:
-                assumed = (*assumed[:-1], (assumed[-1] + 1) % VOCAB)
+        await self.backend.work("propose")
+        if self.asked is None and len(known) == len(self.token_ids):  # else it is overtaken
+            self.received.put_nowait(self.proposal(known, k))
         return True
 
-    def proposal(self, known, assumed, k):
+    def proposal(self, known, k):
         backend = self.backend
         backend.num_proposals += 1
-        chain = backend.chain(known + assumed, k, self.spec.params)
+        chain = backend.chain(known, k, self.spec.params)
         if backend.empty_every and backend.num_proposals % backend.empty_every == 0:
             chain = ()
-        likelihood = backend.likelihood if assumed else 0.0
         return Proposal(
             self.spec.epoch,
             len(known),
             chain,
-            assumed_token_ids=assumed,
-            likelihood=likelihood,
             draft_ns=100 + backend.num_proposals,
         )
 

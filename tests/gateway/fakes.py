@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from specdec.errors import Cancelled, InvalidRequest, Unavailable
 from specdec.params import SamplingParams
-from specdec.pending_proposals import MAX_PENDING_PROPOSALS
 from specdec.rules import Rule
 from specdec.types import (
     FinishReason,
@@ -215,11 +214,8 @@ class FakeTarget(FakeBackend):
         super().__init__(**kwargs)
         self.by_round = by_round
         self.model = self.model or target_info()
-        #: Rounds that began with an offer made before their verdict, rounds in place of multi-step decode, and offers
-        #: that came to nothing.
-        self.num_started_by_offers = 0
+        #: Rounds in place of multi-step decode.
         self.num_early_rounds = 0
-        self.num_superseded = 0
         #: Nanoseconds that drafts say they took for the proposals verified.
         self.draft_ns = 0
 
@@ -237,9 +233,8 @@ class FakeTargetSession(FakeSession):
             for token in spec.token_ids[1 : spec.prompt_len]:
                 prompt_logprobs += logprobs_of(token, params.prompt_logprobs)
         self.opened = TargetOpened(spec.epoch, spec.rule or Rule.BLOCK, prompt_logprobs=prompt_logprobs, queue_ns=1000)
-        self.asked = self.early = None
+        self.asked = self.early = self.waiting = None
         self.multi_step_until = self.multi_step_after = 0
-        self.offers = []
         self.finished = False
         first = self.commit([])
         self.multi_step_from = len(self.token_ids)
@@ -263,35 +258,22 @@ class FakeTargetSession(FakeSession):
         if any(not 0 <= token < VOCAB for token in proposal.token_ids) and self.backend.model.vocab_size == VOCAB:
             raise InvalidRequest("no such token")
         until = proposal.base_len + multi_step_tokens if multi_step_tokens else 0
-        if not proposal.assumed_token_ids and (self.is_multi_step or proposal.base_len < len(self.token_ids)):
+        if self.is_multi_step or proposal.base_len < len(self.token_ids):
             rest = proposal.after(tuple(self.token_ids[proposal.base_len :])) if self.is_multi_step else None
             if rest is not None and rest.token_ids:
                 self.early, self.multi_step_after = rest, until
             return
+        assert proposal.base_len == len(self.token_ids), "the gateway sent a stale round"
+        assert self.asked is None or self.asked is self.started_early, "two rounds at once"
         self.multi_step_after = until
-        self.offers.append(proposal)
-        assert len(self.offers) <= MAX_PENDING_PROPOSALS
-        if not proposal.assumed_token_ids:
-            assert proposal.base_len == len(self.token_ids), "the gateway sent a stale round"
-            assert self.asked is None or self.asked is self.started_early, "two rounds at once"
-        if self.asked is None:
-            self.look()
+        self.waiting = proposal
+        self.look()
         self.wake.set()
 
     def look(self):
-        """Take the offer that fits what is committed; forget those that never will."""
-        length = len(self.token_ids)
-        kept = []
-        for offer in self.offers:
-            assumed = [*self.token_ids[: offer.base_len], *offer.assumed_token_ids]
-            if assumed == self.token_ids:
-                assert self.asked is None, "two offers for one length"
-                self.asked = offer
-            elif len(assumed) > length and assumed[:length] == self.token_ids:
-                kept.append(offer)
-            else:
-                self.backend.num_superseded += 1
-        self.offers = kept
+        """Start the round that waits for the end of another one."""
+        if self.asked is None:
+            self.asked, self.waiting = self.waiting, None
 
     def multi_step_decode(self, committed_len, num_tokens):
         assert not self.closed
@@ -300,7 +282,6 @@ class FakeTargetSession(FakeSession):
             return
         assert self.asked is None, "a round is in progress"
         assert self.multi_step_from <= committed_len <= len(self.token_ids)
-        self.offers.clear()
         self.multi_step_until = max(self.multi_step_until, committed_len + num_tokens)
         self.wake.set()
 
@@ -315,9 +296,7 @@ class FakeTargetSession(FakeSession):
         if self.asked is not None:
             self.multi_step_until = self.multi_step_after
         drafted = self.asked.token_ids if self.asked else ()
-        started_by_offer = bool(self.asked and self.asked.assumed_token_ids)
         await self.backend.work("verify" if self.asked else "multi_step")
-        self.backend.num_started_by_offers += started_by_offer
         verdict = self.commit(drafted)
         self.backend.draft_ns += self.asked.draft_ns if self.asked else 0
         if self.asked and not self.is_multi_step:

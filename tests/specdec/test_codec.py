@@ -101,7 +101,6 @@ def proposals(draw) -> Proposal:
         token_ids=token_ids,
         parents=parents,
         q_rows=tuple(SparseRow(draw(st.binary(max_size=8))) for _ in range(num_rows)) if with_rows else (),
-        assumed_token_ids=draw(ids),
         draft_ns=draw(uint64),
         queue_ns=draw(uint64),
     )

@@ -64,7 +64,7 @@ def test_anything_else_is_a_draft_model(tmp_path):
 
 
 def test_unknown_kinds_are_refused(tmp_path):
-    with pytest.raises(ModelNotSupported, match="speculators_model_type is 'dflash'"):
-        method_of(write(tmp_path, {"speculators_model_type": "dflash"}))
+    with pytest.raises(ModelNotSupported, match="speculators_model_type is 'jetspec'"):
+        method_of(write(tmp_path, {"speculators_model_type": "jetspec"}))
     with pytest.raises(InvalidRequest, match="mtp"):
         method_of(write(tmp_path, {"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"}))

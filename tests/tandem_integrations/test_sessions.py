@@ -1,8 +1,11 @@
 """Engines that decode their sequences in steps, against a draft service over real connections."""
 
 import asyncio
+import logging
 import random
+import re
 import threading
+import time
 import types
 
 import numpy as np
@@ -13,7 +16,6 @@ from draft_service.servicer import DraftServicer
 from specdec.errors import InvalidRequest
 from specdec.rpc.server import RpcServer
 from specdec.settings import ServerSettings
-from specdec.v1 import draft_service_pb2 as pb
 from specdec.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 from tandem.certificates import write_certificates
 from tandem_integrations import sessions, step_client
@@ -24,7 +26,7 @@ from tests.gateway.fake_draft import FakeDraft
 from tests.gateway.fakes import params, reference
 from tests.until import until
 
-MAX_LEN = 512
+MAX_LEN = 4096
 PEM_FILES = {"certfile": "cert.pem", "keyfile": "key.pem", "ca_certs": "ca.pem"}
 
 
@@ -102,10 +104,9 @@ def chains(drafting):
 PROMPTS = [(5, 6, 7), (8, 9), (5, 6, 7), tuple(range(3, 60))]
 
 
-@pytest.mark.parametrize("num_ahead_proposals", [0, 4])
-async def test_a_good_draft_is_accepted(num_ahead_proposals):
+async def test_a_good_draft_is_accepted():
     async with Service(FakeDraft(quality=1.0)) as service:
-        drafting = remote(service, num_ahead_proposals=num_ahead_proposals)
+        drafting = remote(service)
         engine = Engine(chains(drafting), PROMPTS, 60)
         try:
             while engine.unfinished:
@@ -174,17 +175,31 @@ async def test_a_draft_that_never_answers_counts_as_lost(monkeypatch, caplog):
     assert "had nothing within 50 ms" in caplog.text
 
 
-def test_the_pauses_after_failures_grow(monkeypatch):
-    now = 1000.0
-    monkeypatch.setattr(step_client.time, "monotonic", lambda: now)
-    client = step_client.StepClient(RemoteDraftSettings(draft="127.0.0.1:1"))
-    for pause in (1, 2, 4, 8, 16, 32, 64, 64):
-        assert client.connect()
-        with pytest.raises(step_client.Lost):
-            client.step(pb.DraftStepRequest())
-        now += pause - 0.01
-        assert not client.connect()
-        now += 0.02
+async def test_the_pauses_of_a_draft_that_is_always_late_grow(monkeypatch, caplog):
+    monkeypatch.setattr(step_client, "RETRY_S", 0.05)
+    monkeypatch.setattr(step_client, "MAX_RETRY_S", 0.3)
+    async with Service(FakeDraft(latency_s=30.0, open_latency_s=0.0)) as service:
+        drafting = remote(service, timeout_ms=5)
+        engine = Engine(chains(drafting), PROMPTS[:1], 4000)
+
+        async def is_late():
+            await asyncio.to_thread(engine.step)
+            return caplog.text.count("it is asked again") >= 5
+
+        await until(is_late)
+        drafting.close()
+    pauses = re.findall(r"asked again in (\S+) s", caplog.text)
+    assert pauses[:5] == ["0.05", "0.1", "0.2", "0.3", "0.3"]
+
+
+def test_a_service_that_is_not_there_costs_no_step_its_time(caplog):
+    drafting = RemoteSessions(RemoteDraftSettings(draft="127.0.0.1:1", timeout_ms=200), 4, MAX_LEN)
+    begun = time.monotonic()
+    for _ in range(100):
+        assert drafting.draft([BatchRow(np.array([1, 2], np.int32), 1)]) == [RowDraft()]
+    assert time.monotonic() - begun < 2 * 0.2, "the first step alone waits"
+    assert caplog.text.count("127.0.0.1:1 cannot be reached yet") == 1
+    drafting.close()
 
 
 async def test_over_tls(tmp_path):
@@ -214,24 +229,46 @@ def test_no_connection_before_a_sequence_has_tokens():
     assert {thread.name for thread in threading.enumerate()} == before
 
 
-async def test_a_lost_service_comes_back(monkeypatch, caplog):
-    monkeypatch.setattr(step_client, "RETRY_S", 0.05)
+async def test_a_lost_service_is_found_within_two_seconds_of_its_return(caplog):
+    caplog.set_level(logging.INFO)
     draft = FakeDraft()
     async with Service(draft) as service:
         port = service.server.port
         drafting = remote(service, timeout_ms=500)
-        engine = Engine(chains(drafting), PROMPTS, 400)
+        engine = Engine(chains(drafting), PROMPTS, 4000)
         await until_accepted(engine, 1)
+    clock = asyncio.get_running_loop().time
+    ends = clock() + 4.0  # two attempts fail at least, and the pauses between them have grown
     for _ in range(3):
         await asyncio.to_thread(engine.step)
     before = engine.num_accepted
-    await asyncio.to_thread(engine.step)
+    while clock() < ends:
+        await asyncio.to_thread(engine.step)
+        await asyncio.sleep(0.05)
     assert engine.num_accepted == before
     async with Service(draft, port):
-        await until_accepted(engine, 40)
+        came_back = clock()
+        await until_accepted(engine, 1)
+        assert clock() - came_back < 2.0
         drafting.close()
     assert all(text == right[: len(text)] for text, right in zip(engine.texts, engine.right, strict=True))
     assert "was lost" in caplog.text
+    assert caplog.text.count("is connected") == 2
+
+
+async def test_a_service_that_stops_ends_the_streams_of_engines_at_once(caplog):
+    draft = FakeDraft()
+    async with Service(draft) as service:
+        drafting = remote(service, timeout_ms=500)
+        await until_accepted(Engine(chains(drafting), PROMPTS, 4000), 1)
+        assert len(draft.on_drain) == 1
+        for end in draft.on_drain:
+            end()
+        async with asyncio.timeout(2):
+            assert await service.server.drain()
+        assert not draft.on_drain
+        drafting.close()
+    assert "the server is shutting down" in caplog.text or "the draft service is shutting down" in caplog.text
 
 
 async def test_sessions_that_are_refused_are_tried_again_later(monkeypatch, caplog):

@@ -113,21 +113,6 @@ async def test_short_steps_of_rounds_run_on_the_event_loop(  # noqa: PLR0917 (fi
     assert set(rounds[1:]) == {thread}
 
 
-async def test_an_assumption_that_came_true_is_taken(start_core, plain):
-    prompt = make_prompt(4)
-    text = plain(prompt, 10)
-    async with start_core() as core:
-        session = await core.open(make_spec(prompt, 10))
-        n = session.first.committed_len
-        await verify(session, n)
-        ahead = Proposal(1, n, text[2:5], assumed_token_ids=text[1:2])
-        assert (await verify(session, n + 1, ahead)).token_ids == text[2:6]
-        false = Proposal(1, n, text[2:5], assumed_token_ids=((text[1] + 1) % VOCAB,))
-        session.offer(false)
-        await nothing_comes(session)
-        await session.close()
-
-
 async def test_multi_step_decode_is_the_same_text(start_core, plain):
     prompt = make_prompt(5)
     text = plain(prompt, 40)

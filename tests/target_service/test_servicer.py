@@ -52,7 +52,7 @@ class Client:
         await self.send_proposal(proposal, committed_len)
 
     async def send_proposal(self, proposal, committed_len=None):
-        committed_len = proposal.committed_len if committed_len is None else committed_len
+        committed_len = proposal.base_len if committed_len is None else committed_len
         message = pb.Round(epoch=proposal.epoch, committed_len=committed_len, proposal=codec.encode_proposal(proposal))
         await self.stream.send(pb.VerifyRequest(round=message))
 
@@ -182,6 +182,7 @@ async def test_proposals_that_are_refused_end_the_session(start_core, serve):
             ((1, 1), tree, "siblings must differ"),
             ((VOCAB,), {}, "tokens are 0 to"),
             ((1,) * 9, {}, "9 tokens"),
+            ((1,), {"base_len": 1}, "carries a proposal for 1"),
         ]:
             async with Client(stub, make_spec(make_prompt(0), 20)) as client:
                 n = (await client.open()).committed_len
@@ -189,6 +190,25 @@ async def test_proposals_that_are_refused_end_the_session(start_core, serve):
                 with pytest.raises(errors.InvalidRequest, match=text):
                     await client.verdict()
             await until_clean(core)
+
+
+async def test_a_round_ahead_of_its_verdict_is_refused_and_another_session_takes_its_place(start_core, serve, plain):
+    """As older gateways do with what they cannot have: the text goes on without drafts."""
+    prompt = make_prompt(0)
+    text = plain(prompt, 20)
+    async with start_core() as core, serve(core) as (stub, _):
+        async with Client(stub, make_spec(prompt, 20)) as client:
+            n = (await client.open()).committed_len
+            proposal = types_pb.Proposal(epoch=1, base_len=n, assumed_token_ids=text[1:2], token_ids=text[2:4])
+            message = pb.Round(epoch=1, committed_len=n + 1, proposal=proposal)
+            await client.stream.send(pb.VerifyRequest(round=message))
+            with pytest.raises(errors.InvalidRequest, match="assumes 1 tokens that are not committed"):
+                await client.verdict()
+        async with Client(stub, make_spec(prompt, 20)) as client:
+            n = (await client.open()).committed_len
+            await client.send_ahead(n, 19)
+            assert tuple(await client.tokens(19)) == text[1:]
+        await until_clean(core)
 
 
 async def test_a_second_open_is_refused(start_core, serve):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -50,6 +51,42 @@ def settings(checkpoint):
     return TargetSettings(model=model, scheduler=SchedulerSettings(max_num_batched_tokens=24))
 
 
+async def beside_each_other(core, plain):
+    """Long prompts in chunks, drafts, trees and multi-step decode at once."""
+
+    async def run(seed: int) -> None:
+        prompt = make_prompt(seed, 5 + 9 * seed)
+        text = plain(prompt, 40)
+        session = await core.open(make_spec(prompt, 40, session_id=str(seed)))
+        if seed % 3 == 0:
+            assert await decode_with_trees(session, text, seed=seed) == text
+        elif seed % 3 == 1:
+            drafted = await decode(session, k=5, draft=lambda tokens, k: [*text[len(tokens) :][: k - 1], 0][:k])
+            assert drafted == text
+        else:
+            committed = session.first.base_len + 1
+            assert (*session.first.token_ids, *await multi_step_decode(session, committed, 39)) == text
+        await session.close()
+
+    await asyncio.gather(*(run(seed) for seed in range(8)))
+    await until_clean(core)
+
+
+async def test_sessions_that_lose_their_blocks(settings, plain):
+    """All ranks have the same block tables. The pool has room for two or three of the sessions.
+
+    The process can be in one group of ranks at a time: this comes before the others' core.
+    """
+    model = replace(settings.model, kv_cache_memory_bytes=15 * 2**20 // 512)
+    core = await TargetCore.start(replace(settings, model=model))
+    try:
+        assert core.engine.pool.total_blocks == 14
+        await beside_each_other(core, plain)
+        assert (await core.load()).preemptions > 0
+    finally:
+        await core.close()
+
+
 @pytest.mark.exhaustive
 async def test_a_start_that_is_cancelled_leaves_no_rank(settings, monkeypatch):
     warming, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -89,24 +126,8 @@ async def test_an_accepted_end_ends_the_round(core):
 
 
 async def test_sessions_beside_each_other(core, plain):
-    """Long prompts in chunks, drafts, trees and multi-step decode at once."""
-
-    async def run(seed: int) -> None:
-        prompt = make_prompt(seed, 5 + 9 * seed)
-        text = plain(prompt, 40)
-        session = await core.open(make_spec(prompt, 40, session_id=str(seed)))
-        if seed % 3 == 0:
-            assert await decode_with_trees(session, text, seed=seed) == text
-        elif seed % 3 == 1:
-            drafted = await decode(session, k=5, draft=lambda tokens, k: [*text[len(tokens) :][: k - 1], 0][:k])
-            assert drafted == text
-        else:
-            committed = session.first.base_len + 1
-            assert (*session.first.token_ids, *await multi_step_decode(session, committed, 39)) == text
-        await session.close()
-
-    await asyncio.gather(*(run(seed) for seed in range(8)))
-    await until_clean(core)
+    await beside_each_other(core, plain)
+    assert (await core.load()).preemptions == 0
 
 
 async def test_seeded_text_is_the_same_with_drafts(core):

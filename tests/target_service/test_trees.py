@@ -137,23 +137,6 @@ async def test_at_the_models_context(start_core, plain):
         await session.close()
 
 
-async def test_a_tree_offered_ahead_starts_when_its_assumption_comes_true(start_core, plain):
-    prompt = make_prompt(6)
-    text = plain(prompt, 20)
-    async with start_core() as core:
-        session = await core.open(make_spec(prompt, 20))
-        n = session.first.committed_len
-        ids, parents = (9, text[4], 8, text[5]), (-1, -1, 1, 1)
-        assert text[4] != 9
-        assert text[5] != 8
-        session.offer(Proposal(1, n, ids, parents, assumed_token_ids=text[1:4]))
-        session.offer(Proposal(1, n, (text[1], text[2], 7), (-1, 0, 0)))
-        assert (await session.receive()).token_ids == text[1:4]
-        verdict = await session.receive()
-        assert (verdict.token_ids, verdict.num_accepted, verdict.num_draft_tokens) == (text[4:7], 2, 4)
-        await session.close()
-
-
 async def test_verdicts_on_trees_carry_the_states_of_the_accepted_path(start_core, plain, path, stock):
     prompt = make_prompt(8)
     text = plain(prompt, 30)

@@ -254,7 +254,7 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
             if isinstance(one, DraftedTree):
                 drafts[place] = Draft(one.token_ids, parents=one.parents)
             else:
-                drafts[place] = Draft(one.token_ids, one.q_rows, one.candidates)
+                drafts[place] = Draft(one.token_ids, one.q_rows)
         return drafts
 
     @contextmanager

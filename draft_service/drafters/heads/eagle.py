@@ -18,7 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from draft_service.drafters.base import DraftJob, Occupancy
+from draft_service.drafters.base import UNLIMITED, DraftJob, Occupancy
 from draft_service.drafters.heads.base import HeadDrafter, LoadedHead, tensor_of
 from draft_service.drafters.heads.known_states import KnownStates
 from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees, new_rows, rows_of_parents
@@ -26,6 +26,7 @@ from draft_service.drafters.window import DraftWindow
 from engine.batch import Segment
 from engine.chains import ChainJob, StopFlags
 from engine.device_thread import DeviceThread
+from engine.heads.blocks import PagedBlocks
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.paged import PagedHead
@@ -95,7 +96,9 @@ class _EagleWork:
 class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
     """Drafts with an EAGLE head; see the module."""
 
-    def __init__(self, loaded: LoadedHead, paged: PagedHead, thread: DeviceThread, settings: DraftSettings) -> None:
+    def __init__(
+        self, loaded: LoadedHead, paged: PagedHead | PagedBlocks, thread: DeviceThread, settings: DraftSettings
+    ) -> None:
         """Both were loaded on the thread."""
         super().__init__(loaded, thread)
         self._paged = paged
@@ -104,6 +107,8 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         tree = settings.speculative.tree
         #: Entries that trees need beyond those of the tokens before them.
         self._num_fed = 0 if tree is None else tree.num_fed
+        #: Tokens of a chain at most.
+        self._max_depth = UNLIMITED
         self._state_width = paged.head.num_features
         self.info = replace(
             loaded.info,
@@ -205,16 +210,20 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             self._pool.drop_blocks(state.sequence, first // size, blocks)
             state.known.drop(first, blocks * size)
 
+    def _num_more(self, job: DraftJob[EagleState], num_tokens: int) -> int:
+        """Entries that drafting needs behind those of the committed tokens."""
+        return self._num_fed if job.tree else num_tokens
+
     def _prepare(self, job: DraftJob[EagleState]) -> _EagleWork | None:
         state = job.state
         num_rows = min(job.num_rows, state.num_pending)
-        num_tokens = job.num_tokens if state.may_draft and num_rows == state.num_pending else 0
-        if state.sequence is None or job.assumed or job.assumes_next or not (num_rows or num_tokens):
+        num_tokens = min(job.num_tokens, self._max_depth) if state.may_draft and num_rows == state.num_pending else 0
+        if state.sequence is None or not (num_rows or num_tokens):
             return None
         known = state.known
-        if self._pool.may_publish(state.sequence):
+        if state.sequence.length >= state.sequence.publishable_from:
             self._pool.publish(state.sequence, self._text_of_entries(state))
-        num_entries = known.num_entries + num_rows + (self._num_fed if job.tree else num_tokens)
+        num_entries = known.num_entries + num_rows + self._num_more(job, num_tokens)
         if not self._pool.grow(state.sequence, min(num_entries, self._pool.total_blocks * self._pool.block_size)):
             self.close(state)  # it drafts nothing any more, and others have its blocks
             return None
@@ -231,7 +240,6 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             state.sampling,
             state.rule,
             features=tensor_of(taken),
-            num_candidates=job.num_guesses,
         )
         return _EagleWork(state, taken, job_of_head, job.tree if num_tokens else None)
 
@@ -241,6 +249,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
     def _compute_trees(
         self, works: Sequence[_EagleWork], stopped: Callable[[], Sequence[bool]]
     ) -> Sequence[DraftedTree]:
+        assert isinstance(self._paged, PagedHead)
         features = {work.job.sequence: work.job.features for work in works if work.job.features is not None}
         return draft_trees(PagedTreePasses(self._paged, features), [work.tree() for work in works], stopped)
 

@@ -54,9 +54,7 @@ class _LastStateWork:
     state: SamplingState
     rule: Rule
     num_tokens: int
-    num_candidates: int
     shape: TreeShape | None
-    assumed: tuple[int, ...] = ()
 
 
 class LastStateDrafter(HeadDrafter[LastState, _LastStateWork]):
@@ -129,9 +127,9 @@ class LastStateDrafter(HeadDrafter[LastState, _LastStateWork]):
         state = job.state
         shape = job.tree and job.tree.cut(self._max_depth)
         num_tokens = job.num_tokens if shape else min(job.num_tokens, self._max_depth)
-        if state.newest is None or not state.may_draft or num_tokens <= 0 or job.assumed or job.assumes_next:
+        if state.newest is None or not state.may_draft or num_tokens <= 0:
             return None
-        return _LastStateWork(state.newest, state.sampling, state.rule, num_tokens, job.num_guesses, shape)
+        return _LastStateWork(state.newest, state.sampling, state.rule, num_tokens, shape)
 
     def _compute(self, works: Sequence[_LastStateWork], stop: StopFlags) -> Sequence[DraftedChain]:
         with torch.inference_mode():

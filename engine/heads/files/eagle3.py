@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from engine.heads.eagle3 import LAST_STATE, Eagle3Config, Eagle3Head, default_layers
+from engine.heads.files.draft_vocabulary import set_vocabulary, take_vocabulary
 from engine.heads.files.eagle_layer import fields_of, layer_fields_of, read_layer, read_vocab_size, renamed
 from engine.heads.files.fields import Fields
 from engine.heads.files.head_format import HeadFormat
@@ -85,7 +85,7 @@ def read_eagle3(
         owns_embeddings=owns_embeddings,
         owns_lm_head=owns_lm_head,
     )
-    vocabulary = _read_vocabulary(fields, tensors, eagle3)
+    vocabulary = take_vocabulary(fields, tensors, draft_vocab_size, vocab_size)
     embeddings = None if owns_embeddings else target.embeddings()
     lm_head = None if owns_lm_head else target.lm_head()
     shared = [*(() if owns_embeddings else ("embed_tokens.weight",)), *(() if owns_lm_head else ("lm_head.weight",))]
@@ -95,8 +95,7 @@ def read_eagle3(
         folder,
         shared=("d2t", "t2d", *shared),
     )
-    head.d2t, head.t2d = torch.zeros(draft_vocab_size, dtype=torch.int64), torch.zeros(vocab_size, dtype=torch.bool)
-    head.set_vocabulary(vocabulary)
+    set_vocabulary(head, vocabulary)
     return head
 
 
@@ -161,30 +160,6 @@ def _read_layer_ids(fields: Fields, inner: Mapping[str, Any], target: TargetTens
     if set(counts) - {None, len(layers)}:
         raise fields.refusal(name, f"the config says elsewhere that {counts} states are fused")
     return layers
-
-
-def _read_vocabulary(fields: Fields, tensors: dict[str, Tensor], config: Eagle3Config) -> Tensor:
-    """The target ids of the draft vocabulary, int64 [Vd]; takes ``d2t`` and ``t2d`` out of the tensors.
-
-    ``d2t`` holds the *distance* from a draft id to its target id. One of the two maps is enough; without both, ids mean
-    the same in both vocabularies, which then are of one size.
-    """
-    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    size = config.draft_vocab_size
-    if d2t is not None:
-        token_ids = torch.arange(len(d2t)) + d2t.long()
-    elif t2d is not None:
-        token_ids = t2d.bool().nonzero().flatten()
-    elif size == config.vocab_size:
-        return torch.arange(size)
-    else:
-        raise fields.refusal("draft_vocab_size", f"the target has {config.vocab_size} tokens and d2t is missing")
-    is_distinct = len(set(token_ids.tolist())) == len(token_ids) == size
-    if not is_distinct or not 0 <= int(token_ids.min()) <= int(token_ids.max()) < config.vocab_size:
-        raise fields.refusal(
-            "draft_vocab_size", f"d2t or t2d does not name as many different ids below {config.vocab_size}"
-        )
-    return token_ids
 
 
 FORMAT: Final = HeadFormat(read=read_eagle3, config_of=eagle3_config_of)

@@ -19,7 +19,6 @@ from engine.native.library import DTYPES, WEIGHT_DTYPES, NativeLibrary, load
 from engine.native.linears import matrix_of
 from engine.native.packing import Packing
 from engine.native.rounded import Int8Linear, is_plain
-from engine.native.sampling import MAX_CANDIDATES
 from engine.native.structs import CMlp, CMlpStep
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.state import SamplingState
@@ -112,19 +111,13 @@ class NativeMlp:
         if states.shape != (len(jobs), self.num_features) or states.dtype not in DTYPES:
             raise ValueError(f"states {tuple(states.shape)} of {states.dtype}, not {(len(jobs), self.num_features)}")
         longest = max(job.num_tokens for job in jobs)
-        if longest > self.num_steps or max(job.num_candidates for job in jobs) > MAX_CANDIDATES:
+        if longest > self.num_steps:
             raise ValueError(f"{longest} tokens: the speculator has {self.num_steps} steps")
         states = states.contiguous()
-        tokens: array[int] = array("q")
-        for job, token in zip(jobs, last_tokens, strict=True):
-            tokens.append(token)
-            tokens.extend(job.assumed)
+        tokens: array[int] = array("q", last_tokens)
         at, _ = tokens.buffer_info()
         row_bytes = self.num_features * states.itemsize
-        fed = []
-        for i, job in enumerate(jobs):
-            fed.append((0, at, states.data_ptr() + i * row_bytes, 1, 0, 0, 0))
-            at += 8 * (1 + len(job.assumed))
+        fed = [(0, at + 8 * i, states.data_ptr() + i * row_bytes, 1, 0, 0, 0) for i in range(len(jobs))]
         self._struct.features_dtype = DTYPES[states.dtype]
         address = ctypes.addressof(self._struct)
 
@@ -158,8 +151,6 @@ class _Greedy:
     state: SamplingState
     num_tokens: int
     rule: Rule = DEFAULT_RULE
-    num_candidates: int = 0
-    assumed: tuple[int, ...] = ()
 
 
 def _difference(mlp: MlpSpeculator, native: NativeMlp) -> str | None:

@@ -9,8 +9,6 @@ namespace tandem {
 
 // _Query of suffix_tree.py.
 struct Query {
-  const Token* assumed;  // tokens after those of the text
-  int64_t num_assumed;
   int64_t max_tokens;
   double max_spec_factor;
   double min_token_prob;
@@ -19,8 +17,7 @@ struct Query {
   int64_t num_drafted;
   int64_t longest_match;
 };
-TANDEM_STRUCT(Query, assumed, num_assumed, max_tokens, max_spec_factor, min_token_prob, drafted, num_drafted,
-              longest_match)
+TANDEM_STRUCT(Query, max_tokens, max_spec_factor, min_token_prob, drafted, num_drafted, longest_match)
 
 // _Size of suffix_tree.py: what past outputs take.
 struct Size {
@@ -212,14 +209,11 @@ TANDEM int64_t tandem_suffix_cache_count(const SuffixCache* cache, const Token* 
   return cache->tree.count(place);
 }
 
-// Drafts after text and assumed tokens; the text's own tree wins ties. `cache` may be null.
+// Drafts after a text, whose own tree wins ties. `cache` may be null.
 TANDEM void tandem_suffix_draft(SuffixText* text, SuffixCache* cache, Query* query) {
-  const int64_t length = text->tokens().end();
-  text->assume(query->assumed, query->num_assumed);
   Path best;
   Search(text->tree, text->tokens(), text->first_outside(), text->depth, *query).improve(best);
   if (cache != nullptr) Search(cache->tree, text->tokens(), text->tokens().end(), text->depth, *query).improve(best);
-  text->truncate(length);
   std::copy(best.tokens.begin(), best.tokens.end(), query->drafted);
   query->num_drafted = static_cast<int64_t>(best.tokens.size());
   query->longest_match = best.longest_match;

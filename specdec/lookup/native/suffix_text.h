@@ -1,8 +1,8 @@
 // The growing text of one session, with a suffix tree over it.
 //
 // A suffix enters the tree when it is as long as the tree is deep: it never changes afterwards. The last few, shorter
-// ones stay outside; a lookup counts them, too. So a token costs one insertion, tokens at the end can be removed at
-// no cost, and tokens that are only assumed never touch the tree.
+// ones stay outside; a lookup counts them, too. So a token costs one insertion, and tokens at the end can be
+// removed at no cost.
 #pragma once
 
 #include "suffix_tree.h"
@@ -27,9 +27,6 @@ class SuffixText {
     tokens_.append(tokens, count);
     while (num_inserted_ + depth <= tokens_.end()) tree.insert(num_inserted_++, depth);
   }
-
-  // Tokens after the end, added and removed around a lookup.
-  void assume(const Token* tokens, int64_t count) { tokens_.append(tokens, count); }
 
   // Keep the first `length` tokens; false, and nothing changes, where the tree holds some of the others.
   bool truncate(int64_t length) {

@@ -131,7 +131,7 @@ async def test_a_starved_draft_is_noticed(accepted_per_round, monkeypatch):
             drafts = await super().draft(batch)
             for job in batch:
                 if job.num_tokens:
-                    job.state.cache.main.sequence.length += 1
+                    job.state.cache.sequence.length += 1
             return drafts
 
     monkeypatch.setattr("draft_service.drafters.draft_model.ModelDrafter", Starved)
@@ -241,7 +241,7 @@ async def test_q_rows_are_what_tokens_were_drawn_from(start_core, spec):
 async def test_q_rows_that_lie_are_noticed(start_core, spec, monkeypatch):
     """Planted bug: tokens drawn at temperature 1, rows sent for temperature 0.6."""
 
-    def lying(logits, rows, rules, num_candidates):
+    def lying(logits, rows, rules):
         drawn = draft(logits, rows, rules)
         sharper = draft(logits / 0.6, rows, rules)
         return type(drawn)(drawn.token_ids, sharper.q_token_ids, sharper.q_weights)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.loading import self_check
+from engine.loading import kernel_check, self_check
 
 
 @pytest.fixture(autouse=True)
 def short_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The self-check without its long text, which ``tests/engine/test_refusals.py`` covers."""
+    """The checks without long texts, which ``tests/engine/test_refusals.py`` and ``test_kernel_check.py`` cover."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(self_check, "reach", lambda *args, **options: 0)
+        monkeypatch.setattr(kernel_check, "LONG", 12)

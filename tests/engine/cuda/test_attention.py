@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.cuda.attention import Launch, paged_attention, write_kv
+from engine import compaction
+from engine.cuda.attention import Launch, move_entries, paged_attention, write_kv
 from engine.plan import BatchPlan
 from tests.engine.paged import CHAINS, Case, Shape, random_tree
 from tests.pairwise import parametrize_pairwise
@@ -188,3 +189,15 @@ def test_a_launch_fits_the_rows_and_fills_the_device() -> None:
     assert launch(64, 64, 1) == Launch(16, 4, 64, 1)
     assert launch(512, 1, 512) == Launch(64, 16, 64, 2)
     assert launch(512, 1, 512, itemsize=4) == Launch(16, 4, 32, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_entries_of_a_path_move_to_the_front_in_all_caches(dtype: torch.dtype) -> None:
+    """Keys and values of different sizes, two sequences; a source is overwritten by a later move."""
+    caches = [torch.randn(9, 3, 4, dim, device=DEVICE).to(dtype) for dim in (8, 12) * 3]
+    moves = [(1, 1, 1, 0), (1, 3, 1, 1), (2, 1, 1, 2), (2, 2, 1, 3), (5, 3, 5, 0)]
+    wanted = [cache.clone() for cache in caches]
+    compaction.move_entries(wanted, moves)
+    move_entries(caches, moves)
+    for cache, expected in zip(caches, wanted, strict=True):
+        assert torch.equal(cache, expected)

@@ -34,7 +34,11 @@ class Driver:
 
 driver.set_active(Driver())
 
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from engine.batch import Batch
 from engine.cuda import attention, kernels
+from engine.cuda.decoder import FusedDecoder
 from engine.plan import BatchPlan
 
 
@@ -45,12 +49,14 @@ class Compiled:
     def __getitem__(self, grid):
         def launch(*args, **options):
             compiled = self.kernel.warmup(*args, grid=grid, **options)
-            print(Driver.capability, dtype, self.kernel.__name__, len(compiled.asm["cubin"]), compiled.metadata.shared)
+            found = len(compiled.asm["cubin"]), compiled.metadata.shared, compiled.hash
+            print(Driver.capability, dtype, self.kernel.__name__, *found)
 
         return launch
 
 
-for name in ("attend", "join", "write"):
+NAMES = ("attend", "join", "write", "move", "add_norm", "rotate_write", "silu_multiply")
+for name in NAMES:
     setattr(kernels, name, Compiled(getattr(kernels, name)))
 for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1], {"torch": torch}):
     for num_rows, is_tree, window, softcap, has_sinks in ((1, True, 1024, 30.0, True), (512, False, None, None, False)):
@@ -62,6 +68,18 @@ for Driver.capability, dtype, heads, kv_heads, dim, value_dim in eval(sys.argv[1
         sinks = query[0, :, 0].contiguous() if has_sinks else None
         attention.paged_attention(query, k_cache, v_cache, plan, 0.1, window, softcap, 528, sinks=sinks)
         attention.write_kv(k_cache, v_cache, query[:, :kv_heads], query[:, :kv_heads, :value_dim], plan)
+        for max_kv_len in (600, 2000, 100_000):  # as the text grows
+            longer = BatchPlan(rows, rows, sizes, sizes[None], sizes[1:], max_kv_len, num_rows, 32)
+            attention.paged_attention(query, k_cache, v_cache, longer, 0.1, None, None, 528)
+        if dim == value_dim:
+            config = LlamaConfig(
+                vocab_size=50, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=heads,
+                num_key_value_heads=kv_heads, head_dim=dim
+            )
+            kind = (LlamaForCausalLM, Qwen3ForCausalLM)[is_tree]
+            model = kind(config if kind is LlamaForCausalLM else Qwen3Config(**config.to_dict())).to(dtype)
+            FusedDecoder(model, [(k_cache, v_cache)], [None]).logits(Batch(plan, rows[None], rows[:1], [], []))
+        attention.move_entries([k_cache, v_cache], [(1, 1, 1, 0)])
 """
 
 #: Shared memory that a block may have on every GPU since Ampere.
@@ -92,8 +110,11 @@ def test_every_kernel_compiles(given: str, tmp_path: Path) -> None:
     compiled = {(capability, dtype): set() for capability, dtype, *_ in lines}
     for capability, dtype, name, *_ in lines:
         compiled[capability, dtype].add(name)
-    assert all(names == {"attend", "join", "write"} for names in compiled.values())
+    assert all(names >= {"attend", "join", "write", "move"} for names in compiled.values())
+    assert any(names >= {"add_norm", "rotate_write", "silu_multiply"} for names in compiled.values())
     assert {dtype for _, dtype in compiled} == set(re.findall(r"torch\.\w+", given))
-    for *_, num_bytes, shared in lines:
+    joins = {line[0:2] for line in map(tuple, lines) if line[2] == "join"}
+    assert len({line[5] for line in lines if line[2] == "join"}) == len(joins), "compiled once for any length"
+    for *_, num_bytes, shared, _ in lines:
         assert int(num_bytes) > 1000
         assert int(shared) <= SHARED_BYTES

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from engine.batch import build_batch
+from engine.batch import Batch, build_batch
+from engine.chain_job import ChainJob
+from engine.compaction import Kept
 from engine.cuda import attention, graphs, kernels
-from engine.cuda.graphs import ROW_SIZES, Bucket, GraphRunner, Inputs
+from engine.cuda.graphs import ROW_SIZES, Bucket, CudaCapture, GraphRunner, Inputs
 from engine.cuda.sync import HostWaits, NoSync
 from engine.engine import Engine, Segment
+from engine.heads.paged import PagedHead
 from engine.kv_pool import KVPool
 from engine.kv_sequence import KVSequence
 from engine.loading import acceleration
+from engine.plan import BatchPlan
+from engine.sampling.state import SamplingState
+from specdec.params import SamplingParams
+from specdec.rules import Rule
+from specdec.settings import ModelSettings
+from tests.engine.heads.random_heads import VOCAB, eagle, eagle3
+from tests.engine.paged import random_tree
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 
@@ -70,15 +79,26 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-@given(num_rows=st.integers(1, 600), num_sequences=st.integers(1, 600))
-def test_a_bucket_is_the_smallest_that_holds_the_batch(num_rows: int, num_sequences: int) -> None:
-    bucket = Bucket.of(num_rows, num_sequences)
+def batch_of(num_rows: int, num_sequences: int, num_logits: int = 0, *, is_tree: bool = False) -> Batch:
+    rows, sizes = torch.zeros(num_rows, dtype=torch.int64), torch.zeros(num_sequences + 1, dtype=torch.int32)
+    plan = BatchPlan(rows, rows, sizes, sizes[None], sizes[1:], 9, num_rows, 4, rows if is_tree else None)
+    return Batch(plan, rows[None], rows[:num_logits], [], [])
+
+
+@given(num_rows=st.integers(1, 600), num_sequences=st.integers(1, 600), share=st.floats(0, 1), is_tree=st.booleans())
+def test_a_bucket_is_the_smallest_that_holds_the_batch(
+    num_rows: int, num_sequences: int, share: float, is_tree: bool
+) -> None:
+    num_logits = int(num_rows * share)
+    bucket = Bucket.of(batch_of(num_rows, num_sequences, num_logits, is_tree=is_tree))
     if num_rows > 512:
         assert bucket is None
         return
     assert bucket is not None
     assert bucket.num_rows == min(size for size in ROW_SIZES if size >= num_rows)
     assert num_sequences <= bucket.num_sequences < 2 * num_sequences
+    assert num_logits <= bucket.num_logits <= max(64, bucket.num_rows)
+    assert bucket.has_trees is is_tree
 
 
 def test_a_batch_is_padded_to_its_bucket() -> None:
@@ -88,7 +108,7 @@ def test_a_batch_is_padded_to_its_bucket() -> None:
     batch = build_batch(
         [Segment(one, [5, 6], 1), Segment(two, [7, 8, 9], 3)], block_size=4, vocab_size=10, max_model_len=24
     )
-    bucket = Bucket.of(5, 2)
+    bucket = Bucket.of(batch)
     assert bucket == Bucket(8, 2)
     inputs = Inputs(bucket, max_model_len=24, block_size=4, device=torch.device(DEVICE))
     for _ in range(2):  # what a larger batch has left does not matter
@@ -199,7 +219,8 @@ def test_warming_up_captures_every_small_bucket_and_touches_no_session(
     close(feed(engine, [(sequence, ids[7:])])[0], tools.stock_logits(stock_llama, ids)[7:])
     assert engine.runner.graphs is not None
     found = set(engine.runner.graphs.buckets)
-    assert {Bucket.of(rows, count) for rows in range(1, 65) for count in range(1, rows + 1)} <= found
+    assert {Bucket.of(batch_of(rows, count, rows)) for rows in range(1, 65) for count in range(1, rows + 1)} <= found
+    assert {Bucket.of(batch_of(rows, 1, rows, is_tree=True)) for rows in range(3, 66)} <= found
     assert Bucket(128, 1) in found, "as long as a sequence may be"
 
 
@@ -208,14 +229,37 @@ def test_what_no_graph_holds_runs_without(load_captured: Load, tools: SimpleName
     runner = engine.runner.graphs
     assert runner is not None
     before = runner.buckets
-    feed(engine, [(engine.pool.open(300), tools.random_ids(300, seed=5))])  # more logits than a graph gives
+    segments = [Segment(engine.pool.open(300), tools.random_ids(n, seed=5), n) for n in (300, 213)]
+    assert len(engine.forward(segments)) == 513
     assert runner.buckets == before
-    segments = [Segment(engine.pool.open(2), [1, 2], 2)]
-    batch = build_batch(segments, block_size=4, vocab_size=97, max_model_len=512)
-    with torch.inference_mode():
-        assert runner.run(batch) is not None
-        tree = replace(batch, plan=replace(batch.plan, ancestors=torch.tensor([1, 3])))
-        assert runner.run(tree) is None
+
+
+@pytest.mark.parametrize("name", ["llama_long", "mistral_long"])
+def test_rounds_of_many_sessions_and_trees_are_replayed(
+    name: str, load_captured: Load, load_engine: Load, tools: SimpleNamespace
+) -> None:
+    """60 sessions of five rows, then trees of different shapes beside chains; the path of each goes on."""
+    engine, plain = load_captured(name), load_engine(name, device=DEVICE, enforce_eager=True)
+    runner = engine.runner.graphs
+    assert runner is not None
+    answers = []
+    for own in (engine, plain):
+        many = [own.pool.open(5) for _ in range(30)]
+        found = feed(own, [(sequence, tools.random_ids(5, seed=i)) for i, sequence in enumerate(many)])
+        for sequence in many:
+            own.pool.release(sequence)
+        sequences = [own.pool.open(90) for _ in range(3)]
+        found += feed(own, [(sequence, tools.random_ids(9 + i, seed=i)) for i, sequence in enumerate(sequences)])
+        for parents in ((-1, 0, 0, 1), (-1, -1, 1, 1, 0, 2, 5), tuple(random_tree(64, 3))):
+            ids = tools.random_ids(len(parents), seed=len(parents))
+            trees = [Segment(sequences[0], ids, len(ids), parents=parents), Segment(sequences[1], [5, 6], 2)]
+            found.append(own.forward(trees).cpu())
+            own.keep_rows([Kept(sequences[0], sequences[0].length - len(ids), (1, 3))])
+            found += feed(own, [(sequence, [7]) for sequence in sequences])
+        answers.append(torch.cat(found))
+    close(*answers)
+    assert {Bucket(192, 32, has_all_logits=True), Bucket(8, 2, has_trees=True)} <= set(runner.buckets)
+    assert Bucket(96, 2, has_all_logits=True, has_trees=True) in runner.buckets
 
 
 def test_long_prompts_are_replayed_beside_rounds(
@@ -332,3 +376,38 @@ def test_a_closed_engine_frees_its_memory_at_once(load_captured: Load) -> None:
         assert cache() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("build_head", [eagle, eagle3])
+def test_draft_heads_are_replayed(build_head: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains of several sessions, prompts of several lengths among them, are those of the head's module."""
+    head = build_head().to(DEVICE)
+    kernels = acceleration.triton_attention() if DEVICE != "cpu" else acceleration.native_attention()
+    drafted = []
+    for is_captured in (True, False):
+        paged = PagedHead(head, ModelSettings(model="head", enforce_eager=True, kv_cache_memory_bytes=1 << 20), 200)
+        monkeypatch.setattr(paged, "_kernels", kernels)
+        if is_captured:
+            paged.use_graphs(CudaCapture(paged.device) if DEVICE != "cpu" else rerun)
+        generator = torch.Generator().manual_seed(3)
+        sequences = [paged.pool.open(120) for _ in range(4)]
+        chains = []
+        for lengths in ((3, 40, 1, 9), (1, 2, 5, 1)):
+            jobs = [
+                ChainJob(
+                    sequence,
+                    torch.randint(VOCAB, (length,), generator=generator).tolist(),
+                    k,
+                    SamplingState(SamplingParams(seed=k, temperature=k / 3), [1, 2], 2, VOCAB, device=paged.device),
+                    rule,
+                    features=torch.randn(length, head.num_features, generator=generator),
+                )
+                for sequence, length, k, rule in zip(sequences, lengths, (0, 3, 1, 4), [*Rule, Rule.BLOCK], strict=True)
+            ]
+            chains += paged.draft_chains(jobs)
+        drafted.append(chains)
+        if is_captured:
+            assert len({bucket.num_rows for bucket in paged._graphs.buckets}) > 5  # type: ignore[union-attr]  # noqa: SLF001
+            assert [sequence.length for sequence in sequences] == [4, 42, 6, 10]
+    assert [chain.token_ids for chain in drafted[0]] == [chain.token_ids for chain in drafted[1]]
+    assert [len(chain.token_ids) for chain in drafted[0]] == [0, 3, 1, 4] * 2

@@ -6,9 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from engine.engine import Engine
+from engine.layers import PAGED, record_layers
 from engine.loading import memory
+from engine.loading.memory import LargestStep
 from specdec.errors import InvalidRequest
 from specdec.settings import ModelSettings
+from target_service.verification.verifier import decide_many
+from tests.engine.conftest import build
 
 GB = 10**9
 BLOCK_BYTES = 32 * 1000
@@ -43,3 +48,34 @@ def test_what_others_have_taken_is_left_to_them(monkeypatch: pytest.MonkeyPatch)
     assert found == (9 - 1) * GB // BLOCK_BYTES - 1, "0.9 of what is free or cached"
     with pytest.raises(InvalidRequest, match="may take 0 bytes"):
         blocks(monkeypatch, 0.9, free=0, weight_bytes=GB, activation_bytes=GB)
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [40, 300])
+def test_the_largest_step_is_run_to_its_tokens(max_num_batched_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 128 tokens takes the rows as several texts. Only the accounts of memory are made up."""
+    seen: list[Any] = []
+    forward = Engine.forward
+
+    def watched(engine: Engine, segments: Any) -> torch.Tensor:
+        seen.append([len(segment.token_ids) for segment in segments])
+        return forward(engine, segments)
+
+    def decide(logits: torch.Tensor) -> None:
+        seen.append(tuple(logits.shape))
+        decide_many(logits)
+
+    for name, value in (("memory_allocated", 500), ("max_memory_allocated", 1200)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: seen.append(value) or value)
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    model = build("llama")
+    shapes, vocab_size = record_layers(model, 2, torch.device("cpu"))
+    model.set_attn_implementation(PAGED)
+    monkeypatch.setattr(Engine, "forward", watched)
+    largest = LargestStep(max_num_batched_tokens, decide)
+    found = memory.measure_activation(
+        model, shapes, largest, block_size=4, vocab_size=vocab_size, max_model_len=128, device=torch.device("cpu")
+    )
+    assert found == 700
+    rows = [40] if max_num_batched_tokens == 40 else [128, 128, 44]
+    assert seen == [500, rows, (max_num_batched_tokens, vocab_size), 1200]

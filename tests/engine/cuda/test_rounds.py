@@ -22,7 +22,9 @@ from engine.chains import ChainJob, draft_chains
 from engine.compaction import Kept, move_entries, moves_of
 from engine.cuda.sync import HostWaits, NoSync
 from engine.engine import Segment
+from engine.hidden_states import PassStates, StateRows
 from engine.kv_pool import KVPool
+from engine.sampling import distribution
 from engine.sampling.rows import Rows
 from engine.sampling.sparse import pack
 from engine.sampling.state import SamplingState
@@ -82,6 +84,10 @@ class Watch(TorchFunctionMode):
             self.num_fetched += 1
             # Rounds end at place 0, which all have, with token 0; and what is decided is valid: a half is true.
             return func(torch.full(args[0].shape, 0.5).to(args[0].dtype))
+        if func is Tensor.copy_ and args[1].is_meta and not args[0].is_meta:
+            if kwargs.get("non_blocking") and args[0].untyped_storage().data_ptr() in self._pinned:
+                return args[0]
+            raise HostWaits("it copies from the device to pageable memory")
         # These come to the device as tensors before any operation is seen.
         if func is torch.tensor and "device" in kwargs and torch.device(kwargs["device"]) == META:
             raise HostWaits("torch.tensor copies from pageable memory")
@@ -123,7 +129,8 @@ def every_state() -> list[tuple[SamplingState, Rule]]:
 
 @pytest.mark.parametrize("parents", [(), (-1, -1)])
 @pytest.mark.parametrize("has_q", [False, True])
-def test_a_step_waits_once(has_q: bool, parents: tuple[int, ...]) -> None:
+def test_a_step_waits_once(has_q: bool, parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distribution, "NUM_CANDIDATES", 20)
     model = Model()
     q_rows = tuple(pack(np.array(ids), np.array([2, 1])) for ids in ([3, 7], [5, 6])) if has_q else ()
     criteria = StopCriteria(len(PROMPT), 40, frozenset(), 0)
@@ -154,13 +161,31 @@ def test_a_step_waits_once(has_q: bool, parents: tuple[int, ...]) -> None:
 def test_a_draft_waits_once() -> None:
     model: Any = Model()
     jobs = [
-        ChainJob(model.pool.open(30), PROMPT, 1 + i % 4, state, rule, assumed=(7,) * (i % 2), num_candidates=2)
-        for i, (state, rule) in enumerate(every_state())
+        ChainJob(model.pool.open(30), PROMPT, 1 + i % 4, state, rule) for i, (state, rule) in enumerate(every_state())
     ]
     with Watch() as watch:
         chains = draft_chains(model, jobs)
     assert watch.num_fetched == 1
     assert [len(chain.token_ids) for chain in chains] == [job.num_tokens for job in jobs]
+
+
+def test_hidden_states_are_fetched_while_the_device_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event stands for one of CUDA's: the host waits for it alone, at the first use."""
+    calls: list[str] = []
+    event = SimpleNamespace(record=lambda: calls.append("record"), synchronize=lambda: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    sequence = KVPool(4, 4).open(4)
+    wanted = StateRows([Segment(sequence, [1, 2, 3], 1, 2, (0, 1))])
+    with Watch() as watch:
+        states = PassStates(wanted, torch.empty(2, 2, 8, dtype=torch.bfloat16, device=META))
+        assert calls == ["record"]
+        for _ in range(2):
+            assert states.of(0).shape == (2, 16)
+            assert len(states.bytes_of(0, range(1))) == 32
+    assert calls == ["record", "synchronize"]
+    assert watch.num_fetched == 0
+    with pytest.raises(HostWaits, match="pageable memory"), Watch():
+        torch.empty(3).copy_(torch.empty(3, device=META), non_blocking=True)
 
 
 HERE = torch.arange(3)

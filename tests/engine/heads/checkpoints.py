@@ -61,15 +61,15 @@ def write_target(folder: Path, model: LlamaForCausalLM, *, is_sharded: bool = Fa
 
 def eagle_config(**changes: Any) -> dict[str, Any]:
     """Of ``yuhuili/EAGLE-…``: a Llama of one layer, and ``bias`` in some."""
-    return _layer_config() | {"architectures": ["LlamaForCausalLM"], "rope_theta": DRAFT_ROPE} | changes
+    return layer_config() | {"architectures": ["LlamaForCausalLM"], "rope_theta": DRAFT_ROPE} | changes
 
 
 def eagle_tensors(
     seed: int = 1, *, bias: bool = True, embeddings: bool = True, qkv_bias: bool = False
 ) -> dict[str, Tensor]:
     """No ``input_layernorm``, no final norm, no output layer."""
-    draw = _Draw(seed)
-    tensors = {"fc.weight": draw(HIDDEN, 2 * HIDDEN), **_layer_tensors(draw, "layers.0.", HIDDEN, qkv_bias)}
+    draw = Draw(seed)
+    tensors = {"fc.weight": draw(HIDDEN, 2 * HIDDEN), **layer_tensors(draw, "layers.0.", HIDDEN, qkv_bias)}
     if bias:
         tensors["fc.bias"] = draw(HIDDEN)
     if embeddings:
@@ -79,12 +79,12 @@ def eagle_tensors(
 
 def eagle3_config(**changes: Any) -> dict[str, Any]:
     """Of ``yuhuili/EAGLE3-…``: without ``rope_theta``, which then is 10000."""
-    return _layer_config() | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCAB} | changes
+    return layer_config() | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCAB} | changes
 
 
 def eagle3_speculators_config(**changes: Any) -> dict[str, Any]:
     """Of the speculators library."""
-    layer = {**_layer_config(), "rope_parameters": {"rope_theta": DRAFT_ROPE, "rope_type": "default"}}
+    layer = {**layer_config(), "rope_parameters": {"rope_theta": DRAFT_ROPE, "rope_type": "default"}}
     return {
         "architectures": ["Eagle3Speculator"],
         "draft_vocab_size": DRAFT_VOCAB,
@@ -118,10 +118,10 @@ def eagle3_tensors(
     fc: bool = True,
 ) -> dict[str, Tensor]:
     """``keep`` sorted ids are the draft vocabulary; ``d2t`` is their distance from 0, 1, 2, …"""
-    draw = _Draw(seed)
+    draw = Draw(seed)
     tensors = {
         "fc.weight": draw(HIDDEN, 3 * target_hidden),
-        **_layer_tensors(draw, layer, 2 * HIDDEN, qkv_bias=False),
+        **layer_tensors(draw, layer, 2 * HIDDEN, qkv_bias=False),
         f"{layer}input_layernorm.weight": draw.norm(HIDDEN),
         f"{layer}hidden_norm.weight": draw.norm(HIDDEN),
         "norm.weight": draw.norm(HIDDEN),
@@ -135,7 +135,7 @@ def eagle3_tensors(
     if embeddings:
         tensors["embed_tokens.weight"] = draw(VOCAB, HIDDEN)
     for i in range(1, num_layers):
-        tensors |= _layer_tensors(draw, f"layers.{i}.", HIDDEN, qkv_bias=False)
+        tensors |= layer_tensors(draw, f"layers.{i}.", HIDDEN, qkv_bias=False)
         tensors[f"layers.{i}.input_layernorm.weight"] = draw.norm(HIDDEN)
     if qk_norm:
         prefixes = [layer, *(f"layers.{i}." for i in range(1, num_layers))]
@@ -163,7 +163,7 @@ def medusa_config(**changes: Any) -> dict[str, Any]:
 
 def medusa_tensors(seed: int = 3, *, num_heads: int = 4, num_layers: int = 1, prefix: str = "") -> dict[str, Tensor]:
     """``{head}.{block}.linear.*``, then the head's output layer."""
-    draw = _Draw(seed)
+    draw = Draw(seed)
     tensors = {}
     for head in range(num_heads):
         for layer in range(num_layers):
@@ -205,7 +205,7 @@ def mlp_tensors(
     seed: int = 4, *, n_predict: int = 4, inner: int = INNER, tied: bool = False, once: bool = False
 ) -> dict[str, Tensor]:
     """Steps of their own, or tied ones: written for each step, or, with ``once``, a single time."""
-    draw = _Draw(seed)
+    draw = Draw(seed)
     tensors: dict[str, Tensor] = {}
     for step in range(n_predict):
         own = {
@@ -236,7 +236,7 @@ def write_head_files(
     return Published(folder, config, tensors)
 
 
-def _layer_config() -> dict[str, Any]:
+def layer_config() -> dict[str, Any]:
     return {
         "attention_bias": False,
         "bos_token_id": 1,
@@ -262,7 +262,7 @@ def _layer_config() -> dict[str, Any]:
     }
 
 
-def _layer_tensors(draw: _Draw, name: str, input_size: int, qkv_bias: bool) -> dict[str, Tensor]:
+def layer_tensors(draw: Draw, name: str, input_size: int, qkv_bias: bool) -> dict[str, Tensor]:
     kv_size = KV_HEADS * HEAD_DIM
     tensors = {
         f"{name}self_attn.q_proj.weight": draw(HIDDEN, input_size),
@@ -282,7 +282,7 @@ def _layer_tensors(draw: _Draw, name: str, input_size: int, qkv_bias: bool) -> d
     return tensors
 
 
-class _Draw:
+class Draw:
     """Random tensors of about the size that keeps activations near 1."""
 
     def __init__(self, seed: int) -> None:

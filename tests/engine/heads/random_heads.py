@@ -139,14 +139,13 @@ def chain(  # noqa: PLR0917
     num_tokens: int,
     state: SamplingState,
     rule: Rule,
-    num_candidates: int = 0,
 ) -> DraftedChain:
     """A chain after pairs of tokens and features: all of the sequence's, from the first on."""
     ids, states = list(token_ids), head.fuse(features.float())
-    rows, steps = Rows.after([state], [()]), []
+    rows, steps = Rows.after([state]), []
     for _ in range(num_tokens):
         brought = run(head, ids, states)[-1:]
-        drafted = draft(head.to_target_logits(head.logits(brought)), rows, [rule], num_candidates)
+        drafted = draft(head.to_target_logits(head.logits(brought)), rows, [rule])
         steps.append(drafted)
         rows = rows.extended(drafted.token_ids)
         ids.append(int(drafted.token_ids))
@@ -167,10 +166,10 @@ def mlp_chain(
     """The chains of all jobs, one by one."""
     chains = []
     for row, token, job in zip(states, last_tokens, jobs, strict=True):
-        ids, state, rows, steps = [token], mlp.start(row[None].float()), Rows.after([job.state], [()]), []
+        ids, state, rows, steps = [token], mlp.start(row[None].float()), Rows.after([job.state]), []
         for step in range(job.num_tokens):
             state = mlp(torch.tensor(ids[-1:]), state, step)
-            drafted = draft(mlp.logits(state, step), rows, [job.rule], job.num_candidates)
+            drafted = draft(mlp.logits(state, step), rows, [job.rule])
             steps.append(drafted)
             rows = rows.extended(drafted.token_ids)
             ids.append(int(drafted.token_ids))

@@ -167,7 +167,7 @@ class Session:
     def features(self) -> torch.Tensor:
         return random_features(self.head, 80, self.seed, self.dtype)[: len(self.token_ids) - 1]
 
-    def job(self, num_tokens: int, num_candidates: int = 0) -> ChainJob:
+    def job(self, num_tokens: int) -> ChainJob:
         """The pairs that are not in the cache: the features at t stand beside the token at t + 1."""
         done = self.sequence.length
         return ChainJob(
@@ -177,12 +177,11 @@ class Session:
             self.state,
             self.rule,
             features=self.features[done:],
-            num_candidates=num_candidates,
         )
 
-    def wanted(self, module: Head, num_tokens: int, num_candidates: int = 0) -> DraftedChain:
+    def wanted(self, module: Head, num_tokens: int) -> DraftedChain:
         ids = self.token_ids[1:]
-        return chain(module, ids, self.features, num_tokens, self.state, self.rule, num_candidates)
+        return chain(module, ids, self.features, num_tokens, self.state, self.rule)
 
     def commit(self, token_ids: Sequence[int]) -> None:
         self.token_ids += token_ids
@@ -221,9 +220,9 @@ def test_chains_are_those_of_the_module_round_after_round(name: str, sampling: s
     for batch in ([0], [1, 0, 2], range(8), range(8), [5]):
         chosen = [sessions[i] for i in batch]
         lengths = [i % 5 + 1 for i in range(len(chosen))]
-        drafted = runner.draft([s.job(k, num_candidates=2) for s, k in zip(chosen, lengths, strict=True)])
+        drafted = runner.draft([s.job(k) for s, k in zip(chosen, lengths, strict=True)])
         for i, (session, k, found) in enumerate(zip(chosen, lengths, drafted, strict=True)):
-            assert found == session.wanted(module, k, num_candidates=2)
+            assert found == session.wanted(module, k)
             assert session.sequence.length == len(session.token_ids) - 1  # drafted entries are fed again
             session.commit([*found.token_ids[: i % 3], (13 * i + k) % VOCAB])
     if sampling != "greedy" and rule is not Rule.COUPLED:

@@ -36,16 +36,14 @@ class Job:
     state: SamplingState
     rule: Rule
     num_tokens: int
-    num_candidates: int = 0
-    assumed: Sequence[int] = ()
 
 
-def make_jobs(count: int, num_tokens: Sequence[int], rule: Rule, num_candidates: int = 0, **params: Any) -> list[Job]:
+def make_jobs(count: int, num_tokens: Sequence[int], rule: Rule, **params: Any) -> list[Job]:
     jobs = []
     for i in range(count):
         prompt = [(7 * i + j) % VOCAB for j in range(5)]
         state = SamplingState(SamplingParams(seed=i, max_tokens=30, **params), prompt, 5, VOCAB)
-        jobs.append(Job(state, rule, num_tokens[i % len(num_tokens)], num_candidates))
+        jobs.append(Job(state, rule, num_tokens[i % len(num_tokens)]))
     return jobs
 
 
@@ -79,7 +77,7 @@ def native_of(mlp: MlpSpeculator, num_threads: int = 2) -> NativeMlp:
 def test_chains_are_those_of_the_module(name: str, count: int, rule: Rule, params: dict[str, Any]) -> None:
     mlp = MODELS[name]()
     states = states_for(mlp, count)
-    jobs = make_jobs(count, (3, 1, 2), rule, num_candidates=2, **params)
+    jobs = make_jobs(count, (3, 1, 2), rule, **params)
     wanted = mlp_chain(mlp, states, last_tokens(jobs), jobs)
     native = native_of(mlp)
     assert isinstance(mlp.head[0], NativeLinear)

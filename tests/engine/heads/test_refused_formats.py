@@ -47,7 +47,7 @@ from tests.engine.heads import checkpoints as files
             files.eagle3_tensors(),
             "eagle_aux_hidden_state_layer_ids",
         ),
-        (files.eagle3_config(parallel_drafting=True), files.eagle3_tensors(), "parallel_drafting"),
+        (files.eagle3_config(parallel_drafting=True), files.eagle3_tensors(), "P-EAGLE"),
         (files.medusa_config(original_lm_head=True), files.medusa_tensors(), "original_lm_head"),
         (files.medusa_config(truncated_vocab_size=41), files.medusa_tensors(), "truncated_vocab_size"),
         (files.medusa_config(hidden_size=64), files.medusa_tensors(), "hidden_size"),

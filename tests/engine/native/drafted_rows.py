@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.native.library import load
-from engine.native.sampling import MAX_CANDIDATES, MAX_ROW_BYTES, sampler_of, samplings_of
+from engine.native.sampling import MAX_ROW_BYTES, sampler_of, samplings_of
 from engine.native.structs import CDraftPlace
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.rows import Rows
@@ -18,7 +18,7 @@ _Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64
 
 
-def draft_rows(logits: torch.Tensor, rows: Rows, rules: Sequence[Rule], num_candidates: int = 0) -> list[DraftedChain]:
+def draft_rows(logits: torch.Tensor, rows: Rows, rules: Sequence[Rule]) -> list[DraftedChain]:
     """:func:`engine.sampling.drafting.draft` on a CPU, row by row: a chain of one token each.
 
     ``logits`` float32 [R, V], contiguous; rows of sessions that edit them are written to.
@@ -30,13 +30,10 @@ def draft_rows(logits: torch.Tensor, rows: Rows, rules: Sequence[Rule], num_cand
     count, prefix = len(rows), rows.prefix.contiguous()
     assert logits.dtype is torch.float32
     assert logits.is_contiguous()
-    assert num_candidates <= MAX_CANDIDATES
     token_ids, sizes = (_Int64 * count)(), (ctypes.c_int32 * count)()
-    candidates = (_Int64 * (count * num_candidates))()
     q = memoryview(bytearray(MAX_ROW_BYTES * count))
     at = {
         "prefix": prefix.data_ptr(),
-        "candidates": ctypes.addressof(candidates),
         "q": ctypes.addressof(ctypes.c_char.from_buffer(q)),
         "q_bytes": ctypes.addressof(sizes),
     }
@@ -46,13 +43,10 @@ def draft_rows(logits: torch.Tensor, rows: Rows, rules: Sequence[Rule], num_cand
                 at["prefix"] + 8 * prefix.shape[1] * r,
                 rows.prefix_lens[r],
                 base,
-                position - base,
-                num_candidates,
-                at["candidates"] + 8 * num_candidates * r,
                 at["q"] + MAX_ROW_BYTES * r,
                 at["q_bytes"] + 4 * r,
             )
-            for r, (base, position) in enumerate(zip(rows.bases, rows.positions, strict=True))
+            for r, base in enumerate(rows.bases)
         )
     )
     samplers = (_Pointer * count)(*map(sampler_of, rows.states))
@@ -65,7 +59,6 @@ def draft_rows(logits: torch.Tensor, rows: Rows, rules: Sequence[Rule], num_cand
         DraftedChain(
             (token_ids[r],),
             (SparseRow(bytes(q[start : start + sizes[r]])),) if sizes[r] else (),
-            (tuple(candidates[num_candidates * r : num_candidates * (r + 1)]),) if num_candidates else (),
         )
         for r, start in enumerate(range(0, MAX_ROW_BYTES * count, MAX_ROW_BYTES))
     ]

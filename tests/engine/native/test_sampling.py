@@ -18,6 +18,7 @@ from specdec.params import SamplingParams
 from specdec.rules import Rule
 from tests.engine.native.drafted_rows import draft_rows
 from tests.engine.sampling.parameter_values import edits_of, shapes
+from tests.engine.sampling.prefixed_rows import rows_after
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -43,18 +44,18 @@ def logits_of(rows: int, size: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def by_torch(logits: torch.Tensor, rows: Rows, rules: list[Rule], num_candidates: int = 0) -> list[DraftedChain]:
-    return collect([draft(logits, rows, rules, num_candidates)])
+def by_torch(logits: torch.Tensor, rows: Rows, rules: list[Rule]) -> list[DraftedChain]:
+    return collect([draft(logits, rows, rules)])
 
 
-def natively(logits: torch.Tensor, rows: Rows, rules: list[Rule], num_candidates: int = 0) -> list[DraftedChain]:
-    return draft_rows(logits.clone(), rows, rules, num_candidates)
+def natively(logits: torch.Tensor, rows: Rows, rules: list[Rule]) -> list[DraftedChain]:
+    return draft_rows(logits.clone(), rows, rules)
 
 
 @settings(max_examples=300)
 @given(st.sampled_from(SIZES), st.lists(shapes, min_size=1, max_size=4), st.data())
 def test_rows_are_drawn_as_torch_draws_them(size: int, kinds: list[dict[str, Any]], data: st.DataObject) -> None:
-    """Tokens, q rows byte for byte, candidates; every shape, edit, assumption and prefix in one batch."""
+    """Tokens, q rows byte for byte; every shape, edit and prefix in one batch."""
     seed = data.draw(st.integers(0, 10**6))
     changes = [data.draw(edits) if data.draw(st.booleans()) else {} for _ in kinds]
     states = [
@@ -62,13 +63,11 @@ def test_rows_are_drawn_as_torch_draws_them(size: int, kinds: list[dict[str, Any
         for i, (shape, change) in enumerate(zip(kinds, changes, strict=True))
     ]
     rules = [data.draw(st.sampled_from(list(Rule))) for _ in states]
-    rows = Rows.after(states, [data.draw(st.lists(tokens, max_size=3)) for _ in states])
+    rows = rows_after(states, [data.draw(st.lists(tokens, max_size=3)) for _ in states])
     for _ in range(data.draw(st.integers(0, 3))):
         rows = rows.extended(torch.tensor([data.draw(tokens) for _ in states]))
     logits = logits_of(len(states), size, seed)
-    for num_candidates in (0, 3):
-        wanted = by_torch(logits, rows, rules, num_candidates)
-        assert natively(logits, rows, rules, num_candidates) == wanted
+    assert natively(logits, rows, rules) == by_torch(logits, rows, rules)
 
 
 @pytest.mark.parametrize("rule", list(Rule))
@@ -109,24 +108,23 @@ def test_rows_that_mean_nothing_still_give_a_token(rule: Rule, params: dict[str,
     logits[2, 299] = -torch.nan  # padding: not looked at
     logits[3] = torch.nan
     logits[4, 7] = torch.inf
-    chains = natively(logits, Rows.after([state_of(300, seed, **params) for seed in range(5)]), [rule] * 5, 2)
+    chains = natively(logits, Rows.after([state_of(300, seed, **params) for seed in range(5)]), [rule] * 5)
     for chain in chains:
         assert 0 <= chain.token_ids[0] < 299
-        assert all(0 <= v < 299 for v in chain.candidates[0])
         assert all(len(unpack(row)[0]) for row in chain.q_rows)
-    assert chains[2] == natively(logits[2:3], Rows.after([state_of(300, 2, **params)]), [rule], 2)[0]
+    assert chains[2] == natively(logits[2:3], Rows.after([state_of(300, 2, **params)]), [rule])[0]
 
 
 def test_few_tokens_are_left() -> None:
-    """All but two tokens masked: the race and the candidates hold those alone."""
+    """All but two tokens masked: one of those is drawn."""
     logits = torch.full((1, 300), -torch.inf)
     logits[0, [250, 20]] = 0.5
     for rule in Rule:
         for temperature in (0.0, 1.0):
             rows = Rows.after([state_of(300, 1, temperature=temperature)])
-            (chain,) = natively(logits, rows, [rule], 6)
-            assert set(chain.candidates[0]) == {20, 250}
-            assert chain == by_torch(logits, rows, [rule], 6)[0]
+            (chain,) = natively(logits, rows, [rule])
+            assert chain.token_ids[0] in {20, 250}
+            assert chain == by_torch(logits, rows, [rule])[0]
 
 
 def test_a_huge_vocabulary() -> None:
@@ -142,7 +140,7 @@ def test_a_huge_vocabulary() -> None:
     for params in kinds:
         for rule in Rule:
             rows = Rows.after([state_of(size, seed, **params) for seed in range(6)])
-            got, wanted = natively(logits, rows, [rule] * 6, 4), by_torch(logits, rows, [rule] * 6, 4)
+            got, wanted = natively(logits, rows, [rule] * 6), by_torch(logits, rows, [rule] * 6)
             assert got == wanted
 
 

@@ -109,6 +109,44 @@ def test_survivors_are_few_and_the_same_at_any_width(monkeypatch: pytest.MonkeyP
     assert picks[0] == picks[1] == picks[2]
 
 
+TRUNCATIONS: list[dict[str, Any]] = [
+    *({"top_p": 0.3}, {"top_p": 0.9}, {"top_p": 0.95, "min_p": 0.05}, {"min_p": 0.2}, {"top_k": 6}),
+    *({"top_p": 0.8, "temperature": 0.3}, {"top_p": 0.99, "temperature": 3.0}, {"top_k": 8, "top_p": 0.7}),
+]
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("num_candidates", [1, 5, 9, 16, V - 1])
+def test_candidates_are_all_survivors_or_say_so(
+    num_candidates: int, coarse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU: equal logits among them, the same tokens with the same weights as by the order of all."""
+    monkeypatch.setattr(module, "_counts_survivors", lambda logits: False)
+    monkeypatch.setattr(module, "NUM_CANDIDATES", num_candidates)
+    rows = rows_of(*TRUNCATIONS * 20)
+    logits = logits_of(len(rows))
+    logits = logits.round() if coarse else logits
+    found, wanted = distribution(logits, rows), distribution(logits, rows, exact=True)
+    assert found.complete is not None
+    assert wanted.complete is None
+    assert found.token_ids is not None
+    assert wanted.token_ids is not None
+    width = found.weights.shape[1]
+    assert width == max(num_candidates, 9)
+    kept = found.weights > 0
+    num_survivors = (wanted.weights > 0).sum(-1)
+    for row in range(len(rows)):
+        if not found.complete[row]:
+            assert coarse or num_survivors[row] >= width
+            continue
+        count = int(num_survivors[row])
+        assert count < width
+        assert int(kept[row].sum()) == count
+        assert torch.equal(found.token_ids[row, :count], wanted.token_ids[row, :count])
+        assert torch.equal(found.weights[row, :count], wanted.weights[row, :count])
+    assert found.complete.any()
+
+
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}])
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1.0, 1e6])
 def test_nothing_is_ever_nan(params: dict[str, Any], temperature: float) -> None:

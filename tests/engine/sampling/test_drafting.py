@@ -1,4 +1,4 @@
-"""Drafting: the token under each rule, q sent equal to q drawn from, candidates, and one transfer at the end."""
+"""Drafting: the token under each rule, q sent equal to q drawn from, and one transfer at the end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
+from engine.sampling import drafting
 from engine.sampling.distribution import distribution
 from engine.sampling.drafting import collect, draft, draw_quantized
 from engine.sampling.draws import race
@@ -17,6 +18,7 @@ from engine.sampling.sparse import NUM_LEVELS, max_tokens, unpack
 from engine.sampling.state import SamplingState
 from specdec.params import SamplingParams
 from specdec.rules import Rule
+from tests.engine.sampling.prefixed_rows import rows_after
 
 V = 200
 
@@ -32,27 +34,26 @@ def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("rule", list(Rule))
 def test_greedy_is_the_argmax_and_sends_no_q(rule: Rule) -> None:
     logits = logits_of(3)
-    drafted = draft(logits, Rows.after(states_of(3, temperature=0.0)), [rule] * 3, num_candidates=4)
+    drafted = draft(logits, Rows.after(states_of(3, temperature=0.0)), [rule] * 3)
     assert torch.equal(drafted.token_ids, logits.argmax(-1))
-    assert drafted.candidates is not None
-    assert torch.equal(drafted.candidates, logits.topk(4).indices)
     assert all(not chain.q_rows for chain in collect([drafted]))
 
 
 def test_coupled_draws_with_the_noise_of_its_position() -> None:
     states = states_of(5)
-    rows = Rows.after(states, [[], [7], [], [], [9, 9]])
+    rows = rows_after(states, [[], [7], [], [], [9, 9]])
     logits = logits_of(5)
-    drafted = draft(logits, rows, [Rule.COUPLED] * 5, num_candidates=3)
+    drafted = draft(logits, rows, [Rule.COUPLED] * 5)
     keys = torch.tensor([s.noise_key(Stream.COUPLING, n) for s, n in zip(states, [3, 4, 3, 3, 5], strict=True)])
     scores = race(distribution(logits, rows), keys)
     assert torch.equal(drafted.token_ids, scores.argmax(-1))
-    assert drafted.candidates is not None
-    assert torch.equal(drafted.candidates, scores.topk(3).indices)
     assert drafted.q_weights is None
 
 
-def test_a_mixed_batch_drafts_as_each_row_alone() -> None:
+@pytest.mark.parametrize("count", [1000, 2])
+def test_a_mixed_batch_drafts_as_each_row_alone(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in parts of two rows."""
+    monkeypatch.setattr(drafting, "MAX_NUMBERS", count * V)
     kinds: list[dict[str, object]] = [
         {},
         {"temperature": 0.0},
@@ -62,16 +63,13 @@ def test_a_mixed_batch_drafts_as_each_row_alone() -> None:
     ]
     states = [s for kind in kinds for s in states_of(3, **kind)]
     rules = list(Rule) * len(kinds)
-    rows = Rows.after(states, [[i] * (i % 3) for i in range(len(states))])
+    rows = rows_after(states, [[i] * (i % 3) for i in range(len(states))])
     logits = logits_of(len(states))
-    together = draft(logits, rows, rules, num_candidates=6)
+    together = draft(logits, rows, rules)
     chains = collect([together])
     for i in range(len(states)):
-        alone = draft(logits[i : i + 1], rows.select([i]), rules[i : i + 1], num_candidates=6)
+        alone = draft(logits[i : i + 1], rows.select([i]), rules[i : i + 1])
         assert collect([alone]) == [chains[i]]
-        assert together.candidates is not None
-        assert alone.candidates is not None
-        assert torch.equal(alone.candidates[0], together.candidates[i])
         assert bool(chains[i].q_rows) == (rules[i] is not Rule.COUPLED and not states[i].params.greedy)
 
 
@@ -124,9 +122,9 @@ def test_successive_steps_use_fresh_noise_and_edits_of_their_prefix() -> None:
     assert [len(chain.token_ids) for chain in chains] == [5, 4, 0, 1]
     assert [len(chain.q_rows) for chain in chains] == [5, 0, 0, 0]
     for i, chain in enumerate(chains):
-        for n, token_id in enumerate(chain.token_ids):  # each again from scratch, its prefix assumed to be committed
+        for n, token_id in enumerate(chain.token_ids):  # each again from scratch
             if rules[i] is Rule.COUPLED:
-                again = Rows.after([states[i]], [chain.token_ids[:n]])
+                again = rows_after([states[i]], [chain.token_ids[:n]])
                 assert int(draft(logits[i : i + 1], again, [rules[i]]).token_ids) == token_id
     assert torch.equal(edited(logits, rows)[1], edited(logits[1:2], rows.select([1]))[0])
 

@@ -23,6 +23,7 @@ from engine.sampling.state import SamplingState
 from specdec.errors import InvalidRequest
 from specdec.params import SamplingParams
 from tests.engine.sampling.parameter_values import edits_of
+from tests.engine.sampling.prefixed_rows import rows_after
 
 V = 23
 PROMPT = [1, 2, 3, 2, 5]
@@ -92,20 +93,20 @@ def test_a_mixed_batch_of_rounds_is_edited_as_sequential_decoding(
 @settings(max_examples=60)
 @given(parameters, st.lists(tokens, min_size=1, max_size=5))
 def test_prefix_equals_commit(kind: dict[str, Any], chain: list[int]) -> None:
-    """A token edits the same whether it is drafted, assumed or committed."""
+    """A token edits the same whether it is drafted, here or elsewhere, or committed."""
     logits = logits_of(1)
     base = state_of(**kind)
     edited(logits, Rows.after([base]))  # the state's tensors exist before the tokens arrive
     drafted = Rows.after([base])
     for t in chain:
         drafted = drafted.extended(torch.tensor([t]))
-    assumed = Rows.after([base], [chain])
+    elsewhere = rows_after([base], [chain])
     committed = state_of(**kind)
     edited(logits, Rows.after([committed]))
     committed.commit(chain)
     fresh = state_of(PROMPT + OUTPUT + chain, **kind)
     wanted = edited(logits, Rows.after([fresh]))
-    for rows in (drafted, assumed, Rows.after([committed])):
+    for rows in (drafted, elsewhere, Rows.after([committed])):
         assert torch.equal(edited(logits, rows), wanted)
 
 
@@ -126,7 +127,7 @@ def test_penalties_frozen_at_the_start_of_the_round_are_caught() -> None:
     state = state_of(presence_penalty=1.0)
     logits = logits_of(3)
     right = edited(logits, Rows.along([state], [[9, 10]]))
-    frozen = edited(logits, Rows([state] * 3, torch.zeros(3, 0, dtype=torch.int64), [0] * 3, [0] * 3))
+    frozen = edited(logits, Rows([state] * 3, torch.zeros(3, 0, dtype=torch.int64), [0] * 3))
     assert torch.equal(right[0], frozen[0])
     assert not torch.equal(right[1], frozen[1])
     assert not torch.equal(right[2], frozen[2])
@@ -187,12 +188,11 @@ def test_a_state_needs_a_seed() -> None:
 
 def test_rows_of_ragged_prefixes() -> None:
     states = [state_of(), state_of(), state_of()]
-    rows = Rows.after(states, [[4], [], [5, 6]])
+    rows = rows_after(states, [[4], [], [5, 6]])
     assert rows.positions == [10, 9, 11]
-    assert rows.bases == [10, 9, 11]
     rows = rows.extended(torch.tensor([10, 11, 12])).extended(torch.tensor([13, 14, 15]))
     assert rows.positions == [12, 11, 13]
-    assert rows.bases == [10, 9, 11]
+    assert rows.bases == [9, 9, 9]
     context = PROMPT + OUTPUT
     wanted = [[*context, 4, 10, 13], [*context, 11, 14], [*context, 5, 6, 12, 15]]
     assert rows.tails(6).tolist() == [ids[-6:] for ids in wanted]

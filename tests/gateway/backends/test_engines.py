@@ -72,6 +72,11 @@ async def test_the_end_of_a_sequence(http, engine, engine_script, tokenizer):
     assert len(await ids_of(http, ignore_eos=True)) == 12
 
 
+async def test_what_an_engine_drafts_is_its_own_affair(http):
+    assert (await ask(http)).json()["metrics"]["speculative_decoding"]["no_speculation_reason"] == "engine"
+    assert (await http.get("/services")).json()["num_speculative_tokens"] == 0
+
+
 async def test_every_parameter_reaches_the_engine(http, engine):
     given = {
         "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.25,

@@ -41,7 +41,7 @@ def reader(kind=FakeDraft, **options):
 async def test_every_row_comes_once_with_its_tokens(quality, temperature):
     target, draft = FakeTarget(latency_s=0.0001), reader(quality=quality)
     request = request_of(4, temperature=temperature)
-    out, run_ = await run(context_of([target], [draft], num_ahead_proposals=4), request)
+    out, run_ = await run(context_of([target], [draft]), request)
     assert out == reference(PROMPT, request.params)
     assert target.specs[0].hidden_state_layers == LAYERS
     (session,) = draft.sessions

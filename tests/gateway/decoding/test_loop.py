@@ -206,10 +206,10 @@ class ScriptedPace(FixedPace):
         self.left += 1
 
 
-@parametrize_pairwise({"seed": range(12), "num_ahead_proposals": [0, 4], "temperature": [0.0, 1.0]})
-async def test_text_does_not_depend_on_the_pace(seed, num_ahead_proposals, temperature):
+@parametrize_pairwise({"seed": range(12), "temperature": [0.0, 1.0]})
+async def test_text_does_not_depend_on_the_pace(seed, temperature):
     target, draft = FakeTarget(latency_s=0.0001 * (seed % 3)), FakeDraft(quality=0.7, latency_s=0.0001 * (seed % 2))
-    context = context_of([target], [draft], num_ahead_proposals=num_ahead_proposals)
+    context = context_of([target], [draft])
     paces = []
     context.pace = lambda _, limit, drafter: paces.append(ScriptedPace(limit, seed)) or paces[-1]
     request = request_of(5, temperature=temperature, max_tokens=150)

@@ -32,9 +32,9 @@ async def test_sessions_spread_and_stay():
 def test_busy_share_counts_what_sessions_waited_for(monkeypatch):
     replica = Replica("draft", FakeDraft())
     shares = []
-    for now_s, busy_s, ahead_s in ((100, 7, 1), (102, 8, 1), (103, 9, 1.5), (104, 0.1, 0), (105, 0.2, 0)):
+    for now_s, busy_s in ((100, 7), (102, 8), (103, 8.5), (104, 0.1), (105, 0.2)):
         monkeypatch.setattr("gateway.placement.routing.time.monotonic", lambda now_s=now_s: now_s)
-        replica.note_load(ServerLoad(busy_ns=int(busy_s * 1e9), ahead_busy_ns=int(ahead_s * 1e9)))
+        replica.note_load(ServerLoad(busy_ns=int(busy_s * 1e9)))
         shares.append(replica.busy_share)
     # Nothing is known at first; after a restart the last share stands until two answers can be compared.
     assert shares == pytest.approx([0, 0.5, 0.5, 0.5, 0.1])

@@ -31,6 +31,7 @@ from specdec.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 from specdec.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_server
 from target_service.core import TargetCore
 from target_service.servicer import TargetServicer
+from tests.engine.heads import block_files as blocks
 from tests.engine.heads import checkpoints as files
 from tests.gateway.text import vocabularies
 from tests.llamas import build_llama
@@ -40,6 +41,8 @@ DRAFTERS: dict[tuple[str, ...], int] = {
     ("draft_model",): 0,
     ("eagle",): files.HIDDEN,
     ("eagle3",): 3 * files.HIDDEN,
+    ("dflash2",): len(blocks.STATES) * files.HIDDEN,
+    ("dspark",): len(blocks.STATES) * files.HIDDEN,
     ("medusa",): files.HIDDEN,
     ("mlp_speculator",): files.HIDDEN,
     ("ngram",): 0,
@@ -165,9 +168,12 @@ class Services:
     def _write_checkpoints(self) -> None:
         folder = self._folder
         files.write_target(folder / "target", files.build_target())
+        spark = blocks.block_tensors(markov="rnn", own=True)
         for published in (
             (folder / "eagle", files.eagle_config(), files.eagle_tensors(), "pytorch_model.bin"),
             (folder / "eagle3", files.eagle3_config(), files.eagle3_tensors(), "model.safetensors"),
+            (folder / "dflash2", blocks.dflash2_config(), blocks.block_tensors(convolved=True), "model.safetensors"),
+            (folder / "dspark", blocks.dspark_config(), spark, "model.safetensors"),
             (folder / "medusa", files.medusa_config(), files.medusa_tensors(), "medusa_lm_head.pt"),
             (folder / "mlp_speculator", files.mlp_config(), files.mlp_tensors(), "model.safetensors"),
         ):

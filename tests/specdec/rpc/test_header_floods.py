@@ -11,7 +11,6 @@ import grpc
 import pytest
 from grpc._cython import cygrpc
 
-from benchmarks.connection_attacks import EMPTY_DATE, header_flood, literal_header
 from specdec.rpc import server as rpc_server
 from specdec.rpc.channel import open_channel
 from specdec.rpc.metadata_limit import MAX_HEADERS, limit_metadata
@@ -20,6 +19,7 @@ from specdec.settings import ServerSettings
 from specdec.v1 import target_service_pb2_grpc as target_grpc
 from specdec.v1 import types_pb2 as pb
 from tandem.certificates import write_certificates
+from tests.specdec.rpc.header_flood import EMPTY_DATE, header_flood, literal_header
 from tests.until import until
 
 HEADERS = {"one byte": EMPTY_DATE, "literal": literal_header("a", "b"), "not UTF-8": literal_header("a", "\xff")}

@@ -5,6 +5,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from specdec.rules import Rule
 from specdec.structured_outputs import StructuredOutputsParams
 from specdec.v1 import generation_service_pb2 as pb
 from tandem.bench.answers import Piece, TimedAnswer, collect
+from tandem.bench.break_even import curves_of
 from tandem.bench.chart import draw_report
 from tandem.bench.edits import MARK, NUM_EDITS
 from tandem.bench.huggingface import HuggingFace
@@ -90,8 +92,6 @@ def section() -> Section:
                     num_rejections=1,
                     acceptance_histogram=[1, 0, 0, 0, 1],
                     draft_acceptance_rate=0.5,
-                    num_ahead_hits=3,
-                    num_ahead_misses=1,
                     num_wasted_draft_tokens=6,
                     draft_wait_ns=4_000_000,
                 )
@@ -124,7 +124,6 @@ def test_what_follows_from_known_numbers() -> None:
     assert limits.overlapped == pytest.approx((1 - 0.8**5) / 0.2)
     summary = json.loads(json.dumps(both.summary()))["modes"]["draft_model"]
     assert summary["share_of_overlapped_limit"] == pytest.approx(5.0 / limits.overlapped)
-    assert summary["num_ahead_hits"] == 6
     assert both.modes["plain"].alpha is None
     assert both.modes["plain"].acceptance_rates == []
     drafted.is_tree = True
@@ -142,7 +141,6 @@ def test_tables_show_what_is_known_and_nothing_else(capsys: pytest.CaptureFixtur
         return line.split("│")[2].strip()
 
     assert cell("α, acceptance per token") == "0.800"
-    assert cell("drafted ahead of the verdict") == "75%"
     assert cell("drafts accepted") == "0.50 0.50 0.50 0.50"
     assert any(line.startswith("1 session, edits") for line in lines)
     assert cell("drafted tokens thrown away") == "3.00"
@@ -221,6 +219,56 @@ async def test_modes_alternate_and_the_warm_up_does_not_count() -> None:
     assert order[6:9] == [(4, Rule.COUPLED), (0, None), (4, Rule.BLOCK)]
     assert len(measured.modes["plain"].ttft_s) == 3
     assert len(measured.modes["plain"].itl_s) == 6
+
+
+class LoopingSystem(FakeSystem):
+    """A broken replay: with drafts its text repeats itself, which drafts foresee."""
+
+    async def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams, rule: Rule | None, k: int | None
+    ) -> AsyncGenerator[Piece, None]:
+        is_wrong = bool(k) and prompt in {"b", "c"}
+        counts = {"num_spec_steps": 2, "num_accepted_draft_tokens": 8 if is_wrong else 1, "num_rejections": 1}
+        speculation = counts | {"acceptance_histogram": [0, 0, 2] if is_wrong else [1, 1]}
+        yield Piece(time.perf_counter(), 1, "a")
+        yield Piece(time.perf_counter(), 1, "a" if is_wrong else "b", speculation if k else {})
+
+
+async def test_text_that_differs_from_plain_decoding_counts_for_no_gain(capsys: pytest.CaptureFixture[str]) -> None:
+    modes = [plain_mode("s"), *speculative_modes({"s": 4}, [None])]
+    plan = Plan(warm_up=[], batches=[["a"], ["b"], ["a"]])
+
+    async def measured(*, is_greedy: bool, text: str | None = None) -> Section:
+        params = SamplingParams(max_tokens=2)
+        bench = Bench({"s": LoopingSystem()}, modes, params, is_greedy=is_greedy, learning_s=0.0)
+        return await bench.run(replace(plan, text=text))
+
+    unguarded = (await measured(is_greedy=False)).modes["s"]
+    assert unguarded.acceptance_length == 1 + 10 / 6, "what the guard is for"
+    section = await measured(is_greedy=True)
+    drafted = section.modes["s"]
+    assert (drafted.num_compared, drafted.num_differing, drafted.differing_runs) == (3, 1, {1})
+    assert drafted.acceptance_length == 1 + 2 / 4
+    assert drafted.histogram == [2, 2, 0]
+    plain = section.modes["plain"]
+    section.modes["s"].rates, plain.rates = [2.0, 99.0, 2.0], [1.0, 1.0, 1.0]
+    speedup = section.speedup("s")
+    assert speedup is not None
+    assert (speedup.low, speedup.high) == (2.0, 2.0)
+    print_report(Console(width=200), "title", [section], [])
+    assert "1 session, s: 1 of 3 answers are not those of plain decoding" in capsys.readouterr().out
+    summary = section.summary()
+    summary["text"] = "maths"
+    (_, curve) = curves_of([summary])
+    assert curve.ratios[1].spread.high == 2.0
+
+    plan = Plan(warm_up=[], batches=[["b"], ["c"]])
+    section = await measured(is_greedy=True)
+    drafted = section.modes["s"]
+    assert section.speedup("s") is section.decode_speedup("s") is drafted.alpha is drafted.acceptance_length is None
+    (_, curve) = curves_of([section.summary() | {"text": "maths"}])
+    assert curve.ratios == {}
+    assert curve.break_even is None
 
 
 async def test_answers_of_a_schema() -> None:

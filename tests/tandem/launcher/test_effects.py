@@ -20,12 +20,7 @@ from tests.tandem.cli.test_flags import deploy
         (("--allowed-origins", "http://a", "--allow-credentials"), []),
         (("python-12m", "--verification", "token", "--fixed-draft-length"), ["fixed_draft_length", "verification"]),
         (("--verification", "token", "--fixed-draft-length"), []),
-        (("--min-offer-likelihood", "0.5"), ["min_offer_likelihood"]),
-        (("--num-ahead-proposals", "1", "--min-offer-likelihood", "0.5"), []),
-        (
-            ("python-12m", "-sc", '{"method": "ngram"}', "--num-ahead-proposals", "1", "--draft-timeout-s", "2"),
-            ["num_ahead_proposals", "draft_timeout_s"],
-        ),
+        (("python-12m", "-sc", '{"method": "ngram"}', "--draft-timeout-s", "2"), ["draft_timeout_s"]),
     ],
 )
 def test_an_option_without_effect_is_named(argv: tuple[str, ...], named: list[str]) -> None:

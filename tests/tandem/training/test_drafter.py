@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from engine.heads.dflash import DFlashHead
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.files.checkpoint import read_head
 from engine.heads.mlp_speculator import MlpSpeculator
@@ -24,6 +25,17 @@ from tandem.training.settings import TrainSettings
 SHAPES: dict[str, dict[str, Any]] = {
     "eagle3": {"hidden_size": 24, "head_dim": 8, "num_kv_heads": 1, "draft_vocab_size": 200, "unroll_steps": 3},
     "eagle": {"unroll_steps": 2},
+    "dflash": {"block_size": 4, "num_layers": 1, "num_anchors": 16},
+    "dspark": {
+        "block_size": 4,
+        "num_layers": 1,
+        "markov_rank": 8,
+        "markov_type": "gated",
+        "hidden_size": 24,
+        "head_dim": 8,
+        "num_kv_heads": 1,
+        "draft_vocab_size": 200,
+    },
     "medusa": {"num_predict": 3},
     "mlp": {"num_predict": 3, "inner_dim": 24, "tie_weights": True},
     "draft": {"hidden_size": 24, "num_heads": 3, "num_kv_heads": 1, "num_layers": 1},
@@ -60,8 +72,8 @@ def settings(target: Path, data: Path, tmp_path: Path) -> Callable[..., TrainSet
 @pytest.mark.parametrize(
     "method",
     [
-        *("eagle3", "mlp", "draft"),
-        *(pytest.param(method, marks=pytest.mark.exhaustive) for method in ("eagle", "medusa")),
+        *("eagle3", "mlp", "draft", "dspark"),
+        *(pytest.param(method, marks=pytest.mark.exhaustive) for method in ("eagle", "medusa", "dflash")),
     ],
 )
 def test_a_drafter_learns_and_loads(
@@ -75,7 +87,7 @@ def test_a_drafter_learns_and_loads(
     assert rounded.acceptance.length == pytest.approx(trained.acceptance.length, abs=0.1)
     assert {file.name for file in tmp_path.iterdir()} == {"output"}
     config = json.loads((tmp_path / "output" / "config.json").read_text())
-    attends = method in ("draft", "eagle", "eagle3")
+    attends = method not in ("medusa", "mlp")
     assert config.get("draft_window_size") == (settings(method).row_length if attends else None)
     if method == "draft":
         assert AutoTokenizer.from_pretrained(tmp_path / "output").eos_token_id == 0
@@ -87,6 +99,10 @@ def test_a_drafter_learns_and_loads(
     if isinstance(head, Eagle3Head):
         assert head.hidden_state_layers == (1, 2, 3)
         assert head.t2d.sum() == len(head.d2t) == 200
+    if isinstance(head, DFlashHead):
+        assert head.config.max_tokens == (3 if method == "dflash" else 4)
+        assert head.config.owns_mask == (method == "dflash")
+        assert head.hidden_state_layers == (1, 2, 3)
     if isinstance(head, MlpSpeculator):
         assert head.config.tie_weights
         assert len(config["top_k_tokens_per_head"]) == head.config.n_predict

@@ -9,6 +9,7 @@ from transformers import LlamaForCausalLM
 from tandem.training.checkpoint import load_model, round_weights, save_model
 from tandem.training.corpus import Document
 from tandem.training.lesson import distillation_loss, write_lessons
+from tandem.training.loss_weights import LossWeights
 from tandem.training.measure import acceptance_length, count_rounds, held_out_loss
 from tandem.training.pretrain import PretrainSettings, pretrain
 from tandem.training.schedule import Schedule, ScheduleSettings
@@ -148,9 +149,9 @@ def test_the_loss_is_least_at_the_targets_own_distribution() -> None:
     target = tiny_model(2)
     rows = torch.randint(0, TINY.vocab_size, (2, 12))
     lesson = write_lessons(target, rows, top=TINY.vocab_size - 1).select(torch.arange(2))
-    weights = {"greedy_weight": 0.0, "variation_weight": 1.0}
+    weights = LossWeights(greedy=0.0, variation=1.0)
     with torch.no_grad():
         logits = target(input_ids=rows).logits
-        own = distillation_loss(logits, lesson, **weights)
-        other = distillation_loss(logits + 0.5 * torch.randn_like(logits), lesson, **weights)
+        own = distillation_loss(logits, lesson, weights)
+        other = distillation_loss(logits + 0.5 * torch.randn_like(logits), lesson, weights)
     assert abs(own) < 0.01 < other

@@ -14,6 +14,7 @@ from engine.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
 from tandem.training.acceptance import greedy_acceptance
 from tandem.training.draft_vocabulary import count_tokens, draft_ids, most_frequent
 from tandem.training.lesson import Lessons, distillation_loss
+from tandem.training.loss_weights import LossWeights
 from tandem.training.unroll import ChainAttention, unroll_eagle, unroll_medusa, unroll_mlp
 
 HIDDEN, VOCAB, LENGTH, STEPS = 16, 31, 9, 3
@@ -156,7 +157,7 @@ def test_the_loss_over_a_smaller_vocabulary_is_that_of_the_renormalised_target()
     kept = torch.tensor([0, 2, 3, 5])
     restricted = lesson.restrict(draft_ids(kept, 6))
     logits = torch.randn(1, 5, 4)
-    measured = distillation_loss(logits, restricted, greedy_weight=0.3, variation_weight=0.5)
+    measured = distillation_loss(logits, restricted, LossWeights())
     losses = []
     for i in range(5):
         choice = int(probs[0, i].argmax())

@@ -10,11 +10,15 @@ from specdec.rules import Rule
 from specdec.types import FinishReason, Proposal
 from tests.target_service.conftest import VOCAB, make_prompt, make_spec, nothing_comes
 from tests.target_service.scheduler.watch import Watch
-from tests.target_service.session.test_offers import counts
 from tests.until import until
 
 NUM_TOKENS = 16
 GREEDY, COUPLED = {}, {"temperature": 1.0, "rule": Rule.COUPLED}
+
+
+async def counts(core):
+    load = await core.load()
+    return load.stale_messages, load.superseded_proposals
 
 
 async def rest_of(session, num_tokens):

@@ -11,8 +11,10 @@ import pytest
 import torch
 from scipy import stats
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.native import library
+from engine.sampling import distribution
 from engine.sampling.drafting import collect, draft
 from engine.sampling.edits import edited
 from engine.sampling.noise import Stream, number
@@ -22,9 +24,11 @@ from engine.sampling.state import SamplingState
 from specdec.errors import InternalError, InvalidRequest
 from specdec.params import SamplingParams
 from specdec.rules import Rule, SparseRow
+from target_service.verification import tensor_verifier
 from target_service.verification.logprobs import position_logprobs
 from target_service.verification.rounds import Outcome, Round, check_draft
-from target_service.verification.verifier import Verifier
+from target_service.verification.tensor_verifier import verify_with_tensors
+from target_service.verification.verifier import Verifier, decide_many
 
 V, PROMPT = 48, [3, 1, 4]
 VERIFIER = Verifier()
@@ -235,6 +239,56 @@ def test_a_mixed_step_decides_as_each_round_alone() -> None:
         alone = VERIFIER.verify(logits, [r])[0]
         assert (alone.num_accepted, alone.token_ids, alone.error) == (outcome.num_accepted, outcome.token_ids, None)
         assert len(alone.logprobs) == len(outcome.logprobs) == (0 if r.logprobs is None else len(outcome.token_ids))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most rows over the vocabulary in a tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        for part in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(part, Tensor) and part.ndim > 1 and part.shape[-1] == V:
+                self.num_rows = max(self.num_rows, part.numel() // V)
+        return made
+
+
+def test_many_rounds_are_decided_in_parts_with_the_memory_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, rounds = mixed_rounds()
+    wanted = verify_with_tensors(logits, rounds)
+    many = torch.randn(83, V)
+    found = []
+    for count in (1000, 10):
+        monkeypatch.setattr(tensor_verifier, "MAX_NUMBERS", count * V)
+        assert verify_with_tensors(logits, rounds) == wanted
+        with LargestTensor() as largest:
+            decide_many(many)
+        found.append(largest.num_rows)
+    assert found == [83, 10]
+
+
+def test_rounds_whose_survivors_are_many_are_decided_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a distribution may lack tokens."""
+    logits, rounds = mixed_rounds()
+    wanted = VERIFIER.verify(logits, rounds)
+    decided: list[int] = []
+    verify = tensor_verifier.verify_with_tensors
+
+    def watched(logits: Tensor, rounds: Sequence[Round], *, exact: bool = False) -> list[Outcome]:
+        decided.append(len(rounds))
+        return verify(logits, rounds, exact=exact)
+
+    monkeypatch.setattr(tensor_verifier, "verify_with_tensors", watched)
+    monkeypatch.setattr(distribution, "_counts_survivors", lambda logits: False)
+    monkeypatch.setattr(distribution, "NUM_CANDIDATES", 4)
+    found = watched(logits, rounds)
+    assert [(o.num_accepted, o.token_ids, o.path) for o in found] == [
+        (o.num_accepted, o.token_ids, o.path) for o in wanted
+    ]
+    assert 0 < decided[1] < decided[0]
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:

@@ -9,8 +9,35 @@ from engine.sampling.drafting import draft
 from specdec.settings import DraftSettings, SchedulerSettings, SpeculativeSettings
 from tests.draft_service.conftest import make_model_settings, running
 from tests.draft_service.drafters.heads.talk import KINDS, K
+from tests.engine.heads import block_files as blocks
 from tests.engine.heads import checkpoints as files
 from tests.engine.heads import reference
+
+#: Heads that draft a block, and how their rows attend.
+BLOCKS = {
+    "dflash": {
+        "config": blocks.dflash_config(),
+        "tensors": blocks.block_tensors(),
+        "causal": (True, False),
+        "windows": (7, None),
+        "predicts_next": False,
+    },
+    "dflash2": {
+        "config": blocks.dflash2_config(),
+        "tensors": blocks.block_tensors(convolved=True),
+        "causal": (False, False),
+        "windows": (7, None),
+        "predicts_next": False,
+    },
+    "dspark": {
+        "config": blocks.dspark_config(),
+        "tensors": blocks.block_tensors(markov="rnn", own=True),
+        "causal": (False, False),
+        "windows": (None, None),
+        "predicts_next": True,
+        "markov": "rnn",
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +59,9 @@ def folder(target, tmp_path_factory):
             files.mlp_tensors(n_predict=5, tied=True, once=True),
             "model.safetensors",
         ),
+        (folder / "dflash", blocks.dflash_config(), blocks.block_tensors(), "model.safetensors"),
+        (folder / "dflash2", blocks.dflash2_config(), blocks.block_tensors(convolved=True), "model.safetensors"),
+        (folder / "dspark", blocks.dspark_config(), blocks.block_tensors(markov="rnn", own=True), "model.safetensors"),
     ):
         files.write_head_files(*published)
     return folder
@@ -72,6 +102,12 @@ def formula(target):
             tensors = files.mlp_tensors(n_predict=5, tied=True)
             bare = {name.removeprefix("speculator."): value for name, value in tensors.items()}
             return lambda tokens, states: reference.mlp_step(config, bare, tokens[-1], states[len(tokens) - 2])
+        if method in BLOCKS:
+            model = blocks.BlockReference(
+                **BLOCKS[method], embeddings=embeddings, lm_head=lm_head, num_rows=K + (method != "dspark")
+            )
+            of.models[method] = model
+            return lambda tokens, states, start=0: model.after(tokens, list(states[start : len(tokens) - 1]), start)
         config, tensors, theta = {
             "eagle": (files.eagle_config(), files.eagle_tensors(), files.DRAFT_ROPE),
             "eagle3": (files.eagle3_config(), files.eagle3_tensors(), 10000.0),

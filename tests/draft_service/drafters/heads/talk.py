@@ -9,10 +9,16 @@ import torch
 from specdec.types import HiddenStates
 from tests.engine.heads import checkpoints as files
 from tests.engine.heads import reference
+from tests.engine.heads.block_files import STATES
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 K = 4
-KINDS = ("eagle", "eagle3", "medusa", "mlp_speculator")
+#: Those that draft trees, and those that draft a block.
+TREE_KINDS = ("eagle", "eagle3", "medusa", "mlp_speculator")
+BLOCK_KINDS = ("dflash", "dflash2", "dspark")
+KINDS = (*TREE_KINDS, *BLOCK_KINDS)
+#: Those whose chains are drawn by native code.
+NATIVE = ("eagle", "eagle3", *BLOCK_KINDS)
 
 
 class Talk:
@@ -20,7 +26,7 @@ class Talk:
 
     def __init__(self, core, model, method, dtype="float32"):
         self._core, self._model, self._dtype = core, model, dtype
-        self._layers = (2, 3, 4) if method == "eagle3" else (-1,)
+        self._layers = {"eagle3": (2, 3, 4), **dict.fromkeys(BLOCK_KINDS, STATES)}.get(method, (-1,))
         self.tokens = list(PROMPT)
 
     async def open(self, spec):
@@ -41,7 +47,7 @@ class Talk:
         start, end = base - 1 if start is None else start, len(self.tokens) - 1 if end is None else end
         edges = [*range(start, end, cut or max(1, end - start)), end]
         states = [self.rows(first, last) for first, last in pairwise(edges)]
-        await self.session.advance(base, new, k, 0, states)
+        await self.session.advance(base, new, k, states)
         return await self.session.receive()
 
 

@@ -17,11 +17,14 @@ from engine.sampling.state import SamplingState
 from specdec.errors import InvalidRequest
 from specdec.rules import Rule
 from specdec.types import HiddenStates
-from tests.draft_service.drafters.heads.talk import KINDS, PROMPT, K, Talk, greedy, others, verdict
+from tests.draft_service.drafters.heads.talk import KINDS, NATIVE, PROMPT, K, Talk, greedy, others, verdict
+from tests.engine.heads import block_files as blocks
 from tests.engine.heads import checkpoints as files
 
+VARIANTS = [*((kind, True) for kind in KINDS), *((kind, False) for kind in NATIVE)]
 
-@pytest.mark.parametrize("variant", [*((kind, True) for kind in KINDS), ("eagle", False), ("eagle3", False)], ids=str)
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 async def test_logits_over_rounds_with_rejections(start, spec, formula, seen, variant):
     """In torch, where the logits can be seen; and in one native call, where the tokens tell."""
     method, in_torch = variant
@@ -84,7 +87,7 @@ async def test_a_batch_drafts_what_each_session_drafts_alone(start, spec, target
         assert all(len(text) == 1 + seed % K for seed, texts in enumerate(together) for text in texts)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "dflash", "dspark"])
 async def test_a_draft_that_is_opened_late_works_from_the_states_it_gets(start, spec, formula, target, method):
     async with start(method) as core:
         talk = Talk(core, target, method)
@@ -209,14 +212,17 @@ async def test_states_of_another_width_are_refused(start, spec, target, method):
         talk = Talk(core, target, method)
         await talk.open(spec(PROMPT))
         wrong = HiddenStates(0, 8, "float32", bytes(6 * 32))
-        await talk.session.advance(len(PROMPT), [7], K, 0, [wrong])
+        await talk.session.advance(len(PROMPT), [7], K, [wrong])
         with pytest.raises(InvalidRequest, match="8 numbers a position"):
             await talk.session.receive()
         assert len((await talk.propose([7], K, start=0)).token_ids) == K
         await talk.session.close()
 
 
-@pytest.mark.parametrize(("method", "most"), [("medusa", 4), ("mlp_speculator", 5), ("eagle", 9)])
+@pytest.mark.parametrize(
+    ("method", "most"),
+    [("medusa", 4), ("mlp_speculator", 5), ("eagle", 9), ("dflash", 5), ("dflash2", 5), ("dspark", 6)],
+)
 async def test_no_more_tokens_than_the_head_can_draft(start, spec, target, method, most):
     async with start(method, k=9) as core:
         assert (await core.info()).num_speculative_tokens == most
@@ -239,6 +245,20 @@ async def test_at_the_context_limit(start, spec, target, method):
         await talk.session.close()
         await talk.open(spec([1] * 17))
         assert (await talk.propose([7], K, start=0)).token_ids == ()
+        await talk.session.close()
+
+
+@pytest.mark.parametrize(("method", "most"), [("dflash", [4, 3, 2, 1, 0]), ("dspark", [4, 4, 3, 2, 1])])
+async def test_a_block_at_the_end_of_the_cache(start, spec, target, method, most):
+    """A cache of two blocks, which is less than the context: a draft gets shorter, and none fails."""
+    block_bytes = 2 * 2 * files.KV_HEADS * files.HEAD_DIM * 4 * 16
+    async with start(method, kv_cache_memory_bytes=3 * block_bytes, block_size=16) as core:
+        assert (await core.load()).total_blocks == 2
+        talk = Talk(core, target, method)
+        await talk.open(spec([5] * 27))
+        lengths = [len((await talk.propose([7], K, start=0)).token_ids)]
+        lengths += [len((await talk.propose([7], K)).token_ids) for _ in range(4)]
+        assert lengths == most
         await talk.session.close()
 
 
@@ -274,9 +294,14 @@ async def test_info(start, folder):
         "eagle3": files.eagle3_tensors(maps=()),
         "medusa": files.medusa_tensors(),
         "mlp_speculator": files.mlp_tensors(n_predict=5, tied=True, once=True),
+        "dflash": blocks.block_tensors(),
+        "dflash2": blocks.block_tensors(convolved=True),
+        "dspark": blocks.block_tensors(markov="rnn", own=True),
     }
     own = {method: sum(value.numel() for value in parts.values()) for method, parts in tensors.items()}
-    for method, layers in (("eagle", (-1,)), ("eagle3", (2, 3, 4)), ("medusa", (-1,)), ("mlp_speculator", (-1,))):
+    read = {"eagle3": (2, 3, 4), **dict.fromkeys(("dflash", "dflash2", "dspark"), blocks.STATES)}
+    for method in KINDS:
+        layers = read.get(method, (-1,))
         async with start(method) as core:
             info = await core.info()
             assert (info.name, info.method, info.vocab_size) == (method, method, files.VOCAB)

@@ -7,8 +7,9 @@ import pytest
 
 from draft_service.drafters.trees.token_tree import TokenTree
 from specdec import trees
+from specdec.errors import InvalidRequest
 from specdec.rules import Rule
-from tests.draft_service.drafters.heads.talk import KINDS, PROMPT, Talk, others
+from tests.draft_service.drafters.heads.talk import BLOCK_KINDS, PROMPT, TREE_KINDS, Talk, others
 from tests.engine.heads import checkpoints as files
 
 NUM_NODES = 9
@@ -33,7 +34,9 @@ def expected(step, shape, num_tokens):
 
 
 @pytest.mark.parametrize("options", [DYNAMIC, STATIC], ids=["dynamic", "static"])
-@pytest.mark.parametrize("variant", [*((kind, False) for kind in KINDS), ("eagle", True), ("eagle3", True)], ids=str)
+@pytest.mark.parametrize(
+    "variant", [*((kind, False) for kind in TREE_KINDS), ("eagle", True), ("eagle3", True)], ids=str
+)
 async def test_trees_after_every_verdict(start, spec, formula, variant, options):
     """On the native kernels where there are such, and in torch."""
     method, in_torch = variant
@@ -63,7 +66,7 @@ async def test_a_tree_is_no_deeper_than_there_are_heads(start, spec, formula):
         await talk.session.close()
 
 
-@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize("method", TREE_KINDS)
 async def test_all_rules_at_once(start, spec, formula, method):
     """Sessions of every rule in one batch get what each gets alone; no token outside the draft vocabulary."""
 
@@ -100,3 +103,10 @@ async def test_memory_for_siblings_runs_out(start, spec, formula):
         assert depths[-1] <= 1
         assert sorted(depths, reverse=True) == depths
         await talk.session.close()
+
+
+@pytest.mark.parametrize("method", BLOCK_KINDS)
+async def test_heads_that_draft_a_block_refuse_trees(start, method):
+    with pytest.raises(InvalidRequest, match=f"{method} drafts a block in one pass and no tree: leave out tree_top_k"):
+        async with start(method, speculative={"tree_top_k": 2}):
+            pass

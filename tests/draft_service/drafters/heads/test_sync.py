@@ -12,18 +12,20 @@ from draft_service.drafters.heads.medusa import MedusaTreePasses
 from draft_service.drafters.heads.mlp_speculator import MlpTreePasses
 from draft_service.drafters.trees.tree_passes import TreeJob, draft_trees
 from engine.chains import ChainJob, draw_chains
+from engine.heads.blocks import PagedBlocks
 from engine.heads.medusa import MedusaConfig, MedusaHeads
 from engine.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
 from engine.heads.paged import PagedHead
 from engine.kv_sequence import KVSequence
-from engine.loading import acceleration
+from engine.loading import acceleration, kernel_check
 from engine.sampling.state import SamplingState
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.settings import ModelSettings
 from specdec.tree_shape import TreeShape
+from tests.draft_service.drafters.heads.test_block_rules import HEADS
 from tests.engine.cuda.test_rounds import META, Watch
-from tests.engine.heads.random_heads import VOCAB, eagle, eagle3
+from tests.engine.heads.random_heads import VOCAB, eagle, eagle3, shaken
 
 TOKENS = [5, 7, 11, 13]
 
@@ -42,16 +44,17 @@ class Kernels:
     def write_kv(self, k_cache, v_cache, key, value, plan):
         assert key.device == plan.slots.device == META
 
-    def paged_attention(self, query, k_cache, v_cache, plan, scale):
+    def paged_attention(self, query, *_):
         return torch.empty_like(query)
 
 
-def on_device(head, monkeypatch):
+def on_device(head, monkeypatch, make=PagedHead):
     """A head as it is after its first batch: the frequencies of the rotary embedding have come, too."""
     head.rotary(torch.empty(1, device=META), head.dtype)
     monkeypatch.setattr(acceleration, "triton_attention", Kernels)
+    monkeypatch.setattr(kernel_check, "difference", lambda *_, **__: None)
     settings = ModelSettings(model="head", kv_cache_memory_bytes=1 << 20)
-    return PagedHead(head.to(META), settings, 64)
+    return make(head.to(META), settings, 64)
 
 
 @pytest.mark.parametrize("build", [eagle, eagle3])
@@ -61,6 +64,21 @@ def test_chains_on_a_cache(build, monkeypatch):
     width = head.num_features
     jobs = [
         ChainJob(paged.pool.open(30), TOKENS[1:], 1 + i % 3, state, rule, features=torch.zeros(3, width))
+        for i, (state, rule) in enumerate(states_of_every_rule() * 2)
+    ]
+    with Watch() as watch:
+        chains = paged.draft_chains(jobs)
+    assert watch.num_fetched == 1
+    assert [len(chain.token_ids) for chain in chains] == [job.num_tokens for job in jobs]
+    assert all(job.sequence.length == 3 for job in jobs)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "rnn"])
+def test_blocks_on_a_cache(kind, monkeypatch):
+    head = shaken(HEADS[kind]())
+    paged = on_device(head, monkeypatch, lambda *args: PagedBlocks(*args, num_tokens=4))
+    jobs = [
+        ChainJob(paged.pool.open(30), [3, 5, 6], 1 + i % 3, state, rule, features=torch.zeros(3, head.num_features))
         for i, (state, rule) in enumerate(states_of_every_rule() * 2)
     ]
     with Watch() as watch:

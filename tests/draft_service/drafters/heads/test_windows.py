@@ -4,11 +4,14 @@ import random
 
 import pytest
 
-from tests.draft_service.drafters.heads.talk import PROMPT, K, Talk, greedy, others
+from tests.draft_service.drafters.heads.talk import NATIVE, PROMPT, K, Talk, greedy, others
+from tests.engine.heads.block_files import BlockReference
 
 
 def windowed(model, tokens, states, read, positions):
     """Drafting on the states of the positions ``read``, rotated as if they were ``positions``."""
+    if isinstance(model, BlockReference):
+        return model.behind(tokens[-1], [states[i] for i in read], positions)
     known = [tokens[i + 1] for i in read], [model.fuse(states[i]) for i in read]
 
     def step(drafted):
@@ -25,11 +28,17 @@ def windowed(model, tokens, states, read, positions):
 WINDOW = {"draft_window_size": 24, "draft_sink_size": 3}
 
 
-@pytest.mark.parametrize("variant", [("eagle", True), ("eagle", False), ("eagle3", True), ("eagle3", False)], ids=str)
-@pytest.mark.parametrize("tree", [{}, {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"}], ids=["chain", "tree"])
-async def test_a_window(start, spec, formula, variant, tree):
+TREE = {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"}
+
+
+@pytest.mark.parametrize(
+    ("method", "tree"),
+    [*((method, {}) for method in NATIVE), ("eagle", TREE), ("eagle3", TREE)],
+)
+@pytest.mark.parametrize("in_torch", [True, False])
+async def test_a_window(start, spec, formula, method, tree, in_torch):  # noqa: PLR0917
     """Whole blocks of 4 entries are dropped, 8 at a time; what stays keeps its position. No more blocks are used."""
-    (method, in_torch), rng = variant, random.Random(3)
+    rng = random.Random(3)
     model = formula.models[method]
     async with start(method, speculative=WINDOW | tree, block_size=4, enforce_eager=in_torch) as core:
         talk = Talk(core, formula.target, method)

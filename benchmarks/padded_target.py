@@ -1,0 +1,39 @@
+"""A target service on slower hardware: passes take a certain time at least, without using a core meanwhile.
+
+``python -m benchmarks.padded_target 28 stream …`` with the flags of ``tandem target``; ``rounds`` in place of
+``stream``: it always waits for the drafts that it asks.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from benchmarks.command import run
+
+
+def main() -> int:
+    """Serve."""
+    from engine.batch import Segment  # noqa: PLC0415 (torch)
+    from engine.engine import Engine  # noqa: PLC0415
+    from target_service import trip_times  # noqa: PLC0415
+    from target_service.main import main as serve  # noqa: PLC0415
+
+    pad_s, way, *arguments = float(sys.argv[1]) / 1e3, *sys.argv[2:]
+    forward = Engine.forward
+
+    def padded(engine: Engine, segments: Sequence[Segment]) -> object:
+        until_s = time.perf_counter() + pad_s
+        logits = forward(engine, segments)
+        time.sleep(max(0.0, until_s - time.perf_counter()))
+        return logits
+
+    Engine.forward = padded  # type: ignore[method-assign, assignment]
+    if way == "rounds":
+        trip_times.STREAMS_FROM = float("inf")  # type: ignore[misc]
+    return serve(arguments)
+
+
+if __name__ == "__main__":
+    run("benchmarks.padded_target", main)

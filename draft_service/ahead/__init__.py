@@ -1,1 +1,0 @@
-"""Drafting ahead of verdicts: the verdict tree, its scheduler, acceptance statistics and cache branches."""

@@ -1,0 +1,168 @@
+"""The forward pass of Llama-shaped models on a GPU in ten launches a layer; by transformers' modules it takes forty.
+
+The projections of queries, keys and values are one product, as are those of gate and up. The residual is added where it
+is normed, and keys and values go to the cache where they are rotated. Numbers are rounded where the modules round them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.batch import Batch
+from engine.cuda import kernels
+from engine.cuda.attention import DTYPES, padded_size, paged_attention
+from engine.llama_models import MODELS, NORMS, ROPE_TYPES
+
+#: Numbers of a program of ``silu_multiply``.
+_TILE: Final = 1024
+#: What hidden states are given as; see :mod:`engine.hidden_states`.
+_STATE_DTYPE: Final = torch.bfloat16
+
+
+class FusedDecoder:
+    """A model's weights, some of them joined, and its caches."""
+
+    def __init__(self, model: Any, caches: Sequence[tuple[Tensor, Tensor]], windows: Sequence[int | None]) -> None:
+        """Join weights of a model that :func:`unknown` has nothing against; its modules read the joined ones, too."""
+        self._body = model.model
+        self._lm_head = model.lm_head
+        self._caches, self._windows = caches, windows
+        attention = self._body.layers[0].self_attn
+        self._scale: float = attention.scaling
+        self._head_dim: int = attention.head_dim
+        self._num_kv_heads = caches[0][0].shape[1]
+        self._num_heads = attention.q_proj.out_features // self._head_dim
+        self._eps: float = model.config.rms_norm_eps
+        self._layers = [
+            (
+                layer,
+                _join([layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]),
+                _join([layer.mlp.gate_proj, layer.mlp.up_proj]),
+            )
+            for layer in self._body.layers
+        ]
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Logits [N, V] of a batch on the device."""
+        return self._run(batch, (), None)[0]
+
+    def logits_and_states(
+        self, batch: Batch, layers: tuple[int, ...], rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`logits`, and hidden states of some rows (int64 [R]), or of all: bfloat16 [R, layers, H]."""
+        logits, caught = self._run(batch, layers, rows)
+        return logits, torch.stack([caught[layer] for layer in layers], dim=1)
+
+    def _run(self, batch: Batch, layers: tuple[int, ...], rows: Tensor | None) -> tuple[Tensor, dict[int, Tensor]]:
+        plan = batch.plan
+        x = self._body.embed_tokens(batch.input_ids[0])  # [T, H]
+        angles = [part[0].contiguous() for part in self._body.rotary_emb(x[None], plan.positions[None])]  # [T, D] each
+        caught: dict[int, Tensor] = {}
+
+        def catch(layer: int, states: Tensor) -> None:
+            if layer in layers:
+                caught[layer] = (states.clone() if rows is None else states.index_select(0, rows)).to(_STATE_DTYPE)
+
+        delta: Tensor | None = None
+        for index, (layer, qkv_proj, gate_up) in enumerate(self._layers):
+            normed = self._add_norm(x, delta, layer.input_layernorm)
+            catch(index, x)
+            qkv = F.linear(normed, *qkv_proj).view(len(x), -1, self._head_dim)  # [T, heads, D]
+            self._rotate_write(qkv, angles, index, batch)
+            query = qkv[:, : self._num_heads]
+            attended = paged_attention(query, *self._caches[index], plan, self._scale, self._windows[index])
+            delta = layer.self_attn.o_proj(attended.flatten(1))
+            normed = self._add_norm(x, delta, layer.post_attention_layernorm)
+            both = F.linear(normed, *gate_up)
+            active = both.new_empty(len(both), both.shape[1] // 2)
+            grid = (len(active), -(-active.shape[1] // _TILE))
+            kernels.silu_multiply[grid](both, active, DIM=active.shape[1], TILE=_TILE)
+            delta = layer.mlp.down_proj(active)
+        normed = self._add_norm(x, delta, self._body.norm)
+        catch(len(self._layers), x)
+        catch(-1, normed)
+        return self._lm_head(normed.index_select(0, batch.logit_rows)), caught
+
+    def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Any) -> Tensor:
+        """Add to ``x`` [T, H] in place, and norm it."""
+        out = torch.empty_like(x)
+        kernels.add_norm[(len(x),)](
+            x,
+            x if delta is None else delta,
+            norm.weight,
+            out,
+            self._eps,
+            DIM=x.shape[1],
+            PADDED_DIM=padded_size(x.shape[1]),
+            HAS_DELTA=delta is not None,
+            num_warps=8,
+        )
+        return out
+
+    def _rotate_write(self, qkv: Tensor, angles: Sequence[Tensor], index: int, batch: Batch) -> None:
+        """Norm, rotate and write what a layer attends with, ``qkv`` [T, heads of all three, D]."""
+        k_cache, v_cache = self._caches[index]
+        attention = self._body.layers[index].self_attn
+        has_norms = hasattr(attention, "q_norm")
+        norms = (attention.q_norm.weight, attention.k_norm.weight) if has_norms else (qkv, qkv)
+        kernels.rotate_write[(len(qkv), qkv.shape[1])](
+            qkv,
+            *angles,
+            *norms,
+            k_cache,
+            v_cache,
+            batch.plan.slots,
+            self._eps,
+            k_cache.stride(0),
+            v_cache.stride(0),
+            HEADS=self._num_heads,
+            KV_HEADS=self._num_kv_heads,
+            HALF=self._head_dim // 2,
+            PADDED_HALF=padded_size(self._head_dim // 2),
+            BLOCK_SIZE=batch.plan.block_size,
+            HAS_NORMS=has_norms,
+            num_warps=1,
+        )
+
+
+def unknown(model: Any, caches: Sequence[tuple[Tensor, Tensor]]) -> str | None:  # noqa: PLR0911
+    """Why a model is not one this decoder computes, or None."""
+    name = type(model).__name__
+    if name not in MODELS or not type(model).__module__.startswith("transformers.models."):
+        return f"{name} is none of {', '.join(sorted(MODELS))}"
+    config, body = model.config, model.model
+    if config.hidden_act != "silu" or (config.rope_parameters or {}).get("rope_type", "default") not in ROPE_TYPES:
+        return "its activation or its rotary embedding"
+    if type(model.lm_head) is not nn.Linear or any(p.dtype not in DTYPES for p in model.parameters()):
+        return "its output layer or dtype"
+    for layer, (k_cache, v_cache) in zip(body.layers, caches, strict=True):
+        attention, mlp = layer.self_attn, layer.mlp
+        linears = [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
+        if not all(type(linear) is nn.Linear for linear in [*linears, attention.o_proj, mlp.down_proj]):
+            return "linear layers that are not plain"
+        norms = [layer.input_layernorm, layer.post_attention_layernorm, body.norm]
+        norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+        if any(type(norm).__name__ not in NORMS or norm.variance_epsilon != config.rms_norm_eps for norm in norms):
+            return "norms of another kind"
+        if attention.head_dim % 2 or k_cache.shape != v_cache.shape or k_cache.shape[3] != attention.head_dim:
+            return "head sizes"
+    return None
+
+
+def _join(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """One weight of several layers, and one bias, which they read from now on."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    sizes = [linear.out_features for linear in linears]
+    for linear, part in zip(linears, weight.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+        linear.weight = nn.Parameter(part, requires_grad=False)
+    biases = [linear.bias for linear in linears]
+    if all(bias is None for bias in biases):
+        return weight, None
+    return weight, torch.cat(
+        [weight.new_zeros(size) if bias is None else bias.detach() for bias, size in zip(biases, sizes, strict=True)]
+    )

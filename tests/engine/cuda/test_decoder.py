@@ -1,0 +1,210 @@
+"""Llama-shaped models in few launches: against transformers' own modules, and how many launches they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from engine.compaction import Kept
+from engine.cuda import attention, decoder, kernels
+from engine.cuda.decoder import FusedDecoder, unknown
+from engine.cuda.graphs import GraphRunner
+from engine.cuda.sync import NoSync
+from engine.engine import Engine, Segment
+from engine.loading import acceleration
+from tests.engine.conftest import build
+
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+Load = Callable[..., Engine]
+
+
+@pytest.fixture
+def load_fused(load_engine: Load, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Loads an engine that a fused decoder runs: in Triton's interpreter where there is no GPU."""
+
+    def load(name: str, dtype: str = "float32") -> Engine:
+        if DEVICE != "cpu":
+            return load_engine(name, device=DEVICE, dtype=dtype, kv_cache_memory_bytes=200_000)
+        fused: list[Any] = []
+
+        def runners(engine: Engine, model: Any, shapes: Any, *_: Any) -> Any:
+            fused.append(acceleration.fused_decoder(engine, model, shapes))
+            if fused[0] is not None:
+                yield engine.torch_runner("fused cuda graphs", attention, fused[0])
+            yield engine.torch_runner("torch attention")
+
+        monkeypatch.setattr(acceleration, "runners", runners)
+        return load_engine(name, dtype=dtype, kv_cache_memory_bytes=200_000)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("llama", "float32"), ("qwen3", "float32")),
+        *(pytest.param(name, "float32", marks=pytest.mark.exhaustive) for name in ("qwen2", "mistral", "llama_yarn")),
+        pytest.param("llama", "float16", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_it_passes_the_check_at_load(name: str, dtype: str, load_fused: Load) -> None:
+    """Ragged chunks, trees and their paths; a window; norms of queries and keys; biases."""
+    assert load_fused(name, dtype).runner.name == "fused cuda graphs"
+
+
+def test_replayed_passes_leave_logits_and_hidden_states(
+    load_fused: Load, load_engine: Load, tools: SimpleNamespace
+) -> None:
+    engine, plain = load_fused("llama"), load_engine("llama", device=DEVICE, enforce_eager=True)
+    if DEVICE == "cpu":
+        fused_runner: Any = engine.runner
+
+        def rerun(run: Callable[[], object]) -> Callable[[], object]:
+            with NoSync("cpu"):
+                run()
+            return run
+
+        fused_runner.graphs = GraphRunner(
+            fused_runner.run_modules,
+            rerun,
+            **engine.limits,
+            device=engine.device,
+            forward_with_states=fused_runner.run_modules_with_states,
+            hidden_size=engine.hidden_size,
+        )
+    answers = []
+    for own in (engine, plain):
+        one, two = own.pool.open(20), own.pool.open(20)
+        layers = (0, 1, 2, -1)
+        logits, states = own.forward_with_states(
+            [Segment(one, tools.random_ids(7, 1), 2, 5, layers), Segment(two, tools.random_ids(3, 2), 1)]
+        )
+        found = [logits.cpu(), states.of(0).float()]
+        tree = Segment(one, [3, 4, 5, 6], 4, parents=(-1, -1, 1, 0))
+        found.append(own.forward([tree, Segment(two, [9], 1)]).cpu())
+        own.keep_rows([Kept(one, 7, (1, 2))])
+        found.append(own.forward([Segment(one, [8], 1)]).cpu())
+        answers.append(found)
+    for ours, theirs in zip(*answers, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=2**-7)
+    assert plain.runner.name != engine.runner.name
+
+
+def test_the_modules_read_the_joined_weights(load_stock: Callable[[str], PreTrainedModel]) -> None:
+    model: Any = load_stock("qwen2")
+    ids = torch.arange(5)[None]
+    before = model(ids).logits
+    pool = [(torch.empty(2, 2, 4, 8), torch.empty(2, 2, 4, 8))] * 2
+    FusedDecoder(model, pool, [None, None])
+    projections = model.model.layers[0].self_attn
+    assert (
+        projections.q_proj.weight.untyped_storage().data_ptr() == projections.v_proj.weight.untyped_storage().data_ptr()
+    )
+    torch.testing.assert_close(model(ids).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("gemma2", "Gemma2ForCausalLM is none of"), ("llama", None), ("dynamic", "rotary embedding")]
+)
+def test_what_it_does_not_know_is_left_to_the_modules(name: str, text: str | None) -> None:
+    caches = [(torch.empty(2, 2, 4, 8), torch.empty(2, 2, 4, 8))] * 2
+    reason = unknown(build(name), caches)
+    assert (reason is None) if text is None else text in str(reason)
+
+
+VIEWS = frozenset(
+    """
+    view _unsafe_view t transpose permute unsqueeze squeeze expand slice select alias detach as_strided split
+    split_with_sizes unbind empty new_empty empty_like
+    """.split()  # noqa: SIM905
+)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that are kernels on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:
+            result = func.decompose(*args, **kwargs or {})
+        if result is not NotImplemented:
+            return result
+        name = func.__name__.partition(".")[0]
+        if name not in VIEWS:
+            self.counts[name] += 1
+        return func(*args, **kwargs or {})
+
+
+def launches_of(num_layers: int, *, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of a decode step in bfloat16 over a text that is split; kernels of our own are counted and not run."""
+    from engine.batch import build_batch
+    from engine.kv_pool import KVPool
+    from engine.layers import PAGED, allocate_caches, record_layers
+    from engine.modules import ModelModules
+
+    cpu = torch.device("cpu")
+    model = build("llama", num_hidden_layers=num_layers).bfloat16()
+    shapes, vocab_size = record_layers(model, num_layers, cpu)
+    model.set_attn_implementation(PAGED)
+    caches = allocate_caches(shapes, 40, 16, cpu)
+    modules = ModelModules(model, shapes, caches, device=cpu)
+    sequence = KVPool(40, 16).open(600)
+    sequence.length = 560
+    batch = build_batch([Segment(sequence, [1], 1)], block_size=16, vocab_size=vocab_size, max_model_len=600)
+
+    class Counted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *_, **__: launches.counts.update([self.name])
+
+    with Launches() as launches, torch.inference_mode():
+        for name in ("attend", "join", "write", "add_norm", "rotate_write", "silu_multiply"):
+            monkeypatch.setattr(kernels, name, Counted(name))
+        if is_fused:
+            fused = decoder.FusedDecoder(model, caches, [None] * num_layers)
+            launches.counts.clear()
+            fused.logits(batch)
+        else:
+            modules.logits(batch, kernels=attention)
+    monkeypatch.undo()
+    return launches.counts.total()
+
+
+def test_launches_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty a layer by transformers' modules, ten fused; the rest of a step is 21 and 14."""
+    found = {}
+    for is_fused in (False, True):
+        two, three = (launches_of(n, is_fused=is_fused, monkeypatch=monkeypatch) for n in (2, 3))
+        found[is_fused] = (three - two, two - 2 * (three - two))
+    assert found == {False: (40, 21), True: (10, 14)}
+
+
+def test_numbers_are_rounded_where_the_modules_round_them() -> None:
+    """In half precision the kernels' results are the modules' to the bit, but for the last bits of a root."""
+    x = torch.randn(3, 48, device=DEVICE).half()
+    gate_up = torch.randn(3, 80, device=DEVICE).half()
+    out = torch.empty(3, 40, device=DEVICE).half()
+    kernels.silu_multiply[(3, 1)](gate_up, out, DIM=40, TILE=64)
+    gate, up = gate_up.chunk(2, dim=-1)
+    torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up, atol=0, rtol=2**-10)
+    norm: Any = build("llama").model.norm.to(DEVICE).half()
+    norm.weight.data = torch.randn(48, device=DEVICE).half()
+    delta, summed = torch.randn_like(x), x.clone()
+    normed = torch.empty_like(x)
+    kernels.add_norm[(3,)](summed, delta, norm.weight, normed, 1e-6, DIM=48, PADDED_DIM=64, HAS_DELTA=True)
+    assert torch.equal(summed, x + delta)
+    wanted: Tensor = norm(x + delta)
+    torch.testing.assert_close(normed, wanted, atol=0, rtol=2**-9)

@@ -1,0 +1,57 @@
+"""Which drafts a target is told to ask itself."""
+
+from dataclasses import replace
+
+import pytest
+
+from gateway.decoding.context import DecodingContext
+from gateway.placement.routing import Replica, Router
+from specdec.errors import Unavailable
+from specdec.settings import GatewaySettings
+from tests.gateway.decoding.decodings import PROMPT, request_of, run
+from tests.gateway.fake_draft import FakeDraft
+from tests.gateway.fakes import FakeTarget, FakeTargetSession, params, reference
+
+LOCAL, REMOTE = "unix:/run/tandem", "10.0.0.1:50062"
+
+
+class AskingTarget(FakeTarget):
+    """A target that is ready to ask drafts, and then does not reach them: the gateway asks."""
+
+    def __init__(self, *, remote):
+        super().__init__(latency_s=0.0001)
+        self.remote = remote
+        self.asked = []
+
+    async def open(self, spec, on_states=None):
+        session = AskingSession(self, spec)
+        session.opened = replace(session.opened, asks_drafts=True, asks_remote_drafts=self.remote)
+        return session
+
+
+class AskingSession(FakeTargetSession):
+    async def open_draft(self, address, spec, timeout_s):
+        self.backend.asked.append(address)
+        raise Unavailable("not reached")
+
+
+@pytest.mark.parametrize(
+    ("target_name", "draft_name", "remote", "tls", "is_asked"),
+    [
+        (LOCAL, LOCAL, False, False, True),
+        (LOCAL, LOCAL, False, True, True),
+        (LOCAL, REMOTE, True, False, True),
+        (LOCAL, REMOTE, False, False, False),  # an older target
+        (LOCAL, REMOTE, True, True, False),  # which has no certificates for it
+        (REMOTE, REMOTE, True, False, False),
+    ],
+)
+async def test_who_asks_the_draft(target_name, draft_name, remote, tls, is_asked):
+    target, draft = AskingTarget(remote=remote), FakeDraft()
+    router = Router([Replica(target_name, target, info=target.model)], [Replica(draft_name, draft, info=draft.model)])
+    router.target_up(router.targets.replicas[0], target.model)
+    settings = GatewaySettings(fixed_draft_length=True, **({"backend_ssl_ca_certs": "ca.pem"} if tls else {}))
+    out, decoding = await run(DecodingContext(router, settings), request_of(4, max_tokens=60))
+    assert out == reference(PROMPT, params(max_tokens=60))
+    assert target.asked == [draft_name] * is_asked
+    assert decoding.metrics.num_spec_steps > 0

@@ -1,0 +1,38 @@
+"""When a draft is too far away to be waited for."""
+
+from __future__ import annotations
+
+import pytest
+
+from target_service.trip_times import LEAST, MEMORY, TripTimes
+
+
+def times_of(trip_ns: int, step_ns: int, count: int = LEAST) -> TripTimes:
+    times = TripTimes()
+    for _ in range(count):
+        times.add_step(step_ns)
+        times.add_trip(trip_ns)
+    return times
+
+
+@pytest.mark.parametrize(
+    ("trip_ns", "is_far", "num_steps"), [(0, False, 0), (290, False, 1), (310, True, 1), (2500, True, 3)]
+)
+def test_a_trip_is_compared_with_a_step(trip_ns: int, is_far: bool, num_steps: int) -> None:
+    times = times_of(trip_ns, 1000)
+    assert (times.is_far, times.num_steps) == (is_far, num_steps)
+
+
+def test_a_single_slow_trip_decides_nothing() -> None:
+    assert not times_of(900, 1000, LEAST - 1).is_far
+    times = times_of(10, 1000)
+    times.add_trip(10**9)
+    assert not times.is_far
+
+
+def test_between_the_two_shares_it_stays_what_it_is() -> None:
+    times = times_of(500, 1000)
+    for trip_ns, is_far in ((250, True), (150, False), (250, False), (500, True)):
+        for _ in range(MEMORY):
+            times.add_trip(trip_ns)
+        assert times.is_far is is_far
