@@ -226,4 +226,4 @@ def _take_linears(model: nn.Module, source: TensorSource, dtype: torch.dtype, ta
         parent, _, last = name.rpartition(".")
         model.get_submodule(parent)._modules[last] = GroupedLinear(weight, dtype, bias)
         taken |= {f"{name}.{part}" for part in _OF_LINEARS}
-        give_back_freed()
+        give_back_freed(weight.in_features * weight.out_features)

@@ -90,7 +90,7 @@ class Packing:
             self._linears.append(linear)
             setattr(parent, name, linear)
         del layers, layer
-        give_back_freed()
+        give_back_freed(sum(weight.num_bytes for weight in packed))
         self.keep(packed)
         if all(bias is None for bias in biases):
             return packed[0].address, None
