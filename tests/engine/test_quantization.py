@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +109,23 @@ def test_what_cannot_be_rounded_is_refused(
     with pytest.raises(InvalidRequest, match="needs the CPU kernels"):
         load_engine("llama", quantization="int8")
     assert not support.check_quantization(auto, config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "--dtype bfloat16 needs half of them, --quantization int8 a quarter"),
+        ({"dtype": "bfloat16"}, "--quantization int8 needs half of them"),
+        ({"quantization": "int8"}, None),
+        ({"enforce_eager": True}, None),
+    ],
+)
+def test_a_load_tells_what_would_be_faster(
+    options: dict[str, Any], text: str | None, load_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "engine.loading.load")
+    load_engine("llama", **options)
+    assert (text in caplog.text) if text else ("faster here" not in caplog.text)
 
 
 def test_auto_loads_what_cannot_be_rounded_as_it_is(load_engine: Callable[..., Engine]) -> None:
