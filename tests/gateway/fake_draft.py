@@ -45,7 +45,8 @@ class FakeDraftSession(FakeSession):
         self.known_states = set()
         self.new_states = []
 
-    async def advance(self, base_len, token_ids, num_draft_tokens, hidden_states=()):
+    async def advance(self, base_len, token_ids, num_draft_tokens, hidden_states=(), stream_tokens=0):
+        assert not stream_tokens, "nothing that is told of this fake asks it to stream"
         assert not self.closed
         assert base_len == len(self.token_ids), "the gateway sent a stale message"
         self.token_ids += token_ids
