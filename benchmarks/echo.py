@@ -1,13 +1,11 @@
-"""How long two processes of this machine take to exchange a message, without a service: echos over three transports."""
+"""How long two processes of this machine take to exchange a message over frames and over gRPC, without a service."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import queue
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -132,34 +130,7 @@ def _ask_aio(path: str, count: int) -> list[float]:
     return uvloop.run(ask())
 
 
-def _serve_threads(path: str, ready: Event) -> None:
-    server = grpc.server(ThreadPoolExecutor(2))
-    handler: Any = grpc.stream_stream_rpc_method_handler(lambda requests, _: requests)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo", {"Echo": handler}),))
-    server.add_insecure_port(f"unix:{path}")
-    server.start()
-    ready.set()
-    server.wait_for_termination()
-
-
-def _ask_threads(path: str, count: int) -> list[float]:
-    messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    times = []
-    with grpc.insecure_channel(f"unix:{path}") as channel:
-        method: Any = channel.stream_stream(METHOD)
-        call = method(iter(messages.get, None))
-        for _ in range(count):
-            began = time.perf_counter()
-            messages.put(MESSAGE)
-            next(call)
-            times.append(time.perf_counter() - began)
-        messages.put(None)
-        call.cancel()
-    return times
-
-
 TRANSPORTS: Final[dict[str, tuple[Callable[[str, Event], None], Callable[[str, int], list[float]]]]] = {
     "frames": (_serve_frames, _ask_frames),
     "grpc.aio": (_serve_aio, _ask_aio),
-    "grpc threads": (_serve_threads, _ask_threads),
 }

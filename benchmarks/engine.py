@@ -1,9 +1,10 @@
 """The share of the memory's bandwidth that a forward pass on this CPU reaches, by rows and context.
 
-``python -m benchmarks.engine`` times passes of one engine, without services: one session that feeds 1 row (decoding) to
-32, and many sessions that feed one each, behind contexts of several lengths. A pass must read the weights once and
-every session's keys and values once; those bytes over its time are set against the bandwidth with which the same
-threads read a large array. Points are measured alternately: the speed of memory shared with other machines changes.
+``python -m benchmarks.engine`` times passes without services: one session that feeds 1 row (decoding) to 32, and many
+sessions that feed one each, behind contexts of several lengths; with ``--formats`` of one model in several formats. A
+pass must read the weights once and every session's keys and values once; those bytes over its time are set against the
+bandwidth with which the same threads read a large array. Points are measured alternately: the speed of memory shared
+with other machines changes.
 
 The model's positions are extended where a context asks for it, and the cache holds random numbers: neither changes the
 time of a pass.
@@ -15,7 +16,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,13 +31,20 @@ from benchmarks.pairs import PADDED_SIZE, TARGETS
 from specdec.errors import InvalidRequest
 from specdec.flags import Parser
 from specdec.process.cores import usable_cores
-from specdec.settings import AUTOTUNE, DTYPES, QUANTIZATIONS
+from specdec.settings import AUTOTUNE
 
 if TYPE_CHECKING:
     import torch
 
     from engine.engine import Engine
 
+#: Of the weights: dtype and quantization.
+FORMATS: Final[Mapping[str, tuple[str, str | None]]] = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "int8": ("float32", "int8"),
+    "int4": ("float32", "int4"),
+}
 ROWS: Final = (1, 2, 3, 4, 5, 6, 8, 16, 32)
 SESSIONS: Final = (1, 2, 4, 8, 16, 32)
 CONTEXTS: Final = (128, 1024, 4096)
@@ -74,8 +82,7 @@ class EngineReport:
     """Everything measured in one run."""
 
     model: str
-    dtype: str
-    quantization: str | None
+    weights: str
     threads: int
     weight_bytes: int
     #: What was chosen for the kernels.
@@ -119,7 +126,9 @@ def read_bandwidth(memory: torch.Tensor, threads: int) -> float:
     return memory.numel() * memory.element_size() / elapsed
 
 
-def load_engine(folder: str, args: argparse.Namespace, wanted: Sequence[Load], scratch: Path) -> tuple[Engine, int]:
+def load_engine(
+    folder: str, args: argparse.Namespace, weights: str, wanted: Sequence[Load], scratch: Path
+) -> tuple[Engine, int]:
     """An engine with room for the largest load, its positions extended to the longest, its cache full of numbers.
 
     Also returns the bytes of its weights.
@@ -131,6 +140,8 @@ def load_engine(folder: str, args: argparse.Namespace, wanted: Sequence[Load], s
     from engine.native.runner import NativeRunner  # noqa: PLC0415
     from specdec.settings import ModelSettings  # noqa: PLC0415
 
+    scratch.mkdir()
+    dtype, quantization = FORMATS[weights]
     config = json.loads(Path(folder, "config.json").read_text())
     longest = max(load.context + load.rows for load in wanted)
     config["max_position_embeddings"] = max(longest, config["max_position_embeddings"])
@@ -144,7 +155,7 @@ def load_engine(folder: str, args: argparse.Namespace, wanted: Sequence[Load], s
     entries = max(load.sessions * (load.context + load.rows + 64) for load in wanted)
     engine = load.load_engine(
         ModelSettings(
-            model=str(scratch), device="cpu", dtype=args.dtype, quantization=args.quantization,
+            model=str(scratch), device="cpu", dtype=dtype, quantization=quantization,
             num_threads=args.threads, autotune=args.autotune, kv_cache_memory_bytes=entries * entry_bytes,
         )
     )  # fmt: skip
@@ -176,36 +187,35 @@ def run_pass(engine: Engine, load: Load) -> float:
 
 
 def measure(
-    engine: Engine, weight_bytes: int, wanted: Sequence[Load], seconds: float, threads: int
-) -> tuple[list[PassTime], float]:
-    """Medians of every load and of the bandwidth, measured one after another until the time is over."""
+    engines: Mapping[str, tuple[Engine, int]], wanted: Sequence[Load], seconds: float, threads: int
+) -> tuple[dict[str, list[PassTime]], float]:
+    """Medians of every load of every engine and of the bandwidth, measured in turn until the time is over."""
     import torch  # noqa: PLC0415
 
     memory = torch.ones(_READ_BYTES // 4, dtype=torch.int32)
-    times: dict[Load, list[float]] = {load: [] for load in wanted}
+    times: dict[tuple[str, Load], list[float]] = {(name, load): [] for name in engines for load in wanted}
     bandwidths: list[float] = []
     ends = time.perf_counter() + seconds
     while len(bandwidths) < _MIN_ROUNDS or time.perf_counter() < ends:
         bandwidths.append(read_bandwidth(memory, threads))
         time.sleep(_PAUSE_S)
-        run_pass(engine, wanted[0])  # wakes the engine's threads
-        for load, found in times.items():
-            found.append(run_pass(engine, load))
-    entry_bytes = sum(cache[0, :, 0].nbytes for pair in engine.caches for cache in pair)
-    points = [
-        PassTime(
-            load.sessions, load.rows, load.context, 1e3 * median(found),
-            weight_bytes + load.sessions * (load.context + load.rows) * entry_bytes,
-        )
-        for load, found in times.items()
-    ]  # fmt: skip
+        for engine, _ in engines.values():
+            run_pass(engine, wanted[0])  # wakes the engine's threads
+        for (name, load), found in times.items():
+            found.append(run_pass(engines[name][0], load))
+    points: dict[str, list[PassTime]] = {name: [] for name in engines}
+    for (name, load), found in times.items():
+        engine, weight_bytes = engines[name]
+        entry_bytes = sum(cache[0, :, 0].nbytes for pair in engine.caches for cache in pair)
+        num_bytes = weight_bytes + load.sessions * (load.context + load.rows) * entry_bytes
+        points[name].append(PassTime(load.sessions, load.rows, load.context, 1e3 * median(found), num_bytes))
     return points, median(bandwidths)
 
 
 def show(report: EngineReport) -> Iterator[Table | str]:
     """The report for people: two tables and what follows from them."""
     contexts = sorted({point.context for point in report.points})
-    weights = f"{report.weight_bytes / 1e6:.0f} MB of {report.quantization or report.dtype} weights"
+    weights = f"{report.weight_bytes / 1e6:.0f} MB of {report.weights} weights"
     memory = f"memory is read at {report.bandwidth / 1e9:.1f} GB/s"
     yield f"[bold]{report.model}[/]: {weights}, {report.threads} threads, {report.execution}; {memory}"
     for title, of_one_session in (("rows of one session", True), ("sessions, one row each", False)):
@@ -223,8 +233,9 @@ def show(report: EngineReport) -> Iterator[Table | str]:
         yield table
     shortest = contexts[0]
     most = max(point.sessions for point in report.points)
-    if (ratio := report.ratio((1, 5, shortest), (1, 1, shortest))) is not None:
-        yield f"verify(5) / decode(1) behind {shortest} entries: {ratio:.2f}"
+    for rows, over in ((5, 1), (8, 1), (32, 8)):
+        if (ratio := report.ratio((1, rows, shortest), (1, over, shortest))) is not None:
+            yield f"{rows} rows / {over} behind {shortest} entries: {ratio:.2f}"
     if (ratio := report.ratio((1, 1, shortest), (most, 1, shortest))) is not None and most > 1:
         yield f"{most} sessions decode {most * ratio:.1f} times as many tokens a second as one"
     if len(contexts) > 1:
@@ -237,8 +248,9 @@ def parser() -> Parser:
     """The flags."""
     flags = Parser("python -m benchmarks.engine", description=__doc__)
     flags.add_argument("--model", default="bundled", help=f"{' or '.join(TARGETS)}, or a folder")
-    flags.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
-    flags.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights")
+    flags.add_argument(
+        "--formats", type=command.names(tuple(FORMATS)), default=("float32",), help=f"of {', '.join(FORMATS)}"
+    )
     flags.add_argument("--autotune", choices=AUTOTUNE, default="cached", help="default: cached")
     flags.add_argument("--threads", type=int, default=usable_cores(), help="default: all cores")
     flags.add_argument("--rows", type=command.numbers, default=ROWS, help="of one session")
@@ -267,16 +279,19 @@ def main() -> int:
     console = Console(width=130)
     with console.status("measuring"), tempfile.TemporaryDirectory() as scratch:
         folder = find_model(args.model)
-        engine, weight_bytes = load_engine(folder, args, wanted, Path(scratch))
-        points, bandwidth = measure(engine, weight_bytes, wanted, args.seconds, args.threads)
-    report = EngineReport(
-        model=args.model, dtype=args.dtype, quantization=args.quantization, threads=args.threads,
-        weight_bytes=weight_bytes, execution=engine.runner.description, bandwidth=bandwidth, points=points,
-    )  # fmt: skip
-    for part in show(report):
+        engines = {name: load_engine(folder, args, name, wanted, Path(scratch, name)) for name in args.formats}
+        points, bandwidth = measure(engines, wanted, args.seconds, args.threads)
+    reports = [
+        EngineReport(
+            model=args.model, weights=name, threads=args.threads, weight_bytes=weight_bytes,
+            execution=engine.runner.description, bandwidth=bandwidth, points=points[name],
+        )
+        for name, (engine, weight_bytes) in engines.items()
+    ]  # fmt: skip
+    for part in (part for report in reports for part in show(report)):
         console.print(part)
     if args.json:
-        Path(args.json).write_text(json.dumps(asdict(report), indent=1) + "\n")
+        Path(args.json).write_text(json.dumps([asdict(report) for report in reports], indent=1) + "\n")
     return 0
 
 

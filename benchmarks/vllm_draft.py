@@ -13,7 +13,6 @@ import signal
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -84,31 +83,6 @@ def generate(
     return results
 
 
-def generate_here(k: int, num_tokens: int) -> list[dict[str, Any]]:
-    """The same by Tandem alone."""
-    from tandem import LLM, SamplingParams  # noqa: PLC0415 (torch reads the environment that `run` has set)
-
-    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    config = {"model": DRAFT, "num_speculative_tokens": k}
-    results = []
-    with LLM(TARGET, speculative_config=config, fixed_draft_length=True) as llm:
-        llm.generate(PROMPTS[:1], sampling)
-        for batch in BATCHES:
-            start = time.perf_counter()
-            outputs = llm.generate([PROMPTS[index] for index in batch], sampling)
-            seconds = time.perf_counter() - start
-            metrics = [output.metrics for output in outputs if output.metrics is not None]
-            results.append(
-                {
-                    "seconds": seconds,
-                    "texts": [list(output.outputs[0].token_ids) for output in outputs],
-                    "drafted": sum(each.num_draft_tokens for each in metrics),
-                    "accepted": sum(each.num_accepted_tokens for each in metrics),
-                }
-            )
-    return results
-
-
 def report(mode: str, results: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> bool:
     """Print one line; whether the texts are those of plain decoding."""
     count = len(results[0]["texts"][0])
@@ -148,8 +122,6 @@ def main() -> int:
             results = generate(args.vllm_python, engine, args.num_tokens, args.threads, kill)
         plain = plain or results
         is_same &= report(mode, results, plain)
-    results = generate_here(args.num_speculative_tokens, args.num_tokens)
-    is_same &= report("tandem alone", results, plain)
     return 0 if is_same else 1
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from engine.refused_checkpoints import check_checkpoint
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.flags import Parser, add_grouped_flags, settings_from
-from specdec.methods import HEAD_METHODS, method_of
+from specdec.methods import HEAD_METHODS, check_prediction_layers, method_of
 from specdec.process.imports import large_imports
 from specdec.process.logs import start_log
 from specdec.settings import (
@@ -75,6 +75,8 @@ def settings_of(args: argparse.Namespace) -> tuple[DraftSettings, ServerSettings
         ModelNotSupported: the checkpoint is made for a method that is not known, or of a format that is refused.
     """
     method = args.method or (method_of(args.model) if args.model else None)
+    if args.model is None and "mtp" in (method or ()):
+        args.model = args.target_model  # the target's own layers
     speculative = settings_from(SpeculativeSettings, args, method=method)
     server = settings_from(ServerSettings, args)
     draft = settings_from(
@@ -86,6 +88,8 @@ def settings_of(args: argparse.Namespace) -> tuple[DraftSettings, ServerSettings
     )
     if draft.model is not None:
         check_checkpoint(draft.model.model, is_head=any(name in HEAD_METHODS for name in speculative.methods))
+        if "mtp" in speculative.methods:
+            check_prediction_layers(draft.model.model)
     if draft.target_model is not None:
         check_checkpoint(draft.target_model)
     return draft, server

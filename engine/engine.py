@@ -15,7 +15,7 @@ from engine.compaction import Kept, copy_blocks
 from engine.hidden_states import PassStates, StateRows, check_layers
 from engine.kv_pool import KVPool
 from engine.layers import LayerShape, allocate_caches
-from engine.mixers import Mixer, copy_states
+from engine.mixers import Mixer, RecurrentCache, copy_states
 from engine.modules import ModelModules
 from engine.parallel import messages
 from engine.parallel.messages import Operation
@@ -121,7 +121,7 @@ class Engine:
             copy = partial(copy_blocks, self.all_caches, copies)
             self._own_modules.everywhere(partial(messages.encode_copies, copies), copy)
         if copies := self.pool.take_state_copies():
-            copy_states(self._own_modules.state_caches, copies)
+            copy_states(self.state_caches, copies)
 
     def keep_rows(self, kept: Sequence[Kept]) -> None:
         """Drop all of a tree that is not on its accepted path; each sequence is ``first + len(rows)`` long afterwards.
@@ -141,6 +141,11 @@ class Engine:
     def all_caches(self) -> list[torch.Tensor]:
         """Key and value caches, one after another."""
         return [cache for pair in self.caches for cache in pair]
+
+    @property
+    def state_caches(self) -> list[RecurrentCache]:
+        """Of all recurrences; none where the model has none."""
+        return self._own_modules.state_caches
 
     @property
     def ranks(self) -> Ranks | None:

@@ -20,8 +20,8 @@ GROUP: Final = 64
 TABLE: Final = (-127, -99, -78, -61, -47, -33, -21, -9, 3, 15, 27, 40, 54, 69, 87, 110)
 #: Of that scale: which are tried for each group.
 _SHARES: Final = (0.92, 1.02)
-#: Weights that are rounded together: what bounds the memory it takes.
-_ROUNDED_AT_ONCE: Final = 2**22
+#: Weights that are rounded or decoded together: what bounds the memory it takes.
+_AT_ONCE: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,16 @@ class GroupedWeight:
         return values.contiguous() if self.order is None else values[:, self.order.argsort()]
 
     def rows(self, order: torch.Tensor) -> GroupedWeight:
-        """The same outputs in another order, int64 [N]."""
+        """The same outputs in another order, int64 [N], or some of them."""
         offsets = None if self.offsets is None else self.offsets[order]
-        return replace(self, codes=self.codes[order], scales=self.scales[order], offsets=offsets)
+        return replace(
+            self, out_features=len(order), codes=self.codes[order], scales=self.scales[order], offsets=offsets
+        )
+
+    def parts(self) -> list[GroupedWeight]:
+        """Runs of outputs that can be decoded without much memory."""
+        step = max(1, _AT_ONCE // self.in_features)
+        return [self.rows(order) for order in torch.split(torch.arange(self.out_features), step)]
 
     @classmethod
     def of_codes(
@@ -141,7 +148,7 @@ def round_to_4_bits(weight: torch.Tensor, group: int = GROUP) -> GroupedWeight:
     levels = table.float()
     borders = ((levels[1:] + levels[:-1]) / 2).tolist()
     codes, scales = [], []
-    for part in torch.split(weight.detach(), max(1, _ROUNDED_AT_ONCE // max(1, weight.shape[1]))):
+    for part in torch.split(weight.detach(), max(1, _AT_ONCE // max(1, weight.shape[1]))):
         x = _groups(part.float(), group)  # [n, groups, group]
         widest = x.gather(2, x.abs().argmax(2, keepdim=True)) / levels[0]
         best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -164,11 +171,13 @@ def round_to_4_bits(weight: torch.Tensor, group: int = GROUP) -> GroupedWeight:
 
 def round_to_8_bits(weight: torch.Tensor, group: int = GROUP) -> GroupedWeight:
     """A weight [N, K] of real numbers in steps of 1/127 of the largest magnitude of each group."""
-    x = _groups(weight.detach().float(), group)
-    scales = x.abs().amax(2) / 127
-    scales = scales.where(scales > 0, 1.0)
-    codes = (x / scales[:, :, None]).round().to(torch.int8).flatten(1)[:, : weight.shape[1]]
-    return GroupedWeight.of_codes(codes, scales, group)
+    codes, scales = [], []
+    for part in torch.split(weight.detach(), max(1, _AT_ONCE // max(1, weight.shape[1]))):
+        x = _groups(part.float(), group)
+        scale = x.abs().amax(2) / 127
+        scales.append(scale.where(scale > 0, 1.0))
+        codes.append((x / scales[-1][:, :, None]).round().to(torch.int8).flatten(1)[:, : weight.shape[1]])
+    return GroupedWeight.of_codes(torch.cat(codes), torch.cat(scales), group)
 
 
 def _count_above(x: torch.Tensor, borders: list[float]) -> torch.Tensor:

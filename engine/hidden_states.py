@@ -17,8 +17,12 @@ from transformers import PreTrainedModel
 
 from engine.batch import Segment
 from engine.layers import LayerShape
+from engine.rounded_states import round_states
 from engine.sampling.transfer import Fetched
+from engine.state_map import StateMap
 from specdec.errors import InvalidRequest
+from specdec.state_dtypes import STATE_DTYPES
+from specdec.types import HiddenStates
 
 #: Of all hidden states that leave the engine, whatever it computes in.
 STATE_DTYPE: Final = torch.bfloat16
@@ -69,30 +73,72 @@ class StateRows:
 class PassStates:
     """The hidden states of a pass, segment by segment, on their way to the host."""
 
-    __slots__ = ("_fetched", "_row_bytes", "_wanted")
+    __slots__ = ("_data", "_fetched", "_wanted")
 
     def __init__(self, wanted: StateRows, data: torch.Tensor) -> None:
         """``data``: bfloat16 [rows, layers, H]."""
         self._wanted = wanted
-        self._fetched = Fetched(data)
-        self._row_bytes = data.shape[1] * data.shape[2] * data.itemsize
+        self._data = data
+        #: By what maps them and by the size of the groups in which they are rounded; 0: not at all.
+        self._fetched: dict[tuple[StateMap | None, int], Fetched] = {}
 
     def of(self, index: int) -> torch.Tensor:
         """A segment's own, [num_states, layers * H]: its last rows, and its layers as it names them."""
         start, segment = self._wanted.starts[index], self._wanted.segments[index]
-        own = self._fetched.wait()[start : start + segment.num_states]
-        if not self._wanted.is_alike:
-            own = own[:, [self._wanted.layers.index(layer) for layer in segment.state_layers]]
-        return own.flatten(1)
+        own = self._fetch(None, 0).wait()[start : start + segment.num_states]
+        return own[:, self._places(segment.state_layers)].flatten(1)
 
-    def bytes_of(self, index: int, rows: Sequence[int]) -> bytes:
-        """Some rows of :meth:`of`, one after another."""
-        if not self._wanted.is_alike:
-            return ctypes.string_at((own := self.of(index)[list(rows)]).data_ptr(), own.nbytes)
-        size, at = self._row_bytes, self._fetched.wait().data_ptr() + self._wanted.starts[index] * self._row_bytes
+    def fetch(self, index: int, dtype: str, through: StateMap | None) -> None:
+        """Start what :meth:`rows` waits for."""
+        self._fetch(*self._form(index, dtype, through))
+
+    def rows(
+        self, index: int, rows: Sequence[int], start: int, dtype: str = "", through: StateMap | None = None
+    ) -> HiddenStates:
+        """Some rows of :meth:`of`, the first of which is that of position ``start``, as ``dtype`` (a key of
+        :data:`~specdec.state_dtypes.STATE_DTYPES`). Groups that do not divide a state become one.
+
+        ``through``: what makes features of them, if it reads the segment's layers.
+        """
+        layers = self._wanted.segments[index].state_layers
+        through, group_size = self._form(index, dtype, through)
+        encoded, first = self._fetch(through, group_size).wait(), self._wanted.starts[index]
+        if through is None and not self._wanted.is_alike:
+            encoded = encoded[first : first + rows[-1] + 1, self._places(layers)]
+            first = 0
+        size = encoded.shape[1] * encoded.shape[2] * encoded.itemsize
+        at = encoded.data_ptr() + first * size
         if isinstance(rows, range):
-            return ctypes.string_at(at + rows.start * size, len(rows) * size)
-        return b"".join([ctypes.string_at(at + row * size, size) for row in rows])
+            data = ctypes.string_at(at + rows.start * size, len(rows) * size)
+        else:
+            data = b"".join([ctypes.string_at(at + row * size, size) for row in rows])
+        width = len(layers) * self._data.shape[2] if through is None else through.width
+        return HiddenStates(start, width, "int8" if group_size else "bfloat16", data, group_size)
+
+    def _form(self, index: int, dtype: str, through: StateMap | None) -> tuple[StateMap | None, int]:
+        """What maps a segment's states, and the size of the groups in which they are rounded."""
+        if through is not None and through.layers != self._wanted.segments[index].state_layers:
+            through = None
+        width, group_size = self._data.shape[2] if through is None else through.width, STATE_DTYPES.get(dtype)
+        if group_size is None:
+            return through, 0
+        return through, group_size if group_size and not width % group_size else width
+
+    def _places(self, layers: Sequence[int]) -> list[int]:
+        """Of a segment's layers among all that are wanted."""
+        return list(range(len(layers))) if self._wanted.is_alike else [self._wanted.layers.index(i) for i in layers]
+
+    def _fetch(self, through: StateMap | None, group_size: int) -> Fetched:
+        """The states of all rows, [rows, layers, bytes or H], or the features, [rows, 1, bytes or H]."""
+        if (fetched := self._fetched.get((through, group_size))) is None:
+            encoded = self._data
+            if through is not None:
+                states = self._data[:, self._places(through.layers)].flatten(1)
+                with torch.inference_mode():
+                    encoded = through(states.to(through.linear.weight.dtype)).to(STATE_DTYPE).unsqueeze(1)
+            fetched = Fetched(round_states(encoded, group_size) if group_size else encoded)
+            self._fetched[through, group_size] = fetched
+        return fetched
 
 
 class StateTap:

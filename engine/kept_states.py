@@ -7,9 +7,19 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from engine.prefix_tree import PrefixNode, num_common, pack
-from engine.recurrent.slots import StateSlot, StateSlots
+from engine.recurrent.slots import NUM_RECORDS, StateSlot, StateSlots
+
+
+class FoundStates(NamedTuple):
+    """States that a text can go on with."""
+
+    #: The last block of the text that they are kept with.
+    node: PrefixNode
+    #: The block of it in which the text parts from it; None: it does not.
+    parted: PrefixNode | None
 
 
 class KeptStates:
@@ -87,28 +97,26 @@ class KeptStates:
 
     def find(
         self, root: PrefixNode, found: Sequence[PrefixNode], token_ids: Sequence[int], end: int, block_size: int
-    ) -> tuple[PrefixNode | None, int]:
-        """The longest text among the first ``end`` tokens whose states can be had.
+    ) -> tuple[FoundStates | None, int]:
+        """The longest text among the first ``end`` tokens whose states can be had, and its entries; 0: there is none.
 
-        ``found``: the full blocks after ``root`` that hold the tokens. Returns the last block of the text that the
-        states were kept with (one of those found, or one that follows one of them; None: there is no such text), and
-        the entries for which they can be had.
+        ``found``: the full blocks after ``root`` that hold the tokens. States may have been kept with a longer text
+        that parts from this one, as far back as they have records.
         """
-        for count in range(len(found), -1, -1):
-            node = found[count - 1] if count else root
-            start = node.depth * block_size
-            rest = pack(token_ids[start : min(end, start + block_size)])
-            lengths = {
-                child: start + num_common(child.token_ids, rest)
-                for child in node.children.values()
-                if child in self._kept
-            }
-            fitting = [
-                child for child, length in lengths.items() if start < length and self._kept[child].reaches(length)
-            ]
-            if fitting:
-                best = max(fitting, key=lengths.__getitem__)
-                return best, lengths[best]
-            if count and node in self._kept:
-                return node, start
-        return None, 0
+        best, most = None, 0
+        known = {root, *found}
+        for node, slot in self._kept.items():
+            parted, each = None, node
+            for _ in range(NUM_RECORDS // block_size + 2):
+                if each in known or each.parent is None:
+                    break
+                parted, each = each, each.parent
+            if each not in known:
+                continue
+            length = start = each.depth * block_size
+            if parted is not None:
+                rest = pack(token_ids[start : min(end, start + block_size)])
+                length += num_common(parted.token_ids, rest)
+            if length > most and slot.reaches(length):
+                best, most = FoundStates(node, parted), length
+        return best, most

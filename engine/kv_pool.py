@@ -252,9 +252,10 @@ class KVPool:
         """The full blocks that :meth:`match` would find, and how many of them nobody uses."""
         if sequence.node is None:
             return 0, 0
-        found: Sequence[PrefixNode] = self._find(sequence.node, token_ids, end)
-        if sequence.states is not None:
-            found, _, _ = self._find_with_states(sequence, found, token_ids, end)
+        found = self._find(sequence.node, token_ids, end)
+        if self._states is not None and sequence.states is not None:
+            _, length = self._states.find(sequence.node, found, token_ids, end, self.block_size)
+            found = found[: max(0, length // self.block_size - sequence.node.depth)]
         return len(found), sum(node.block in self._cached for node in found)
 
     def next_block(self, sequence: KVSequence, token_ids: Sequence[int]) -> tuple[PrefixNode, bytes] | None:
@@ -392,31 +393,28 @@ class KVPool:
         start = sequence.length
         known = self._find(sequence.node, token_ids, end)
         sequence.fork = start + len(known) * self.block_size
-        found, last, length = self._find_with_states(sequence, known, token_ids, end)
-        if last is None:
+        states, length = self._states.find(sequence.node, known, token_ids, end, self.block_size)
+        if states is None or length <= start:
             return 0
-        num_full = length // self.block_size
-        if length > num_full * self.block_size:  # the rest is copied
-            held = np.array([last.block], dtype=np.int32)
+        num_full, rest = divmod(length, self.block_size)
+        shared = known[: num_full - sequence.node.depth]
+        parted = [states.parted] if rest and states.parted is not None else []
+        num_unused = sum(node.block in self._cached for node in (*shared, *parted))
+        num_own = self.blocks_for(length) - max(num_full, len(sequence.blocks))
+        if num_own > self.available_blocks - num_unused:
+            return 0
+        # First of all: what follows may take the blocks of the text that the states are kept with.
+        self._states.copy_to(sequence.states, states.node, length)
+        self._take_over(sequence, shared)
+        for node in parted:  # the rest is copied
+            held = np.array([node.block], dtype=np.int32)
             self._add(held)
             has_room = self.grow(sequence, length)
+            assert has_room, "the blocks were counted"
             self._drop(held)
-            if not has_room:
-                return 0
-            self._copies.append((last.block, int(sequence.blocks[num_full])))
-        self._take_over(sequence, found)
-        self._states.copy_to(sequence.states, last, length)
+            self._copies.append((node.block, int(sequence.blocks[num_full])))
         sequence.length = length
         return length - start
-
-    def _find_with_states(
-        self, sequence: KVSequence, known: Sequence[PrefixNode], token_ids: Sequence[int], end: int
-    ) -> tuple[Sequence[PrefixNode], PrefixNode | None, int]:
-        """What :meth:`KeptStates.find` finds, and before it its full blocks, of those ``known`` to hold the text."""
-        assert self._states is not None
-        assert sequence.node is not None
-        last, length = self._states.find(sequence.node, known, token_ids, end, self.block_size)
-        return known[: max(0, length // self.block_size - sequence.node.depth)], last, length
 
     def _replace(self, sequence: KVSequence, index: int, block: int) -> None:
         """Another block holds the same entries: share it, and give up the own one."""

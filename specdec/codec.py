@@ -17,8 +17,8 @@ from specdec.errors import InvalidRequest, Unavailable
 from specdec.params import SamplingParams
 from specdec.params_codec import encode_sampling, read_parameters, write_parameters
 from specdec.rules import Rule, SparseRow
+from specdec.state_dtypes import ELEMENT_BYTES
 from specdec.types import (
-    ELEMENT_BYTES,
     DraftedRound,
     DraftOpened,
     FinishReason,
@@ -87,6 +87,8 @@ def encode_open_target(spec: SessionSpec) -> target_pb.VerifyRequest:
             multi_step_tokens=spec.multi_step_tokens,
             hidden_state_layers=spec.hidden_state_layers,
             last_hidden_state_only=spec.last_hidden_state_only,
+            hidden_state_dtype=spec.hidden_state_dtype,
+            hidden_state_map=spec.hidden_state_map,
             max_kv_share=spec.max_kv_share,
         )
     )
@@ -104,6 +106,8 @@ def decode_open_target(message: target_pb.OpenTargetSession) -> SessionSpec:
         multi_step_tokens=message.multi_step_tokens,
         hidden_state_layers=tuple(message.hidden_state_layers),
         last_hidden_state_only=message.last_hidden_state_only,
+        hidden_state_dtype=message.hidden_state_dtype,
+        hidden_state_map=message.hidden_state_map,
         max_kv_share=share,
     )
 
@@ -234,26 +238,33 @@ def decode_logprobs(messages: Iterable[pb.PositionLogprobs]) -> tuple[PositionLo
 
 def encode_hidden_states(states: HiddenStates) -> pb.HiddenStates:
     """Hidden states at successive positions; the fields have equal names on both sides."""
-    return pb.HiddenStates(start=states.start, num_features=states.num_features, dtype=states.dtype, data=states.data)
+    return pb.HiddenStates(**_values(states, HiddenStates))
 
 
 def decode_hidden_states(message: pb.HiddenStates) -> HiddenStates:
     """Hidden states whose bytes are whole rows, at least one."""
-    size = ELEMENT_BYTES.get(message.dtype)
-    if size is None:
+    if message.dtype not in ELEMENT_BYTES:
         raise InvalidRequest(
             f"hidden_states have dtype {message.dtype!r}; known are {', '.join(ELEMENT_BYTES)}", param="hidden_states"
         )
     if not message.num_features:
         raise InvalidRequest("hidden_states have num_features 0; it must be at least 1", param="hidden_states")
-    num_bytes, row_bytes = len(message.data), message.num_features * size
+    group_size = message.group_size
+    if (message.dtype == "int8") != bool(group_size) or (group_size and message.num_features % group_size):
+        raise InvalidRequest(
+            f"hidden_states of {message.num_features} {message.dtype} have group_size {group_size}; it must divide"
+            " num_features where they are int8, and be 0 where not",
+            param="hidden_states",
+        )
+    states = HiddenStates(**_values(message, HiddenStates))
+    num_bytes, row_bytes = len(message.data), states.row_bytes
     if not num_bytes or num_bytes % row_bytes:
         raise InvalidRequest(
             f"hidden_states have {num_bytes} bytes of data, which is no whole number of rows of {message.num_features}"
             f" {message.dtype} ({row_bytes} bytes), at least one",
             param="hidden_states",
         )
-    return HiddenStates(message.start, message.num_features, message.dtype, message.data)
+    return states
 
 
 def decode_verdict_states(message: pb.HiddenStates) -> HiddenStates:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Final
 
 from specdec.types import HiddenStates
@@ -81,8 +82,7 @@ def pieces(blocks: Iterable[HiddenStates], max_bytes: int = PIECE_BYTES) -> Iter
 
 
 def _continues(before: HiddenStates, after: HiddenStates) -> bool:
-    same_kind = (before.num_features, before.dtype) == (after.num_features, after.dtype)
-    return same_kind and before.end == after.start
+    return before.end == after.start and replace(before, start=0, data=b"") == replace(after, start=0, data=b"")
 
 
 def _cut(run: list[HiddenStates], max_bytes: int) -> Iterator[HiddenStates]:
@@ -95,5 +95,4 @@ def _cut(run: list[HiddenStates], max_bytes: int) -> Iterator[HiddenStates]:
 
 
 def _joined(run: list[HiddenStates]) -> HiddenStates:
-    first = run[0]
-    return HiddenStates(first.start, first.num_features, first.dtype, b"".join(block.data for block in run))
+    return replace(run[0], data=b"".join(block.data for block in run))

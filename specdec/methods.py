@@ -26,6 +26,8 @@ class Method:
     needs_model: bool = False
     #: It is a small head on the target's hidden states, and reads a few tensors of the target's checkpoint.
     is_head: bool = False
+    #: It begins with a layer that makes the hidden states smaller, and that a target can run in its place.
+    maps_states: bool = False
     #: It attends to the text, with a KV cache of its own.
     attends: bool = False
     #: It looks up what stood in some text before. Of two methods, the first is one of these.
@@ -43,6 +45,11 @@ class Method:
     training_name: str | None = None
     training_summary: str = ""
 
+
+#: In the ``config.json`` of prediction layers that were taken out of their target.
+MTP_FIELD: Final = "tandem_mtp"
+#: Parts of the names of tensors that prediction layers alone have; :mod:`engine.heads.files.mtp` knows them in full.
+_PREDICTION_TENSORS: Final = (b"mtp.fc.weight", b"eh_proj.weight", b"mtp_layers.")
 
 _BUILT_IN: Final = (
     Method(
@@ -68,6 +75,7 @@ _BUILT_IN: Final = (
         name="eagle3",
         needs_model=True,
         is_head=True,
+        maps_states=True,
         attends=True,
         usual_acceptance_length=2.4,
         speculators_type="eagle3",
@@ -78,9 +86,18 @@ _BUILT_IN: Final = (
         training_summary="a head on three of the target's hidden states, with a vocabulary of its own",
     ),
     Method(
+        name="mtp",
+        needs_model=True,
+        is_head=True,
+        attends=True,
+        usual_acceptance_length=2.2,
+        config_field=MTP_FIELD,
+    ),
+    Method(
         name="dflash",
         needs_model=True,
         is_head=True,
+        maps_states=True,
         attends=True,
         usual_acceptance_length=2.2,
         speculators_type="dflash",
@@ -93,6 +110,7 @@ _BUILT_IN: Final = (
         name="dflash2",
         needs_model=True,
         is_head=True,
+        maps_states=True,
         attends=True,
         usual_acceptance_length=2.4,
         speculators_type="dflash2",
@@ -102,6 +120,7 @@ _BUILT_IN: Final = (
         name="dspark",
         needs_model=True,
         is_head=True,
+        maps_states=True,
         attends=True,
         usual_acceptance_length=2.4,
         speculators_type="dspark",
@@ -185,17 +204,22 @@ def method_of_config(config: Mapping[str, Any]) -> str | None:
         if has_field or (method.architecture and any(re.search(method.architecture, each) for each in architectures)):
             return method.name
     if any(name.endswith(("_mtp", "mtpmodel")) for name in architectures):
-        refuse_mtp()
+        raise ModelNotSupported(
+            f"the config names {', '.join(map(str, named))}, prediction layers without their target: give the target's"
+            ' folder to method "mtp", or what tandem export-mtp makes of it'
+        )
     return None
 
 
-def refuse_mtp() -> None:
-    """Raise what there is to say about ``mtp``."""
-    raise InvalidRequest(
-        'method "mtp" (prediction layers inside the target\'s own checkpoint) is not available: use "eagle3" with a'
-        ' head that was trained for the target, or "suffix", which needs none',
-        param="method",
-    )
+def check_prediction_layers(folder: str) -> None:
+    """Raise :class:`InvalidRequest` unless the checkpoint has prediction layers for method "mtp" to draft with."""
+    names = _tensor_names(Path(folder))
+    if not any(name in names for name in _PREDICTION_TENSORS):
+        raise InvalidRequest(
+            f'{folder} has no prediction layers, which method "mtp" drafts with: use "eagle3" with a head that was'
+            ' trained for the target, or "suffix", which needs none',
+            param="method",
+        )
 
 
 def _method_of_tensors(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Final
 
 from specdec import trees
 from specdec.params import SamplingParams
 from specdec.rules import DEFAULT_RULE, DraftSampling, Rule, SparseRow
+from specdec.state_dtypes import ELEMENT_BYTES, SCALE_BYTES
 from specdec.tracing.headers import TraceHeaders
 
 
@@ -78,10 +78,6 @@ class Proposal:
         return replace(rest, q_rows=self.q_rows[count:]) if self.q_rows else rest
 
 
-#: Bytes of an element, by the element types that hidden states may have.
-ELEMENT_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
-
-
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
     """Hidden states of the target at successive positions: row i belongs to position ``start + i``.
@@ -95,15 +91,19 @@ class HiddenStates:
     start: int
     #: Numbers per position: the states of the layers asked for, one after another, in the order asked for.
     num_features: int
-    #: "bfloat16", "float16" or "float32".
+    #: "bfloat16", "float16", "float32" or "int8".
     dtype: str
-    #: Elements, little-endian, row by row: [num_positions, num_features].
+    #: Elements, little-endian, row by row: [num_positions, num_features]. Of int8 each ``group_size`` of them are
+    #: followed by their scale, a float32.
     data: bytes = field(repr=False)
+    #: Of int8: elements that share a scale.
+    group_size: int = 0
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one position."""
-        return self.num_features * ELEMENT_BYTES[self.dtype]
+        num_scales = self.num_features // self.group_size if self.group_size else 0
+        return self.num_features * ELEMENT_BYTES[self.dtype] + num_scales * SCALE_BYTES
 
     @property
     def num_positions(self) -> int:
@@ -122,7 +122,7 @@ class HiddenStates:
             return self
         size = self.row_bytes
         data = self.data[(start - self.start) * size : max(0, end - self.start) * size]
-        return HiddenStates(start, self.num_features, self.dtype, data)
+        return HiddenStates(start, self.num_features, self.dtype, data, self.group_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +232,10 @@ class SessionSpec:
     hidden_state_layers: tuple[int, ...] = ()
     #: Target only: send the states of one position per verdict, from which its last token was predicted.
     last_hidden_state_only: bool = False
+    #: Target only: one of :data:`~specdec.state_dtypes.STATE_DTYPES`; empty: bfloat16.
+    hidden_state_dtype: str = ""
+    #: Target only: fingerprint of what makes features of the hidden states, if the target has it; empty: nothing.
+    hidden_state_map: str = ""
 
     @property
     def draft_sampling(self) -> DraftSampling:
@@ -299,6 +303,10 @@ class ModelInfo:
     hidden_state_layers: tuple[int, ...] = ()
     #: Drafts: the drafter reads the states of the newest committed position only.
     last_hidden_state_only: bool = False
+    #: Drafts: the type in which they should come, one of :data:`~specdec.state_dtypes.STATE_DTYPES`; empty: bfloat16.
+    hidden_state_dtype: str = ""
+    #: Drafts: fingerprint of the head's first layer, which the target may evaluate; empty: it has none.
+    hidden_state_map: str = ""
     #: How passes are executed, for people: the path and what was measured for its kernels.
     execution: str = ""
     #: Targets: bytes of the weights that each rank holds, and of the KV cache that each has.

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from engine.refused_checkpoints import check_checkpoint, check_tree
 from specdec.errors import InvalidRequest, quote
-from specdec.methods import HEAD_METHODS, method_of
+from specdec.methods import HEAD_METHODS, check_prediction_layers, method_of
 from specdec.settings import SpeculativeSettings
 from specdec.settings.option import options_of
 from tandem.checkpoints import DRAFT, TARGET, bundled_drafter, check_pair, find_checkpoint
@@ -81,7 +81,7 @@ def read_speculation(
         merged["method"] = method_of(find_checkpoint(model))
     elif model is None and isinstance(method, str | list | tuple):
         methods = [method] if isinstance(method, str) else method
-        merged["model"] = bundled_drafter(target, methods)
+        merged["model"] = (target or TARGET) if "mtp" in methods else bundled_drafter(target, methods)
         _require_head(merged["model"], methods)
     return SpeculativeSettings.from_config(merged)
 
@@ -145,6 +145,8 @@ def choose_models(
         if speculative.tree is not None and "draft_model" in speculative.methods:
             check_tree(draft)
         speculative = replace(speculative, model=draft)
+        if "mtp" in speculative.methods:
+            check_prediction_layers(draft)
         if "draft_model" in speculative.methods:
             check_pair(target, draft, tokenizer=tokenizer)
     return ModelChoice(target, _served_name(model or TARGET), speculative)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,17 +13,21 @@ from typing import Final
 
 from engine.device_thread import DeviceThread
 from engine.engine import Engine
+from engine.heads.files.checkpoint import read_state_map
 from engine.hidden_states import STATE_DTYPE
 from engine.kv_sequence import KVSequence
 from engine.loading.memory import LargestStep
+from engine.native.linears import pack_linears
 from engine.parallel.ranks import Place
 from engine.sampling.state import SamplingState
+from engine.state_map import StateMap
 from specdec.errors import InternalError, InvalidRequest, Unavailable
 from specdec.hidden_state_buffer import MAX_BYTES
 from specdec.process.lifecycle import finish
 from specdec.process.tasks import call_each, log_failure
 from specdec.scheduling.admission import Admission
 from specdec.settings import TargetSettings
+from specdec.state_dtypes import STATE_DTYPES
 from specdec.tree_shape import MAX_SPECULATIVE_TOKENS
 from specdec.types import HiddenStates, ModelInfo, ServerLoad, SessionSpec
 from target_service.grammar.compiler import GrammarCompiler
@@ -55,12 +59,18 @@ class TargetCore:
         engine: Engine,
         device: DeviceThread,
         settings: TargetSettings,
+        state_maps: Mapping[str, StateMap] | None = None,
     ) -> None:
-        """``engine`` is loaded and warm; the core owns it and its thread from now on. Others may read it."""
+        """``engine`` is loaded and warm; the core owns it and its thread from now on. Others may read it.
+        ``state_maps``: first layers of draft heads by their fingerprints, on the engine's device.
+        """
         scheduler = settings.scheduler
         self.engine = engine
         self._device = device
         self._settings = settings
+        self._state_maps = dict(state_maps or {})
+        #: Fingerprints that sessions asked for in vain.
+        self._unknown_maps: set[str] = set()
         self._verifier = Verifier(num_threads=engine.num_threads)
         #: The blocks of the sessions.
         self.memory = SequenceMemory(engine.pool)
@@ -111,10 +121,11 @@ class TargetCore:
         try:
             engine = await asyncio.shield(loading)
             await device.run(engine.warm_up)
+            state_maps = await device.run(_read_state_maps, settings, engine)
         except BaseException:
             await finish(_undo_start(device, loading))
             raise
-        return cls(engine, device, settings)
+        return cls(engine, device, settings, state_maps)
 
     async def open(self, spec: SessionSpec, on_states: Callable[[HiddenStates], None] | None = None) -> Session:
         """Admit a session and prefill it; returns once the first token is there. Cancelling leaves nothing behind.
@@ -149,8 +160,12 @@ class TargetCore:
         max_entries = self._max_entries(stop_criteria)
         sequence = await self._admission.admit(partial(self._reserve, spec, max_entries), client=spec.client)
         rule = spec.rule or self._settings.verification
+        first_state, state_map = self._first_state(spec), self._state_maps.get(spec.hidden_state_map)
+        if spec.hidden_state_map and state_map is None and spec.hidden_state_map not in self._unknown_maps:
+            self._unknown_maps.add(spec.hidden_state_map)
+            logger.info("a draft's first layer could run here, on fewer bytes: give its head as --hidden-state-maps")
         step_session = StepSession(
-            spec, state, sequence, rule, stop_criteria, grammar, self._first_state(spec), max_entries
+            spec, state, sequence, rule, stop_criteria, grammar, first_state, state_map, max_entries
         )
         session = Session(step_session, self, asked_ns, on_states=on_states)
         self.memory.belongs_to(sequence, session)
@@ -346,6 +361,11 @@ class TargetCore:
                 param="num_speculative_tokens",
             )
         self.engine.check_state_layers(spec.hidden_state_layers)
+        if spec.hidden_state_dtype not in ("", *STATE_DTYPES):
+            raise InvalidRequest(
+                f"hidden_state_dtype is {spec.hidden_state_dtype!r}; known are {', '.join(STATE_DTYPES)}",
+                param="hidden_state_dtype",
+            )
         max_len = context if params.max_tokens is None else min(context, spec.prompt_len + params.max_tokens)
         if num_tokens >= max_len:
             raise InvalidRequest(
@@ -376,6 +396,16 @@ class TargetCore:
             f"the target is full: {self._admission.num_open} of {scheduler.max_num_seqs} sessions open,"
             f" {pool.used_blocks} of {pool.total_blocks} KV blocks in use"
         )
+
+
+def _read_state_maps(settings: TargetSettings, engine: Engine) -> dict[str, StateMap]:
+    """The first layers of the heads that the settings name, on the engine's device and kernels."""
+    read = [read_state_map(folder, settings.model.model, engine.device) for folder in settings.hidden_state_maps]
+    maps = dict(each for each in read if each is not None)
+    if engine.device.type == "cpu" and not settings.model.enforce_eager:
+        for state_map in maps.values():
+            pack_linears(state_map, engine.num_threads, settings.model.autotune)
+    return maps
 
 
 async def _undo_start(device: DeviceThread, loading: asyncio.Task[Engine]) -> None:

@@ -234,9 +234,11 @@ class SequenceMemory:
             if not self._preempt_idle():
                 return False
         matched = pool.match(sequence, token_ids, num_reusable)
-        has_room = pool.grow(sequence, num_entries)
-        assert has_room, "the blocks were counted"
-        self._take(holding, len(sequence.blocks) - num_shared)
+        if not pool.grow(sequence, num_entries):
+            # A model with recurrent states goes on where they were kept, or shares nothing.
+            pool.vacate(sequence)
+            return False
+        self._take(holding, len(sequence.blocks) - matched // pool.block_size)
         if matched and holding.occupant is not None:
             holding.occupant.matched(matched)
         return True

@@ -11,9 +11,10 @@ from typing import Protocol
 import torch
 
 from engine.engine import Kept, Segment
-from engine.hidden_states import STATE_DTYPE, PassStates
+from engine.hidden_states import PassStates
 from engine.kv_sequence import KVSequence
 from engine.sampling.state import SamplingState
+from engine.state_map import StateMap
 from specdec.errors import InvalidRequest, TandemError
 from specdec.rules import Rule, SparseRow
 from specdec.types import HiddenStates, PositionLogprobs, RoundTimings, SessionSpec
@@ -62,6 +63,8 @@ class StepSession:
     grammar: Grammar | None = None
     #: The first position of the prompt whose hidden states the verdicts carry.
     first_state: int = 0
+    #: What makes features of them before they are sent; None: they are sent as they are.
+    state_map: StateMap | None = None
     #: Entries of the cache at most: what is left of the last block serves the siblings of trees.
     max_entries: int = 2**62
 
@@ -185,6 +188,9 @@ def run_step(model: Model, verifier: Verifier, parts: Sequence[ScheduledSequence
     states: PassStates | None = None
     if any(segment.num_states for segment in segments):
         logits, states = model.forward_with_states(segments)
+        for index, (part, segment) in enumerate(zip(parts, segments, strict=True)):
+            if segment.num_states:
+                states.fetch(index, part.session.spec.hidden_state_dtype, part.session.state_map)
     else:
         logits = model.forward(segments)
     forward_done_ns = time.perf_counter_ns()
@@ -276,8 +282,7 @@ def _states_of_round(
 
 def _hidden_states(part: ScheduledSequence, own: OwnStates, start: int, rows: Sequence[int]) -> HiddenStates:
     states, index, _ = own
-    data = states.bytes_of(index, rows)
-    return HiddenStates(start, len(data) // len(rows) // STATE_DTYPE.itemsize, "bfloat16", data)
+    return states.rows(index, rows, start, part.session.spec.hidden_state_dtype, part.session.state_map)
 
 
 def _score_prompt(part: ScheduledSequence, num_top: int, logits: torch.Tensor) -> Sequence[PositionLogprobs]:

@@ -38,6 +38,7 @@ class StateReader(Drafter[Reading]):
         layers: tuple[int, ...] = (-1,),
         *,
         last_only: bool = False,
+        dtype: str = "",
         k: int = 4,
     ) -> None:
         self.info = ModelInfo(
@@ -46,6 +47,7 @@ class StateReader(Drafter[Reading]):
             num_speculative_tokens=k,
             hidden_state_layers=layers,
             last_hidden_state_only=last_only,
+            hidden_state_dtype=dtype,
         )
         self.propose = propose
         self.readings: list[Reading] = []
@@ -67,7 +69,7 @@ class StateReader(Drafter[Reading]):
         state.taken &= state.rows.keys()
         last = -1
         for block in hidden_states:
-            assert block.dtype == "bfloat16"
+            assert self.info.hidden_state_dtype.startswith(block.dtype) or block.dtype == "bfloat16"
             assert block.start > last
             last = block.end - 1
             for i in range(block.num_positions):

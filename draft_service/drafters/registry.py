@@ -21,6 +21,7 @@ DRAFTERS: Final[dict[str, str | type[Drafter[Any]]]] = {
     "dspark": "draft_service.drafters.heads.dflash:DFlashDrafter",
     "medusa": "draft_service.drafters.heads.medusa:MedusaDrafter",
     "mlp_speculator": "draft_service.drafters.heads.mlp_speculator:MlpDrafter",
+    "mtp": "draft_service.drafters.heads.eagle:EagleDrafter",
     "ngram": "draft_service.drafters.lookup:NgramDrafter",
     "suffix": "draft_service.drafters.lookup:SuffixDrafter",
     "none": "draft_service.drafters.none:NoDrafter",

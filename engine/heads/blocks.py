@@ -20,7 +20,7 @@ from engine.attention import PagedBatch
 from engine.batch import MAX_TREE_ROWS, Batch, Segment, build_batch
 from engine.chains import ChainJob, StopFlags, draw_chains
 from engine.heads.dflash import DFlashHead
-from engine.heads.head_cache import HeadCache
+from engine.heads.head_cache import HeadCache, shapes_of
 from engine.heads.native.walk import NativeWalk
 from engine.native.linears import pack_linears
 from engine.native.sampling import knows
@@ -70,10 +70,10 @@ class PagedBlocks(HeadCache):
             InvalidRequest: there is no memory for it.
             ModelNotSupported: the blocks are longer than a tree may be.
         """
-        super().__init__(head.attentions, head, settings, max_model_len)
+        super().__init__(shapes_of(head.attentions, head.dtype), head, settings, max_model_len)
         if head.config.block_size >= MAX_TREE_ROWS:
             raise ModelNotSupported(f"block_size is {head.config.block_size}; it must be below {MAX_TREE_ROWS}")
-        self.head = head
+        self.head: DFlashHead = head
         self._least_confidence = least_confidence
         #: Entries a block needs at most, and tokens of a block.
         self.num_rows = min(num_tokens, head.config.max_tokens) + head.config.num_given
@@ -140,8 +140,8 @@ class PagedBlocks(HeadCache):
         """One pass over all that is fed; returns the blocks' rows, [R, H], and the first of each block."""
         head = self.head
         new = self._batch([Segment(job.sequence, job.token_ids, 0) for job in jobs], 0).to(self.device).plan
-        states = torch.cat([job.features for job in jobs if job.features is not None])
-        context = head.fuse(send(states, self.device).to(head.dtype))
+        states = self.alike([job.features for job in jobs if job.features is not None])
+        context = self.fused(torch.cat(states))
         for job in jobs:
             job.sequence.length += len(job.token_ids)
         if not drafting:

@@ -32,6 +32,7 @@ from engine.heads.layer import (
     frozen_embedding,
     frozen_linear,
 )
+from engine.state_map import StateMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +194,18 @@ class DFlashHead(MappedHead):
 
     def fuse(self, states: Tensor) -> Tensor:
         """The target's states, layer after layer [..., num_features], as context [..., H]."""
-        if self.config.state_norms:
-            parts = states.chunk(len(self.aux_hidden_norms), dim=-1)
-            states = torch.cat([norm(part) for norm, part in zip(self.aux_hidden_norms, parts, strict=True)], dim=-1)
-        out: Tensor = self.hidden_norm(self.fc(states))
+        out: Tensor = self._fc_map(states)
         return out
+
+    @property
+    def state_map(self) -> StateMap | None:
+        """All of :meth:`fuse`, where it makes states smaller."""
+        return self._fc_map if self.config.num_features > self.config.layer.hidden_size else None
+
+    @property
+    def _fc_map(self) -> StateMap:
+        norms = [self.aux_hidden_norms] if self.config.state_norms else []
+        return StateMap(self.hidden_state_layers, self.fc, norms, self.hidden_norm)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings of the target's ids, int64 [...] to [..., H]."""

@@ -16,7 +16,7 @@ It reads features of three layers of the target and drafts from a vocabulary of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -35,6 +35,7 @@ from engine.heads.layer import (
     frozen_embedding,
     frozen_linear,
 )
+from engine.state_map import StateMap
 
 #: The state after the target's final norm, alone.
 LAST_STATE: Final = (-1,)
@@ -169,15 +170,23 @@ class Eagle3Head(MappedHead):
         layers = (self.midlayer, *self.layers.values())
         return [module for layer in layers for module in layer.modules() if isinstance(module, Attention)]
 
+    @property
+    def state_map(self) -> StateMap | None:
+        """The norms before ``fc``, and ``fc``."""
+        if not self.config.has_fc or self.config.num_features <= self.config.layer.hidden_size:
+            return None
+        return self._fc_map
+
+    @property
+    def _fc_map(self) -> StateMap:
+        norms: list[Iterable[nn.Module]] = [[self.input_norm]] if self.config.norm_before_fc else []
+        if self.config.fc_norm:
+            norms.append(self.fc_norm)
+        return StateMap(self.hidden_state_layers, self.fc, norms)
+
     def fuse(self, states: Tensor) -> Tensor:
         """The target's states, layer after layer [..., num_features], as features [..., H]."""
-        if self.config.norm_before_fc:
-            states = self.input_norm(states)
-        if self.config.fc_norm:
-            parts = states.chunk(len(self.fc_norm), dim=-1)
-            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        out: Tensor = self.fc(states) if self.config.has_fc else states
-        return out
+        return self._fc_map(states) if self.config.has_fc else states
 
     def forward(self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One step of every row.

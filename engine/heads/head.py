@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from engine.state_map import StateMap
+
 
 class DraftHead(nn.Module):
     """A small network on the target's hidden states. Parameters are named as in the published files."""
@@ -15,11 +17,18 @@ class DraftHead(nn.Module):
     method: ClassVar[str]
     #: Its dimensions; all have a ``vocab_size``, the target's.
     config: Any
+    #: Of the :attr:`state_map` as the checkpoint has it; empty without one.
+    state_map_fingerprint: str = ""
 
     @property
     def hidden_state_layers(self) -> tuple[int, ...]:
         """The target's hidden states it reads, numbered as transformers numbers them; -1 is after the final norm."""
         return (-1,)
+
+    @property
+    def state_map(self) -> StateMap | None:
+        """What the target can do with its states in the head's place; None where that makes them no smaller."""
+        return None
 
     @property
     def shared_names(self) -> frozenset[str]:

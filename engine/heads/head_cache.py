@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.attention import AttentionKernels, PagedBatch, paged_attention, write_kv
@@ -14,6 +16,7 @@ from engine.kv_pool import KVPool
 from engine.layers import LayerShape, allocate_caches
 from engine.loading import acceleration
 from engine.loading.memory import size_cache
+from engine.sampling.transfer import send
 from specdec.settings import ModelSettings
 
 
@@ -22,32 +25,20 @@ class HeadCache:
 
     def __init__(
         self,
-        attentions: Sequence[Attention],
+        shapes: Sequence[LayerShape],
         head: DraftHead,
         settings: ModelSettings,
         max_model_len: int,
         *,
         activation_bytes: int = 0,
     ) -> None:
-        """Lay out the cache of the head's attentions on its device, beside ``activation_bytes`` for passes.
+        """Lay out the cache of the head's layers on its device, beside ``activation_bytes`` for passes.
 
         Raises:
             InvalidRequest: there is no memory for it.
         """
         self.device = next(head.parameters()).device
-        shapes = [
-            LayerShape(
-                module=attention,
-                num_heads=attention.num_heads,
-                num_kv_heads=attention.num_kv_heads,
-                head_dim=attention.head_dim,
-                value_dim=attention.head_dim,
-                dtype=head.dtype,
-                window=None,
-                chunk=None,
-            )
-            for attention in attentions
-        ]
+        self.head: Any = head
         num_blocks, _, self.max_model_len = size_cache(
             settings,
             shapes,
@@ -57,7 +48,6 @@ class HeadCache:
             activation_bytes=activation_bytes,
         )
         self.pool = KVPool(num_blocks, settings.block_size)
-        self._scale = attentions[0].head_dim ** -0.5
         self._caches = allocate_caches(shapes, num_blocks, settings.block_size, self.device)
         self._kernels: AttentionKernels | None = None
         if not settings.enforce_eager:
@@ -78,13 +68,48 @@ class HeadCache:
 
     def attend(self, layer: int, query: Tensor, paged: PagedBatch, window: int | None = None) -> Tensor:
         """Attention of the batch's rows [T, Hq, D] to what is cached of their sequences."""
-        k_cache, v_cache = self._caches[layer]
+        (k_cache, v_cache), scale = self._caches[layer], query.shape[-1] ** -0.5
         if self._kernels is None:
-            return paged_attention(query, k_cache, v_cache, paged, scale=self._scale, window=window)
-        return self._kernels.paged_attention(query, k_cache, v_cache, paged.batch.plan, self._scale, window)
+            return paged_attention(query, k_cache, v_cache, paged, scale=scale, window=window)
+        return self._kernels.paged_attention(query, k_cache, v_cache, paged.batch.plan, scale, window)
+
+    def alike(self, states: list[Tensor]) -> list[Tensor]:
+        """States of several sequences: all as the target has them, or all fused; on the CPU, of one dtype."""
+        if any(map(self.is_fused, states)):
+            with torch.inference_mode():
+                states = [each if self.is_fused(each) else self.fused(each).to(each.device) for each in states]
+        return states if len({each.dtype for each in states}) == 1 else [each.float() for each in states]
+
+    def is_fused(self, states: Tensor) -> bool:
+        """Whether the target has evaluated the head's :attr:`~engine.heads.head.DraftHead.state_map`."""
+        width: int = self.head.num_features
+        return states.shape[1] != width
+
+    def fused(self, states: Tensor) -> Tensor:
+        """States as features, [T, H] on the head's device; those that the target has fused are features already."""
+        sent = send(states, self.device).to(self.head.dtype)
+        out: Tensor = sent if self.is_fused(states) else self.head.fuse(sent)
+        return out
 
     def copy_blocks(self) -> None:
         """Make the copies of blocks that new sequences share in part wait for; due before any pass."""
         if copies := self.pool.take_copies():
             for cache in self._caches:
                 copy_blocks(cache, copies)
+
+
+def shapes_of(attentions: Sequence[Attention], dtype: torch.dtype) -> list[LayerShape]:
+    """How layers of our own attend."""
+    return [
+        LayerShape(
+            module=attention,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            value_dim=attention.head_dim,
+            dtype=dtype,
+            window=None,
+            chunk=None,
+        )
+        for attention in attentions
+    ]

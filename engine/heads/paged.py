@@ -1,4 +1,4 @@
-"""An EAGLE head on a paged KV cache: ragged batches of sessions, and chains of drafted tokens.
+"""An EAGLE head, or a prediction layer, on a paged KV cache: ragged batches of sessions, chains of drafted tokens.
 
 Entry i of a sequence stands for the i-th position whose target state is known: the token after it and its features were
 fed. Rotary positions count entries, dropped ones included; attention sees their differences only.
@@ -14,15 +14,18 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from engine.adapters import adopt
 from engine.attention import PagedBatch
 from engine.batch import Batch, Segment, build_batch
 from engine.chains import ChainJob, StopFlags, draw_chains
 from engine.cuda.graphs import ROW_SIZES, Capture, CudaCapture, GraphRunner, reserved_bytes
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
-from engine.heads.head_cache import HeadCache
+from engine.heads.head_cache import HeadCache, shapes_of
+from engine.heads.mtp import MtpHead
 from engine.heads.native.eagle import NativeHead
 from engine.heads.self_check import HeadReference
+from engine.layers import PAGED, ForwardState, LayerShape, PagedLayer, bind, record_layers
 from engine.native import chains as native
 from engine.native.linears import pack_linears
 from engine.native.sampling import knows
@@ -40,30 +43,40 @@ _OUTPUT: Final = (0,)
 class PagedHead(HeadCache):
     """A head, the caches of its layers, and the bookkeeping of the caches."""
 
-    def __init__(self, head: EagleHead | Eagle3Head, settings: ModelSettings, max_model_len: int) -> None:
+    def __init__(self, head: EagleHead | Eagle3Head | MtpHead, settings: ModelSettings, max_model_len: int) -> None:
         """Lay out the cache on the head's device.
 
         Raises:
             InvalidRequest: there is no memory for it.
+            ModelNotSupported: a prediction layer attends in a way that cannot be paged.
         """
         device = next(head.parameters()).device
         graph_bytes = reserved_bytes(head.config.vocab_size, device) if device.type == "cuda" else 0
-        super().__init__(head.attentions, head, settings, max_model_len, activation_bytes=graph_bytes)
-        self.head = head
+        shapes = _shapes_of(head)
+        super().__init__(shapes, head, settings, max_model_len, activation_bytes=graph_bytes)
+        self.head: EagleHead | Eagle3Head | MtpHead = head
+        #: The pass that layers of transformers run in.
+        self._state = ForwardState()
+        if isinstance(head, MtpHead):
+            head.body.set_attn_implementation(PAGED)
+            for shape, (k_cache, v_cache) in zip(shapes, self._caches, strict=True):
+                bind(shape, PagedLayer(k_cache, v_cache, shape.window, self._state))
         self._native: NativeHead | None = None
         self._graphs: GraphRunner | None = None
         #: What captured passes read beside their batch, [rows, H].
         self._features = torch.zeros(0, dtype=head.dtype, device=device)
         if not settings.enforce_eager and device.type == "cpu":
             self._native = self._build_native(settings.num_threads or usable_cores(), settings.autotune)
-        elif self._kernels is not None and device.type == "cuda":
+        elif self._kernels is not None and device.type == "cuda" and not isinstance(head, MtpHead):
             self.use_graphs(CudaCapture(device))
 
     def _build_native(self, num_threads: int, autotune: str) -> NativeHead | None:
         """The head on native kernels, if they agree with its module; else the module gets packed layers alone."""
         limit = self.pool.total_blocks // 2 * self.pool.block_size
-        reference = HeadReference(self.head, limit) if limit > 0 else None
-        native_head = NativeHead.build(self.head, self._caches, num_threads, autotune)
+        native_head = reference = None
+        if not isinstance(self.head, MtpHead):
+            reference = HeadReference(self.head, limit) if limit > 0 else None
+            native_head = NativeHead.build(self.head, self._caches, num_threads, autotune)
         if native_head is None:
             pack_linears(self.head, num_threads, autotune)
             return None
@@ -76,6 +89,7 @@ class PagedHead(HeadCache):
 
     def use_graphs(self, capture: Capture) -> None:
         """Replay passes of up to 512 rows from now on; the usual ones are captured here."""
+        assert not isinstance(self.head, MtpHead), "its layer is not captured"
         size = self.head.config.layer.hidden_size
         self._features = torch.zeros(ROW_SIZES[-1], size, dtype=self.head.dtype, device=self.device)
         self._graphs = GraphRunner(
@@ -127,20 +141,25 @@ class PagedHead(HeadCache):
             self.write(layer, key, value, paged)
             return self.attend(layer, query, paged)
 
-        x: Tensor = self.head(batch.input_ids[0], features, plan.positions, attend).index_select(0, batch.logit_rows)
+        self._state.batch, self._state.kernels = paged, self._kernels
+        try:
+            x: Tensor = self.head(batch.input_ids[0], features, plan.positions, attend)
+        finally:
+            self._state.batch = None
+        x = x.index_select(0, batch.logit_rows)
         return self.head.to_target_logits(self.head.logits(x).float()), x[:, None]
 
     def step(self, segments: Sequence[Segment], states: Tensor, *, are_features: bool) -> tuple[Tensor, Tensor]:
-        """Feed rows with the target's states [T, features] or with outputs of earlier rows [T, H]; in inference mode.
+        """Feed rows with the target's states [T, num_features], with what it fused of them [T, H], or with outputs of
+        earlier rows [T, H]; in inference mode.
 
         Returns the outputs at the wanted rows, [N, H], and their logits over the target's vocabulary, float32 [N, V].
         Sequences grow by what they were fed. Raises like :meth:`forward`.
         """
         self.copy_blocks()
+        are_features = are_features and not self.is_fused(states)
         if self._native is None:
-            if are_features:
-                states = self.head.fuse(send(states, self.device).to(self.head.dtype))
-            return self.forward(segments, states)
+            return self.forward(segments, self.fused(states) if are_features else self._sent(states))
         batch = self._batch(segments)
         logits, x = self._native.forward(
             batch.input_ids[0], states, batch.plan, batch.logit_rows, are_features=are_features
@@ -156,9 +175,11 @@ class PagedHead(HeadCache):
         ignored. Raises like :meth:`forward`, after which sequences may have grown: roll them back.
         """
         self.copy_blocks()
+        own = [job.features for job in jobs if job.features is not None]
+        assert len(own) == len(jobs), "a head's jobs bring features"
+        if len({(states.shape[1], states.dtype) for states in own}) > 1:  # of different targets
+            jobs = [replace(job, features=states) for job, states in zip(jobs, self.alike(own), strict=True)]
         if self._native is not None and all(knows(job.state) for job in jobs):
-            if len({job.features.dtype for job in jobs if job.features is not None}) > 1:  # of different targets
-                jobs = [replace(job, features=None if job.features is None else job.features.float()) for job in jobs]
             size, limit = self.pool.block_size, self.max_model_len
             return native.draft_chains(self._native, jobs, stop, block_size=size, max_model_len=limit)
         with torch.inference_mode():
@@ -185,8 +206,11 @@ class PagedHead(HeadCache):
     def _ingest(self, jobs: Sequence[ChainJob]) -> tuple[Tensor, Tensor]:
         """One pass over all that is fed; returns outputs [jobs, H] and logits at each job's last position."""
         features = [job.features for job in jobs if job.features is not None]
-        states = send(torch.cat(features), self.device).to(self.head.dtype)
-        return self.forward([Segment(job.sequence, job.token_ids, 1) for job in jobs], self.head.fuse(states))
+        segments = [Segment(job.sequence, job.token_ids, 1) for job in jobs]
+        return self.forward(segments, self.fused(torch.cat(features)))
+
+    def _sent(self, states: Tensor) -> Tensor:
+        return send(states, self.device).to(self.head.dtype)
 
     def _batch(self, segments: Sequence[Segment]) -> Batch:
         return build_batch(
@@ -195,3 +219,11 @@ class PagedHead(HeadCache):
             vocab_size=self.head.config.vocab_size,
             max_model_len=self.max_model_len,
         )
+
+
+def _shapes_of(head: EagleHead | Eagle3Head | MtpHead) -> list[LayerShape]:
+    """How the head's layers attend."""
+    if isinstance(head, MtpHead):
+        adopt(head.body)
+        return record_layers(head.body, 1, head.embed_tokens.weight.device)[0]
+    return shapes_of(head.attentions, head.dtype)

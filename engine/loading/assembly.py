@@ -21,7 +21,8 @@ from engine.checkpoint_files import CheckpointFiles
 from engine.gguf_config import tensor_names
 from engine.gguf_file import GgufFile
 from engine.grouped_weight import GroupedWeight
-from engine.native.rounded import GroupedLinear, group_linears
+from engine.native.library import give_back_freed
+from engine.native.rounded import GroupedLinear, group_linears, round_weight
 from engine.quantised.gguf_blocks import read_grouped, read_plain
 from engine.quantised.packed_integers import read_linear
 from engine.quantised_formats import QuantisedFormat
@@ -84,6 +85,28 @@ class PackedSource:
             ) from None
 
 
+class RoundedSource(PackedSource):
+    """Folders of safetensors with real numbers, whose linear layers are rounded as they are read."""
+
+    def __init__(self, files: CheckpointFiles, bits: int, dtype: torch.dtype, stack: ExitStack) -> None:
+        """The weights are taken in a dtype before they are rounded to so many bits."""
+        super().__init__(files, QuantisedFormat("", bits, None), stack)
+        self._bits = bits
+        self._dtype = dtype
+
+    def linear(self, prefix: str) -> GroupedWeight | None:
+        """The weight of the linear layer of a name, rounded; None: there is none."""
+        is_output = prefix == OUTPUT
+        name = f"{prefix}.weight"
+        if is_output and name not in self._open:  # tied
+            name = f"{EMBEDDING}.weight"
+        return (
+            round_weight(self.read(name).to(self._dtype), self._bits, is_output=is_output)
+            if name in self._open
+            else None
+        )
+
+
 class GgufSource:
     """A GGUF file."""
 
@@ -120,6 +143,9 @@ class GgufSource:
         return None if heads is None else torch.arange(num_rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
+#: What the architectures of :data:`engine.quantised_formats.MODEL_TYPES` call their embedding and output layer.
+EMBEDDING: Final = "model.embed_tokens"
+OUTPUT: Final = "lm_head"
 #: Tensors beside a layer's weight that its :class:`GroupedWeight` holds.
 _OF_LINEARS: Final = frozenset(
     """
@@ -200,3 +226,4 @@ def _take_linears(model: nn.Module, source: TensorSource, dtype: torch.dtype, ta
         parent, _, last = name.rpartition(".")
         model.get_submodule(parent)._modules[last] = GroupedLinear(weight, dtype, bias)
         taken |= {f"{name}.{part}" for part in _OF_LINEARS}
+        give_back_freed(weight.in_features * weight.out_features)

@@ -26,8 +26,16 @@ from transformers import (
 
 from engine.checkpoint_files import CheckpointFiles
 from engine.gguf_file import GgufFile
-from engine.loading.assembly import GgufSource, PackedSource, TensorSource, assemble, read_generation_config
-from engine.quantised_formats import QuantisedFormat
+from engine.loading.assembly import (
+    EMBEDDING,
+    GgufSource,
+    PackedSource,
+    RoundedSource,
+    TensorSource,
+    assemble,
+    read_generation_config,
+)
+from engine.quantised_formats import MODEL_TYPES, QuantisedFormat
 from engine.refused_checkpoints import check_checkpoint
 from engine.weight_map import check_weight_maps
 from specdec.errors import InvalidRequest, ModelNotSupported
@@ -74,11 +82,12 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
 
 
 def load_model(
-    settings: ModelSettings, config: PreTrainedConfig, device: torch.device, split: object = None
+    settings: ModelSettings, config: PreTrainedConfig, device: torch.device, split: object = None, bits: int = 0
 ) -> PreTrainedModel:
     """The model with its weights on ``device``, in evaluation mode, attending as transformers' reference does.
 
-    ``split``: the DistributedConfig of a model of which this process reads a part.
+    ``split``: the DistributedConfig of a model of which this process reads a part. ``bits``: what weights will be
+    rounded to. Known architectures are rounded here, layer by layer: the whole model is never in memory.
 
     Raises:
         InvalidRequest: the weights cannot be read.
@@ -90,6 +99,13 @@ def load_model(
     if stored is not None:
         return _assembled(settings, config, device, stored)
     dtype = dtype_of(settings, config, device)
+    if bits and split is None and isinstance(dtype, torch.dtype) and _can_round(settings, config, dtype):
+        with ExitStack() as stack:
+            source = RoundedSource(CheckpointFiles(settings.model), bits, dtype, stack)
+            model, names = assemble(source, config, dtype, settings.model)
+        read_generation_config(model, Path(settings.model))
+        _refuse_unused(settings, names, model)
+        return model
     options: dict[str, Any] = {}
     if split is not None:
         options["distributed_config"] = split
@@ -130,6 +146,18 @@ def load_model(
     model = model.eval().requires_grad_(False)
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def _can_round(settings: ModelSettings, config: PreTrainedConfig, dtype: torch.dtype) -> bool:
+    """Whether layers can be rounded as they are read: known names in safetensors, and code of transformers' own."""
+    files = CheckpointFiles(settings.model)
+    return (
+        config.model_type in MODEL_TYPES
+        and type(config) in AutoModelForCausalLM._model_mapping
+        and not getattr(config, "auto_map", None)
+        and dtype in (torch.float32, torch.bfloat16)
+        and f"{EMBEDDING}.weight" in files.tensors
+    )
 
 
 def dtype_of(settings: ModelSettings, config: PreTrainedConfig, device: torch.device) -> torch.dtype | str:

@@ -8,6 +8,7 @@ to :mod:`engine.loading.long_context`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -70,11 +71,14 @@ TOLERANCES: Final = {
     torch.float16: Tolerance.of(2e-2),
     torch.bfloat16: Tolerance.of(8e-2),
 }
-#: Of weights that transformers has quantised.
-QUANTISED_TOLERANCE: Final = Tolerance.of(0.2)
+#: Of weights that transformers has quantised: single rows of random models differ by anything.
+QUANTISED_TOLERANCE: Final = Tolerance(0.2, 0.25, worst=math.inf)
 #: Of grouped weights, whose activations are rounded to 8 bits: numbers that differ in their last bit may be rounded to
-#: different steps. Trained models differ by a hundredth.
-GROUPED_TOLERANCES: Final = {torch.float32: Tolerance.of(5e-2), torch.bfloat16: Tolerance.of(0.1)}
+#: different steps. Trained models differ by a hundredth, single rows of random ones by anything.
+GROUPED_TOLERANCES: Final = {
+    torch.float32: Tolerance(5e-2, 0.25, worst=math.inf),
+    torch.bfloat16: Tolerance(0.1, 0.25, worst=math.inf),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,8 @@ class Passes {
   int64_t state_stride() const { return row_stride(model_.hidden); }
 
   void name_features(const Chain& chain, int64_t row) {
-    const int64_t bytes = model_.head->num_features * (batch_.features_dtype == 0 ? 4 : 2);
+    const int64_t width = batch_.features_are_fused ? model_.hidden : model_.head->num_features;
+    const int64_t bytes = width * (batch_.features_dtype == 0 ? 4 : 2);
     for (int64_t i = 0; i < chain.num_token_ids; i++)
       features_[row + i] = static_cast<const char*>(chain.features) + i * bytes;
   }

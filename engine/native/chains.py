@@ -82,7 +82,7 @@ def draft_chains(
                 f" {sequence.capacity} the sequence has room for (the model takes {max_model_len})"
             )
         if model.num_features:
-            _check_features(job, model.num_features, jobs[0])
+            _check_features(job, (model.num_features, model.fused_width), jobs[0])
         longest = max(longest, end + sequence.num_dropped + 1)
         starts.append(len(tokens))
         tokens.extend(job.token_ids)
@@ -108,6 +108,7 @@ def draft_chains(
     caches.plan.block_size = block_size
     if jobs[0].features is not None:
         caches.features_dtype = DTYPES[jobs[0].features.dtype]
+        caches.features_are_fused = jobs[0].features.shape[1] != model.num_features
     chains = draw_chains(
         jobs,
         fed,
@@ -150,9 +151,11 @@ def draw_chains(
     return out.read()
 
 
-def _check_features(job: ChainJob, num_features: int, first: ChainJob) -> None:
-    features, wanted = job.features, (len(job.token_ids), num_features)
-    if features is None or features.shape != wanted or not features.is_contiguous():
-        raise ValueError(f"a head needs {wanted} features that are contiguous")
+def _check_features(job: ChainJob, widths: tuple[int, int], first: ChainJob) -> None:
+    features, count = job.features, len(job.token_ids)
+    if features is None or features.shape not in [(count, width) for width in widths] or not features.is_contiguous():
+        raise ValueError(f"a head needs {count} rows of {widths[0]} features that are contiguous")
     if features.dtype not in DTYPES or first.features is None or features.dtype != first.features.dtype:
         raise ValueError(f"features are {features.dtype}; all must be float32, or all bfloat16")
+    if features.shape[1] != first.features.shape[1]:
+        raise ValueError(f"features have {features.shape[1]} numbers; all must have as many")

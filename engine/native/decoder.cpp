@@ -289,9 +289,18 @@ class Pass {
     void ingest(const Head& head) {
       if (head.kind == kEagle)
         project_to_stream<false>(paired(head.fuse), head.fuse, p.fused, head.fuse_bias);
+      else if (p.batch.features && p.batch.features_are_fused)
+        take_features();
       else if (p.batch.features)
         project_to_stream<false>(featured(head), head.fuse, p.fused, head.fuse_bias);
       if (head.norms_residual) norm_stream(head.state_norm);
+    }
+
+    // The stream is the features.
+    void take_features() {
+      for (int r; (r = team.next(*counter)) < n;)
+        with_features(r, [&](auto* from) { prepare_row(from, p.hidden, round_up(p.hidden, kPanel), x + r * p.hidden_stride); });
+      end_stage();
     }
 
     // Replaces the stream's rows by their norms.

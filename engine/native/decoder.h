@@ -77,6 +77,7 @@ struct Batch {
   const void* const* features;  // [T] rows of num_features, or null: the states are in `stream`
   float* stream;  // [T or N, row_stride(H)]: takes the states that the wanted rows, which ascend, bring: N rows
   int32_t features_dtype;
+  int32_t features_are_fused;  // EAGLE-3: the rows are what `fuse` makes of features, [hidden]
   // Hidden states wanted: of these rows, of these layers in turn: 0 is the embedding's output, i that of layer i, all
   // before the final norm; -1 is the last one's after it.
   const int64_t* state_rows;    // [S]
@@ -85,7 +86,7 @@ struct Batch {
   bf16* states;  // [S, F, H]
 };
 TANDEM_STRUCT(Batch, token_ids, logit_rows, num_logits, plan, k_caches, v_caches, cosines, sines, logits, features, stream,
-              features_dtype, state_rows, state_layers, num_states, num_state_layers, states)
+              features_dtype, features_are_fused, state_rows, state_layers, num_states, num_state_layers, states)
 
 // Writes the cache, batch.logits and batch.states; `threads` counts the calling thread. Returns 0, -1 without memory, -2
 // for a token id outside the vocabulary (nothing has been written then). It takes the scratch memory of the thread's pool.

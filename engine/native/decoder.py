@@ -46,6 +46,8 @@ class NativeModel:
 
     #: Numbers of the target's hidden states that a row is fed with beside its token; 0 where this is no draft head.
     num_features = 0
+    #: The same where the target has fused them.
+    fused_width = 0
 
     def __init__(self, packing: Packing, model: CModel, caches: Caches, tables: RotaryTables) -> None:
         """``model`` points into what the packing keeps; its ``vocab`` counts the ids of tokens fed."""

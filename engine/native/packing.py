@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from engine.native.autotune import Prefetch, WeightRun, choose_prefetch
-from engine.native.library import Memory, NativeLibrary
+from engine.native.library import Memory, NativeLibrary, give_back_freed
 from engine.native.linears import (
     AnyMatrix,
     NativeLinear,
@@ -83,13 +83,15 @@ class Packing:
         packed = pack_group(
             self.library, self.memory, [matrix_of(layer) for layer in layers], self.num_threads, interleave=interleave
         )
+        biases = [self._padded_bias(layer, weight) for layer, weight in zip(layers, packed, strict=True)]
         self._runs.append(run_of(packed))
         for name, weight, layer in zip(names, packed, layers, strict=True):
             linear = NativeLinear(weight, layer.weight.dtype, layer.bias, self.num_threads)
             self._linears.append(linear)
             setattr(parent, name, linear)
+        del layers, layer
+        give_back_freed(sum(weight.num_bytes for weight in packed))
         self.keep(packed)
-        biases = [self._padded_bias(layer, weight) for layer, weight in zip(layers, packed, strict=True)]
         if all(bias is None for bias in biases):
             return packed[0].address, None
         columns = [

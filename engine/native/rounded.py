@@ -70,8 +70,8 @@ class GroupedLinear(PackedLinear):
         order = self.grouped.order
         rounded = round_activations(x if order is None else x[..., order])
         fed = rounded if order is None else rounded[..., order.argsort()]
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(fed, self.grouped.decode(), bias).to(self.weight.dtype)
+        y = torch.cat([F.linear(fed, part.decode()) for part in self.grouped.parts()], -1)
+        return (y if self.bias is None else y + self.bias.float()).to(self.weight.dtype)
 
 
 def round_activations(x: torch.Tensor) -> torch.Tensor:
@@ -100,13 +100,16 @@ def quantise_linears(model: nn.Module, bits: int = 8) -> int:
         weight = plain_weight(layer)
         if not isinstance(model, PreTrainedModel):
             return Int8Linear(weight, layer.bias)
-        if bits == 8:
-            grouped = round_to_8_bits(weight, weight.shape[1])
-        else:
-            grouped = round_to_8_bits(weight) if layer is output else round_to_4_bits(weight)
-        return GroupedLinear(grouped, weight.dtype, layer.bias)
+        return GroupedLinear(round_weight(weight, bits, is_output=layer is output), weight.dtype, layer.bias)
 
     return replace_linears(model, rounded)
+
+
+def round_weight(weight: torch.Tensor, bits: int, *, is_output: bool) -> GroupedWeight:
+    """A weight [N, K] of a language model rounded to 8 or 4 bits; ``is_output``: it is that of the output layer."""
+    if bits == 8:
+        return round_to_8_bits(weight, weight.shape[1])
+    return round_to_8_bits(weight) if is_output else round_to_4_bits(weight)
 
 
 def group_linears(model: nn.Module) -> int:

@@ -181,6 +181,7 @@ class CBatch(ctypes.Structure):
         ("features", _Pointer),
         ("stream", _Pointer),
         ("features_dtype", _Int32),
+        ("features_are_fused", _Int32),
         ("state_rows", _Pointer),
         ("state_layers", _Pointer),
         ("num_states", _Int64),

@@ -19,7 +19,7 @@ from engine.sampling.rows import Rows
 from engine.sampling.state import SamplingState
 from engine.sampling.transfer import send
 from specdec.params import SamplingParams
-from specdec.rules import DraftSampling, Rule, SparseRow
+from specdec.rules import SEEDED_RULE, DraftSampling, Rule, SparseRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +93,7 @@ def draft_many(logits: Tensor) -> None:
     """Draw tokens of all rows of ``logits`` float32 [R, V] in the way that needs the most memory."""
     params = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0, seed=0)
     states = [SamplingState(params, [0], 1, logits.shape[1], device=logits.device)] * len(logits)
-    draft(logits, Rows.after(states), [Rule.COUPLED] * len(logits))
+    draft(logits, Rows.after(states), [SEEDED_RULE] * len(logits))
 
 
 def collect(steps: Sequence[Drafted], counts: Sequence[int] | None = None) -> list[DraftedChain]:

@@ -153,6 +153,9 @@ class DraftClient:
     def commit(self, hidden_states: Sequence[HiddenStates]) -> None:
         """Drop the proposal for the tokens before, and keep the hidden states for the draft."""
         draft = self._draft
+        for states in hidden_states:
+            self._metrics.num_hidden_states += states.num_positions
+            self._metrics.hidden_state_bytes += len(states.data)
         if hidden_states and not self.off and (draft is None or draft.states == self._states_spec):
             if self._states_spec.last_only:
                 self._states.clear()

@@ -68,6 +68,8 @@ class SpeculationMetrics:
     num_direct_rounds: int = _count(
         "Rounds whose proposal the target itself asked the draft for", "spec_decode_num_direct_rounds"
     )
+    num_hidden_states: int = _count("Positions whose hidden states were sent", "spec_decode_num_hidden_states")
+    hidden_state_bytes: int = _count("Their bytes", "spec_decode_hidden_state_bytes")
     draft_ns: int = _count("Nanoseconds the draft computed for the proposals that were verified")
     draft_wait_ns: int = _count(
         "Time with a verdict but no proposal for the next round", "spec_decode_draft_wait_seconds", scale=1e-9

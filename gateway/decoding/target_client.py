@@ -112,10 +112,8 @@ class TargetClient:
             self._state.spec(self._epoch, with_prompt_logprobs=self.opened is None),
             num_speculative_tokens=self._state.request.max_round_tokens,
             multi_step_tokens=num_multi_step,
-            hidden_state_layers=states.layers,
-            last_hidden_state_only=states.last_only,
         )
-        self._session = session = await self._replica.backend.open(spec)
+        self._session = session = await self._replica.backend.open(states.asked_in(spec))
         self._multi_step_end = len(self._state) + 1 + num_multi_step
         first = self._checked(session.first)
         self._verdict_ns = time.perf_counter_ns()

@@ -8,13 +8,13 @@ import heapq
 import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Generic, Self, TypeVar
 
 from gateway.placement.prefix_routes import PrefixRoutes
 from specdec.backends import DraftBackend, TargetBackend
 from specdec.errors import ModelNotSupported, Unavailable
-from specdec.types import ModelInfo, ServerLoad
+from specdec.types import ModelInfo, ServerLoad, SessionSpec
 from specdec.vocabulary import check_compatible
 
 logger = logging.getLogger(__name__)
@@ -29,15 +29,34 @@ MAX_EXCESS_USE: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class HiddenStateSpec:
-    """Hidden states of the target that a draft reads: of which layers, and whether the newest position's are enough."""
+    """Hidden states of the target that a draft reads: of which layers, whether the newest position's are enough, and in
+    which type they should come.
+    """
 
     layers: tuple[int, ...] = ()
     last_only: bool = False
+    dtype: str = ""
+    #: Fingerprint of what the target does with them, if it can; empty: nothing.
+    through: str = ""
 
     @classmethod
     def of(cls, info: ModelInfo) -> HiddenStateSpec:
         """What a draft says it reads."""
-        return cls(info.hidden_state_layers, info.last_hidden_state_only) if info.hidden_state_layers else cls()
+        if not info.hidden_state_layers:
+            return cls()
+        return cls(
+            info.hidden_state_layers, info.last_hidden_state_only, info.hidden_state_dtype, info.hidden_state_map
+        )
+
+    def asked_in(self, spec: SessionSpec) -> SessionSpec:
+        """A session of the target whose verdicts carry them."""
+        return replace(
+            spec,
+            hidden_state_layers=self.layers,
+            last_hidden_state_only=self.last_only,
+            hidden_state_dtype=self.dtype,
+            hidden_state_map=self.through,
+        )
 
 
 class Replica(Generic[B]):

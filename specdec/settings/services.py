@@ -31,6 +31,7 @@ class TargetSettings:
     model: ModelSettings
     scheduler: SchedulerSettings = SchedulerSettings()
     verification: Rule = option(DEFAULT_RULE, "rule for sessions that name none")
+    hidden_state_maps: tuple[str, ...] = option((), "folders of draft heads whose first layer runs here")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from specdec.errors import did_you_mean
-from specdec.methods import ATTENDING_METHODS, HEAD_METHODS, LOOKUP_METHODS, METHODS, MODEL_METHODS, refuse_mtp
+from specdec.methods import ATTENDING_METHODS, HEAD_METHODS, LOOKUP_METHODS, METHODS, MODEL_METHODS
 from specdec.refused_methods import refuse_method
 from specdec.settings.lookup import LookupSettings
 from specdec.settings.model import QUANTIZATIONS
 from specdec.settings.option import option, options_of, require
+from specdec.state_dtypes import STATE_DTYPES
 from specdec.tree_shape import MAX_SPECULATIVE_TOKENS, TreeShape
 
 
@@ -38,6 +39,13 @@ class SpeculativeSettings(LookupSettings):
         only=ATTENDING_METHODS,
     )
     draft_sink_size: int = option(4, "first tokens that are read of a longer text", ge=0, only=ATTENDING_METHODS)
+    draft_vocab: str | None = option(None, "JSON file of the token ids that may be drafted", only=("mtp",))
+    hidden_state_dtype: str = option(
+        "int8",
+        "type of the target's states",
+        choices=STATE_DTYPES,
+        only=HEAD_METHODS,
+    )
     draft_confidence_threshold: float = option(
         0.0, "a draft ends before a token whose confidence is below this", ge=0, le=1, only=("dspark",)
     )
@@ -108,8 +116,6 @@ class SpeculativeSettings(LookupSettings):
 def _read_methods(given: Any) -> tuple[str, ...]:
     """One method's name, or a lookup's and another's, as a tuple."""
     methods = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
-    if "mtp" in methods:
-        refuse_mtp()
     for method in methods:
         refuse_method(str(method))
         require(method in METHODS, "method", f"method is {method!r}; choose one of {', '.join(METHODS)}")

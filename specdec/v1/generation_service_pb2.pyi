@@ -673,6 +673,8 @@ class SpeculationMetrics(_message.Message):
     NUM_STALE_FIELD_NUMBER: _builtins.int
     NO_SPECULATION_REASON_FIELD_NUMBER: _builtins.int
     NUM_DIRECT_ROUNDS_FIELD_NUMBER: _builtins.int
+    NUM_HIDDEN_STATES_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATE_BYTES_FIELD_NUMBER: _builtins.int
     num_spec_steps: _builtins.int
     """Rounds that verified at least one drafted token."""
     num_draft_tokens: _builtins.int
@@ -723,6 +725,10 @@ class SpeculationMetrics(_message.Message):
     """Why nothing was speculated, such as "no_draft" or "pacing"; empty where something was."""
     num_direct_rounds: _builtins.int
     """Rounds whose proposal the target itself asked the draft for."""
+    num_hidden_states: _builtins.int
+    """Positions whose hidden states verdicts carried."""
+    hidden_state_bytes: _builtins.int
+    """Bytes of these hidden states."""
     @_builtins.property
     def acceptance_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """acceptance_histogram[a] = rounds in which exactly a drafted tokens were accepted."""
@@ -748,10 +754,12 @@ class SpeculationMetrics(_message.Message):
         num_stale: _builtins.int = ...,
         no_speculation_reason: _builtins.str = ...,
         num_direct_rounds: _builtins.int = ...,
+        num_hidden_states: _builtins.int = ...,
+        hidden_state_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_ns", b"draft_ns", "draft_wait_ns", b"draft_wait_ns", "mean_acceptance_length", b"mean_acceptance_length", "no_speculation_reason", b"no_speculation_reason", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_ahead_hits", b"num_ahead_hits", "num_ahead_misses", b"num_ahead_misses", "num_direct_rounds", b"num_direct_rounds", "num_draft_failures", b"num_draft_failures", "num_draft_tokens", b"num_draft_tokens", "num_rejections", b"num_rejections", "num_spec_steps", b"num_spec_steps", "num_stale", b"num_stale", "num_target_failures", b"num_target_failures", "num_wasted_draft_tokens", b"num_wasted_draft_tokens", "wire_ns", b"wire_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_ns", b"draft_ns", "draft_wait_ns", b"draft_wait_ns", "hidden_state_bytes", b"hidden_state_bytes", "mean_acceptance_length", b"mean_acceptance_length", "no_speculation_reason", b"no_speculation_reason", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_ahead_hits", b"num_ahead_hits", "num_ahead_misses", b"num_ahead_misses", "num_direct_rounds", b"num_direct_rounds", "num_draft_failures", b"num_draft_failures", "num_draft_tokens", b"num_draft_tokens", "num_hidden_states", b"num_hidden_states", "num_rejections", b"num_rejections", "num_spec_steps", b"num_spec_steps", "num_stale", b"num_stale", "num_target_failures", b"num_target_failures", "num_wasted_draft_tokens", b"num_wasted_draft_tokens", "wire_ns", b"wire_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

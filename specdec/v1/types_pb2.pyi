@@ -406,6 +406,7 @@ class HiddenStates(_message.Message):
     NUM_FEATURES_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    GROUP_SIZE_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     """Position of the first row. Row i was computed by feeding the token at position start + i (0 is the first token of the
     prompt): the token after it was predicted from it.
@@ -413,9 +414,13 @@ class HiddenStates(_message.Message):
     num_features: _builtins.int
     """Numbers per position: the states of the layers asked for, one after another, in the order asked for. At least 1."""
     dtype: _builtins.str
-    """Element type: "bfloat16", "float16" or "float32"."""
+    """Element type: "bfloat16", "float16", "float32" or "int8"."""
     data: _builtins.bytes
-    """Elements, little-endian, row by row: [positions, num_features]. At least one row."""
+    """Elements, little-endian, row by row: [positions, num_features]. At least one row. Of int8 a row is groups of
+    group_size elements; each is followed by its scale, a float32: a number is element * scale.
+    """
+    group_size: _builtins.int
+    """Of int8: elements that share a scale; num_features is a multiple of it. 0 for the other types."""
     def __init__(
         self,
         *,
@@ -423,10 +428,11 @@ class HiddenStates(_message.Message):
         num_features: _builtins.int = ...,
         dtype: _builtins.str = ...,
         data: _builtins.bytes = ...,
+        group_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "num_features", b"num_features", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "group_size", b"group_size", "num_features", b"num_features", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -518,6 +524,8 @@ class ModelInfo(_message.Message):
     EXECUTION_FIELD_NUMBER: _builtins.int
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATE_DTYPE_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATE_MAP_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name or folder the model was loaded from."""
     architecture: _builtins.str
@@ -552,6 +560,12 @@ class ModelInfo(_message.Message):
     """How passes are executed, such as "native attention". Empty: not known."""
     kv_cache_bytes: _builtins.int
     """Targets: bytes of the KV cache that each rank has. 0: not known."""
+    hidden_state_dtype: _builtins.str
+    """Draft services: the type in which hidden states should come, as in OpenTargetSession."""
+    hidden_state_map: _builtins.str
+    """Draft services: SHA-256 (hex) of the linear layer, with its norms, that the head begins with, where it makes the hidden
+    states smaller. It reads what either side made of them.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence."""
@@ -587,10 +601,12 @@ class ModelInfo(_message.Message):
         execution: _builtins.str = ...,
         weight_bytes: _abc.Iterable[_builtins.int] | None = ...,
         kv_cache_bytes: _builtins.int = ...,
+        hidden_state_dtype: _builtins.str = ...,
+        hidden_state_map: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "execution", b"execution", "hidden_state_layers", b"hidden_state_layers", "kv_cache_bytes", b"kv_cache_bytes", "kv_cache_tokens", b"kv_cache_tokens", "last_hidden_state_only", b"last_hidden_state_only", "max_model_len", b"max_model_len", "method", b"method", "name", b"name", "num_parameters", b"num_parameters", "num_speculative_tokens", b"num_speculative_tokens", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size", "verification", b"verification", "version", b"version", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "execution", b"execution", "hidden_state_dtype", b"hidden_state_dtype", "hidden_state_layers", b"hidden_state_layers", "hidden_state_map", b"hidden_state_map", "kv_cache_bytes", b"kv_cache_bytes", "kv_cache_tokens", b"kv_cache_tokens", "last_hidden_state_only", b"last_hidden_state_only", "max_model_len", b"max_model_len", "method", b"method", "name", b"name", "num_parameters", b"num_parameters", "num_speculative_tokens", b"num_speculative_tokens", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokenizer_size", b"tokenizer_size", "verification", b"verification", "version", b"version", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from gateway.placement.routing import Router
@@ -177,8 +177,7 @@ class _Pair:
     @classmethod
     async def open(cls, router: Router, spec: SessionSpec, stack: AsyncExitStack) -> _Pair:
         states = router.hidden_states_spec(spec.session_id)
-        asking = replace(spec, hidden_state_layers=states.layers, last_hidden_state_only=states.last_only)
-        target = await router.targets.usable[0].backend.open(asking)
+        target = await router.targets.usable[0].backend.open(states.asked_in(spec))
         stack.push_async_callback(target.close)
         draft = await router.drafts.usable[0].backend.open(spec)
         stack.push_async_callback(draft.close)

@@ -154,6 +154,7 @@ ROWS: Final = (
     Row("c, draft step / target step", _of_costs(".3f", lambda costs: costs.c)),
     Row("d, network and serialisation / target step", _of_costs(".3f", lambda costs: costs.d)),
     Row("bytes of a round's messages", _of_costs(".0f", lambda costs: costs.wire_bytes)),
+    Row("bytes of hidden states, a position", lambda mode, _: _number(mode.state_bytes, ".0f")),
     Row("round", lambda mode, _: _number(mode.round_ms, ".2f", " ms")),
     Row("of it beyond verify(k+1)", _beyond),
     counted("drafted tokens thrown away, a round", "num_wasted_draft_tokens"),

@@ -111,6 +111,12 @@ class Measurement:
         return bool(self.count("num_spec_steps"))
 
     @property
+    def state_bytes(self) -> float | None:
+        """Bytes of the target's hidden states that a position takes; None where none were sent."""
+        count, num_bytes = self.count("num_hidden_states"), self.count("hidden_state_bytes")
+        return num_bytes / count if count and num_bytes else None
+
+    @property
     def alpha(self) -> float | None:
         """Acceptance per token: accepted / (accepted + rounds that ended with a rejection)."""
         accepted, rejections = self.count("num_accepted_draft_tokens"), self.count("num_rejections")

@@ -24,6 +24,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "health": ("tandem.cli.health", "ask a running server whether it is ready"),
     "key": ("tandem.cli.key", "make an API key and its line of a key file"),
     "train": ("tandem.cli.train", "train a drafter for a target: a draft head or a small model"),
+    "export-mtp": ("tandem.cli.export_mtp", "take the prediction layers out of a target, for a draft elsewhere"),
     "certs": ("tandem.cli.certs", "make a CA and certificates for the services"),
     "demo": ("tandem.cli.demo", "start the services, generate a few texts, stop"),
 }

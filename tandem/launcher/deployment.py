@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from specdec.flags import flags_of, parsed_options, settings_from
-from specdec.methods import LOOKUP_METHODS, MODEL_METHODS
+from specdec.methods import LOOKUP_METHODS, METHODS, MODEL_METHODS
 from specdec.process.ports import check_port
 from specdec.settings import (
     API_KEY_VARIABLE,
@@ -150,7 +150,14 @@ def make_deployment(
             scheduler=scheduler,
         )
     return Deployment(
-        target=TargetSettings(model=model, scheduler=scheduler, **({} if rule is None else {"verification": rule})),
+        target=TargetSettings(
+            model=model,
+            scheduler=scheduler,
+            hidden_state_maps=tuple(
+                draft_model.model for method in speculative.methods if draft_model and METHODS[method].maps_states
+            ),
+            **({} if rule is None else {"verification": rule}),
+        ),
         draft=draft,
         gateway=GatewaySettings(
             served_model_name=names,

@@ -17,7 +17,7 @@ from engine.native.library import NativeLibrary
 from engine.native.sampling_verify import decides, verify_rounds
 from engine.sampling.state import SamplingState
 from specdec.params import SamplingParams
-from specdec.rules import Rule
+from specdec.rules import DEFAULT_RULE
 from target_service.grammar.masks import MaskedRows, MaskFiller, StepMasks
 from target_service.verification.logprobs import read, score
 from target_service.verification.rounds import Outcome, Round
@@ -90,7 +90,7 @@ def decide_many(logits: Tensor) -> None:
     verify_with_tensors(
         logits,
         [
-            Round(state, Rule.BLOCK, row, drafts[: logits.shape[0] - row - 1], logprobs=_MEASURED_LOGPROBS)
+            Round(state, DEFAULT_RULE, row, drafts[: logits.shape[0] - row - 1], logprobs=_MEASURED_LOGPROBS)
             for row in rows
         ],
     )

@@ -17,8 +17,7 @@ from tandem.checkpoints import DRAFT, find_checkpoint
 def _report(*points: PassTime) -> EngineReport:
     return EngineReport(
         model="bundled",
-        dtype="float32",
-        quantization=None,
+        weights="float32",
         threads=2,
         weight_bytes=4000,
         execution="",
@@ -48,16 +47,19 @@ def test_what_follows_from_the_points() -> None:
     assert report.ratio((1, 7, 1000), (1, 1, 1000)) is None
     assert report.ms_per_thousand_entries(1) == pytest.approx([0.5, 0.4])
     text = [part for part in show(report) if isinstance(part, str)]
-    assert "verify(5) / decode(1) behind 1000 entries: 1.10" in text
+    assert "5 rows / 1 behind 1000 entries: 1.10" in text
     assert "32 sessions decode 8.0 times as many tokens a second as one" in text
 
 
 def test_a_small_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
     arguments = ["--model", find_checkpoint(DRAFT), "--rows", "1,5", "--sessions", "1,2", "--contexts", "64,3000"]
-    monkeypatch.setattr("sys.argv", ["engine", *arguments, "--seconds", "0.1", "--json", str(file)])
+    arguments += ["--formats", "float32,int8,int4", "--seconds", "0.1", "--json", str(file)]
+    monkeypatch.setattr("sys.argv", ["engine", *arguments])
     assert engine.main() == 0
-    found = json.loads(file.read_text())
+    found, int8, int4 = json.loads(file.read_text())
+    assert int4["weight_bytes"] < 0.95 * int8["weight_bytes"]  # most of this model is its output layer, of 8 bits
+    assert int8["weight_bytes"] < 0.3 * found["weight_bytes"]
     assert found["bandwidth"] > 1e8
     assert found["weight_bytes"] == pytest.approx(4 * 900_000, rel=0.1)
     assert len(found["points"]) == 6
@@ -65,7 +67,7 @@ def test_a_small_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
         assert point["ms"] > 0
         entries = point["sessions"] * (point["context"] + point["rows"])
         assert point["bytes_read"] == found["weight_bytes"] + entries * 2 * 2 * 2 * 32 * 4
-    assert "verify(5) / decode(1) behind 64 entries" in capsys.readouterr().out
+    assert "5 rows / 1 behind 64 entries" in capsys.readouterr().out
 
 
 def test_a_model_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

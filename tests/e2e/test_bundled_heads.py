@@ -5,7 +5,7 @@ import pytest
 from gateway.text.tokenizer import TextTokenizer
 from tandem import LLM, SamplingParams
 from tandem.bench.prompts import pick_prompts
-from tests.e2e.servers import TARGET_MODEL
+from tests.e2e.servers import TARGET_MODEL, Stack, collect, draft_process, ids_of, request_of, target_process
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 
@@ -32,3 +32,27 @@ def test_a_long_context():
     outputs = generate([{"prompt_token_ids": list(ids)} for ids in prompts], {"method": "draft_model"})
     accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
     assert 1 + accepted / sum(output.metrics.num_drafts for output in outputs) > 2.4
+
+
+@pytest.mark.e2e
+def test_a_target_that_has_the_first_layer_sends_a_twelfth_of_the_bytes(real_prompts):
+    """Three states of 384 numbers are 2304 bytes a position in bfloat16; what the layer makes of them 192 and a scale.
+    The text is that of plain decoding.
+    """
+    head = f"{TARGET_MODEL}-eagle3"
+    target = target_process("--hidden-state-maps", head, "--dtype", "float32")
+    draft = draft_process("--method", "eagle3", "--target-model", TARGET_MODEL, model=head)
+    stack = Stack.start([target], [draft])
+    try:
+        prompt = list(TextTokenizer.load(TARGET_MODEL).encode(real_prompts[0]))[:60]
+        for changes in ({}, {"temperature": 1.0, "seed": 7}):
+            request = request_of(prompt, **{"max_tokens": 64, "temperature": 0.0} | changes)
+            pieces = collect(stack, request)
+            speculation = pieces[-1].speculation
+            assert speculation.hidden_state_bytes == (192 + 4) * speculation.num_hidden_states > 0
+            assert speculation.num_hidden_states >= len(prompt) + 50
+            assert speculation.num_accepted_draft_tokens > 0.1 * speculation.num_draft_tokens
+            request.speculation.num_speculative_tokens = 0
+            assert ids_of(pieces) == ids_of(collect(stack, request))
+    finally:
+        stack.close()

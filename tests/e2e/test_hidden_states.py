@@ -78,19 +78,22 @@ def model_settings(llama, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exact(model_settings, llama):
-    """``exact(tokens)``: states of the engine alone, in one piece, bytes by position; checked against transformers."""
+    """``exact(tokens, dtype)``: states of the engine alone, in one piece, bytes by position; checked against
+    transformers.
+    """
     engine = load_engine(model_settings)
 
     @torch.no_grad()
-    def rows(token_ids) -> dict[int, bytes]:
+    def rows(token_ids, dtype="") -> dict[int, bytes]:
         sequence = engine.pool.open(len(token_ids))
         segment = Segment(sequence, list(token_ids), 0, len(token_ids), LAYERS)
-        states = engine.forward_with_states([segment])[1].of(0)
+        of_pass = engine.forward_with_states([segment])[1]
+        states, sent = of_pass.of(0), of_pass.rows(0, range(len(token_ids)), 0, dtype)
         engine.pool.release(sequence)
         stock = llama(torch.tensor([list(token_ids)]), use_cache=False, output_hidden_states=True).hidden_states
         expected = torch.cat([stock[layer][0] for layer in LAYERS], 1)
         torch.testing.assert_close(states.float(), expected, rtol=2**-8, atol=2e-4)
-        return {i: row.view(torch.uint8).numpy().tobytes() for i, row in enumerate(states)}
+        return {i: sent.rows(i, i + 1).data for i in range(len(token_ids))}
 
     yield rows
     engine.close()
@@ -197,16 +200,18 @@ async def decode(context, prompt, count, **changes):
     return out, decoding
 
 
-def check(reading, exact, first=0):
+def check(reading, exact, first=0, dtype=""):
     """All of a session's rows are exact, and none is missing behind the first."""
-    assert reading.rows == {i: row for i, row in exact(reading.token_ids[:-1]).items() if i >= first}
+    rows = exact(reading.token_ids[:-1], dtype)
+    assert reading.rows == {i: row for i, row in rows.items() if i >= first}
 
 
 @pytest.mark.parametrize(
-    ("transport", "num_sessions"), [("in process", 1), ("in process", 8), ("grpc", 1), ("grpc", 8)]
+    ("transport", "num_sessions", "dtype"),
+    [("in process", 1, ""), ("in process", 8, "int8"), ("grpc", 1, "int8_g32"), ("grpc", 8, ""), ("grpc", 8, "int8")],
 )
 async def test_every_state_is_exact(  # noqa: PLR0917
-    model_settings, exact, plain, monkeypatch, transport, num_sessions
+    model_settings, exact, plain, monkeypatch, transport, num_sessions, dtype
 ):
     """Long prompts in chunks, rejections, phases of multi-step decode, and states in several messages."""
     monkeypatch.setattr(state_buffer.pieces, "__defaults__", (7 * NUM_FEATURES * 2,))
@@ -219,7 +224,7 @@ async def test_every_state_is_exact(  # noqa: PLR0917
     monkeypatch.setattr(DecodingContext, "pace", pace)
     prompts = [make_prompt(i, 10 + 17 * i) for i in range(num_sessions)]
     texts = [[*prompt, *plain(prompt, 70)] for prompt in prompts]
-    reader = StateReader(Guesser(texts), LAYERS)
+    reader = StateReader(Guesser(texts), LAYERS, dtype=dtype)
     async with service(model_settings, reader, transport) as context:
         answers = await asyncio.gather(*(decode(context, prompt, 60) for prompt in prompts))
     assert len(paces) == num_sessions
@@ -232,7 +237,10 @@ async def test_every_state_is_exact(  # noqa: PLR0917
         (reading,) = [own for own in reader.readings if tuple(own.token_ids[: len(prompt)]) == prompt]
         assert len(reading.token_ids) > len(prompt) + 30
         # What came of multi-step decode last, and what the last verdict brought, the draft was not told.
-        check(reading, exact)
+        check(reading, exact, dtype=dtype)
+        row_bytes = {"": 2 * NUM_FEATURES, "int8": NUM_FEATURES + 4 * 3, "int8_g32": NUM_FEATURES + 4 * 3}[dtype]
+        assert decoding.metrics.hidden_state_bytes == row_bytes * decoding.metrics.num_hidden_states
+        assert decoding.metrics.num_hidden_states >= len(reading.rows)
 
 
 @pytest.mark.parametrize("transport", ["in process", "grpc"])

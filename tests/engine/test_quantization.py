@@ -8,14 +8,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import tandem.models
 from engine.engine import Engine, Segment
+from engine.loading import checkpoint as checkpoint_reader
 from engine.loading import load
 from engine.loading import refusals as support
 from engine.native import library
@@ -55,6 +57,27 @@ def test_every_architecture_runs_on_4_bits(
     assert 0.0 < float(loss) < 0.7  # a few dozen random numbers a row, some of which choose experts
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_layers_that_are_rounded_as_they_are_read_have_the_same_bits(
+    name: str,
+    quantization: str,
+    load_engine: Callable[..., Engine],
+    tools: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids, dtype = tools.random_ids(20, seed=5), "float32" if quantization == "int8" else "bfloat16"
+    with monkeypatch.context() as whole:
+        whole.setattr(checkpoint_reader, "_can_round", lambda *_: False)
+        engine = load_engine(name, quantization=quantization, dtype=dtype)
+        wanted = engine.forward([Segment(engine.pool.open(20), ids, 20)])
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # would read all layers first
+    streamed = load_engine(name, quantization=quantization, dtype=dtype)
+    assert torch.equal(streamed.forward([Segment(streamed.pool.open(20), ids, 20)]), wanted)
+    assert streamed.info.num_parameters == engine.info.num_parameters
+    assert streamed.info.weight_bytes == engine.info.weight_bytes
+
+
 def test_what_cannot_be_rounded_is_refused(
     load_engine: Callable[..., Engine],
     checkpoint: Callable[[str], str],
@@ -86,6 +109,23 @@ def test_what_cannot_be_rounded_is_refused(
     with pytest.raises(InvalidRequest, match="needs the CPU kernels"):
         load_engine("llama", quantization="int8")
     assert not support.check_quantization(auto, config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "--dtype bfloat16 needs half of them, --quantization int8 a quarter"),
+        ({"dtype": "bfloat16"}, "--quantization int8 needs half of them"),
+        ({"quantization": "int8"}, None),
+        ({"enforce_eager": True}, None),
+    ],
+)
+def test_a_load_tells_what_would_be_faster(
+    options: dict[str, Any], text: str | None, load_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "engine.loading.load")
+    load_engine("llama", **options)
+    assert (text in caplog.text) if text else ("faster here" not in caplog.text)
 
 
 def test_auto_loads_what_cannot_be_rounded_as_it_is(load_engine: Callable[..., Engine]) -> None:

@@ -21,10 +21,12 @@ from engine import torch_runner
 from engine.engine import Engine
 from engine.layers import PagedLayer
 from engine.loading import acceleration, checkpoint, load
+from engine.loading.self_check import TOLERANCES, disagreement, has_experts
 from engine.native import attention as native
 from engine.plan import BatchPlan
 from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.settings import ModelSettings
+from tests.engine.conftest import build
 
 
 @pytest.mark.parametrize(
@@ -418,3 +420,30 @@ def _triton_error(name: str) -> Exception:
     if name == "OutOfResources":
         return runtime.OutOfResources(300_000, 232_448, "shared memory")
     return runtime.PTXASError("no such instruction")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off", "agrees"),
+    [
+        *((torch.bfloat16, 0.4, True), (torch.bfloat16, 0.6, False)),
+        *((torch.float16, 0.1, True), (torch.float16, 0.15, False)),
+        *((torch.float32, 9e-4, True), (torch.float32, 2e-3, False)),
+    ],
+)
+def test_a_single_row_has_a_bound(dtype: torch.dtype, off: float, agrees: bool) -> None:
+    """Of 64 rows one is off by so much of the logits' spread."""
+    wanted = torch.randn(64, 500, generator=torch.Generator().manual_seed(0))
+    logits = wanted.clone()
+    logits[17] += off
+    found = disagreement(logits, wanted, TOLERANCES[dtype])
+    assert (found is None) is agrees
+    assert agrees or f"1 of 64 rows differ from the stock model by more than {TOLERANCES[dtype].worst:g}" in str(found)
+
+
+def test_a_row_that_went_to_another_expert_may_be_farther_off() -> None:
+    assert [has_experts(build(name)) for name in ("mixtral", "deepseek", "llama", "gemma2")] == [
+        True,
+        True,
+        False,
+        False,
+    ]

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from engine.engine import Engine, Segment
 from engine.loading import acceleration
 from engine.native.decoder import NativeDecoder
+from engine.rounded_states import tensor_of_states
 from specdec.errors import InvalidRequest
 
 #: Of models with two layers: embedding, between them, after the last, after the norm.
@@ -63,8 +64,8 @@ def test_states_of_a_batch_in_chunks(pair: tuple[Engine, PreTrainedModel], tools
         assert logits.shape[0] == sum(segment.num_logits for segment in segments)
         for index, owner in enumerate(owners):
             rows[owner].append(states.of(index))
-            last = states.bytes_of(index, range(1)) + states.bytes_of(index, (len(segments[index].token_ids) - 1,))
-            assert last == rows[owner][-1][[0, -1]].view(torch.uint8).numpy().tobytes()
+            last = [states.rows(index, at, 0).data for at in (range(1), (len(segments[index].token_ids) - 1,))]
+            assert b"".join(last) == rows[owner][-1][[0, -1]].view(torch.uint8).numpy().tobytes()
     for text, own in zip(texts, rows, strict=True):
         close(torch.cat(own), stock_states(stock, text))
     for sequence in sequences:
@@ -92,7 +93,13 @@ def test_each_segment_gets_the_rows_and_layers_it_asks_for(
             own = states.of(index)
             assert own.shape[0] == count
             close(own, stock_states(stock, text, layers)[-count:])
-            assert states.bytes_of(index, range(count)) == own.contiguous().view(torch.uint8).numpy().tobytes()
+            assert states.rows(index, range(count), 0).data == own.contiguous().view(torch.uint8).numpy().tobytes()
+            for dtype, group_size in (("int8", engine.hidden_size), ("int8_g32", 32)):
+                rounded = states.rows(index, (count - 1,), 7, dtype)
+                assert (rounded.start, rounded.num_positions, rounded.group_size) == (7, 1, group_size)
+                exact = own[-1:].float().unflatten(1, (-1, group_size))
+                error = tensor_of_states(rounded).unflatten(1, (-1, group_size)) - exact
+                assert (error.abs() <= 0.5001 / 127 * exact.abs().amax(-1, keepdim=True)).all()
     for sequence in sequences:
         engine.pool.release(sequence)
 

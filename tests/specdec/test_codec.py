@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +13,8 @@ from specdec import codec
 from specdec.errors import InvalidRequest, Unavailable
 from specdec.params import MAX_LOGPROBS, SamplingParams
 from specdec.rules import Rule, SparseRow
+from specdec.state_dtypes import ELEMENT_BYTES
 from specdec.types import (
-    ELEMENT_BYTES,
     DraftedRound,
     DraftOpened,
     FinishReason,
@@ -86,6 +87,7 @@ def specs(draw, *, target: bool) -> SessionSpec:
         multi_step_tokens=draw(uint32) if target else 0,
         hidden_state_layers=draw(layers) if target else (),
         last_hidden_state_only=draw(st.booleans()) if target else False,
+        hidden_state_dtype=draw(text) if target else "",
     )
 
 
@@ -115,8 +117,10 @@ logprobs = st.lists(
 @st.composite
 def hidden_states(draw) -> HiddenStates:
     dtype, num_features = draw(st.sampled_from(list(ELEMENT_BYTES))), draw(st.integers(1, 5))
-    num_bytes = draw(st.integers(1, 4)) * num_features * ELEMENT_BYTES[dtype]
-    return HiddenStates(draw(uint32), num_features, dtype, draw(st.binary(min_size=num_bytes, max_size=num_bytes)))
+    group_size = draw(st.sampled_from([1, num_features])) if dtype == "int8" else 0
+    one = HiddenStates(draw(uint32), num_features, dtype, b"", group_size)
+    num_bytes = draw(st.integers(1, 4)) * one.row_bytes
+    return replace(one, data=draw(st.binary(min_size=num_bytes, max_size=num_bytes)))
 
 
 timings = st.builds(RoundTimings, uint64, uint64, uint64, uint32, uint32)
@@ -155,6 +159,7 @@ model_infos = st.builds(
     version=text,
     hidden_state_layers=layers,
     last_hidden_state_only=st.booleans(),
+    hidden_state_dtype=text,
     weight_bytes=st.lists(uint64, max_size=4).map(tuple),
     kv_cache_bytes=uint64,
 )
@@ -241,8 +246,19 @@ def test_every_codec_function_is_covered():
         ),
         (
             codec.decode_hidden_states,
-            pb.HiddenStates(num_features=2, dtype="int8", data=b"1234"),
-            "'int8'; known are bfloat16, float16, float32",
+            pb.HiddenStates(num_features=2, dtype="int4", data=b"1234"),
+            "'int4'; known are bfloat16, float16, float32, int8",
+        ),
+        (codec.decode_hidden_states, pb.HiddenStates(num_features=2, dtype="int8", data=b"12"), "have group_size 0"),
+        (
+            codec.decode_hidden_states,
+            pb.HiddenStates(num_features=3, dtype="int8", data=b"1234567", group_size=2),
+            "3 int8 have group_size 2; it must divide",
+        ),
+        (
+            codec.decode_hidden_states,
+            pb.HiddenStates(num_features=2, dtype="bfloat16", data=b"1234", group_size=2),
+            "be 0 where not",
         ),
         (codec.decode_hidden_states, pb.HiddenStates(dtype="bfloat16", data=b"1234"), "num_features 0"),
         (
@@ -265,9 +281,9 @@ def test_messages_that_contradict_themselves(decode, message, problem):
 def test_what_a_newer_server_says_is_not_the_users_fault():
     with pytest.raises(Unavailable, match="finish reason 9"):
         codec.decode_verdict(target_pb.Verdict(finish_reason=9))
-    with pytest.raises(Unavailable, match="cannot be read: hidden_states have dtype 'int8'"):
+    with pytest.raises(Unavailable, match="cannot be read: hidden_states have dtype 'int4'"):
         codec.decode_verdict(
-            target_pb.Verdict(hidden_states=[pb.HiddenStates(num_features=2, dtype="int8", data=b"12")])
+            target_pb.Verdict(hidden_states=[pb.HiddenStates(num_features=2, dtype="int4", data=b"12")])
         )
     with pytest.raises(Unavailable, match="verification 0, which is no rule"):
         codec.decode_target_opened(target_pb.TargetSessionOpened())

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from specdec.errors import InvalidRequest, ModelNotSupported
-from specdec.methods import METHODS, method_of, method_of_config
+from specdec.methods import METHODS, check_prediction_layers, method_of, method_of_config
 
 #: A Llama of one layer: EAGLE's own files say no more than that.
 ONE_LAYER = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
@@ -66,5 +66,14 @@ def test_anything_else_is_a_draft_model(tmp_path):
 def test_unknown_kinds_are_refused(tmp_path):
     with pytest.raises(ModelNotSupported, match="speculators_model_type is 'jetspec'"):
         method_of(write(tmp_path, {"speculators_model_type": "jetspec"}))
-    with pytest.raises(InvalidRequest, match="mtp"):
+    with pytest.raises(ModelNotSupported, match=r"DeepSeekMTPModel.* tandem export-mtp"):
         method_of(write(tmp_path, {"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"}))
+
+
+def test_a_folder_without_prediction_layers_is_refused_for_mtp(tmp_path):
+    write(tmp_path, {})
+    save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidRequest, match=r"has no prediction layers.* \"eagle3\""):
+        check_prediction_layers(str(tmp_path))
+    save_file({"model.layers.9.eh_proj.weight": torch.ones(2)}, tmp_path / "model-2.safetensors")
+    check_prediction_layers(str(tmp_path))

@@ -51,6 +51,7 @@ def other_value(option: Option) -> Any:
         "speculative_token_tree": "[(0,), (1,), (0, 0)]",
         "autotune": "always",
         "dtype": "bfloat16",
+        "hidden_state_dtype": "bfloat16",
         "log_format": "json",
         "log_level": "debug",
         "otlp_traces_endpoint": "http://collector:4317",

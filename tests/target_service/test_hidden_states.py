@@ -8,12 +8,17 @@ import random
 import pytest
 import torch
 
+from engine.heads.files.checkpoint import read_state_map, write_head
+from engine.rounded_states import tensor_of_states
 from gateway.backends.target import GrpcTarget
 from specdec import hidden_state_buffer as state_buffer
 from specdec.errors import InvalidRequest
 from specdec.rpc.channel import open_channel
+from specdec.settings import ModelSettings, TargetSettings
 from specdec.types import HiddenStates, Proposal, Verdict
 from target_service import core as core_module
+from target_service.core import TargetCore
+from tests.engine.heads.random_heads import eagle3
 from tests.target_service.conftest import VOCAB, make_prompt, make_spec, multi_step_decode, verify
 from tests.until import until
 
@@ -286,3 +291,38 @@ async def test_layers_that_are_not_there_are_refused(start_core):
         for layers, text in (((3,), "names 3; the target has the states 0 to 2"), ((1,) * 17, "names 17 layers")):
             with pytest.raises(InvalidRequest, match=text):
                 await core.open(make_spec(make_prompt(1), hidden_state_layers=layers))
+
+
+async def test_states_go_through_the_first_layer_of_a_head(checkpoint, plain, stock, tmp_path):
+    """Only in sessions that ask for it by its fingerprint, in whatever company; also in int8."""
+    write_head(eagle3(target_hidden=H, states=(0, 1, 2), fc_norm=True, vocab=VOCAB, draft_vocab=41), tmp_path)
+    print_, through = read_state_map(tmp_path, checkpoint, torch.device("cpu"))
+    model = ModelSettings(model=checkpoint, device="cpu", dtype="float32", kv_cache_memory_bytes=1 << 22)
+    core = await TargetCore.start(TargetSettings(model=model, hidden_state_maps=(str(tmp_path),)))
+    prompts = [make_prompt(90 + i, 20 + i) for i in range(4)]
+    kinds = [((0, 1, 2), print_, ""), ((0, 1, 2), "0" * 64, ""), ((2, 1, 0), print_, ""), ((0, 1, 2), print_, "int8")]
+
+    async def one(prompt, kind):
+        layers, wanted, dtype = kind
+        options = {"hidden_state_layers": layers, "hidden_state_map": wanted, "hidden_state_dtype": dtype}
+        session = await core.open(make_spec(prompt, 20, session_id=str(prompt), **options))
+        tokens, rows, verdict = list(prompt), [], session.first
+        while True:
+            tokens += verdict.token_ids
+            rows += verdict.hidden_states
+            if verdict.finish_reason is not None:
+                break
+            verdict = await verify(
+                session, len(tokens), Proposal(1, len(tokens), plain(prompt, 22)[len(tokens) - len(prompt) :][:3])
+            )
+        await session.close()
+        assert tuple(tokens[len(prompt) :]) == plain(prompt, 20)
+        found, exact = torch.cat([tensor_of_states(each).float() for each in rows]), stock(tokens, layers)[:-1]
+        if wanted == print_ and layers == (0, 1, 2):
+            exact = through(exact)
+        assert rows[0].dtype == (dtype or "bfloat16")
+        torch.testing.assert_close(found, exact, rtol=2**-6, atol=0.03 if dtype else 0.01)
+        return exact.shape[1]
+
+    assert await asyncio.gather(*map(one, prompts, kinds)) == [32, 3 * H, 3 * H, 32]
+    await core.close()

@@ -63,12 +63,15 @@ async def test_a_prompt_serves_many_from_the_second_time_on(start, model):
         await text_of(core, follow, 12, model, (len(follow) - 1) // 16 * 16)
 
 
-async def test_what_prompts_have_in_common_serves_from_the_third_on(start, model):
-    """The second finds out where they part, and keeps the states there."""
+@pytest.mark.parametrize(("num_own", "cached"), [(60, (0, 100, 100, 100)), (80, (0, 0, 96, 96))])
+async def test_what_prompts_have_in_common(start, model, num_own, cached):
+    """Short ones go back from the end of the first. Of long ones the second finds out where they part, and keeps the
+    states there.
+    """
     system = make_prompt(3, 100)
     async with start(max_num_batched_tokens=512) as core:
-        for number, cached in enumerate((0, 0, 96, 96)):
-            await text_of(core, (*system, *make_prompt(10 + number, 60)), 8, model, cached)
+        for number, found in enumerate(cached):
+            await text_of(core, (*system, *make_prompt(10 + number, num_own)), 8, model, found)
 
 
 @pytest.mark.parametrize("parts", [0, 1, 15, 16, 17, 31, 33, 63, 65, 80, 81])
@@ -95,7 +98,7 @@ async def test_a_long_prompt_keeps_states_on_its_way(start, model, monkeypatch):
         session = await core.open(make_spec(prompt, 4))
         assert free - states.num_free == 1 + 5, "its own, and one for 64 tokens from 32 on; the last is that of the end"
         await session.close()
-        await text_of(core, (*prompt[:200], *make_prompt(7, 9)), 6, model, 160)
+        await text_of(core, (*prompt[:200], *make_prompt(7, 9)), 6, model, 200)
 
 
 async def test_prompts_that_arrive_together_are_computed_once(start, model):

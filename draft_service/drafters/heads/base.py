@@ -20,8 +20,11 @@ from engine.chains import StopFlags
 from engine.device import resolve_device
 from engine.device_thread import DeviceThread
 from engine.heads.files.checkpoint import read_head
+from engine.heads.files.vocabulary_list import read_draft_vocabulary
 from engine.heads.head import DraftHead
+from engine.heads.mtp import MtpHead
 from engine.loading import checkpoint, refusals
+from engine.rounded_states import tensor_of_states
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.state import SamplingState
 from specdec import __version__
@@ -31,7 +34,8 @@ from specdec.params import SamplingParams
 from specdec.process.cores import usable_cores
 from specdec.rules import DEFAULT_RULE, Rule, one_rule_per_sampling
 from specdec.settings import DTYPES, DraftSettings, ModelSettings
-from specdec.types import ELEMENT_BYTES, HiddenStates, ModelInfo, SessionSpec
+from specdec.state_dtypes import ELEMENT_BYTES
+from specdec.types import HiddenStates, ModelInfo, SessionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +97,8 @@ def load_head(settings: DraftSettings) -> LoadedHead:
     method = settings.speculative.methods[-1]
     dtype = None if model.dtype == DTYPES[0] else getattr(torch, model.dtype)
     head = read_head(model.model, target, method=method, dtype=dtype, device=device)
+    if (vocabulary := settings.speculative.draft_vocab) is not None and isinstance(head, MtpHead):
+        head.set_vocabulary(read_draft_vocabulary(vocabulary, head.config.vocab_size))
     tokenizer = checkpoint.read_tokenizer(replace(model, model=model.tokenizer or target, tokenizer=None))
     shared = head.shared_names
     info = ModelInfo(
@@ -109,6 +115,8 @@ def load_head(settings: DraftSettings) -> LoadedHead:
         num_speculative_tokens=settings.speculative.num_speculative_tokens,
         version=__version__,
         hidden_state_layers=head.hidden_state_layers,
+        hidden_state_dtype=settings.speculative.hidden_state_dtype,
+        hidden_state_map=head.state_map_fingerprint,
     )
     if bits := refusals.check_quantization(model, head.config, device):
         if bits < _HEAD_BITS:
@@ -127,6 +135,8 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
         self._thread = thread
         self._down = False
         self._state_width = 0
+        #: Width of what a target sends that has the head's first layer.
+        self._mapped_width = None if (states := loaded.head.state_map) is None else states.width
 
     # --- what a kind of head implements, besides open and advance ---
 
@@ -219,7 +229,7 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
             InvalidRequest: they are of another width.
         """
         for states in hidden_states:
-            if states.num_features != self._state_width:
+            if states.num_features not in (self._state_width, self._mapped_width):
                 raise InvalidRequest(
                     f"hidden_states have {states.num_features} numbers a position; {self.info.name} reads layers"
                     f" {list(self.info.hidden_state_layers)} of its target, {self._state_width} numbers",
@@ -270,10 +280,7 @@ class HeadDrafter(Drafter[S], Generic[S, W]):
 
 def tensor_of(states: Sequence[HiddenStates]) -> torch.Tensor:
     """[positions, features] on the CPU, bfloat16 if they arrived as such, else float32."""
-    parts = [
-        torch.frombuffer(bytearray(each.data), dtype=getattr(torch, each.dtype)).view(-1, each.num_features)
-        for each in states
-    ]
+    parts = [tensor_of_states(each) for each in states]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     return whole if whole.dtype == torch.bfloat16 else whole.float()
 

@@ -1,4 +1,4 @@
-"""EAGLE-1, EAGLE-2 and EAGLE-3 drafters: a layer that extrapolates the target's features, a token at a time.
+"""EAGLE-1, EAGLE-2, EAGLE-3 and MTP drafters: a layer that extrapolates the target's features, a token at a time.
 
 With n committed tokens the target's states of the positions 0 … n-2 are known; each predicted the token after it. An
 entry of the head's cache is made of a state and that token, so n-1 entries are on true features. The output at the last
@@ -29,6 +29,7 @@ from engine.device_thread import DeviceThread
 from engine.heads.blocks import PagedBlocks
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle3 import Eagle3Head
+from engine.heads.mtp import MtpHead
 from engine.heads.paged import PagedHead
 from engine.kv_pool import CacheFull
 from engine.kv_sequence import KVSequence
@@ -119,7 +120,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
 
     @classmethod
     def _of(cls, loaded: LoadedHead, thread: DeviceThread, settings: DraftSettings) -> Self:
-        assert isinstance(loaded.head, EagleHead | Eagle3Head)
+        assert isinstance(loaded.head, EagleHead | Eagle3Head | MtpHead)
         return cls(loaded, PagedHead(loaded.head, loaded.model, loaded.info.max_model_len), thread, settings)
 
     @property
@@ -239,19 +240,24 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             num_tokens,
             state.sampling,
             state.rule,
-            features=tensor_of(taken),
         )
         return _EagleWork(state, taken, job_of_head, job.tree if num_tokens else None)
 
     def _compute(self, works: Sequence[_EagleWork], stop: StopFlags) -> Sequence[DraftedChain]:
-        return self._paged.draft_chains([work.job for work in works], stop)
+        jobs = [replace(work.job, features=self._features(work)) for work in works]
+        return self._paged.draft_chains(jobs, stop)
 
     def _compute_trees(
         self, works: Sequence[_EagleWork], stopped: Callable[[], Sequence[bool]]
     ) -> Sequence[DraftedTree]:
         assert isinstance(self._paged, PagedHead)
-        features = {work.job.sequence: work.job.features for work in works if work.job.features is not None}
+        features = {work.job.sequence: self._features(work) for work in works}
         return draft_trees(PagedTreePasses(self._paged, features), [work.tree() for work in works], stopped)
+
+    def _features(self, work: _EagleWork) -> Tensor:
+        """What a work ingests, [positions, features]; on the device thread."""
+        states = self._paged.alike([tensor_of([each]) for each in work.taken])
+        return states[0] if len(states) == 1 else torch.cat(states)
 
     def _finish(self, work: _EagleWork) -> None:
         """Keep the state to feed again."""
@@ -279,7 +285,7 @@ class PagedTreePasses:
         known = self._states
         is_first = not known
         if is_first:
-            states = torch.cat([self._features[segment.sequence] for segment in segments])
+            states = torch.cat(self._paged.alike([self._features[segment.sequence] for segment in segments]))
         else:
             states = torch.cat([rows_of_parents(known[segment.sequence], segment.parents) for segment in segments])
         x, logits = self._paged.step(segments, states, are_features=is_first)

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from engine.heads.files.head_format import HeadFormat
-from engine.heads.files.tensors import TargetTensors, read_tensors
+from engine.heads.files.tensors import TargetTensors
 from engine.heads.head import DraftHead
 from engine.refused_checkpoints import check_checkpoint
+from engine.state_map import StateMap
 from specdec.checkpoint_config import read_config
 from specdec.errors import InvalidRequest
 from specdec.methods import METHODS, method_of
@@ -46,13 +47,34 @@ def read_head(
     config, target = read_config(folder), TargetTensors(Path(target_folder))
     if not METHODS[method].is_head:
         raise InvalidRequest(f"{folder} holds no draft head but a {method}", param="model")
-    head: DraftHead = head_format(method).read(folder, config, read_tensors(folder), target)
+    form = head_format(method)
+    head: DraftHead = form.read(folder, config, form.read_tensors(folder), target)
+    if (states := head.state_map) is not None:
+        head.state_map_fingerprint = states.fingerprint()
     return head.to(device=device, dtype=dtype or head.dtype).eval().requires_grad_(False)
+
+
+def read_state_map(folder: str | Path, target_folder: str | Path, device: torch.device) -> tuple[str, StateMap] | None:
+    """The fingerprint and the :class:`StateMap` of the head in ``folder``; None where it has none. Raises like
+    :func:`read_head`, and :class:`InvalidRequest` where the device has no memory for it.
+    """
+    head = read_head(folder, target_folder)
+    if (states := head.state_map) is None:
+        return None
+    try:
+        return head.state_map_fingerprint, states.to(device)
+    except torch.OutOfMemoryError as error:
+        raise InvalidRequest(
+            f"there is no memory on {device} for the first layer of {folder}: lower gpu_memory_utilization, or leave"
+            f" it out of hidden_state_maps ({error})",
+            param="hidden_state_maps",
+        ) from error
 
 
 def write_head(head: DraftHead, folder: str | Path) -> None:
     """Write a head as published: ``config.json`` and one safetensors file, without what it shares with its target."""
     folder, form = Path(folder), head_format(head.method)
+    assert form.config_of is not None, f"{head.method} heads are not written"
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in form.tensors_of(head).items()}
     save_file(tensors, folder / form.file)

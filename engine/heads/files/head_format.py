@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from engine.heads.files.tensors import TargetTensors
+from engine.heads.files.tensors import TargetTensors, read_tensors
 from engine.heads.head import DraftHead
 
 D = TypeVar("D", bound=DraftHead)
@@ -27,8 +27,10 @@ class HeadFormat(Generic[D]):
     #: From the folder, its config and its tensors: the head, with what it shares with the target. Raises
     #: ModelNotSupported for a variant that is not known; the text names the field or tensor.
     read: Callable[[Path, Mapping[str, Any], dict[str, Tensor], TargetTensors], D]
-    #: The ``config.json`` of a head.
-    config_of: Callable[[D], dict[str, Any]]
+    #: The ``config.json`` of a head; None: such files are not written.
+    config_of: Callable[[D], dict[str, Any]] | None = None
+    #: The tensors of a folder that ``read`` gets.
+    read_tensors: Callable[[Path], dict[str, Tensor]] = read_tensors
     #: The tensors to write, by their names in the file.
     tensors_of: Callable[[D], dict[str, Tensor]] = all_tensors
     #: Name of the file with the tensors.

@@ -76,7 +76,7 @@ def load(make: Callable[[], H], tensors: Mapping[str, Tensor], folder: Path, sha
             raise ModelNotSupported(
                 f"the head in {folder} has {name} of shape {list(tensors[name].shape)}; its config means {list(shape)}"
             )
-        if _is_quantised(tensors[name]):
+        if is_quantised(tensors[name]):
             raise ModelNotSupported(
                 f"the head in {folder} has {name} in {tensors[name].dtype}, which is quantised: give it in 16 or 32"
                 " bits (--quantization int8 rounds it at load, on a CPU)"
@@ -125,10 +125,15 @@ class TargetTensors:
             raise ModelNotSupported(f"{self._folder} has no output layer ({', '.join(_OUTPUTS)})")
         return self.embeddings() if is_tied or own is None else self._read(own)
 
+    def shared_names(self) -> set[str]:
+        """Names of the tensors that :meth:`embeddings` and :meth:`lm_head` read; raises like these."""
+        own = self._find(_OUTPUTS, required=False)
+        return {name for name in (self._find(_EMBEDDINGS), own) if name is not None}
+
     @cached_property
     def _files(self) -> dict[str, Path]:
         """The file of every tensor."""
-        return _files_by_tensor(self._folder)
+        return files_by_tensor(self._folder)
 
     def _find(self, endings: Sequence[str], required: bool = True) -> str | None:
         for ending in endings:
@@ -146,19 +151,24 @@ class TargetTensors:
         assert name is not None
         with safe_open(self._files[name], framework="pt", device="cpu") as file:
             tensor: Tensor = file.get_tensor(name)
-        if _is_quantised(tensor):
+        if is_quantised(tensor):
             raise ModelNotSupported(
                 f"{name} in {self._folder} is quantised ({tensor.dtype}); a draft head needs it in 16 or 32 bits"
             )
         return tensor
 
 
-def _is_quantised(tensor: Tensor) -> bool:
+def is_quantised(tensor: Tensor) -> bool:
+    """Whether the numbers mean nothing without scales."""
     return not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1
 
 
-def _files_by_tensor(folder: Path) -> dict[str, Path]:
-    """The safetensors file of every tensor."""
+def files_by_tensor(folder: Path) -> dict[str, Path]:
+    """The safetensors file of every tensor.
+
+    Raises:
+        InvalidRequest: there are none, or the index cannot be read.
+    """
     index = folder / INDEXES[0]
     if index.is_file():
         return read_weight_map(index)

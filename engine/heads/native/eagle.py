@@ -97,6 +97,7 @@ class NativeHead(NativeModel):
             partial(_rotary_tables, Rotary(config.rope, config.head_dim)),
         )
         self.num_features: int = own.num_features
+        self.fused_width: int = config.hidden_size if own.kind == _EAGLE3 else own.num_features
         self.num_outputs: int = outputs
         self.hidden_size = config.hidden_size
 

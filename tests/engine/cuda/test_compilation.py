@@ -49,7 +49,7 @@ class Compiled:
     def __getitem__(self, grid):
         def launch(*args, **options):
             compiled = self.kernel.warmup(*args, grid=grid, **options)
-            found = len(compiled.asm["cubin"]), compiled.metadata.shared, compiled.hash
+            found = len(compiled.asm["cubin"]), compiled.metadata.shared, value_dim, compiled.hash
             print(Driver.capability, dtype, self.kernel.__name__, *found)
 
         return launch
@@ -113,8 +113,9 @@ def test_every_kernel_compiles(given: str, tmp_path: Path) -> None:
     assert all(names >= {"attend", "join", "write", "move"} for names in compiled.values())
     assert any(names >= {"add_norm", "rotate_write", "silu_multiply"} for names in compiled.values())
     assert {dtype for _, dtype in compiled} == set(re.findall(r"torch\.\w+", given))
-    joins = {line[0:2] for line in map(tuple, lines) if line[2] == "join"}
-    assert len({line[5] for line in lines if line[2] == "join"}) == len(joins), "compiled once for any length"
-    for *_, num_bytes, shared, _ in lines:
+    joins = [line for line in lines if line[2] == "join"]
+    kinds = {(capability, dtype, value_dim) for capability, dtype, *_, value_dim, _ in joins}
+    assert len({line[-1] for line in joins}) == len(kinds), "compiled once for any length"
+    for *_, num_bytes, shared, _, _ in lines:
         assert int(num_bytes) > 1000
         assert int(shared) <= SHARED_BYTES

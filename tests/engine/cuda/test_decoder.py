@@ -85,12 +85,12 @@ def test_replayed_passes_leave_logits_and_hidden_states(
         one, two = own.pool.open(20), own.pool.open(20)
         layers = (0, 1, 2, -1)
         logits, states = own.forward_with_states(
-            [Segment(one, tools.random_ids(7, 1), 2, 5, layers), Segment(two, tools.random_ids(3, 2), 1)]
+            [Segment(one, tools.random_ids(3, 1), 2, 3, layers), Segment(two, tools.random_ids(1, 2), 1)]
         )
         found = [logits.cpu(), states.of(0).float()]
-        tree = Segment(one, [3, 4, 5, 6], 4, parents=(-1, -1, 1, 0))
+        tree = Segment(one, [3, 4, 5], 3, parents=(-1, -1, 1))
         found.append(own.forward([tree, Segment(two, [9], 1)]).cpu())
-        own.keep_rows([Kept(one, 7, (1, 2))])
+        own.keep_rows([Kept(one, 3, (1, 2))])
         found.append(own.forward([Segment(one, [8], 1)]).cpu())
         answers.append(found)
     for ours, theirs in zip(*answers, strict=True):

@@ -46,6 +46,7 @@ def eagle(*, bias: bool = True, **changes: object) -> EagleHead:
 def eagle3(
     layer: LayerConfig | None = None,
     *,
+    vocab: int = VOCAB,
     draft_vocab: int = 41,
     target_hidden: int = 24,
     num_layers: int = 1,
@@ -55,7 +56,7 @@ def eagle3(
     config = Eagle3Config(
         layer=layer or layer_config(),
         target_hidden_size=target_hidden,
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         draft_vocab_size=draft_vocab,
         hidden_state_layers=states,
         num_layers=num_layers,
@@ -63,7 +64,7 @@ def eagle3(
         **flags,
     )
     head = Eagle3Head(config)
-    head.set_vocabulary(torch.randperm(VOCAB, generator=torch.Generator().manual_seed(6))[:draft_vocab].sort().values)
+    head.set_vocabulary(torch.randperm(vocab, generator=torch.Generator().manual_seed(6))[:draft_vocab].sort().values)
     return shaken(head)
 
 

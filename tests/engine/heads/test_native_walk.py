@@ -22,7 +22,7 @@ def test_chains_are_the_modules(kind, dtype, caplog):
 @pytest.mark.parametrize(
     ("kind", "field", "text"),
     [
-        ("gated", "before", "token 0 of a greedy chain"),
+        ("gated", "before", "of a greedy chain"),
         ("rnn", "weights", "of a greedy chain"),
         ("dflash2", "after", "of a greedy chain"),
         ("vanilla", "sure_weights", "where the confidence is below"),

@@ -14,13 +14,25 @@ void* tandem_alloc(int64_t bytes);
 void tandem_free(void* memory);
 void tandem_pack(int dtype, const void* weight, const float* scales, int64_t n, int64_t k, int64_t stride, void* packed,
                  int64_t first_panel, int64_t panel_step, int threads);
+// engine/native/grouped.cpp
+struct GroupedSource {
+  const void* codes;
+  const int8_t* table;
+  const float *scales, *offsets;
+  const int32_t* order;
+  int64_t n, k, group;
+  int32_t bits;
+};
+int64_t tandem_grouped_panel_bytes(const GroupedSource* source);
+void tandem_pack_grouped(const GroupedSource* source, char* memory, int64_t memory_step, const uint8_t** list,
+                         int64_t first_panel, int64_t panel_step, int threads);
 int tandem_linear(int dtype, int weight_dtype, const void* x, int rows, int64_t ldx, int64_t k, const void* packed,
                   int64_t n, const float* bias, void* y, int64_t ldy, int64_t panel_step, int64_t prefetch, int threads);
 }
 
 namespace {
 
-enum { kFloat32, kBFloat16, kInt8 };
+enum { kFloat32, kBFloat16, kInt8, kGrouped };
 constexpr int kRows = 40;
 
 uint16_t to_bf16(float x) {
@@ -55,19 +67,53 @@ struct Numbers {
       const int8_t whole = int8_t(x * 127.0f);
       if (dtype == kFloat32) std::memcpy(&bytes[i * 4], &x, 4);
       if (dtype == kBFloat16) std::memcpy(&bytes[i * 2], &half, 2);
-      if (dtype == kInt8) std::memcpy(&bytes[i], &whole, 1);
+      if (dtype >= kInt8) std::memcpy(&bytes[i], &whole, 1);
       values.push_back(dtype == kFloat32 ? x : dtype == kBFloat16 ? from_bf16(half) : whole);
     }
   }
 };
 
-bool check(int dtype, int weight_dtype, long k, long n) {
+// Codes of a grouped weight, 4 or 8 bits, with offsets where there are 4; the numbers they stand for replace the weight's.
+// Returns the list of its panels, which lie behind it.
+void* pack_grouped(int bits, long group, long k, long n, Numbers& weight) {
+  const long groups = (k + group - 1) / group, panels = (n + tandem_panel() - 1) / tandem_panel();
+  std::vector<float> scales(n * groups), offsets(n * groups);
+  for (float& scale : scales) scale = draw() / 128;
+  for (float& offset : offsets) offset = draw();
+  int8_t table[16];
+  for (int8_t& entry : table) entry = int8_t(draw() * 127.0f);
+  std::vector<uint8_t> nibbles(n * ((k + 1) / 2));
+  for (long i = 0; i < n; i++)
+    for (long j = 0; j < k; j++) {
+      const int code = weight.bytes[i * k + j] & 15;
+      double& value = weight.values[i * k + j];
+      const long at = i * groups + j / group;
+      nibbles[i * ((k + 1) / 2) + j / 2] |= uint8_t(code << j % 2 * 4);
+      value = scales[at] * (bits == 4 ? double(table[code]) : value) - (bits == 4 ? offsets[at] : 0.0);
+    }
+  const void* codes = bits == 4 ? static_cast<const void*>(nibbles.data()) : weight.bytes.data();
+  const GroupedSource source{codes, bits == 4 ? table : nullptr, scales.data(), bits == 4 ? offsets.data() : nullptr,
+                             nullptr, n, k, group, bits};
+  const long size = tandem_grouped_panel_bytes(&source), list = (panels * 8 + 63) / 64 * 64;
+  char* packed = static_cast<char*>(tandem_alloc(list + panels * size));
+  tandem_pack_grouped(&source, packed + list, size, reinterpret_cast<const uint8_t**>(packed), 0, 1, 2);
+  return packed;
+}
+
+// `bits`, `group`: of grouped weights.
+bool check(int dtype, int weight_dtype, int bits, long group, long k, long n) {
   const int item = dtype == kFloat32 ? 4 : 2;
-  const Numbers x(dtype, kRows * k), weight(weight_dtype, n * k);
+  const Numbers x(dtype, kRows * k);
+  Numbers weight(weight_dtype, n * k);
   const std::vector<float> scales(n, 1.0f / 128);
   const long panels = (n + tandem_panel() - 1) / tandem_panel();
-  void* packed = tandem_alloc(tandem_packed_bytes(weight_dtype, panels, k));
-  tandem_pack(weight_dtype, weight.bytes.data(), weight_dtype == kInt8 ? scales.data() : nullptr, n, k, k, packed, 0, 1, 2);
+  void* packed;
+  if (weight_dtype == kGrouped) {
+    packed = pack_grouped(bits, group, k, n, weight);
+  } else {
+    packed = tandem_alloc(tandem_packed_bytes(weight_dtype, panels, k));
+    tandem_pack(weight_dtype, weight.bytes.data(), weight_dtype == kInt8 ? scales.data() : nullptr, n, k, k, packed, 0, 1, 2);
+  }
   auto multiply = [&](int first, int rows, long prefetch, int threads) {
     std::vector<char> y(size_t(rows) * n * item);
     if (tandem_linear(dtype, weight_dtype, &x.bytes[first * k * item], rows, k, k, packed, n, nullptr, y.data(), n, 1,
@@ -104,8 +150,9 @@ bool check(int dtype, int weight_dtype, long k, long n) {
       dtype == kFloat32 ? void(std::memcpy(&found, at, 4)) : void(found = from_bf16(half));
       worst = std::fmax(worst, std::fabs(found - exact) / std::sqrt(double(k)));
     }
-  const double allowed = dtype == kBFloat16 ? 0x1p-7 : weight_dtype == kInt8 ? 1e-4 : 1e-6;
-  if (worst > allowed) std::printf("dtypes %d, %d, %ld -> %ld: off by %g\n", dtype, weight_dtype, k, n, worst);
+  // Of grouped weights activations are rounded to steps of 1 / 127.
+  const double allowed = weight_dtype == kGrouped ? 0.03 : dtype == kBFloat16 ? 0x1p-7 : weight_dtype == kInt8 ? 1e-4 : 1e-6;
+  if (worst > allowed) std::printf("dtypes %d, %d (%d bits), %ld -> %ld: off by %g\n", dtype, weight_dtype, bits, k, n, worst);
   tandem_free(packed);
   return good && worst <= allowed;
 }
@@ -113,11 +160,13 @@ bool check(int dtype, int weight_dtype, long k, long n) {
 }  // namespace
 
 int main() {
-  const int kinds[][2] = {{kFloat32, kFloat32}, {kBFloat16, kBFloat16}, {kFloat32, kInt8}, {kBFloat16, kInt8}};
+  const int kinds[][4] = {{kFloat32, kFloat32},         {kBFloat16, kBFloat16},      {kFloat32, kInt8},
+                          {kBFloat16, kInt8},           {kFloat32, kGrouped, 8, 16}, {kFloat32, kGrouped, 8, 1 << 20},
+                          {kBFloat16, kGrouped, 4, 64}, {kFloat32, kGrouped, 4, 32}};
   const long shapes[][2] = {{1, 1}, {7, 3}, {48, 97}, {513, 65}, {2049, 40}, {5000, 130}, {130, 3000}};
   int failed = 0;
   for (auto& kind : kinds)
-    for (auto& shape : shapes) failed += !check(kind[0], kind[1], shape[0], shape[1]);
+    for (auto& shape : shapes) failed += !check(kind[0], kind[1], kind[2], kind[3], shape[0], shape[1]);
   std::printf("panels of %d columns: %s\n", tandem_panel(), failed ? "wrong" : "right");
   return failed != 0;
 }

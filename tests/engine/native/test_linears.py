@@ -28,6 +28,7 @@ KINDS: list[tuple[torch.dtype, Rounding]] = [
     (torch.float32, (4, 64, False)),
     (torch.bfloat16, (4, 32, True)),
     (torch.float32, (4, 10**6, True)),
+    (torch.bfloat16, (8, 10**6, False)),
     (torch.float32, (4, 128, True)),
     (torch.float32, (8, 16, False)),
     (torch.bfloat16, (8, 64, True)),

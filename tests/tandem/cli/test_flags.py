@@ -234,7 +234,7 @@ def test_the_other_flags_reach_their_settings() -> None:
         (("python-12m", "-sc", '{"method": "ngram", "prompt_lookup_max": true}'), "prompt_lookup_max is True"),
         (("python-12m", "-sc", '{"model": 5}'), "model is 5; it must be text or nothing"),
         (("python-12m", "-sc", '{"method": 5}'), "method is 5; choose one of"),
-        (("python-12m", "-sc", '{"method": "mtp"}'), 'method "mtp"'),
+        (("python-12m", "-sc", '{"method": "mtp"}'), 'python-12m has no prediction layers, which method "mtp"'),
         (("python-12m", "-sc", '{"method": ["draft_model", "suffix"]}'), "the first must be one of ngram, suffix"),
         (("python-12m", "-sc", '{"method": ["suffix", "ngram", "draft_model"]}'), "there can be no third"),
         (("python-12m", "-sc", '{"method": ["suffix", "suffix"]}'), "the second another one"),

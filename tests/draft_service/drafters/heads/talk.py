@@ -26,6 +26,8 @@ class Talk:
 
     def __init__(self, core, model, method, dtype="float32"):
         self._core, self._model, self._dtype = core, model, dtype
+        #: What the target does with the states before it sends them.
+        self.through = None
         self._layers = {"eagle3": (2, 3, 4), **dict.fromkeys(BLOCK_KINDS, STATES)}.get(method, (-1,))
         self.tokens = list(PROMPT)
 
@@ -37,7 +39,8 @@ class Talk:
         return reference.target_states(self._model, self.tokens, self._layers)
 
     def rows(self, start, end):
-        data = self.states()[start:end].to(getattr(torch, self._dtype))
+        states = self.states()[start:end]
+        data = (states if self.through is None else self.through(states)).to(getattr(torch, self._dtype))
         return HiddenStates(start, data.shape[1], self._dtype, data.view(torch.uint8).numpy().tobytes())
 
     async def propose(self, new, k, start=None, end=None, cut=None):

@@ -10,6 +10,7 @@ import torch
 from draft_service.drafters.base import DraftJob, Stop
 from draft_service.drafters.heads.eagle import EagleDrafter
 from engine.device_thread import DeviceThread
+from engine.heads.files.checkpoint import read_state_map
 from engine.sampling.drafting import draft
 from engine.sampling.rows import Rows
 from engine.sampling.sparse import unpack
@@ -47,6 +48,43 @@ async def test_logits_over_rounds_with_rejections(start, spec, formula, seen, va
                 wanted = torch.stack([step(drafted[:i]) for i in range(k)]).float()
                 torch.testing.assert_close(torch.cat(seen), wanted, rtol=0, atol=1e-4)
         await talk.session.close()
+
+
+@pytest.mark.parametrize("in_torch", [True, False])
+@pytest.mark.parametrize(
+    ("method", "tree"),
+    [("eagle3", None), ("eagle3", {"tree_top_k": 2, "tree_depth": 2}), ("dflash", None), ("dspark", None)],
+    ids=["eagle3", "eagle3 trees", "dflash", "dspark"],
+)
+async def test_targets_may_have_fused_the_states(  # noqa: PLR0917
+    start, spec, folder, formula, target, in_torch, method, tree
+):
+    """From one message to the next, within what is pending, and in one session of a batch but not in the other."""
+    print_, through = read_state_map(folder / method, folder / "target", torch.device("cpu"))
+    async with start(method, speculative=tree, enforce_eager=in_torch) as core:
+        assert (await core.info()).hidden_state_map == print_
+        raw, fused = Talk(core, target, method), Talk(core, target, method)
+        for talk, name in ((raw, "a"), (fused, "b")):
+            await talk.open(spec(PROMPT, session_id=name))
+        for round_number in range(4):
+            fused.through = None if round_number == 2 else through
+            first = None if round_number else 0
+            answers = await asyncio.gather(*(talk.propose([7, round_number], K, start=first) for talk in (raw, fused)))
+            if method == "eagle3" and tree is None:
+                step = formula("eagle3")(raw.tokens, raw.states())
+                assert [answer.token_ids for answer in answers] == [greedy(step, K)] * 2
+            assert len(answers[0].token_ids) == K
+            assert answers[0] == replace(answers[1], draft_ns=answers[0].draft_ns, queue_ns=answers[0].queue_ns)
+        base = len(raw.tokens)
+        raw.tokens += [1, 2]
+        first = raw.rows(base - 1, base)
+        raw.through = through
+        await raw.session.advance(base, [1, 2], K, [first, raw.rows(base, base + 1)])
+        drafted = (await raw.session.receive()).token_ids
+        assert len(drafted) == K
+        assert tree or method != "eagle3" or drafted == greedy(formula("eagle3")(raw.tokens, raw.states()), K)
+        for talk in (raw, fused):
+            await talk.session.close()
 
 
 async def test_other_features_than_the_targets_are_noticed(start, spec, formula, target, monkeypatch):

@@ -1,0 +1,248 @@
+"""Prediction layers in the folder of their target, or in one that holds nothing else (``tandem export-mtp``)."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen2Config
+
+from engine.heads.files.head_format import HeadFormat
+from engine.heads.files.tensors import TargetTensors, files_by_tensor, is_quantised
+from engine.heads.mtp import MtpConfig, MtpHead
+from specdec.checkpoint_config import read_config
+from specdec.errors import ModelNotSupported
+from specdec.methods import MTP_FIELD
+
+logger = logging.getLogger(__name__)
+
+#: Files of a checkpoint that are not its weights.
+_OTHER_FILES: Final = ("*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "generation_config.json")
+#: Beginnings of the types of targets whose prediction layers read the state before the final norm, or other states.
+_OTHER_STATES: Final = ("step3", "mimo_v2", "deepseek_v4", "inkling", "gigachat", "gemma4")
+_ENORM, _HNORM, _PROJECTION, _NORM = "enorm.weight", "hnorm.weight", "eh_proj.weight", "norm.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpLayout:
+    """How a family names its prediction layers."""
+
+    #: Who names them so, for people.
+    family: str
+    #: The projection of a layer; the group "place" is what its own tensors begin with.
+    projection: re.Pattern[str]
+    #: Below the place: what the decoder layer's tensors begin with.
+    layer: str = ""
+    #: Below the place: the tensors around the layer, by their names in :class:`MtpHead`.
+    around: Mapping[str, str]
+    #: Below the place: copies of the target's tensors.
+    copies: tuple[str, ...] = ("embed_tokens.weight", "shared_head.head.weight")
+    #: What :class:`MtpConfig` says of the family.
+    traits: Mapping[str, Any] = field(default_factory=dict)
+
+
+_LAYOUTS: Final = (
+    MtpLayout(
+        family="Qwen3-Next, Qwen3.5 and later",
+        projection=re.compile(r"(?P<place>(?:.*\.)?mtp\.)fc\.weight"),
+        layer="layers.0.",
+        around={
+            _ENORM: "pre_fc_norm_embedding.weight",
+            _HNORM: "pre_fc_norm_hidden.weight",
+            _PROJECTION: "fc.weight",
+            _NORM: "norm.weight",
+        },
+    ),
+    MtpLayout(
+        family="DeepSeek V3, GLM-4.5",
+        projection=re.compile(r"(?P<place>(?:.*\.)?layers\.\d+\.)eh_proj\.weight"),
+        around={_ENORM: _ENORM, _HNORM: _HNORM, _PROJECTION: _PROJECTION, _NORM: "shared_head.norm.weight"},
+    ),
+    MtpLayout(
+        family="MiMo",
+        projection=re.compile(r"(?P<place>model\.mtp_layers\.\d+\.)input_proj\.weight"),
+        around={
+            _ENORM: "token_layernorm.weight",
+            _HNORM: "hidden_layernorm.weight",
+            _PROJECTION: "input_proj.weight",
+            _NORM: "final_layernorm.weight",
+        },
+        traits={"hidden_first": True, "blanks_first": True},
+    ),
+)
+
+
+def read_mtp(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor], target: TargetTensors) -> MtpHead:
+    """The first prediction layer of a checkpoint.
+
+    Raises:
+        ModelNotSupported: it has none of a family that is known, or the layer is quantised; the text names the tensor.
+    """
+    if str(config.get("model_type")).startswith(_OTHER_STATES):
+        raise ModelNotSupported(
+            f"{folder} is a {config['model_type']!r}, whose prediction layers read states or attend in a way that is"
+            " not known here"
+        )
+    layout, place = _find(folder, tensors)[0]
+    tensors = _plain(folder, config, tensors)
+    around = {name: tensors.pop(place + own) for name, own in layout.around.items() if place + own in tensors}
+    if missing := layout.around.keys() - around.keys():
+        raise ModelNotSupported(f"{folder} lacks {place}{layout.around[min(missing)]} beside its prediction layer")
+    below = place + layout.layer
+    layer = {
+        name.removeprefix(below): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(below) and name.removeprefix(place) not in layout.copies
+    }
+    dtype = around[_PROJECTION].dtype
+    body = _body(folder, _body_config(folder, config, layer), layer, around.pop(_NORM), target, dtype)
+    head = MtpHead(
+        MtpConfig(vocab_size=target.vocab_size, hidden_size=target.hidden_size, **layout.traits), body.to(dtype)
+    )
+    for name, tensor in around.items():
+        parameter = head.get_parameter(name)
+        if parameter.shape != tensor.shape:
+            raise ModelNotSupported(f"{place}{layout.around[name]} has the shape {list(tensor.shape)}")
+        parameter.data = tensor
+    return head
+
+
+def read_mtp_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of the first prediction layer; no others are read.
+
+    Raises:
+        InvalidRequest: there are no safetensors.
+        ModelNotSupported: none of a family that is known is there.
+    """
+    files = files_by_tensor(folder)
+    _, place = _find(folder, files)[0]
+    return _read(files, (name for name in files if name.startswith(place)))
+
+
+def export_mtp(target: str | Path, folder: str | Path) -> list[str]:
+    """Write the prediction layers of a checkpoint to a folder, with what a draft needs beside them: embedding, output
+    layer, configuration and tokenizer. Returns the names of the tensors; raises like :func:`read_mtp_tensors`.
+    """
+    target, folder = Path(target), Path(folder)
+    files = files_by_tensor(target)
+    places = tuple(place for _, place in _find(target, files))
+    shared = TargetTensors(target).shared_names()
+    tensors = _read(files, (name for name in files if name.startswith(places) or name in shared))
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in {path for pattern in _OTHER_FILES for path in target.glob(pattern)}:
+        shutil.copyfile(path, folder / path.name)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    text = json.dumps({**read_config(target), MTP_FIELD: True}, indent=2, sort_keys=True)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    return sorted(tensors)
+
+
+def _plain(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors; those in float8 with a scale for each block (``weight_scale_inv``, as DeepSeek's) in bfloat16."""
+    rows, columns = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
+    plain = {}
+    for name, tensor in tensors.items():
+        scales = tensors.get(f"{name}_scale_inv")
+        if tensor.dtype is torch.float8_e4m3fn and scales is not None:
+            wide = scales.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            plain[name] = (tensor.float() * wide[: tensor.shape[0], : tensor.shape[1]]).bfloat16()
+        elif is_quantised(tensor):
+            raise ModelNotSupported(
+                f"{name} in {folder} is quantised ({tensor.dtype}); prediction layers are read in 16 or 32 bits, or in"
+                " float8 with weight_scale_inv"
+            )
+        elif not name.endswith("_scale_inv"):
+            plain[name] = tensor
+    return plain
+
+
+def _read(files: Mapping[str, Path], names: Iterable[str]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        with safe_open(files[name], framework="pt", device="cpu") as file:
+            tensors[name] = file.get_tensor(name)
+    return tensors
+
+
+def _find(folder: Path, names: Iterable[str]) -> list[tuple[MtpLayout, str]]:
+    """The layouts and places of the prediction layers, in order."""
+    names = list(names)
+    for layout in _LAYOUTS:
+        matches = map(layout.projection.fullmatch, names)
+        places = [match["place"] for match in matches if match is not None]
+        if places := sorted(places, key=lambda place: (len(place), place)):
+            if len(places) > 1:
+                logger.info("%s has %d prediction layers; the first drafts all tokens", folder, len(places))
+            return [(layout, place) for place in places]
+    raise ModelNotSupported(
+        f"{folder} has no prediction layers (method mtp) of a family that is known:"
+        f" {'; '.join(layout.family for layout in _LAYOUTS)}"
+    )
+
+
+def _body_config(folder: Path, given: Mapping[str, Any], layer: Mapping[str, Tensor]) -> PretrainedConfig:
+    """The configuration of a model of the target's class with one layer, that of the tensors."""
+    if given.get("model_type") == "mimo":  # Qwen2's layers
+        config: PretrainedConfig = Qwen2Config(**{**given, "model_type": "qwen2"})
+    else:
+        config = copy.deepcopy(AutoConfig.from_pretrained(folder).get_text_config(decoder=True))
+    has_experts = any(".experts." in name for name in layer)
+    kind = "sparse" if has_experts else "dense"
+    fields = {
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "mlp_layer_types": [kind],
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        "first_k_dense_replace": 0 if has_experts else 1,
+        "quantization_config": None,
+        **({} if has_experts else {"num_experts": 0}),
+    }
+    for name, value in fields.items():
+        if getattr(config, name, None) is not None:
+            setattr(config, name, value)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def _body(  # noqa: PLR0917
+    folder: Path,
+    config: PretrainedConfig,
+    layer: Mapping[str, Tensor],
+    norm: Tensor,
+    target: TargetTensors,
+    dtype: torch.dtype,
+) -> Any:
+    """The model of one layer; transformers' conversions (of experts, for example) are applied to the tensors."""
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelNotSupported(f"{folder} is a {config.model_type!r}, which is no language model of transformers")
+    named = {f"model.layers.0.{name}": tensor for name, tensor in layer.items()}
+    named |= {"model.norm.weight": norm, "model.embed_tokens.weight": target.embeddings()}
+    if not config.tie_word_embeddings:
+        named["lm_head.weight"] = target.lm_head()
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    options = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    body, found = kind.from_pretrained(None, config=config, state_dict=named, **options)
+    for problem, names in (
+        ("lacks", found["missing_keys"]),
+        ("has unknown", found["unexpected_keys"]),
+        ("has another shape of", [each[0] for each in found["mismatched_keys"]]),
+    ):
+        if names:
+            raise ModelNotSupported(f"the prediction layer in {folder} {problem} {', '.join(sorted(names)[:4])}")
+    return body
+
+
+FORMAT: Final = HeadFormat(read=read_mtp, read_tensors=read_mtp_tensors)

@@ -1,0 +1,146 @@
+"""Prediction layers that come inside a target's own checkpoint (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
+
+::
+
+    x   = eh_proj(cat[enorm(embedding(token_{t+1})), hnorm(h_t)])      # h_t: the target's state; MiMo swaps both
+    h'  = norm(layer(x))                                               # a decoder layer of the target's own kind
+    logits of token_{t+2} = lm_head(h'), the target's own;  the next step's h is h'
+
+The layer is a transformers model of the target's class with one layer, so every family's attention and experts are
+computed by the code that computes the target's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.heads.head import DraftHead
+from engine.heads.layer import Attend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpConfig:
+    """What a family's prediction layers have of their own."""
+
+    vocab_size: int
+    hidden_size: int
+    #: The state of the target that is h, numbered as transformers numbers them; -1: after the final norm.
+    state_layer: int = -1
+    #: ``eh_proj`` takes the state first.
+    hidden_first: bool = False
+    #: The first row of a text has zeros in place of its embedding.
+    blanks_first: bool = False
+
+
+class MtpHead(DraftHead):
+    """One prediction layer, used again for every drafted token. H is the target's hidden size, V its vocabulary."""
+
+    method: ClassVar[str] = "mtp"
+    config: MtpConfig
+
+    def __init__(self, config: MtpConfig, body: PreTrainedModel) -> None:
+        """``body``: a causal language model of one layer, with the target's embedding and output layer; its final norm
+        is that of the prediction layer.
+        """
+        super().__init__()
+        self.config = config
+        self.body = body
+        norm = body.get_decoder().norm  # type: ignore[no-untyped-call]
+        self.enorm, self.hnorm = copy.deepcopy(norm), copy.deepcopy(norm)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False, dtype=norm.weight.dtype)
+        #: int64 [Vd], ascending: the tokens that are drafted; None: all.
+        self.draft_ids: Tensor | None = None
+
+    @property
+    def hidden_state_layers(self) -> tuple[int, ...]:
+        """The target's state it reads."""
+        return (self.config.state_layer,)
+
+    @property
+    def shared_names(self) -> frozenset[str]:
+        """Embedding and output layer."""
+        shared = (self.embed_tokens.weight, self.body.get_output_embeddings().weight)  # type: ignore[no-untyped-call]
+        named = self.named_parameters(remove_duplicate=False)
+        return frozenset(name for name, value in named if any(value is each for each in shared))
+
+    @property
+    def embed_tokens(self) -> nn.Embedding:
+        """The target's embedding."""
+        found = self.body.get_input_embeddings()
+        assert isinstance(found, nn.Embedding)
+        return found
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of its weights."""
+        return self.eh_proj.weight.dtype
+
+    @property
+    def num_features(self) -> int:
+        """Numbers of the target's state at one position."""
+        return self.config.hidden_size
+
+    def set_vocabulary(self, token_ids: Tensor) -> None:
+        """Draft the tokens of these ids alone: int64 [Vd], ascending, without repeats. The output layer keeps their
+        rows.
+        """
+        whole: nn.Linear = self.body.get_output_embeddings()  # type: ignore[no-untyped-call]
+        rows = whole.weight.detach().index_select(0, token_ids.to(whole.weight.device))
+        part = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+        part.weight = nn.Parameter(rows, requires_grad=False)
+        self.body.set_output_embeddings(part)  # type: ignore[no-untyped-call]
+        self.draft_ids = token_ids.to(rows.device)
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """The target's states [..., H] as features [..., H]: the same."""
+        return states
+
+    def forward(self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: Attend | None = None) -> Tensor:
+        """One step of every row.
+
+        ``token_ids`` int64 [T] of the tokens after the features' ones, ``features`` [T, H] the target's states or what
+        the step before returned, ``positions`` int64 [T] of the features. ``attend`` is not asked: attention goes the
+        way that the body is set to. Returns [T, H]: what :meth:`logits` reads, and the features of the next step.
+        """
+        embedded = self.embed_tokens(token_ids)
+        if self.config.blanks_first:
+            embedded = embedded.masked_fill((positions == 0)[:, None], 0)
+        pair = self.enorm(embedded), self.hnorm(features)
+        x = self.eh_proj(torch.cat(pair[::-1] if self.config.hidden_first else pair, dim=-1))
+        decoder = self.body.get_decoder()  # type: ignore[no-untyped-call]
+        out: Tensor = decoder(inputs_embeds=x[None], position_ids=positions[None], use_cache=False).last_hidden_state
+        return out[0]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits of the next token over the tokens that are drafted, [T, Vd]."""
+        out: Tensor = self.body.get_output_embeddings()(x)  # type: ignore[no-untyped-call]
+        return out
+
+    def to_target_logits(self, logits: Tensor) -> Tensor:
+        """[T, Vd] over the tokens that are drafted to [T, V]: the others get -inf."""
+        if self.draft_ids is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        whole[..., self.draft_ids] = logits
+        return whole
+
+    def to_target_ids(self, token_ids: Tensor) -> Tensor:
+        """Ids of drafted tokens, int64 [...], to target ids."""
+        return token_ids if self.draft_ids is None else self.draft_ids[token_ids]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Frequencies of rotary positions keep their precision, whatever the weights are converted to."""
+        exact = [(module, dict(module.named_buffers(recurse=False))) for module in self.modules()]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for module, buffers in exact:
+            for name, buffer in buffers.items():
+                if name.endswith("inv_freq"):
+                    setattr(module, name, buffer.to(getattr(module, name).device))
+        return self
