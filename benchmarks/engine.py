@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final
@@ -100,11 +99,6 @@ class EngineReport:
         """Time of one load over that of another."""
         first, second = self.find(*one), self.find(*other)
         return first.ms / second.ms if first and second else None
-
-    def ms_per_thousand_entries(self, sessions: int) -> list[float]:
-        """From each context to the next longer one, what 1,000 more entries of every session cost one row of each."""
-        line = sorted((p.context, p.ms) for p in self.points if (p.sessions, p.rows) == (sessions, 1))
-        return [1e3 * (ms - before) / (to - start) for (start, before), (to, ms) in pairwise(line)]
 
 
 def loads(rows: Sequence[int], sessions: Sequence[int], contexts: Sequence[int]) -> list[Load]:
@@ -238,10 +232,6 @@ def show(report: EngineReport) -> Iterator[Table | str]:
             yield f"{rows} rows / {over} behind {shortest} entries: {ratio:.2f}"
     if (ratio := report.ratio((1, 1, shortest), (most, 1, shortest))) is not None and most > 1:
         yield f"{most} sessions decode {most * ratio:.1f} times as many tokens a second as one"
-    if len(contexts) > 1:
-        for sessions in (1, most):
-            costs = ", ".join(f"{ms:.3f}" for ms in report.ms_per_thousand_entries(sessions))
-            yield f"1,000 more entries cost {sessions} session(s), from each context to the next: {costs} ms"
 
 
 def parser() -> Parser:

@@ -2,20 +2,17 @@
 
 ``python -m benchmarks.hybrids`` times passes of all three in turn: decoding, verification of 4 drafted tokens and a
 prompt. Decoding is set against the time in which the same threads read the weights and the recurrent states once.
-Beside it stands the share of decoding that is spent outside the native kernels.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
-from unittest import mock
 
 from rich.console import Console
 from rich.table import Table
@@ -74,7 +71,6 @@ SHAPES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 }
 CONTEXT: Final = 128
 DECODE, VERIFY, PROMPT = 1, 5, 256  # rows of a pass
-_NUM_OUTSIDE: Final = 10  # passes of which the share outside the kernels is taken
 _READ_BYTES: Final = 256 * 2**20
 _MIN_ROUNDS: Final = 3
 
@@ -88,8 +84,6 @@ class MeasuredShape:
     #: Of what a pass reads: the weights of linear layers and one sequence's states.
     num_bytes: int
     times: dict[int, list[float]] = field(default_factory=dict)
-    #: Share of a decoding pass outside the kernels.
-    outside: float = 0.0
 
     def run(self, rows: int) -> float:
         """Seconds of a pass."""
@@ -154,46 +148,7 @@ def measure(shapes: Sequence[MeasuredShape], seconds: float, threads: int) -> fl
             for rows in (DECODE, VERIFY, PROMPT):
                 shape.run(DECODE)  # wakes its threads
                 shape.times.setdefault(rows, []).append(shape.run(rows))
-    for shape in shapes:
-        with timed_kernels() as inside:
-            total = sum(shape.run(DECODE) for _ in range(_NUM_OUTSIDE))
-        shape.outside = 1.0 - sum(inside) / total
     return median(bandwidths)
-
-
-@contextmanager
-def timed_kernels() -> Iterator[list[float]]:
-    """Seconds of every call of a kernel; the decoder's is a whole pass."""
-    from engine.native import attention, recurrent  # noqa: PLC0415 (torch)
-    from engine.native.linears import NativeLinear  # noqa: PLC0415
-    from engine.native.runner import NativeRunner  # noqa: PLC0415
-
-    spent: list[float] = []
-
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                spent.append(time.perf_counter() - start)
-
-        return call
-
-    places: Sequence[tuple[Any, str]] = [
-        (NativeLinear, "forward"),
-        (NativeRunner, "forward"),
-        *((attention, name) for name in ("paged_attention", "write_kv")),
-        *((recurrent, name) for name in ("convolve", "delta_rule", "mamba2")),
-    ]
-    patches = [mock.patch.object(owner, name, timed(getattr(owner, name))) for owner, name in places]
-    for patch in patches:
-        patch.start()
-    try:
-        yield spent
-    finally:
-        for patch in patches:
-            patch.stop()
 
 
 def table_of(shapes: Mapping[str, MeasuredShape], bandwidth: float) -> Table:
@@ -201,7 +156,7 @@ def table_of(shapes: Mapping[str, MeasuredShape], bandwidth: float) -> Table:
     table = Table()
     table.add_column("shape")
     columns = ("MB read", "decode(1) ms", "of reading once", "verify(5) / decode(1)", f"prompt of {PROMPT}, ms")
-    for title in (*columns, "outside the kernels"):
+    for title in columns:
         table.add_column(title, justify="right")
     for name, shape in shapes.items():
         table.add_row(
@@ -211,7 +166,6 @@ def table_of(shapes: Mapping[str, MeasuredShape], bandwidth: float) -> Table:
             f"{shape.ms(DECODE) / 1e3 * bandwidth / shape.num_bytes:.2f}",
             f"{shape.ms(VERIFY) / shape.ms(DECODE):.2f}",
             f"{shape.ms(PROMPT):.0f}",
-            f"{shape.outside:.0%}",
         )
     return table
 

@@ -45,7 +45,6 @@ def test_what_follows_from_the_points() -> None:
     )  # fmt: skip
     assert report.ratio((1, 5, 1000), (1, 1, 1000)) == pytest.approx(1.1)
     assert report.ratio((1, 7, 1000), (1, 1, 1000)) is None
-    assert report.ms_per_thousand_entries(1) == pytest.approx([0.5, 0.4])
     text = [part for part in show(report) if isinstance(part, str)]
     assert "5 rows / 1 behind 1000 entries: 1.10" in text
     assert "32 sessions decode 8.0 times as many tokens a second as one" in text

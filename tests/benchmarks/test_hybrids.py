@@ -36,7 +36,6 @@ def test_a_report_has_all_numbers(
     hybrid, llama = shapes["Qwen3.5"], shapes["Llama"]
     assert hybrid.num_bytes > llama.num_bytes
     assert all(len(shape.times[rows]) == 3 for shape in shapes.values() for rows in (DECODE, VERIFY, PROMPT))
-    assert 0.0 < llama.outside < hybrid.outside < 1.0, "the decoder is one call"
     Console(width=130).print(table_of(shapes, bandwidth))
     assert "Qwen3.5" in capsys.readouterr().out
 
