@@ -119,10 +119,9 @@ struct Chain {
   long lda, inputs, prefetch;
 };
 
-// R rows x W vectors: adds one chain to the sums. `OneGroup`: the columns' scales are left out. A function of its own with
-// one loop, or compilers keep the sums in memory.
+// R rows x W vectors: adds one chain to the sums. `OneGroup`: the columns' scales are left out.
 template <int Bits, int W, int R, bool OneGroup>
-__attribute__((noinline)) void add_chain(const Chain& chain, const Bytes& entries, bool has_offsets, float* sums) {
+__attribute__((always_inline)) inline void multiply_chain(const Chain& chain, const Bytes& entries, bool has_offsets, float* sums) {
   constexpr int kInputs = Bits == 4 ? 8 : 4;  // of a step
   const Bytes table = entries;
   const long lda = chain.lda;
@@ -189,10 +188,17 @@ __attribute__((noinline)) void add_chain(const Chain& chain, const Bytes& entrie
   }
 }
 
+// The same as a function of its own with one loop: else compilers keep the sums of many rows in memory.
+template <int Bits, int W, int R, bool OneGroup>
+__attribute__((noinline)) void add_chain(const Chain& chain, const Bytes& entries, bool has_offsets, float* sums) {
+  multiply_chain<Bits, W, R, OneGroup>(chain, entries, has_offsets, sums);
+}
+
 // R rows x W vectors of a panel's columns from `first` on; sums are added to.
 template <int Bits, int W, int R, bool OneGroup>
 void tile(const int8_t* a, long lda, Grouped::Panel panel, long from, long to, int first, float* sums, long prefetch) {
   const GroupedHeader& header = Grouped::header(panel);
+  const Bytes table = header.table;
   const uint8_t* block = panel + kHeaderBytes + from / header.group * header.block_bytes;
   long left = header.group - from % header.group;  // inputs of the block
   const long step = header.chain * header.bits / 8 * kPanel;
@@ -210,7 +216,10 @@ void tile(const int8_t* a, long lda, Grouped::Panel panel, long from, long to, i
     chain.activations = a + at;
     chain.row_scales = row_scales + at / kRun * 4;
     chain.row_sums = row_sums;
-    add_chain<Bits, W, R, OneGroup>(chain, header.table, header.has_offsets, sums);
+    if constexpr (R < 4)
+      multiply_chain<Bits, W, R, OneGroup>(chain, table, header.has_offsets, sums);
+    else
+      add_chain<Bits, W, R, OneGroup>(chain, table, header.has_offsets, sums);
   }
 }
 
