@@ -221,7 +221,7 @@ class _Requests:
                     raise Unavailable(f"the socket {path} cannot be reached: {error.strerror or error}") from None
             return await DraftStream.open(stream, draft_pb.DraftRequest(open=opening))
 
-        times = self._trip_times.pop(address, None) or TripTimes(is_far=path is None)
+        times = self._trip_times.pop(address, None) or TripTimes(is_far=path is None, is_local=path is not None)
         self._trip_times[address] = times  # the newest is the last one
         if len(self._trip_times) > MAX_TRIP_TIMES:
             del self._trip_times[next(iter(self._trip_times))]

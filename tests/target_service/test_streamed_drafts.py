@@ -25,7 +25,9 @@ NUM_TOKENS = 100
 
 @pytest.fixture(autouse=True)
 def far(monkeypatch):
-    """Every draft is far away, from its first answer on."""
+    """Every draft is far away, from its first answer on, and on another machine."""
+    init = TripTimes.__init__
+    monkeypatch.setattr(TripTimes, "__init__", lambda times, **_: init(times))
     monkeypatch.setattr("target_service.trip_times.LEAST", 1)
     monkeypatch.setattr("target_service.trip_times.STREAMS_FROM", -1.0)
     monkeypatch.setattr("target_service.trip_times.WAITS_BELOW", -1.0)

@@ -46,3 +46,11 @@ def test_what_is_taken_for_true_holds_until_it_is_measured() -> None:
     assert times.is_far
     times.add_trip(10)
     assert not times.is_far
+
+
+def test_a_draft_on_this_machine_is_never_far() -> None:
+    times = TripTimes(is_local=True)
+    for _ in range(MEMORY):
+        times.add_step(1)
+        times.add_trip(10**9)
+    assert not times.is_far
