@@ -153,11 +153,8 @@ def measure(shapes: Sequence[MeasuredShape], seconds: float, threads: int) -> fl
 
 def table_of(shapes: Mapping[str, MeasuredShape], bandwidth: float) -> Table:
     """The numbers for people."""
-    table = Table()
-    table.add_column("shape")
-    columns = ("MB read", "decode(1) ms", "of reading once", "verify(5) / decode(1)", f"prompt of {PROMPT}, ms")
-    for title in columns:
-        table.add_column(title, justify="right")
+    titles = ("MB read", "decode(1) ms", "of reading once", "verify(5) / decode(1)", f"prompt of {PROMPT}, ms")
+    table = Table("shape", *titles)
     for name, shape in shapes.items():
         table.add_row(
             name,
@@ -170,19 +167,14 @@ def table_of(shapes: Mapping[str, MeasuredShape], bandwidth: float) -> Table:
     return table
 
 
-def parser() -> Parser:
-    """The flags."""
+def main() -> int:
+    """Measure and print."""
     flags = Parser("python -m benchmarks.hybrids", description=__doc__)
     flags.add_argument("--shapes", type=command.names(tuple(SHAPES)), default=tuple(SHAPES), help="default: all")
     flags.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights")
     flags.add_argument("--threads", type=int, default=usable_cores(), help="default: all cores")
     flags.add_argument("--seconds", type=float, default=20.0, help="at least three rounds are made")
-    return flags
-
-
-def main() -> int:
-    """Measure and print."""
-    args = parser().parse_args()
+    args = flags.parse_args()
     console = Console(width=130)
     with console.status("measuring"), tempfile.TemporaryDirectory() as scratch:
         shapes = {name: load_shape(name, Path(scratch, name), args.quantization, args.threads) for name in args.shapes}
