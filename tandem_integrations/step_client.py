@@ -29,8 +29,8 @@ MAX_LATE_STEPS: Final = 4
 #: Seconds before a service that had nothing in time is asked again, doubled with each such failure after the first.
 RETRY_S: Final = 1.0
 MAX_RETRY_S: Final = 64.0
-#: Seconds after which one that was lost or cannot be reached is called again: gRPC connects beside the steps,
-#: and a refusal costs a step a millisecond. A channel may stay idle after a failure.
+#: Seconds after which one that was lost or refused the stream is called again: it costs a step nothing, because gRPC
+#: connects beside the steps.
 CALL_S: Final = 0.5
 
 
@@ -51,9 +51,11 @@ class StepClient:
         self._certificates = Certificates(settings.tls) if settings.tls else None
         self._timeout_ms = settings.timeout_ms
         self._channel: grpc.Channel | None = None
-        #: Whether the channel is connected; set by gRPC's thread.
-        self._is_ready = threading.Event()
+        #: Whether the service has taken the stream; set by the thread that receives.
+        self._is_taken = threading.Event()
         self._is_open = False
+        #: Why the last stream was not taken.
+        self._refusal = ""
         self._requests: queue.SimpleQueue[pb.DraftStepRequest | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[pb.DraftStepResponse | None] = queue.SimpleQueue()
         self._step = 0
@@ -73,23 +75,23 @@ class StepClient:
         for the service as long as a step does, later ones do not wait.
         """
         now = time.monotonic()
-        if not self._is_open and now >= self._retry_at:
+        if self._channel is None and now >= self._retry_at:
             is_first, self._retry_at = not self._retry_at, now + CALL_S
-            self._channel = self._channel or self._open_channel()
-            self._channel.unsubscribe(self._note)
-            self._channel.subscribe(self._note, try_to_connect=True)
-            if is_first and not self._is_ready.wait(self._timeout_ms / 1000):
-                logger.warning(
-                    "the draft service %s cannot be reached yet; nothing is drafted until then", self.address
-                )
-        if self._channel is not None and not self._is_open and self._is_ready.is_set():
-            # An engine's log shows warnings of others; who read of the loss reads of the end of it.
-            level = logging.WARNING if self._was_lost else logging.INFO
-            logger.log(level, "the draft service %s is connected", self.address)
-            self._is_open = True
+            self._channel, self._is_taken = self._open_channel(), threading.Event()
             self._requests, self._answers = queue.SimpleQueue(), queue.SimpleQueue()
-            call = pb_grpc.DraftServiceStub(self._channel).DraftSteps(_sent(self._requests))
-            threading.Thread(target=self._receive, args=(call, self._answers), name="tandem-draft", daemon=True).start()
+            call = pb_grpc.DraftServiceStub(self._channel).DraftSteps(_sent(self._requests), wait_for_ready=True)
+            given = call, self._answers, self._is_taken
+            threading.Thread(target=self._receive, args=given, name="tandem-draft", daemon=True).start()
+            if is_first and not self._is_taken.wait(self._timeout_ms / 1000):
+                logger.warning("the draft service %s is not there yet; nothing is drafted until then", self.address)
+        if self._channel is not None and not self._is_open:
+            if self._is_taken.is_set():
+                # An engine's log shows warnings of others; who read of the loss reads of the end of it.
+                level = logging.WARNING if self._was_lost else logging.INFO
+                logger.log(level, "the draft service %s is connected", self.address)
+                self._is_open = True
+            elif not self._answers.empty():  # it has ended
+                self.close()
         return self._is_open
 
     def step(self, request: pb.DraftStepRequest) -> pb.DraftStepResponse | None:
@@ -127,15 +129,8 @@ class StepClient:
         """End the stream. The next step opens another one."""
         if self._channel is not None:
             self._requests.put(None)
-            self._channel.unsubscribe(self._note)
             self._channel.close()
-            self._channel, self._is_open, self._is_ready = None, False, threading.Event()
-
-    def _note(self, connectivity: grpc.ChannelConnectivity) -> None:
-        if connectivity is grpc.ChannelConnectivity.READY:
-            self._is_ready.set()
-        else:
-            self._is_ready.clear()
+            self._channel, self._is_open = None, False
 
     def _open_channel(self) -> grpc.Channel:
         options = list(CHANNEL_OPTIONS)
@@ -163,13 +158,25 @@ class StepClient:
         self._retry_at = time.monotonic() + pause_s
         raise Lost
 
-    def _receive(self, call: Any, answers: queue.SimpleQueue[pb.DraftStepResponse | None]) -> None:
+    def _receive(
+        self, call: Any, answers: queue.SimpleQueue[pb.DraftStepResponse | None], is_taken: threading.Event
+    ) -> None:
         try:
+            call.initial_metadata()  # comes when the service takes the stream, or when the call has failed
+            if call.is_active():
+                self._refusal = ""
+                is_taken.set()
             for answer in call:
                 answers.put(answer)
         except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.CANCELLED:
-                logger.warning("the draft service %s was lost, nothing is drafted: %s", self.address, _details(error))
+            if is_taken.is_set():
+                if error.code() is not grpc.StatusCode.CANCELLED:
+                    logger.warning(
+                        "the draft service %s was lost, nothing is drafted: %s", self.address, _details(error)
+                    )
+            elif (refusal := _details(error)) != self._refusal:  # said once, though it is called again and again
+                self._refusal = refusal
+                logger.warning("the draft service %s does not draft: %s", self.address, refusal)
         finally:
             answers.put(None)
 

@@ -8,6 +8,7 @@ const LENGTHS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 24, 32, 
 // What the API calls `no_speculation_reason`.
 const REASONS = {
   off: "it was switched off",
+  engine: "the engine behind the gateway does not tell",
   no_draft: "the server has no draft",
   too_short: "the answer was too short",
   batch_size: "too many requests were running",

@@ -7,7 +7,9 @@ import re
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import numpy as np
 import pytest
 
@@ -198,8 +200,22 @@ def test_a_service_that_is_not_there_costs_no_step_its_time(caplog):
     for _ in range(100):
         assert drafting.draft([BatchRow(np.array([1, 2], np.int32), 1)]) == [RowDraft()]
     assert time.monotonic() - begun < 2 * 0.2, "the first step alone waits"
-    assert caplog.text.count("127.0.0.1:1 cannot be reached yet") == 1
+    assert caplog.text.count("127.0.0.1:1 is not there yet") == 1
     drafting.close()
+
+
+def test_a_service_that_refuses_the_stream_says_why_once(caplog):
+    server = grpc.server(ThreadPoolExecutor(1))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    drafting = RemoteSessions(RemoteDraftSettings(draft=address, timeout_ms=200), 4, MAX_LEN)
+    ends = time.monotonic() + 3 * step_client.CALL_S
+    while time.monotonic() < ends:
+        assert drafting.draft([BatchRow(np.array([1, 2], np.int32), 1)]) == [RowDraft()]
+        time.sleep(0.01)
+    drafting.close()
+    server.stop(None)
+    assert caplog.text.count("does not draft: Method not found!") == 1
 
 
 async def test_over_tls(tmp_path):

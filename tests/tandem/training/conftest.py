@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from tandem.training.checkpoint import round_weights, save_model
 from tandem.training.corpus import Document
@@ -56,7 +57,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    model, _ = pretrain(SHAPE, encode_documents(tokenizer, documents(), with_chat=False), settings)
+    torch.manual_seed(settings.seed)
+    model = LlamaForCausalLM(SHAPE.config())
+    pretrain(model, encode_documents(tokenizer, documents(), with_chat=False), settings)
     torch.set_num_threads(threads)
     round_weights(model)
     folder = tmp_path_factory.mktemp("target") / "tiny"
