@@ -170,9 +170,10 @@ class DirectDraft:
             return  # it belongs to no question
         self._drop_timer()
         num_asked, self._num_asked = self._num_asked, 0
-        if session.committed_len != self._known_len:  # it was told to decode meanwhile
-            if session.is_idle:
-                self._on_idle()
+        if not session.is_idle:
+            return  # it was told to decode meanwhile
+        if session.committed_len != self._known_len:  # and has done so
+            self._on_idle()
             return
         wait_ns = time.perf_counter_ns() - self._asked_ns
         self._times.add_trip(wait_ns - proposal.draft_ns - proposal.queue_ns)

@@ -1,6 +1,7 @@
 """A target that asks a draft itself, over real sockets: the text is the same whatever the draft does."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 
 import grpc.aio
@@ -17,6 +18,7 @@ from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import draft_service_pb2_grpc as draft_grpc
 from specdec.v1 import target_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
+from target_service import core as core_module
 from tests.target_service.conftest import VOCAB, make_prompt, make_spec, until_clean
 from tests.target_service.test_servicer import Client
 from tests.until import until
@@ -236,6 +238,38 @@ async def test_a_session_that_is_told_to_decode_while_the_draft_works(start_core
         assert tokens_of(client.first, verdicts) == text
         assert not client.told
         assert verdicts[-2].drafted is not None
+
+
+async def test_a_proposal_that_comes_while_the_session_decodes_is_dropped(
+    start_core, serve, plain, tmp_path, monkeypatch
+):
+    """Its round would be nobody's: the gateway asked for none, and the target tells of its own rounds alone."""
+    run_steps = core_module.run_steps
+
+    def slow(*args, **kwargs):
+        time.sleep(0.05)  # on the device thread: the proposal comes during the step
+        return run_steps(*args, **kwargs)
+
+    prompt = make_prompt(13)
+    text = plain(prompt, NUM_TOKENS)
+    draft = ScriptedDraft(drafts(text, prompt))
+    draft.may_answer.clear()
+    async with start_core() as core, serving_draft(draft, tmp_path) as address:
+        async with session(serve, core, tmp_path, prompt) as client:
+            await client.open_draft(address)
+            await client.until_told("draft_opened")
+            client.draft(K)
+            await until(lambda: draft.num_asked == 1)
+            monkeypatch.setattr(core_module, "run_steps", slow)
+            length = client.first.committed_len
+            decode = pb.MultiStepDecode(epoch=1, committed_len=length, num_tokens=3)
+            client.stream.post(pb.VerifyRequest(multi_step_decode=decode))
+            await asyncio.sleep(0.02)
+            draft.may_answer.set()
+            verdicts = await client.rest()
+        assert tokens_of(client.first, verdicts) == text
+        assert all(verdict.drafted is not None for verdict in verdicts if verdict.num_draft_tokens)
+        assert any(verdict.num_accepted for verdict in verdicts), "the draft is asked again"
 
 
 def silent(known, count):
