@@ -169,14 +169,14 @@ class StepClient:
             for answer in call:
                 answers.put(answer)
         except grpc.RpcError as error:
-            if is_taken.is_set():
-                if error.code() is not grpc.StatusCode.CANCELLED:
-                    logger.warning(
-                        "the draft service %s was lost, nothing is drafted: %s", self.address, _details(error)
-                    )
-            elif (refusal := _details(error)) != self._refusal:  # said once, though it is called again and again
-                self._refusal = refusal
-                logger.warning("the draft service %s does not draft: %s", self.address, refusal)
+            details = _details(error)
+            if error.code() is grpc.StatusCode.CANCELLED:  # by this side
+                logger.debug("the stream to %s was closed", self.address)
+            elif is_taken.is_set():
+                logger.warning("the draft service %s was lost, nothing is drafted: %s", self.address, details)
+            elif details != self._refusal:  # said once, though it is called again and again
+                self._refusal = details
+                logger.warning("the draft service %s does not draft: %s", self.address, details)
         finally:
             answers.put(None)
 

