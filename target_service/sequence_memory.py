@@ -14,7 +14,7 @@ from specdec.scheduling.admission import ClientFull
 
 #: Share of the blocks that may be in use once a session has got some beside others: what is left lets those grow. With
 #: 64 clients on blocks for 12 full sessions there were 113 preemptions in 576 requests at 0.9, and 732 in 768 at 1, at
-#: the same throughput within the noise (``python -m benchmarks.memory full``).
+#: the same throughput within the noise (``python -m benchmarks.memory full`` with this changed).
 ADMITTED_SHARE: Final = 0.9
 #: Times that a session may lose its blocks before it comes back with room to double its length, which it keeps.
 MAX_PREEMPTIONS: Final = 3

@@ -107,7 +107,7 @@ class Session:
         #: Times that it lost its blocks.
         self.num_preemptions = 0
         #: Whether any of its tokens may have no entry. False spares :attr:`num_missing`: between two steps of 64
-        #: sessions the event loop then needs 619 µs, not 694 (``python -m benchmarks.memory bookkeeping``).
+        #: sessions that decode the event loop then needs 619 µs, not 694 (without a model).
         self.is_behind = True
         #: Called when tokens were committed.
         self.on_committed: Callable[[], None] | None = None
