@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -87,9 +88,8 @@ def runners(
     if engine.device.type == "cpu":
         if not enforce_eager:
             windows = [shape.window for shape in shapes]
-            decoder = (
-                None if is_split else NativeDecoder.build(model, engine.caches, windows, num_threads, autotune=autotune)
-            )
+            built = partial(NativeDecoder.build, model, engine.caches, windows, num_threads)
+            decoder = None if is_split else built(mixers=engine.mixers, autotune=autotune)
             if decoder is not None:
                 yield NativeRunner(decoder, engine.limits)
             pack_linears(model, num_threads, autotune)
