@@ -19,6 +19,7 @@ from engine.loading import kernel_check
 from engine.loading.self_check import Reference
 from engine.native import attention, library, linears
 from engine.native.decoder import NativeDecoder
+from engine.native.experts import pack_experts
 from engine.native.runner import NativeRunner
 from engine.parallel.ranks import Ranks
 from engine.runner import Runner
@@ -93,6 +94,8 @@ def runners(
             if decoder is not None:
                 yield NativeRunner(decoder, engine.limits)
             pack_linears(model, num_threads, autotune)
+            if engine.mixers:
+                pack_experts(model, num_threads)
         if (kernels := _of_all(ranks, checked("native attention", native_attention(), shapes, *caches))) is not None:
             yield engine.torch_runner("native attention", kernels)
     elif (kernels := _of_all(ranks, checked("triton attention", triton_attention(), shapes, *caches))) is not None:
