@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,33 +24,41 @@ PARAMS = [
 ]
 
 
-def answers(**given: Any) -> list[tuple[Any, ...]]:
+def answers(**given: Any) -> tuple[list[tuple[Any, ...]], list[float]]:
+    """Each sample's answer, and the log-probabilities of all."""
     with LLM(TARGET, dtype="float32", block_size=32, **given) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    return [
-        (output.prompt_logprobs, each.token_ids, each.text, each.logprobs, each.finish_reason, each.stop_reason)
-        for output in outputs
-        for each in output.outputs
-    ]
+    samples = [sample for output in outputs for sample in output.outputs]
+    exact = [(each.token_ids, each.text, each.finish_reason, each.stop_reason) for each in samples]
+    rows = [row for scored in (*samples, *outputs) for row in _rows(scored) if row is not None]
+    return exact, [entry.logprob for row in rows for entry in row.values()]
+
+
+def _rows(scored: Any) -> Any:
+    return getattr(scored, "logprobs", None) or getattr(scored, "prompt_logprobs", None) or ()
 
 
 @pytest.fixture(scope="module")
-def expected() -> Iterator[list[tuple[Any, ...]]]:
+def expected() -> tuple[list[tuple[Any, ...]], list[float]]:
     return answers()
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "tolerance"),
     [
-        None,
-        {"model": DRAFT, "num_speculative_tokens": 4},
-        {"method": "eagle3", "model": HEAD, "num_speculative_tokens": 4},
-        {"method": "eagle3", "model": HEAD, "speculative_token_tree": str([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])},
-        {"method": "suffix", "num_speculative_tokens": 8},
+        (None, 0.0),
+        ({"model": DRAFT, "num_speculative_tokens": 4}, 0.0),
+        ({"method": "eagle3", "model": HEAD, "num_speculative_tokens": 4}, 0.0),
+        # Rows of a tree have siblings between their entries: sums have another order.
+        ({"method": "eagle3", "model": HEAD, "num_speculative_tokens": 8, "tree_top_k": 3, "tree_depth": 3}, 1e-4),
+        ({"method": "suffix", "num_speculative_tokens": 8}, 0.0),
     ],
 )
 def test_preempted_samples_have_the_same_answers(
-    config: dict[str, Any] | None, expected: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any] | None,
+    tolerance: float,
+    expected: tuple[list[tuple[Any, ...]], list[float]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     preempted: list[Session] = []
 
@@ -61,6 +68,8 @@ def test_preempted_samples_have_the_same_answers(
 
     original = Session.preempt
     monkeypatch.setattr(Session, "preempt", preempt)
-    got = answers(kv_cache_memory_bytes=(NUM_BLOCKS + 1) * BLOCK_BYTES, speculative_config=config)
-    assert got == expected
+    exact, scores = answers(kv_cache_memory_bytes=(NUM_BLOCKS + 1) * BLOCK_BYTES, speculative_config=config)
+    assert exact == expected[0]
+    assert len(scores) > 500
+    assert scores == pytest.approx(expected[1], abs=tolerance, rel=0.0)
     assert preempted
