@@ -184,9 +184,7 @@ class Engine:
         self.runner.warm_up()
         for num_sequences, num_rows in ((1, 1), (1, 5), (4, 5), (1, 64), (1, LARGE_PASS_ROWS)):
             rows = min(num_rows, self.info.max_model_len)
-            if not self.pool.can_open(num_sequences * -(-rows // self.pool.block_size) * self.pool.block_size):
-                continue
-            if self.pool.num_places < num_sequences:
+            if not self.pool.can_open(rows, num_sequences):
                 continue
             sequences = [self.pool.open(rows) for _ in range(num_sequences)]
             try:

@@ -167,7 +167,7 @@ class TargetCore:
         step_session = StepSession(
             spec, state, sequence, rule, stop_criteria, grammar, first_state, state_map, max_entries
         )
-        session = Session(step_session, self, asked_ns, on_states=on_states)
+        session = Session(step_session, self.engine.pool, self, asked_ns, on_states=on_states)
         self.memory.belongs_to(sequence, session)
         self._sessions.add(session)
         try:
@@ -251,18 +251,6 @@ class TargetCore:
         """Count proposals that were dropped because multi-step decode had gone on."""
         self._num_superseded += count
 
-    def keep(self, sequence: KVSequence, length: int, token_ids: Sequence[int]) -> None:
-        """Drop the entries after the first ``length``, and let others find those before by their ``token_ids``."""
-        pool = self.engine.pool
-        if sequence.length != length:
-            pool.rollback(sequence, length)
-        if sequence.length >= sequence.publishable_from:
-            pool.publish(sequence, token_ids)
-
-    def keep_states(self, sequence: KVSequence, interval: int) -> None:
-        """See :meth:`engine.kv_pool.KVPool.keep_states`."""
-        self.engine.pool.keep_states(sequence, interval)
-
     def finish(self, session: Session) -> None:
         """Give back the cache of a session that has ended; its client may be slow to close it."""
         step_session = session.step_session
@@ -326,7 +314,7 @@ class TargetCore:
             max_entries,
             scope=(spec.owner, spec.cache_salt) if is_shared else None,
             client=spec.client,
-            client_limit=None if spec.max_kv_share is None else self._share_of(spec),
+            client_limit=self._share_of(spec),
         )
 
     def _share_of(self, spec: SessionSpec) -> int:
