@@ -38,6 +38,8 @@ MAX_STATE_CHOICES: Final = 2
 #: Memory for graphs and what they compute in, at most, and as a share of the device's.
 _MAX_BYTES: Final = 2**30
 _MAX_SHARE: Final = 0.05
+#: Graphs of verdicts get as much again, divided by this.
+_SHARE_OF_VERDICTS: Final = 4
 #: What the driver keeps of a graph besides, taken to be so much.
 _DRIVER_BYTES: Final = 2**21
 
@@ -268,17 +270,19 @@ class GraphRunner:
 class CudaCapture:
     """Captures on one stream of its own, in memory that all graphs share, as they never run at once."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, of_verdicts: bool = False) -> None:
+        """Passes differ in shapes alone, and only the first is checked; verdicts differ, and have less memory."""
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        self._left = max_bytes(device)
+        self._left = max_bytes(device) // (_SHARE_OF_VERDICTS if of_verdicts else 1)
+        self._checks_all = of_verdicts
         self._is_checked = False
 
     def __call__(self, run: Callable[[], object]) -> Callable[[], object] | None:
         """Run a function until all it needs is compiled and allocated, then capture it.
 
-        The first is checked for waiting: a capture that fails midway leaves torch's allocator in disorder.
+        It is checked for waiting: a capture that fails midway leaves torch's allocator in disorder.
 
         Raises:
             HostWaits: it waits for the device, which a graph cannot.
@@ -292,7 +296,7 @@ class CudaCapture:
             with nullcontext() if self._is_checked else NoSync(self._device.type):
                 run()
             run()
-            self._is_checked = True
+            self._is_checked = not self._checks_all
             self._stream.synchronize()
             # Other threads may use their streams meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -314,4 +318,4 @@ def max_bytes(device: torch.device) -> int:
 
 def reserved_bytes(vocab_size: int, device: torch.device) -> int:
     """Memory to keep free of cache blocks: for the graphs and their logits."""
-    return max_bytes(device) + 4 * ROW_SIZES[-1] * vocab_size
+    return max_bytes(device) * (1 + _SHARE_OF_VERDICTS) // _SHARE_OF_VERDICTS + 4 * ROW_SIZES[-1] * vocab_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from engine.compaction import Kept
@@ -21,6 +19,7 @@ from engine.cuda.sync import NoSync
 from engine.engine import Engine, Segment
 from engine.loading import acceleration
 from tests.engine.conftest import build
+from tests.engine.cuda.launches import Counted, Launches
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 Load = Callable[..., Engine]
@@ -120,32 +119,6 @@ def test_what_it_does_not_know_is_left_to_the_modules(name: str, text: str | Non
     assert (reason is None) if text is None else text in str(reason)
 
 
-VIEWS = frozenset(
-    """
-    view _unsafe_view t transpose permute unsqueeze squeeze expand slice select alias detach as_strided split
-    split_with_sizes unbind empty new_empty empty_like
-    """.split()  # noqa: SIM905
-)
-
-
-class Launches(TorchDispatchMode):
-    """Counts operations that are kernels on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self:
-            result = func.decompose(*args, **kwargs or {})
-        if result is not NotImplemented:
-            return result
-        name = func.__name__.partition(".")[0]
-        if name not in VIEWS:
-            self.counts[name] += 1
-        return func(*args, **kwargs or {})
-
-
 def launches_of(num_layers: int, *, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> int:
     """Of a decode step in bfloat16 over a text that is split; kernels of our own are counted and not run."""
     from engine.batch import build_batch
@@ -163,16 +136,9 @@ def launches_of(num_layers: int, *, is_fused: bool, monkeypatch: pytest.MonkeyPa
     sequence.length = 560
     batch = build_batch([Segment(sequence, [1], 1)], block_size=16, vocab_size=vocab_size, max_model_len=600)
 
-    class Counted:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __getitem__(self, grid: object) -> Callable[..., None]:
-            return lambda *_, **__: launches.counts.update([self.name])
-
     with Launches() as launches, torch.inference_mode():
         for name in ("attend", "join", "write", "add_norm", "rotate_write", "silu_multiply"):
-            monkeypatch.setattr(kernels, name, Counted(name))
+            monkeypatch.setattr(kernels, name, Counted(name, launches))
         if is_fused:
             fused = decoder.FusedDecoder(model, caches, [None] * num_layers)
             launches.counts.clear()
