@@ -36,7 +36,7 @@ class FusedDecoder:
         self._scale: float = attention.scaling
         self._head_dim: int = attention.head_dim
         self._num_kv_heads = caches[0][0].shape[1]
-        self._num_heads = attention.q_proj.out_features // self._head_dim
+        self._num_heads = attention.q_proj.weight.shape[0] // self._head_dim  # this rank's
         self._eps: float = model.config.rms_norm_eps
         self._layers = [
             (
@@ -138,12 +138,13 @@ def unknown(model: Any, caches: Sequence[tuple[Tensor, Tensor]]) -> str | None: 
     config, body = model.config, model.model
     if config.hidden_act != "silu" or (config.rope_parameters or {}).get("rope_type", "default") not in ROPE_TYPES:
         return "its activation or its rotary embedding"
-    if type(model.lm_head) is not nn.Linear or any(p.dtype not in DTYPES for p in model.parameters()):
+    if not _is_plain(model.lm_head, "GatheredLinear") or any(p.dtype not in DTYPES for p in model.parameters()):
         return "its output layer or dtype"
     for layer, (k_cache, v_cache) in zip(body.layers, caches, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
         linears = [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
-        if not all(type(linear) is nn.Linear for linear in [*linears, attention.o_proj, mlp.down_proj]):
+        outputs = [attention.o_proj, mlp.down_proj]
+        if not all(_is_plain(linear) for linear in linears) or not all(_is_plain(x, "SummedLinear") for x in outputs):
             return "linear layers that are not plain"
         norms = [layer.input_layernorm, layer.post_attention_layernorm, body.norm]
         norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
@@ -154,10 +155,15 @@ def unknown(model: Any, caches: Sequence[tuple[Tensor, Tensor]]) -> str | None: 
     return None
 
 
+def _is_plain(linear: nn.Module, split: str = "") -> bool:
+    """Whether a layer is one of torch, or one of :mod:`engine.parallel.shards` by that name."""
+    return type(linear) is nn.Linear or type(linear).__name__ == split
+
+
 def _join(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """One weight of several layers, and one bias, which they read from now on."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
-    sizes = [linear.out_features for linear in linears]
+    sizes = [len(linear.weight) for linear in linears]
     for linear, part in zip(linears, weight.split(sizes), strict=True):  # type: ignore[no-untyped-call]
         linear.weight = nn.Parameter(part, requires_grad=False)
     biases = [linear.bias for linear in linears]

@@ -279,6 +279,11 @@ class CudaCapture:
         self._checks_all = of_verdicts
         self._is_checked = False
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there is memory for another."""
+        return self._left > 0
+
     def __call__(self, run: Callable[[], object]) -> Callable[[], object] | None:
         """Run a function until all it needs is compiled and allocated, then capture it.
 
@@ -287,7 +292,7 @@ class CudaCapture:
         Raises:
             HostWaits: it waits for the device, which a graph cannot.
         """
-        if self._left <= 0:
+        if not self.has_room:
             return None
         before = torch.cuda.memory_reserved(self._device)  # of this process: others may fill the device meanwhile
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -309,6 +314,28 @@ class CudaCapture:
         if self._left <= 0:
             logger.warning("CUDA graphs have taken their share of memory: passes of further shapes run without")
         return graph.replay
+
+
+class AgreedCapture:
+    """Captures on all ranks of a split model or on none: a pass exchanges data with theirs, each as often as it runs.
+
+    The sums of NCCL are captured as any other kernel. A pass that cannot be captured runs as it is.
+    """
+
+    def __init__(self, capture: CudaCapture, agree: Callable[[bool], bool]) -> None:
+        """``agree``: whether something is true on all ranks, which wait for each other there."""
+        self._capture, self._agree = capture, agree
+
+    def __call__(self, run: Callable[[], object]) -> Callable[[], object] | None:
+        """As the capture of each rank."""
+        if not self._agree(self._capture.has_room):
+            return None
+        replay = None
+        try:
+            replay = self._capture(run)
+        except RuntimeError as error:
+            logger.warning("passes with exchanges run without CUDA graphs: %s", error)
+        return replay if self._agree(replay is not None) else None
 
 
 def max_bytes(device: torch.device) -> int:

@@ -119,6 +119,32 @@ def test_what_it_does_not_know_is_left_to_the_modules(name: str, text: str | Non
     assert (reason is None) if text is None else text in str(reason)
 
 
+def test_a_rank_of_a_split_model_is_run_fused() -> None:
+    """Its layers that exchange data are called as they are; here the rank is alone."""
+    from engine.batch import build_batch
+    from engine.kv_pool import KVPool
+    from engine.parallel.shards import GatheredLinear, SummedEmbedding, SummedLinear
+
+    alone: Any = SimpleNamespace(place=SimpleNamespace(size=1), sum=lambda x: x, gather=lambda x: x[None])
+    model: Any = build("llama").to(DEVICE)
+    wanted = model(torch.tensor([[1, 2, 3]], device=DEVICE)).logits[0]
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = SummedLinear(layer.self_attn.o_proj, alone)
+        layer.mlp.down_proj = SummedLinear(layer.mlp.down_proj, alone)
+        layer.self_attn.q_proj.out_features *= 2  # of all ranks together
+    model.model.embed_tokens = SummedEmbedding(model.model.embed_tokens, 0, alone)
+    model.lm_head = GatheredLinear(model.lm_head, model.config.vocab_size, alone)
+    attention = model.model.layers[0].self_attn
+    size = 3, attention.k_proj.out_features // attention.head_dim, 4, attention.head_dim
+    caches = [(torch.empty(size, device=DEVICE), torch.empty(size, device=DEVICE)) for _ in model.model.layers]
+    assert unknown(model, caches) is None
+    segments = [Segment(KVPool(2, 4).open(4), [1, 2, 3], 3)]
+    batch = build_batch(segments, block_size=4, vocab_size=97, max_model_len=8).to(torch.device(DEVICE))
+    with torch.inference_mode():
+        found = FusedDecoder(model, caches, [None] * len(caches)).logits(batch)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
 def launches_of(num_layers: int, *, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> int:
     """Of a decode step in bfloat16 over a text that is split; kernels of our own are counted and not run."""
     from engine.batch import build_batch
