@@ -100,8 +100,11 @@ def runners(
     elif (kernels := _of_all(ranks, checked("triton attention", triton_attention(), shapes, *caches))) is not None:
         # The host plans the steps of recurrent states, which a graph would replay as they were.
         if not enforce_eager and engine.pool.states is None:
-            if (fused := _of_all(ranks, fused_decoder(engine, model, shapes))) is not None:
+            if (fused := _of_all(ranks, fused_decoder(engine, model, shapes, autotune))) is not None:
                 yield _with_graphs(engine, engine.torch_runner("fused cuda graphs", kernels, fused), ranks)
+                if fused.few_rows.max_rows:  # that runner was wrong
+                    fused.forget_few_rows()
+                    yield _with_graphs(engine, engine.torch_runner("fused cuda graphs", kernels, fused), ranks)
             yield _with_graphs(engine, engine.torch_runner("cuda graphs", kernels), ranks)
         yield engine.torch_runner("triton attention", kernels)
     yield engine.torch_runner("torch attention")
@@ -162,19 +165,28 @@ def triton_attention() -> AttentionKernels | None:
     return kernels
 
 
-def fused_decoder(engine: Engine, model: PreTrainedModel, shapes: Sequence[LayerShape]) -> FusedDecoder | None:
+def fused_decoder(
+    engine: Engine, model: PreTrainedModel, shapes: Sequence[LayerShape], autotune: str = "off"
+) -> FusedDecoder | None:
     """The model in few launches, where it is of a known shape; else the log says why not. There is Triton."""
-    from engine.cuda import decoder  # noqa: PLC0415
+    from engine.cuda import decoder, few_rows  # noqa: PLC0415
 
     if (reason := decoder.unknown(model, engine.caches)) is not None:
         logger.info("the fused decoder does not know this model: %s", reason)
         return None
     try:
         with torch.inference_mode(False):
-            return decoder.FusedDecoder(model, engine.caches, [shape.window for shape in shapes])
+            fused = decoder.FusedDecoder(model, engine.caches, [shape.window for shape in shapes])
     except torch.OutOfMemoryError as error:
         logger.warning("the fused decoder is not used: %s", error)
         return None
+    try:
+        with torch.inference_mode():
+            fused.choose_few_rows(few_rows.cuda_timer, autotune)
+    except Exception as error:  # as above
+        logger.warning("linear layers of few rows are left to torch: %s: %s", type(error).__name__, error)
+        fused.forget_few_rows()
+    return fused
 
 
 def pack_linears(model: PreTrainedModel, num_threads: int, autotune: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.compaction import Kept
-from engine.cuda import attention, decoder, kernels
+from engine.cuda import attention, decoder, few_rows, kernels, linear_kernels
 from engine.cuda.decoder import FusedDecoder, unknown
 from engine.cuda.graphs import GraphRunner
 from engine.cuda.sync import NoSync
@@ -26,16 +27,20 @@ Load = Callable[..., Engine]
 
 
 @pytest.fixture
-def load_fused(load_engine: Load, monkeypatch: pytest.MonkeyPatch) -> Load:
+def load_fused(load_engine: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
     """Loads an engine that a fused decoder runs: in Triton's interpreter where there is no GPU."""
 
-    def load(name: str, dtype: str = "float32") -> Engine:
+    def load(name: str, dtype: str = "float32", *, has_few_rows: bool = False) -> Engine:
+        monkeypatch.setattr(few_rows, "cache_folder", lambda: tmp_path)
         if DEVICE != "cpu":
             return load_engine(name, device=DEVICE, dtype=dtype, kv_cache_memory_bytes=200_000)
         fused: list[Any] = []
 
         def runners(engine: Engine, model: Any, shapes: Any, *_: Any) -> Any:
             fused.append(acceleration.fused_decoder(engine, model, shapes))
+            if has_few_rows:
+                fused[0].choose_few_rows(lambda calls: 1.0, "always")
+                assert fused[0].few_rows.max_rows == 64
             if fused[0] is not None:
                 yield engine.torch_runner("fused cuda graphs", attention, fused[0])
             yield engine.torch_runner("torch attention")
@@ -56,13 +61,15 @@ def load_fused(load_engine: Load, monkeypatch: pytest.MonkeyPatch) -> Load:
 )
 def test_it_passes_the_check_at_load(name: str, dtype: str, load_fused: Load) -> None:
     """Ragged chunks, trees and their paths; a window; norms of queries and keys; biases."""
-    assert load_fused(name, dtype).runner.name == "fused cuda graphs"
+    is_known = dtype == "float32"
+    assert load_fused(name, dtype, has_few_rows=is_known).runner.name == "fused cuda graphs"
 
 
 def test_replayed_passes_leave_logits_and_hidden_states(
     load_fused: Load, load_engine: Load, tools: SimpleNamespace
 ) -> None:
-    engine, plain = load_fused("llama"), load_engine("llama", device=DEVICE, enforce_eager=True)
+    engine = load_fused("llama", has_few_rows=DEVICE == "cpu")
+    plain = load_engine("llama", device=DEVICE, enforce_eager=True)
     if DEVICE == "cpu":
         fused_runner: Any = engine.runner
 
@@ -145,7 +152,7 @@ def test_a_rank_of_a_split_model_is_run_fused() -> None:
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-def launches_of(num_layers: int, *, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+def launches_of(num_layers: int, *, is_fused: bool, has_few_rows: bool, monkeypatch: pytest.MonkeyPatch) -> int:
     """Of a decode step in bfloat16 over a text that is split; kernels of our own are counted and not run."""
     from engine.batch import build_batch
     from engine.kv_pool import KVPool
@@ -165,8 +172,12 @@ def launches_of(num_layers: int, *, is_fused: bool, monkeypatch: pytest.MonkeyPa
     with Launches() as launches, torch.inference_mode():
         for name in ("attend", "join", "write", "add_norm", "rotate_write", "silu_multiply"):
             monkeypatch.setattr(kernels, name, Counted(name, launches))
+        monkeypatch.setattr(linear_kernels, "multiply", Counted("multiply", launches))
+        monkeypatch.setattr(few_rows, "_is_right", lambda *_: True)
         if is_fused:
             fused = decoder.FusedDecoder(model, caches, [None] * num_layers)
+            if has_few_rows:
+                fused.choose_few_rows(lambda calls: 1.0, "always")
             launches.counts.clear()
             fused.logits(batch)
         else:
@@ -175,13 +186,16 @@ def launches_of(num_layers: int, *, is_fused: bool, monkeypatch: pytest.MonkeyPa
     return launches.counts.total()
 
 
-def test_launches_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forty a layer by transformers' modules, ten fused; the rest of a step is 21 and 14."""
-    found = {}
-    for is_fused in (False, True):
-        two, three = (launches_of(n, is_fused=is_fused, monkeypatch=monkeypatch) for n in (2, 3))
-        found[is_fused] = (three - two, two - 2 * (three - two))
-    assert found == {False: (40, 21), True: (10, 14)}
+def test_launches_of_a_decode_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Forty a layer by transformers' modules, ten fused, seven of few rows; the rest of a step is 21 and 14."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = []
+    for is_fused, has_few_rows in ((False, False), (True, False), (True, True)):
+        two, three = (
+            launches_of(n, is_fused=is_fused, has_few_rows=has_few_rows, monkeypatch=monkeypatch) for n in (2, 3)
+        )
+        found.append((three - two, two - 2 * (three - two)))
+    assert found == [(40, 21), (10, 14), (7, 14)]
 
 
 def test_numbers_are_rounded_where_the_modules_round_them() -> None:
