@@ -60,9 +60,11 @@ class TargetCore:
         device: DeviceThread,
         settings: TargetSettings,
         state_maps: Mapping[str, StateMap] | None = None,
+        verifier: Verifier | None = None,
     ) -> None:
         """``engine`` is loaded and warm; the core owns it and its thread from now on. Others may read it.
-        ``state_maps``: first layers of draft heads by their fingerprints, on the engine's device.
+        ``state_maps``: first layers of draft heads by their fingerprints, on the engine's device. ``verifier``: one
+        that is warm, too.
         """
         scheduler = settings.scheduler
         self.engine = engine
@@ -71,7 +73,7 @@ class TargetCore:
         self._state_maps = dict(state_maps or {})
         #: Fingerprints that sessions asked for in vain.
         self._unknown_maps: set[str] = set()
-        self._verifier = Verifier(num_threads=engine.num_threads)
+        self._verifier = verifier or Verifier(num_threads=engine.num_threads)
         #: The blocks of the sessions.
         self.memory = SequenceMemory(engine.pool)
         self._batcher = StepBatcher(self._run_steps, scheduler.max_num_batched_tokens, self.memory, self._fail)
@@ -121,11 +123,13 @@ class TargetCore:
         try:
             engine = await asyncio.shield(loading)
             await device.run(engine.warm_up)
+            verifier = Verifier(num_threads=engine.num_threads)
+            await device.run(verifier.warm_up, engine.device, engine.info.vocab_size, engine.info.tokenizer_size)
             state_maps = await device.run(_read_state_maps, settings, engine)
         except BaseException:
             await finish(_undo_start(device, loading))
             raise
-        return cls(engine, device, settings, state_maps)
+        return cls(engine, device, settings, state_maps, verifier)
 
     async def open(self, spec: SessionSpec, on_states: Callable[[HiddenStates], None] | None = None) -> Session:
         """Admit a session and prefill it; returns once the first token is there. Cancelling leaves nothing behind.
