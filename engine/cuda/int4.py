@@ -38,7 +38,6 @@ class Int4Linear(nn.Module):
     packed: Tensor
     scales_and_zeros: Tensor
     order: Tensor | None
-    bias: Tensor | None
 
     def __init__(
         self, packed: Tensor, scales_and_zeros: Tensor, group: int, order: Tensor | None, bias: Tensor | None
@@ -50,7 +49,7 @@ class Int4Linear(nn.Module):
         self._group = group
         for name, tensor in (("packed", packed), ("scales_and_zeros", scales_and_zeros), ("order", order)):
             self.register_buffer(name, tensor)
-        self.register_buffer("bias", bias)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @classmethod
     def of(cls, weight: GroupedWeight, bias: Tensor | None, device: torch.device) -> Self:
