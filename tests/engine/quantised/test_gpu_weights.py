@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,7 +90,7 @@ def test_a_checkpoint_answers_as_the_weights_it_stands_for(
         module.packed.nbytes for module in made.modules() if type(module) is Int4Linear
     )
     monkeypatch.setattr(checkpoint, "load_model", lambda *_, **__: made)
-    engine = load.load_engine(settings)
+    engine = load.load_engine(replace(settings, device=str(DEVICE), kv_cache_memory_bytes=1 << 24))
     assert engine.info.num_parameters == model.num_parameters()
     ids = tools.random_ids(20, seed=3)
     wanted = tools.stock_logits(model, ids)
