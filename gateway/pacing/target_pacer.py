@@ -33,6 +33,8 @@ RECENT_TEXTS: Final = 8
 #: pays, fewer rounds where nearly all tokens are accepted.
 MIN_DEVIATIONS: Final = 3.0
 MIN_LOSING_ROUNDS: Final = 4
+#: Methods whose prices are kept: clients that bring a draft have one each.
+MAX_DRAFTERS: Final = 64
 
 
 class TargetPacer:
@@ -49,9 +51,11 @@ class TargetPacer:
 
     def drafter_pacer(self, drafter: str = "") -> DrafterPacer:
         """What the sessions that draft by one method have in common: the cost of one method says nothing of another."""
-        if drafter not in self._drafters:
-            self._drafters[drafter] = DrafterPacer(self)
-        return self._drafters[drafter]
+        pacer = self._drafters.pop(drafter, None) or DrafterPacer(self)
+        self._drafters[drafter] = pacer  # the newest is the last one
+        if len(self._drafters) > MAX_DRAFTERS:
+            del self._drafters[next(iter(self._drafters))]
+        return pacer
 
 
 class DrafterPacer:

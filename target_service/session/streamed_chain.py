@@ -22,16 +22,13 @@ class StreamedChain:
     def __init__(self) -> None:
         #: Those that follow the committed tokens.
         self.token_ids: tuple[int, ...] = ()
+        #: Whether a proposal has come, or should have.
+        self.has_begun = False
         self._number = -1
         #: Length of the text with all tokens that came.
         self._end = 0
         self._is_over = False
         self._draft_ns = 0
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a proposal has come."""
-        return self._number >= 0
 
     def take_draft_ns(self) -> int:
         """How long the draft computed for what came since the last call."""
@@ -46,6 +43,7 @@ class StreamedChain:
         """
         if proposal.q_rows or proposal.parents:
             raise InvalidRequest("a proposal of a stream is a chain without q_rows", param="q_rows")
+        self.has_begun = True
         self._draft_ns += proposal.draft_ns
         if begins := proposal.chain != self._number:
             self._number, self._end, self.token_ids = proposal.chain, proposal.base_len, ()
