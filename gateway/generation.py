@@ -30,7 +30,7 @@ from gateway.requests.call_trace import trace_call, trace_refusal
 from gateway.requests.draft_methods import DraftMethods
 from gateway.requests.limits import body_limit, check_request
 from gateway.requests.preparation import Preparation
-from gateway.requests.prompt import encode_prediction, encode_prompt
+from gateway.requests.prompt import encode_prediction, encode_prompt, read_prediction
 from gateway.requests.types import GenerationChunk, GenerationRequest, GenerationResult, PromptReport, Sample
 from gateway.samples import SampleAssembler
 from gateway.telemetry.load_collector import LoadCollector
@@ -42,7 +42,7 @@ from gateway.text.stop_strings import StopStrings
 from gateway.text.tokenizer import TextTokenizer
 from gateway.workers.pool import WorkerPool
 from gateway.workers.threads import FairThreads
-from specdec.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, quote
+from specdec.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, Unavailable, quote
 from specdec.scheduling.admission import Admission
 from specdec.settings import GatewaySettings
 from specdec.types import ModelInfo
@@ -312,10 +312,15 @@ class Generation:
     async def _attached_prediction(self, attachment: Attachment) -> Sequence[int]:
         """What an attachment predicts; it is tokenized once, and what the context cannot hold is left out."""
         text = attachment.prediction
-        if not isinstance(text, str):
-            return text
-        most = self.settings.max_characters_per_token * self.router.model().max_model_len
-        prediction = await self._encode_prediction(text[:most] if self.tokenizer is not None else "")
+        if not isinstance(text, str) or self.tokenizer is None:
+            return () if isinstance(text, str) else text
+        raw = text[: self.settings.max_characters_per_token * self.router.model().max_model_len].encode()
+        try:
+            with self.buffers.request(current_caller().client) as buffer:
+                buffer.add(len(raw))
+                prediction = await self.read(read_prediction, raw, buffer, has_chat=False)
+        except Overloaded:  # it may cost no request
+            return ()
         if attachment.prediction is text:
             attachment.prediction = prediction
         return prediction

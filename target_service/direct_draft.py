@@ -193,7 +193,6 @@ class DirectDraft:
         if not offers or self._num_asked or not self._session.may_stream:
             return False
         self._is_streaming = True
-        self._late = asyncio.get_running_loop().call_later(self._timeout_s, self._session.count_stream)
         self._stream_on()
         return True
 
@@ -205,7 +204,6 @@ class DirectDraft:
             self._tell(k, min(MAX_STREAM_TOKENS, (k + 1) * (2 + self._times.num_steps)))
             return
         self._is_streaming = False
-        self._drop_timer()
         session.end_stream()
         if k:
             session.multi_step_decode(session.committed_len, 0)  # rounds follow the next token
@@ -214,7 +212,6 @@ class DirectDraft:
             self._tell(0)
 
     def _take_streamed(self, proposal: Proposal) -> None:
-        self._drop_timer()
         try:
             begins = self._session.take_streamed(replace(proposal, epoch=self._session.spec.epoch))
         except InvalidRequest as error:

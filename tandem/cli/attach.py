@@ -91,8 +91,8 @@ class AttachProcess:
             from specdec.rpc.channel import open_channel  # noqa: PLC0415
             from specdec.v1.generation_service_pb2_grpc import GenerationServiceStub  # noqa: PLC0415
 
-            if self._settings is not None:
-                self._core = await DraftCore.start(self._settings)
+        if self._settings is not None:
+            self._core = await DraftCore.start(self._settings)
         args, key = self._args, client_key(self._args)
         files = TlsFiles(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs)
         certificates = Certificates(files) if args.tls or files else None

@@ -253,11 +253,6 @@ class Session:
             self.multi_step_decode(self.committed_len, self.num_left)
         self._progress.ask_in_place(self.step_session.stop_criteria.max_len)
 
-    def count_stream(self) -> None:
-        """Tell of each step that it is a round of the stream, though nothing has come: so pacing sees its worth."""
-        if self._offers.chain is not None:
-            self._offers.chain.has_begun = True
-
     def end_stream(self) -> None:
         """Verify no more of what was streamed."""
         self._offers.clear()

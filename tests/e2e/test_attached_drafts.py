@@ -18,8 +18,10 @@ from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import generation_service_pb2 as pb
 from specdec.v1 import generation_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2
+from tandem.certificates import write_certificates
 from tests.e2e.servers import (
     DRAFT_MODEL,
+    TARGET_MODEL,
     ServerProcess,
     Stack,
     collect,
@@ -173,8 +175,10 @@ def test_it_dials_again_after_the_gateway_was_lost(stack, prompts):
     request = attached(request_of(prompts[0], max_tokens=LONG), token)
     wait_until(lambda: collect(gateway, request)[-1].speculation.num_accepted_draft_tokens, 30, "drafted tokens")
     assert sum("INFO" in line and "attached to" in line for line in process.log) == 2
+    begun = time.monotonic()
+    gateway.close()  # it waits for no attachment
+    assert time.monotonic() - begun < 5
     process.stop()
-    gateway.close()
 
 
 def test_a_file_that_changes_is_predicted(stack, tmp_path):
@@ -212,6 +216,30 @@ def test_what_is_refused_ends_the_command(stack, arguments, text):
     assert text in "".join(process.log)
 
 
+def test_over_tls_with_a_key(stack, tmp_path):
+    write_certificates(tmp_path)
+    folder, buffer = tmp_path / "gateway", tmp_path / "buffer"
+    buffer.write_text("text")
+    files = ("--ssl-certfile", str(folder / "cert.pem"), "--ssl-keyfile", str(folder / "key.pem"))
+    gateway = Stack.start(stack.targets, [], *files, "--api-key", KEYS[0])
+    arguments = ("--prediction", str(buffer), "--ssl-ca-certs", str(folder / "ca.pem"))
+    refused = attach_process(gateway, new_token(), *arguments)
+    refused.launch()
+    assert refused.wait(60) == 1
+    assert "no API key was sent" in "".join(refused.log)
+    attach_process(gateway, new_token(), *arguments, "--api-key", KEYS[0]).start().stop()
+    gateway.close()
+
+
+@pytest.fixture(scope="module")
+def paced(stack):
+    """A gateway that chooses draft lengths."""
+    ports = ("--port", "0", "--grpc-port", "0")
+    gateway = ServerProcess("gateway", "--targets", stack.targets[0].address, "--tokenizer", TARGET_MODEL, *ports)
+    yield Stack(stack.targets, [], gateway.start())
+    gateway.stop()
+
+
 # --- hostile ones ---
 
 
@@ -243,8 +271,8 @@ class Client:
                 lengths[session] = len(request.open.token_ids)
                 self.told.append(list(request.open.token_ids))
                 opened = {"epoch": request.open.epoch, "num_speculative_tokens": K, "streams": True}
-                opened |= getattr(self.answers, "opened", {})
-                await self.send(session, opened=draft_pb.DraftSessionOpened(**opened))
+                if (changes := getattr(self.answers, "opened", {})) is not None:
+                    await self.send(session, opened=draft_pb.DraftSessionOpened(**opened | changes))
             elif kind == "advance":
                 self.num_asked += request.advance.num_draft_tokens > 0
                 lengths[session] = request.advance.base_len + len(request.advance.token_ids)
@@ -364,21 +392,28 @@ async def leaves(client, session, advance, length):
         client.call.cancel()
 
 
-async def does_not_stream(client, session, advance, length):
-    raise AssertionError("it is not asked")
-
-
 async def late_tokens(client, session, advance, length):
     await asyncio.sleep(0.3)
     await client.send(session, proposal=proposal(advance.epoch, length, [7] * K, chain=client.num_asked))
 
 
-does_not_stream.opened = {"streams": False}
+def opens_otherwise(name, opened):
+    """It opens sessions so, and is asked for nothing then."""
+
+    async def answers(client, session, advance, length):
+        raise AssertionError("it is not asked")
+
+    answers.__name__, answers.opened = name, opened
+    return answers
+
+
 endless_chain.opened = {"num_speculative_tokens": 2**31}
 
 ATTACKS = (
     wrong_tokens, unknown_tokens, too_many_tokens, endless_chain, wrong_lengths, a_tree_with_q, nonsense, an_error,
-    silence, huge_messages, a_second_attach, a_flood, leaves, does_not_stream, late_tokens,
+    silence, huge_messages, a_second_attach, a_flood, leaves, late_tokens,
+    opens_otherwise("does_not_stream", {"streams": False}), opens_otherwise("another_epoch", {"epoch": 99}),
+    opens_otherwise("never_opens", None),
 )  # fmt: skip
 
 
@@ -392,6 +427,27 @@ async def test_no_draft_changes_a_text(stack, prompts, answers):
         assert len(client.told) >= 1
     assert all(pieces[-1].speculation.num_target_failures == 0 for pieces, _ in drafted)
     wait_until(lambda: is_free(stack), 10, "the end of all sessions")
+
+
+@pytest.mark.parametrize("answers", [late_tokens, silence, wrong_tokens], ids=lambda answers: answers.__name__)
+async def test_one_that_brings_nothing_is_not_asked(paced, prompts, answers):
+    """Pacing gives it up. A request is then as fast as a plain one: both in turn."""
+    request = request_of(prompts[2], max_tokens=400)
+
+    async def seconds(token):
+        begun = time.perf_counter()
+        await generate(paced, attached(request, token))
+        return time.perf_counter() - begun
+
+    async with attachment(paced, answers) as (token, client):
+        for _ in range(6):
+            await seconds(token)
+        before, ratios = client.num_asked, []
+        for _ in range(8):
+            plain = await seconds("")
+            ratios.append(plain / await seconds(token))
+        assert client.num_asked - before < 8 * 400 / 4
+        assert median(ratios) > 0.8  # on a machine that does other things as well
 
 
 @pytest.mark.parametrize("answers", [a_flood, wrong_tokens], ids=lambda answers: answers.__name__)

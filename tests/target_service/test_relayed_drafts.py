@@ -86,7 +86,7 @@ class RelayingClient(DirectClient):
     async def decode(self):
         """Everything up to the end, with the draft as soon as it is open."""
         await self.open()
-        await self.open_draft("", timeout_ms=20)
+        await self.open_draft("")
         while not self.told:
             answer = await self.stream.receive()
             self.take(answer.relayed) if answer.WhichOneof("kind") == "relayed" else self.told.append(answer)
