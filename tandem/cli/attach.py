@@ -9,8 +9,10 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from specdec.errors import InvalidRequest
+from engine.refused_checkpoints import check_checkpoint
+from specdec.errors import InvalidRequest, ModelNotSupported
 from specdec.flags import Parser, add_flags, add_grouped_flags, settings_from
+from specdec.methods import method_of
 from specdec.process.imports import large_imports
 from specdec.process.lifecycle import run_main, run_until_stopped
 from specdec.settings import DraftSettings, ModelSettings, SchedulerSettings, SpeculativeSettings
@@ -59,6 +61,9 @@ def _settings(args: argparse.Namespace) -> DraftSettings:
     from tandem.checkpoints import find_checkpoint  # noqa: PLC0415 (`tandem --help` needs none)
 
     args.model = find_checkpoint(args.draft)
+    check_checkpoint(args.model)
+    if (method := method_of(args.model)) != "draft_model":
+        raise InvalidRequest(f"{args.draft} is for {method}, which reads states of the target; attach a draft model")
     return DraftSettings(
         speculative=settings_from(SpeculativeSettings, args, method="draft_model"),
         model=settings_from(ModelSettings, args),
@@ -93,6 +98,10 @@ class AttachProcess:
 
         if self._settings is not None:
             self._core = await DraftCore.start(self._settings)
+            if not self._core.drafter.streams:
+                raise ModelNotSupported(
+                    f"{self._args.draft} drafts no streams; attach a model without recurrent layers"
+                )
         args, key = self._args, client_key(self._args)
         files = TlsFiles(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs)
         certificates = Certificates(files) if args.tls or files else None

@@ -206,6 +206,7 @@ def test_a_file_that_changes_is_predicted(stack, tmp_path):
     ("arguments", "text"),
     [
         ((), "nothing to attach"),
+        (("--draft", f"{TARGET_MODEL}-eagle3"), "is for eagle3, which reads states of the target"),
         (("--draft", DRAFT_MODEL, "--token", "short"), "token needs 32 to 128"),
     ],
 )
