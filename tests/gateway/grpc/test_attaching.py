@@ -103,3 +103,18 @@ async def test_a_request_is_drafted_from_what_its_attachment_predicts(
         num_accepted = result.samples[0].final.speculation.num_accepted_predicted_tokens
         assert (num_accepted > expected) if expected else (num_accepted == 0)
         assert isinstance(attachment.prediction, str) is (not expected)
+
+
+async def test_a_target_that_asks_nothing_through_the_gateway_decodes_by_itself(make_generation, script):
+    """Such as one in this process."""
+    generation, token = make_generation(), "t" * 32
+    with generation.attachments.join(Caller(), token, generation.router.model(), print, print):
+        request = GenerationRequest(
+            prompt=script.expect(0, 3),
+            params=SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True),
+            attachment=token,
+        )
+        result = await generation.generate(request)
+    assert list(result.samples[0].token_ids) == script.expect(3, 40)
+    assert result.samples[0].final.speculation.num_draft_tokens == 0
+    assert result.samples[0].final.speculation.num_draft_failures == 1
