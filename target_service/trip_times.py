@@ -23,11 +23,12 @@ class TripTimes:
     wait: where draft and target share cores, one that drafts all the time slows down the steps.
     """
 
-    def __init__(self, *, is_far: bool = False, is_local: bool = False) -> None:
-        """``is_far``: what is taken for true until it is measured. A stream measures it without waiting. ``is_local``:
-        the draft is on this machine, whose cores it shares, and never far away.
+    def __init__(self, *, is_far: bool = False, is_fixed: bool = False) -> None:
+        """``is_far``: what is taken for true until it is measured. A stream measures it without waiting. ``is_fixed``:
+        it stays true. A draft on this machine shares its cores and is never far away; one that is not trusted, never
+        near.
         """
-        self._is_local = is_local
+        self._is_fixed = is_fixed
         self._trips: deque[int] = deque(maxlen=MEMORY)
         self._steps: deque[int] = deque(maxlen=MEMORY)
         #: Whether a proposal takes too long to wait for.
@@ -36,7 +37,7 @@ class TripTimes:
     def add_trip(self, trip_ns: int) -> None:
         """A proposal came so long after it was asked for, the time of drafting it left out."""
         self._trips.append(max(0, trip_ns))
-        if self._steps and len(self._trips) >= LEAST and not self._is_local:
+        if self._steps and len(self._trips) >= LEAST and not self._is_fixed:
             share = WAITS_BELOW if self.is_far else STREAMS_FROM
             self.is_far = min(self._trips) > share * median(self._steps)
 

@@ -49,7 +49,7 @@ def test_what_is_taken_for_true_holds_until_it_is_measured() -> None:
 
 
 def test_a_draft_on_this_machine_is_never_far() -> None:
-    times = TripTimes(is_local=True)
+    times = TripTimes(is_fixed=True)
     for _ in range(MEMORY):
         times.add_step(1)
         times.add_trip(10**9)
