@@ -1,7 +1,6 @@
 """A target service on slower hardware: passes take a certain time at least, without using a core meanwhile.
 
-``python -m benchmarks.padded_target 28 stream …`` with the flags of ``tandem target``; ``rounds`` in place of
-``stream``: it always waits for the drafts that it asks.
+``python -m benchmarks.padded_target 28 …`` with the flags of ``tandem target``: 28 ms.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ def main() -> int:
     """Serve."""
     from engine.batch import Segment  # noqa: PLC0415 (torch)
     from engine.engine import Engine  # noqa: PLC0415
-    from target_service import trip_times  # noqa: PLC0415
     from target_service.main import main as serve  # noqa: PLC0415
 
-    pad_s, way, *arguments = float(sys.argv[1]) / 1e3, *sys.argv[2:]
+    pad_s = float(sys.argv[1]) / 1e3
     forward = Engine.forward
 
     def padded(engine: Engine, segments: Sequence[Segment]) -> object:
@@ -30,9 +28,7 @@ def main() -> int:
         return logits
 
     Engine.forward = padded  # type: ignore[method-assign, assignment]
-    if way == "rounds":
-        trip_times.TripTimes.is_far = property(lambda times: False, lambda times, is_far: None)  # type: ignore[assignment]
-    return serve(arguments)
+    return serve(sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -87,30 +87,8 @@ def test_all_tasks_together_and_servers_that_tell_nothing(capsys: pytest.Capture
     assert "<svg" in (tmp_path / "out.svg").read_text()
 
 
-def test_reports_of_several_runs_add_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for number, sections in enumerate(
-        (
-            [
-                section("code", 1, 1.5),
-                {**section("x", 1, 9.0), "text": "prose"},
-                {**section("code", 1, 9.0), "structured": True},
-            ],
-            [section("code", 2, 0.5)],
-        )
-    ):
-        (tmp_path / f"{number}.json").write_text(json.dumps({"sections": sections}))
-    (tmp_path / "odd.json").write_text("[]")
-    monkeypatch.setattr(sys, "argv", ["tasks", "report", str(tmp_path / "0.json"), str(tmp_path / "1.json")])
-    assert command.main() == 0
-    assert capsys.readouterr().out == "|  | ngram |\n| --- | --- |\n| code | –, 1.50, 1 |\n"
-    with pytest.raises(InvalidRequest, match=r"odd.json is no report"):
-        command.read_sections([str(tmp_path / "odd.json")])
-
-
 def test_prompts_as_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["tasks", "prompts", "--count", "2"])
+    monkeypatch.setattr(sys, "argv", ["tasks", "--count", "2"])
     assert command.main() == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["category"] for line in lines] == [*TASKS, *TASKS]
