@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from benchmarks.command import run
+
+T = TypeVar("T")
 
 
 def main() -> int:
@@ -19,15 +22,18 @@ def main() -> int:
     from target_service.main import main as serve  # noqa: PLC0415
 
     pad_s = float(sys.argv[1]) / 1e3
-    forward = Engine.forward
 
-    def padded(engine: Engine, segments: Sequence[Segment]) -> object:
-        until_s = time.perf_counter() + pad_s
-        logits = forward(engine, segments)
-        time.sleep(max(0.0, until_s - time.perf_counter()))
-        return logits
+    def padded(forward: Callable[..., T]) -> Callable[..., T]:
+        def pass_of(engine: Engine, segments: Sequence[Segment]) -> T:
+            until_s = time.perf_counter() + pad_s
+            result = forward(engine, segments)
+            time.sleep(max(0.0, until_s - time.perf_counter()))
+            return result
 
-    Engine.forward = padded  # type: ignore[method-assign, assignment]
+        return pass_of
+
+    for name in ("forward", "forward_with_states"):
+        setattr(Engine, name, padded(getattr(Engine, name)))
     return serve(sys.argv[2:])
 
 
