@@ -21,7 +21,7 @@ def draw(lines: Sequence[str], path: Path) -> None:
         row = json.loads(line)
         series.setdefault(row["label"], []).append(row)
     pyplot = load_pyplot()
-    with pyplot.rc_context({"svg.hashsalt": "tandem"}):
+    with pyplot.rc_context({"svg.hashsalt": "tandem", "svg.fonttype": "none"}):
         figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
         for i, (label, rows) in enumerate(series.items()):
             rtts = [row["rtt_ms"] for row in rows]

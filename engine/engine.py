@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from engine.attention import AttentionKernels
 from engine.batch import Batch, Segment
 from engine.compaction import Kept, copy_blocks
-from engine.hidden_states import PassStates, StateRows, check_layers
+from engine.hidden_states import BEFORE_NORM, PassStates, StateRows, check_layers
 from engine.kv_pool import KVPool
 from engine.layers import LayerShape, allocate_caches
 from engine.mixers import Mixer, RecurrentCache, copy_states
@@ -105,9 +105,13 @@ class Engine:
         assert states is not None
         return logits, PassStates(wanted, states)
 
-    def check_state_layers(self, layers: Sequence[int]) -> None:
-        """Raise :class:`InvalidRequest` unless the hidden states of ``layers`` can be had of this model."""
+    def check_state_layers(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """The layers, with the last one's number for :data:`BEFORE_NORM`. Raises :class:`InvalidRequest` unless their
+        hidden states can be had of this model.
+        """
+        layers = tuple(self._num_layers or 0 if layer == BEFORE_NORM else layer for layer in layers)
         check_layers(layers, self._num_layers)
+        return layers
 
     def _feed(self, segments: Sequence[Segment], wanted: StateRows | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [N, V], and the hidden states wanted, [rows, layers, H]."""
@@ -181,12 +185,10 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run the shapes that serving will run, so that the first request pays for nothing."""
-        self.runner.warm_up()
+        self._own_modules.everywhere(partial(messages.encode, Operation.WARM_UP), self.warm_up_here)
         for num_sequences, num_rows in ((1, 1), (1, 5), (4, 5), (1, 64), (1, LARGE_PASS_ROWS)):
             rows = min(num_rows, self.info.max_model_len)
-            if not self.pool.can_open(num_sequences * -(-rows // self.pool.block_size) * self.pool.block_size):
-                continue
-            if self.pool.num_places < num_sequences:
+            if not self.pool.can_open(rows, num_sequences):
                 continue
             sequences = [self.pool.open(rows) for _ in range(num_sequences)]
             try:
@@ -196,6 +198,10 @@ class Engine:
                     self.pool.release(sequence)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def warm_up_here(self) -> None:
+        """Prepare passes on this rank."""
+        self.runner.warm_up()
 
     def run(self, batch: Batch, rows: Sequence[int], layers: tuple[int, ...]) -> object:
         """Run a pass that another rank leads."""

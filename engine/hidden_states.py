@@ -193,6 +193,10 @@ class StateTap:
         whole.append(torch.stack([caught[layer] for layer in layers], dim=1))
 
 
+#: Stands for the state before the final norm, whatever its number is.
+BEFORE_NORM: Final = -2
+
+
 def check_layers(layers: Sequence[int], num_layers: int | None) -> None:
     """Raise :class:`InvalidRequest` unless a model of so many layers can give the hidden states of ``layers``."""
     if not layers:

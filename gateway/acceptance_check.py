@@ -18,6 +18,7 @@ from gateway.decoding.loop import Decoding
 from gateway.decoding.metrics import SpeculationMetrics
 from gateway.decoding.request import DecodingRequest
 from gateway.generation import Generation
+from gateway.placement.routing import Replica, Router
 from specdec.errors import InvalidRequest, TandemError
 from specdec.methods import head_method
 from specdec.params import SamplingParams
@@ -28,12 +29,21 @@ logger = logging.getLogger(__name__)
 #: Tokens the target generates for each prompt, and drafted tokens of a round.
 NUM_TOKENS: Final = 24
 NUM_DRAFT_TOKENS: Final = 3
-#: Share of the usual gain below which a head is not what it should be.
+#: Share of the usual gain below which a head is not what it should be; and below which other layers are tried, which
+#: must bring so many times its gain, and at least half of the usual one.
 LEAST_SHARE: Final = 0.25
+GOOD_SHARE: Final = 0.75
+BETTER: Final = 1.4
 #: Rounds below which nothing can be said, and seconds the test may take for each prompt.
 MIN_ROUNDS: Final = 5
 TIMEOUT_S: Final = 20.0
-#: Code and prose, which every head has learned. The second is tested only if the first has a bad result.
+#: What is said where no cause is found.
+USUAL_CAUSES: Final = (
+    "Usual causes: the head was trained for another target, or for another version or quantization of it; its config"
+    " means other hidden states, masks, norms or rotary embeddings here than where it was trained; its weights are"
+    " incomplete or untrained"
+)
+#: Code and prose, which every head has learned. The second is tested only if the first has no good result.
 PROMPTS: Final = (
     "Write a Python function that adds two numbers, then one that sorts a list.\n\n```python\ndef ",
     "Explain in simple words why the sky is blue and why the sea is salty.",
@@ -43,39 +53,85 @@ PROMPTS: Final = (
 async def check_acceptance(generation: Generation, head: ModelInfo, usual: float) -> None:
     """Let a head draft for text that the target generates, and warn if hardly anything is accepted.
 
-    ``usual``: tokens a round commits with a good head of its kind.
+    ``usual``: tokens a round commits with a good head of its kind. If the head does better on hidden states of other
+    layers, the warning names them.
     """
-    context = DecodingContext(generation.router, replace(generation.settings, fixed_draft_length=True))
-    counted = SpeculationMetrics()
-    for text in PROMPTS:
-        try:
-            request = await _request(generation, head.method, text)
-            if request is None:
-                return
-            decoding = Decoding(context, request)
-            async with aclosing(decoding.verdicts()) as verdicts:
-                async for _ in verdicts:
-                    pass
-        except TandemError as error:
-            logger.info("the self-test of draft %s was given up: %s", head.name, error)
-            return
-        counted.add(decoding.metrics)
-        gain = counted.mean_acceptance_length - 1
-        if counted.num_spec_steps < MIN_ROUNDS or gain >= LEAST_SHARE * (usual - 1):
-            return
+    try:
+        counted = await _draft(generation, generation.router, head, usual)
+        gain = GOOD_SHARE if counted is None else _gain(counted, usual)
+        cause = "" if gain >= GOOD_SHARE else await _better_layers(generation, head, usual, gain)
+    except TandemError as error:
+        logger.info("the self-test of draft %s was given up: %s", head.name, error)
+        return
+    if counted is None or (gain >= LEAST_SHARE and not cause):
+        return
     logger.warning(
         "SELF-TEST FAILED: the target accepted %d of %d tokens that draft %s (%s) proposed: %.2f tokens a round, where"
-        " %.1f are usual for this kind. The text is right, but drafting costs time. Usual causes: the head was trained"
-        " for another target, or for another version or quantization of it; its config means other hidden states,"
-        " masks, norms or rotary embeddings here than where it was trained; its weights are incomplete or untrained"
-        " (docs/drafters.md#draft-heads)",
+        " %.1f are usual for this kind. The text is right, but drafting costs time. %s (docs/drafters.md#draft-heads)",
         counted.num_accepted_draft_tokens,
         counted.num_draft_tokens,
         head.name,
         head.method,
         counted.mean_acceptance_length,
         usual,
+        cause or USUAL_CAUSES,
     )
+
+
+async def _draft(generation: Generation, router: Router, head: ModelInfo, usual: float) -> SpeculationMetrics | None:
+    """What was counted on the prompts, on the first alone where its result is good; None: nothing can be said."""
+    context = DecodingContext(router, replace(generation.settings, fixed_draft_length=True))
+    counted = SpeculationMetrics()
+    for text in PROMPTS:
+        request = await _request(generation, head.method, text)
+        if request is None:
+            return None
+        decoding = Decoding(context, request)
+        async with aclosing(decoding.verdicts()) as verdicts:
+            async for _ in verdicts:
+                pass
+        counted.add(decoding.metrics)
+        if counted.num_spec_steps < MIN_ROUNDS:
+            return None
+        if _gain(counted, usual) >= GOOD_SHARE:
+            break
+    return counted
+
+
+def _gain(counted: SpeculationMetrics, usual: float) -> float:
+    """The share of the usual gain."""
+    return float(counted.mean_acceptance_length - 1) / (usual - 1)
+
+
+async def _better_layers(generation: Generation, head: ModelInfo, usual: float, gain: float) -> str:
+    """Let it draft on the states of the layers beside; what to change if that is right, else empty."""
+    given, router = head.hidden_state_layers, generation.router
+    is_last = given == (-1,)
+    found = ""
+    shifts = [tuple(i + by for i in given) for by in (-1, 1)]
+    for layers in [(-2,)] if is_last else [each for each in shifts if min(each) >= 0]:
+        # The target sends them as they are: what it may run in the head's place belongs to the head's own layers.
+        shifted = replace(head, hidden_state_layers=layers, hidden_state_map="")
+        trial = Router(
+            [Replica(each.name, each.backend) for each in router.targets.usable[:1]],
+            [Replica(each.name, each.backend) for each in router.drafts.usable if each.info is head],
+        )
+        for target in trial.targets.replicas:
+            trial.target_up(target, router.model())
+        for draft in trial.drafts.replicas:
+            trial.draft_up(draft, shifted)
+        try:
+            counted = await _draft(generation, trial, head, usual)
+        except TandemError:  # the target has no such layer
+            continue
+        if counted is not None and _gain(counted, usual) >= max(0.5, BETTER * gain):
+            gain = _gain(counted, usual)
+            what = "the state before the final norm" if is_last else f"the hidden states {[*layers]}, not {[*given]},"
+            found = (
+                f"Likely cause: {'the norm of its state' if is_last else 'its layer ids, which are off by one'}. On"
+                f" {what} it commits {counted.mean_acceptance_length:.2f} tokens a round"
+            )
+    return found
 
 
 async def _request(generation: Generation, method: str, text: str) -> DecodingRequest | None:

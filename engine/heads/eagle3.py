@@ -31,9 +31,7 @@ from engine.heads.layer import (
     LayerConfig,
     LlamaLayer,
     RMSNorm,
-    Rotary,
     frozen_embedding,
-    frozen_linear,
 )
 from engine.state_map import StateMap
 
@@ -135,34 +133,7 @@ class Eagle3Head(MappedHead):
             self.fc = nn.Linear(config.num_features, size, bias=False)
         self.midlayer = Eagle3Layer(config.layer, norm_before_residual=config.norm_before_residual)
         self.layers = nn.ModuleDict({str(i): LlamaLayer(config.layer, i) for i in range(1, config.num_layers)})
-        self.norm = RMSNorm(size, eps)
-        if config.owns_lm_head or lm_head is None:
-            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        else:
-            self.lm_head = frozen_linear(lm_head)
-        self.register_maps()
-        self.rotary = Rotary(config.layer.rope, config.layer.head_dim)
-
-    @property
-    def hidden_state_layers(self) -> tuple[int, ...]:
-        """The target's hidden states it reads."""
-        return self.config.hidden_state_layers
-
-    @property
-    def shared_names(self) -> frozenset[str]:
-        """Embeddings and output layer, unless the head owns them."""
-        owned = {"embed_tokens.weight": self.config.owns_embeddings, "lm_head.weight": self.config.owns_lm_head}
-        return frozenset(name for name, is_own in owned.items() if not is_own)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the head's own weights."""
-        return self.norm.weight.dtype
-
-    @property
-    def num_features(self) -> int:
-        """Numbers of the target's states at one position."""
-        return self.config.num_features
+        self.add_outputs(lm_head)
 
     @property
     def attentions(self) -> Sequence[Attention]:

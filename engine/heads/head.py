@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from engine.heads.layer import RMSNorm, Rotary, frozen_linear
 from engine.state_map import StateMap
 
 
@@ -42,9 +43,11 @@ class DraftHead(nn.Module):
 
 
 class MappedHead(DraftHead):
-    """A head that may draft from a vocabulary of its own: target id = draft id + d2t[draft id].
+    """A head with a norm and an output layer, which may draft from a vocabulary of its own: target id = draft id +
+    d2t[draft id].
 
-    Its config has a ``draft_vocab_size`` Vd beside the target's ``vocab_size`` V.
+    Its config has a ``draft_vocab_size`` Vd beside the target's ``vocab_size`` V, says which states it reads, and
+    whether embeddings and output layer are its own.
     """
 
     #: int64 [Vd]: target id - draft id.
@@ -52,10 +55,42 @@ class MappedHead(DraftHead):
     #: bool [V]: the tokens that can be drafted.
     t2d: Tensor
 
-    def register_maps(self) -> None:
-        """Draft the first Vd tokens, until :meth:`set_vocabulary` is called."""
+    def add_outputs(self, lm_head: Tensor | None) -> None:
+        """The last modules: ``lm_head`` [Vd, H] is the target's, where the head owns none: shared, not trained. The
+        first Vd tokens are drafted, until :meth:`set_vocabulary` is called.
+        """
+        layer = self.config.layer
+        self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        if self.config.owns_lm_head or lm_head is None:
+            self.lm_head = nn.Linear(layer.hidden_size, self.config.draft_vocab_size, bias=False)
+        else:
+            self.lm_head = frozen_linear(lm_head)
+        self.rotary = Rotary(layer.rope, layer.head_dim)
         self.register_buffer("d2t", torch.zeros(self.config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(self.config.vocab_size) < self.config.draft_vocab_size)
+
+    @property
+    def hidden_state_layers(self) -> tuple[int, ...]:
+        """The target's hidden states it reads."""
+        layers: tuple[int, ...] = self.config.hidden_state_layers
+        return layers
+
+    @property
+    def shared_names(self) -> frozenset[str]:
+        """Embeddings and output layer, unless the head owns them."""
+        owned = {"embed_tokens.weight": self.config.owns_embeddings, "lm_head.weight": self.config.owns_lm_head}
+        return frozenset(name for name, is_own in owned.items() if not is_own)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the head's own weights."""
+        return self.norm.weight.dtype
+
+    @property
+    def num_features(self) -> int:
+        """Numbers of the target's states at one position."""
+        count: int = self.config.num_features
+        return count
 
     def set_vocabulary(self, token_ids: Tensor) -> None:
         """Draft the tokens of these target ids: int64 [Vd], ascending, without repeats."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,6 +12,11 @@ from rich.table import Table
 from tandem.bench.limits import Ratio, Spread
 from tandem.bench.modes import PLAIN
 
+#: What is added up.
+_COUNTS: Final = (
+    *("num_spec_steps", "num_accepted_draft_tokens", "draft_ns", "num_tokens", "num_pieces"),
+    *("num_hidden_states", "hidden_state_bytes"),
+)
 #: The curves of all tasks together.
 ALL_TASKS: Final = "all"
 
@@ -29,6 +35,9 @@ class Curve:
     acceptance_length: float | None = None
     #: Tokens of an event of the stream; None where the server reports rounds.
     tokens_per_piece: float | None = None
+    #: Milliseconds that the draft computes a round, and bytes of hidden states a token; None where there are none.
+    draft_ms: float | None = None
+    state_bytes: float | None = None
 
     @property
     def break_even(self) -> int | None:
@@ -70,7 +79,7 @@ def curves_of(sections: Iterable[Mapping[str, Any]]) -> list[Curve]:
 def _curve(task: str, mode: str, sections: Sequence[Mapping[str, Any]]) -> Curve:
     ours: dict[int, list[float]] = {}
     paired: dict[int, tuple[list[float], list[float]]] = {}
-    rounds = accepted = tokens = pieces = 0
+    counts = Counter[str]()
     for section in (section for section in sections if mode in section["modes"]):
         num_sessions, modes = section["num_sessions"], section["modes"]
         rates = modes[mode]["tokens_per_s"]
@@ -81,10 +90,8 @@ def _curve(task: str, mode: str, sections: Sequence[Mapping[str, Any]]) -> Curve
             equal = [i for i in range(len(rates)) if i not in differing]
             over += [rates[i] for i in equal]
             under += [modes[PLAIN]["tokens_per_s"][i] for i in equal]
-        rounds += modes[mode].get("num_spec_steps", 0)
-        accepted += modes[mode].get("num_accepted_draft_tokens", 0)
-        tokens += modes[mode].get("num_tokens", 0)
-        pieces += modes[mode].get("num_pieces", 0)
+        counts.update({name: modes[mode].get(name, 0) for name in _COUNTS})
+    rounds, accepted, draft_ns, tokens, pieces, states, state_bytes = (counts[name] for name in _COUNTS)
     return Curve(
         task,
         mode,
@@ -92,6 +99,8 @@ def _curve(task: str, mode: str, sections: Sequence[Mapping[str, Any]]) -> Curve
         {num: Ratio.of(over, under) for num, (over, under) in sorted(paired.items()) if over},
         1.0 + accepted / rounds if rounds else None,
         tokens / pieces if pieces else None,
+        draft_ns / rounds / 1e6 if rounds and draft_ns else None,
+        state_bytes / states if states else None,
     )
 
 
@@ -119,39 +128,3 @@ def _cell(curve: Curve, num_sessions: int) -> str:
         ratio = curve.ratios[num_sessions]
         return f"{ratio.spread.median:.2f} ± {ratio.error:.2f}"
     return f"{curve.rates[num_sessions]:.0f}" if num_sessions in curve.rates else "–"
-
-
-def draw_curves(pyplot: Any, title: str, curves: Sequence[Curve], path: str) -> None:
-    """Write a picture: a panel per task, a line per drafter; tokens per second where plain decoding was not measured.
-
-    The ending of ``path`` says which format.
-    """
-    over_plain = any(curve.ratios for curve in curves)
-    shown = [curve for curve in curves if curve.ratios or not over_plain]
-    tasks = list(dict.fromkeys(curve.task for curve in shown))
-    modes = list(dict.fromkeys(curve.mode for curve in shown))
-    counts = sorted({num for curve in shown for num in curve.rates})
-    columns = min(4, len(tasks))
-    rows = -(-len(tasks) // columns)
-    shape = {"figsize": (2.8 * columns, 2.1 * rows + 0.8), "sharex": True, "sharey": True, "squeeze": False}
-    figure, panels = pyplot.subplots(rows, columns, layout="constrained", **shape)
-    for panel in panels.flat[len(tasks) :]:
-        panel.axis("off")
-    lines = {}
-    for panel, task in zip(panels.flat, tasks, strict=False):
-        for curve in (curve for curve in shown if curve.task == task):
-            heights = {num: ratio.spread.median for num, ratio in curve.ratios.items()} or curve.rates
-            colour = f"C{modes.index(curve.mode) % 10}"
-            (lines[curve.mode],) = panel.plot(list(heights), list(heights.values()), ".-", color=colour, linewidth=1)
-        if over_plain:
-            panel.axhline(1.0, color="black", linewidth=0.8)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(counts, labels=[str(num) for num in counts])
-        panel.set_title(task, fontsize=9)
-    for panel in panels[-1]:
-        panel.set_xlabel("sessions", fontsize=9)
-    figure.supylabel("speed over plain decoding" if over_plain else "tokens/s", fontsize=9)
-    figure.legend([lines[mode] for mode in modes], modes, loc="outside lower center", ncols=4, fontsize=8)
-    figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)

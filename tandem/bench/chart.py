@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.bench.break_even import curves_of, draw_curves
 from tandem.bench.limits import Spread
 from tandem.bench.results import Section
 
 
 def draw_report(pyplot: Any, title: str, sections: Sequence[Section], path: str) -> None:
-    """Write a PNG (or what the file's ending says): of the task suite where it was measured, else of all sections."""
-    if tasks := [section.summary() for section in sections if section.is_task]:
-        draw_curves(pyplot, title, curves_of(tasks), path)
-        return
+    """Write a PNG (or what the file's ending says)."""
     names = list(dict.fromkeys(name for section in sections for name in section.modes))
     rows = max(len(section.modes) for section in sections) * len(sections)
     figure, (speeds, waits) = pyplot.subplots(1, 2, figsize=(12, 1.6 + 0.34 * rows), sharey=True)

@@ -11,19 +11,14 @@ from typing import Final
 
 from specdec.errors import InvalidRequest
 from specdec.structured_outputs import StructuredOutputsParams
-from tandem.bench.edits import pick_edits
 from tandem.bench.prompts import pick_prompts, pick_texts, read_prompts
-from tandem.bench.tasks import TASKS, make_task_prompts
+from tandem.bench.tasks import ALL_TASKS, TASKS, make_task_prompts
 
 Tokens = tuple[int, ...]
 Prompt = str | Tokens
 
-#: What ``--text`` names: code nobody has seen, and code that is edited again and again.
+#: What ``--text`` names beside the tasks: code nobody has seen.
 PROSE: Final = "prose"
-EDITS: Final = "edits"
-TEXTS: Final = (PROSE, EDITS)
-#: What stands for all of :data:`~tandem.bench.tasks.TASKS`.
-ALL_TASKS: Final = "tasks"
 
 NUM_WARM_UP: Final = 2
 NUM_PROBES: Final = 3
@@ -43,7 +38,7 @@ class Plan:
 
     warm_up: Sequence[Sequence[Prompt]]
     batches: Sequence[Sequence[Prompt]]
-    #: One of :data:`TEXTS` or of :data:`~tandem.bench.tasks.TASKS`; None for the user's own prompts.
+    #: :data:`PROSE` or one of :data:`~tandem.bench.tasks.TASKS`; None for the user's own prompts.
     text: str | None = None
     #: For the parts of a round; none where only the front of a server can be reached.
     probes: Sequence[Sequence[Tokens]] = ()
@@ -68,27 +63,26 @@ def make_plans(args: argparse.Namespace, encode: Callable[[str], Tokens] | None)
         texts = read_prompts(args.prompts)
         own: list[Prompt] = list(texts) if encode is None else [encode(text) for text in texts]
         return _plans(args, None, lambda _: cycle(own), len(own), has_probes=encode is not None)
-    makers = {PROSE: partial(_prose, args, encode), EDITS: partial(_edits, args, encode)}
     plans = []
     for text in names:
-        make = partial(_task, text, encode) if text in TASKS else makers[text]
+        make = partial(_task, text, encode) if text in TASKS else partial(_prose, args, encode)
         plans += _plans(args, text, make, 0, has_probes=encode is not None)
     return plans
 
 
 def texts_of(args: argparse.Namespace) -> list[str]:
-    """The kinds of text ``--text`` names, none for own prompts; by default prose, and all for all drafters."""
+    """The kinds of text ``--text`` names, none for own prompts; by default prose, and the tasks for all drafters."""
     if args.prompts:
         if args.text:
             raise InvalidRequest("--prompts is the text; leave --text out", param="text")
         return []
     names = [part.strip() for part in (args.text or "").split(",") if part.strip()]
-    if names == ["all"] or (not names and args.drafter == "all"):
-        return list(TEXTS)
+    if not names and args.drafter == "all":
+        names = [ALL_TASKS]
     names = [each for name in names for each in (TASKS if name == ALL_TASKS else (name,))]
-    known = (*TEXTS, ALL_TASKS, *TASKS)
+    known = (PROSE, ALL_TASKS, *TASKS)
     if unknown := [name for name in names if name not in known]:
-        raise InvalidRequest(f"--text names {', '.join(unknown)}; choose from {', '.join(known)}, or all", param="text")
+        raise InvalidRequest(f"--text names {', '.join(unknown)}; choose from {', '.join(known)}", param="text")
     return names or [PROSE]
 
 
@@ -130,12 +124,3 @@ def _prose(args: argparse.Namespace, encode: Callable[[str], Tokens] | None, cou
 def _task(category: str, encode: Callable[[str], Tokens] | None, count: int) -> Sequence[Prompt]:
     prompts = make_task_prompts(category, count)
     return prompts if encode is None else [encode(prompt) for prompt in prompts]
-
-
-def _edits(args: argparse.Namespace, encode: Callable[[str], Tokens] | None, count: int) -> Sequence[Prompt]:
-    """A version that is as long as what begins the next one and an answer together."""
-    num_begun = -(-args.prompt_tokens // 2)
-    requests = pick_edits(count, (num_begun + args.max_tokens) * _CHARACTERS_PER_TOKEN)
-    if encode is None:
-        return [shown + wanted[: num_begun * _CHARACTERS_PER_TOKEN] for shown, wanted in requests]
-    return [(*encode(shown), *encode(wanted)[:num_begun]) for shown, wanted in requests]

@@ -16,7 +16,6 @@ def load_pyplot() -> Any:
             "a plot needs matplotlib: pip install 'tandem-specdec[bench]', or leave --plot out", param="plot"
         ) from None
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text, not outlines: a third of the size
     from matplotlib import pyplot  # noqa: PLC0415
 
     return pyplot

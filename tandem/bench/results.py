@@ -88,7 +88,7 @@ class Measurement:
     def _count(self, answer: TimedAnswer, sign: int) -> None:
         """Add an answer's speculation metrics, or take them back."""
         for name, value in answer.speculation.items():
-            if isinstance(value, int) and (name.startswith("num_") or name.endswith("_ns")):
+            if isinstance(value, int) and (name.startswith("num_") or name.endswith(("_ns", "_bytes"))):
                 self.speculation[name] = self.speculation.get(name, 0) + sign * value
         self.histogram.extend([0] * (len(answer.histogram) - len(self.histogram)))
         for accepted, rounds in enumerate(answer.histogram):

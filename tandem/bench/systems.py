@@ -76,23 +76,31 @@ async def start_system(kind: str, deployment: Deployment) -> AsyncIterator[Local
 
 
 @asynccontextmanager
-async def start_systems(kind: str, deployments: Mapping[str, Deployment]) -> AsyncIterator[Mapping[str, LocalSystem]]:
-    """Start deployments that differ in their drafters alone; they share the target of the first.
+async def start_systems(
+    kind: str, deployments: Mapping[str, Deployment], pretended: float | None = None
+) -> AsyncIterator[Mapping[str, LocalSystem]]:
+    """Start deployments that differ in their drafters alone; they share the target of the first. ``pretended``: the
+    tokens a round commits on average, whatever is drafted (of kind "grpc" alone).
 
     Where they cannot be used, during the measurement too, the error (:class:`Unavailable`) ends with what they logged.
     """
     lines: list[str] = []
+    maps = {folder: None for each in deployments.values() for folder in each.target.hidden_state_maps}
+    deployments = {
+        name: replace(each, target=replace(each.target, hidden_state_maps=tuple(maps)))
+        for name, each in deployments.items()
+    }
     try:
         async with AsyncExitStack() as stack:
-            start = _start_embedded if kind == "embedded" else _start_processes
-            yield await start(deployments, stack, lines)
+            if kind == "embedded":
+                yield await _start_embedded(deployments, stack)
+            else:
+                yield await _start_processes(deployments, stack, lines, pretended)
     except Unavailable as error:
         raise Unavailable("\n".join([str(error), *lines[-20:]])) from error
 
 
-async def _start_embedded(
-    deployments: Mapping[str, Deployment], stack: AsyncExitStack, _: list[str]
-) -> Mapping[str, LocalSystem]:
+async def _start_embedded(deployments: Mapping[str, Deployment], stack: AsyncExitStack) -> Mapping[str, LocalSystem]:
     from draft_service.core import DraftCore  # noqa: PLC0415 (torch: seconds that services as processes do not need)
     from tandem.launcher.embedded import Embedded  # noqa: PLC0415
 
@@ -115,7 +123,7 @@ async def _start_embedded(
 
 
 async def _start_processes(
-    deployments: Mapping[str, Deployment], stack: AsyncExitStack, lines: list[str]
+    deployments: Mapping[str, Deployment], stack: AsyncExitStack, lines: list[str], pretended: float | None
 ) -> Mapping[str, LocalSystem]:
     services: list[ServiceSpec] = []
     gateways: dict[str, tuple[str, str, list[str]]] = {}
@@ -123,7 +131,11 @@ async def _start_processes(
     for name, deployment in deployments.items():
         free = replace(deployment, gateway=replace(deployment.gateway, port=0, grpc_port=0)).with_ports()
         added = services_of(free, stack.enter_context(socket_folder()), target=target or None)
-        target = target or added[0].address
+        if not target:
+            target = added[0].address
+            if pretended is not None:
+                arguments = (f"{pretended:g}", *added[0].arguments)
+                added[0] = replace(added[0], module="target_service.synthetic_target", arguments=arguments)
         drafts = [service.address for service in added if service.name == "draft"]
         host, port, grpc_port = free.gateway.host, free.gateway.port, free.gateway.grpc_port
         gateways[name] = f"{host}:{grpc_port}", f"http://{host}:{port}", drafts

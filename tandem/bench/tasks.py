@@ -183,6 +183,8 @@ TASKS: Final[Mapping[str, Callable[[random.Random], str]]] = {
     "agent": _agent,
     "writing": _writing,
 }
+#: What stands for all of them.
+ALL_TASKS: Final = "tasks"
 
 
 def make_task_prompts(category: str, count: int) -> list[str]:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from specdec.errors import InvalidRequest
 from specdec.flags import Parser, whole_numbers
 from specdec.params import SamplingParams
+from tandem.bench.lengths import COUNTS, length_modes, yaml_of
 from tandem.bench.modes import PLAIN, deployments_of, plain_mode, rules_of, speculative_modes
 from tandem.bench.plot import load_pyplot
-from tandem.bench.tasks import TASKS
+from tandem.bench.tasks import ALL_TASKS, TASKS
 from tandem.cli.flags import add_deployment_flags, add_key_flag, client_key
 from tandem.launcher.deployment import Deployment
 from tandem.launcher.environment import tune_environment
@@ -42,14 +43,29 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument(
         "--text",
         metavar="A,B",
-        help="held-out prompts: prose, new code; edits, code that is edited again and again; or all, which is both;"
-        " tasks, the suite of eleven tasks, or some of them by name (default: prose, or all with --drafter all)",
+        help="held-out prompts: prose, new code; tasks, the suite of eleven tasks, or some of them by name (default:"
+        " prose, or tasks with --drafter all)",
     )
     group.add_argument("--rules", metavar="A,B", help="token, block, coupled, or all; differ at a temperature above 0")
     group.add_argument("--batch-size", type=whole_numbers, default=(1,), metavar="N,M", help="sessions at once")
     group.add_argument("--k", type=int, metavar="N", help="the same as --num-speculative-tokens")
     group.add_argument(
         "--structured", metavar="FILE", help="measure answers of this JSON schema, too: speed, cost of masks, validity"
+    )
+    group.add_argument(
+        "--acceptance-lengths",
+        nargs="?",
+        type=whole_numbers,
+        const=COUNTS,
+        metavar="K,K",
+        help="print the acceptance lengths of every task with 1 to 8 drafted tokens, or K, as YAML, and nothing else",
+    )
+    group.add_argument(
+        "--synthetic-acceptance-length",
+        type=float,
+        metavar="X",
+        help="the target accepts any drafted tokens, X - 1 a round on average: what serving costs with a draft that is"
+        " not trained yet",
     )
     group.add_argument("--compare", choices=("hf",), help="hf: Hugging Face generate in the same run")
     group.add_argument("--pad-target", metavar="SIZE", help="measure the target padded to this size, such as 200M")
@@ -90,6 +106,8 @@ class BenchReport:
     title: str
     sections: Sequence[Section]
     notes: Sequence[str]
+    #: Shown instead.
+    yaml: str | None = None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,7 +124,10 @@ def run(args: argparse.Namespace) -> int:
     from tandem.bench.chart import draw_report  # noqa: PLC0415
     from tandem.bench.report import print_report  # noqa: PLC0415
 
-    print_report(console, report.title, report.sections, report.notes)
+    if report.yaml is None:
+        print_report(console, report.title, report.sections, report.notes)
+    else:
+        print(report.yaml, end="")
     if args.json:
         sections = [section.summary() for section in report.sections]
         arguments = {name: value for name, value in vars(args).items() if name != "client_key"}
@@ -127,14 +148,40 @@ def _check(args: argparse.Namespace) -> None:
     if args.url:
         if args.plain_url and (args.k is not None or args.rules):
             raise InvalidRequest("--plain-url compares two servers as they are; leave --k and --rules out", param="k")
-        for name in ("drafter", "pad_target", "compare", "speculative_config", "speculative_model"):
-            if getattr(args, name):
-                flag = "--" + name.replace("_", "-")
-                raise InvalidRequest(f"--url names a running server, which has its own models; leave {flag} out")
+        own = ("drafter", "pad_target", "compare", "speculative_config", "speculative_model")
+        _refuse_beside(args, "url", *own, "acceptance_lengths", "synthetic_acceptance_length")
         return
     for name in ("plain_url", "extra_body"):
         if getattr(args, name):
             raise InvalidRequest(f"--{name.replace('_', '-')} is for a running server: give --url, too", param=name)
+    length = args.synthetic_acceptance_length
+    if length is not None:
+        _refuse_beside(args, "synthetic_acceptance_length", "acceptance_lengths", "structured", "compare")
+        if args.services != "grpc":
+            raise InvalidRequest("--synthetic-acceptance-length needs a target of its own: leave --services out")
+    if args.acceptance_lengths is not None:
+        _refuse_beside(args, "acceptance_lengths", "structured", "compare", "plot", "k", "rules")
+        if len(args.batch_size) > 1 or min(args.acceptance_lengths) < 1:
+            raise InvalidRequest("--acceptance-lengths takes numbers from 1 on, and one --batch-size")
+        args.text = args.text or (None if args.prompts else ALL_TASKS)
+        args.k, args.fixed_draft_length = max(args.acceptance_lengths), True
+
+
+def _check_lengths(args: argparse.Namespace, k: int, trees: Sequence[str]) -> None:
+    pretended = args.synthetic_acceptance_length
+    if pretended is not None and not 1 <= pretended <= k + 1:
+        raise InvalidRequest(f"--synthetic-acceptance-length is {pretended:g}; with k = {k} it is 1 to {k + 1}")
+    if trees and args.acceptance_lengths is not None:
+        raise InvalidRequest(f"--acceptance-lengths is for chains, and {trees[0]} drafts trees; leave it out")
+
+
+def _refuse_beside(args: argparse.Namespace, flag: str, *others: str) -> None:
+    """Raise where one of some flags is given beside another one that it does not go with."""
+    for name in others:
+        if getattr(args, name):
+            own, other = (each.replace("_", "-") for each in (flag, name))
+            reason = "names a running server, which has its own models" if flag == "url" else "does not go with it"
+            raise InvalidRequest(f"--{own} {reason}; leave --{other} out", param=name)
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -163,37 +210,38 @@ async def _measure_here(args: argparse.Namespace) -> BenchReport:
     modes = [plain_mode(next(iter(deployments))), *speculative_modes(drafted, rules_of(args), trees)]
     tokenizer = TextTokenizer.load(model.tokenizer or model.model)
     plans = _with_schema(args, make_plans(args, lambda text: tuple(tokenizer.encode(text))))
-    threads = model.num_threads or usable_cores()
+    threads, pretended = model.num_threads or usable_cores(), args.synthetic_acceptance_length
+    _check_lengths(args, k, trees)
     async with AsyncExitStack() as stack:
         progress = stack.enter_context(_progress())
         progress("loading the models", 0)
-        systems = await stack.enter_async_context(start_systems(args.services, deployments))
+        systems = await stack.enter_async_context(start_systems(args.services, deployments, pretended))
+        routers = {name: system.router for name, system in systems.items() if system.router is not None}
+        drafts = {name: router.draft_model() for name, router in routers.items()}
+        if args.acceptance_lengths is not None:
+            modes, plans = length_modes(drafts, args.acceptance_lengths), [replace(plan, probes=()) for plan in plans]
         rival = None
         if args.compare:
-            models = {
-                "target": model.model,
-                "draft": next((d.draft.speculative.model for d in deployments.values() if d.draft), None),
-                "dtype": model.dtype,
-                "device": model.device,
-                "threads": threads,
-                "k": k,
-                "temperature": args.temperature,
-            }
-            rival = await HuggingFace.start(models)
+            draft = next((d.draft.speculative.model for d in deployments.values() if d.draft), None)
+            models = {"target": model.model, "draft": draft, "dtype": model.dtype, "device": model.device}
+            rival = await HuggingFace.start({**models, "threads": threads, "k": k, "temperature": args.temperature})
             stack.push_async_callback(rival.close)
-        bench = Bench(systems, modes, _params(args), rival, is_greedy=not args.temperature)
+        is_greedy = not args.temperature and pretended is None
+        bench = Bench(systems, modes, _params(args), rival, is_greedy=is_greedy)
         sections = await _run(args, bench, plans, progress)
-        first = systems[next(iter(systems))].router
-        assert first is not None
-        info = first.model()
-        drafts = [system.router.draft_model() for system in systems.values() if system.router is not None]
-    sizes = [f"draft {each.num_parameters / 1e6:.1f} M" for each in drafts if each is not None and each.num_parameters]
+        info = next(iter(routers.values())).model()
+    sizes = [f"draft {each.num_parameters / 1e6:.1f} M" for each in drafts.values() if each and each.num_parameters]
     names = ", ".join(next(iter(deployments.values())).gateway.served_model_name)
     where = info.dtype if info.device == "cpu" else f"{info.dtype} on {info.device}"
     parts = [f"{names}: target {info.num_parameters / 1e6:.1f} M", *sizes, where, f"k = {k} at most"]
     services = f"services: {args.services}; target: {info.execution}"
     notes = [*_plan_notes(args, plans), services, *machine_notes(threads), *bench.notes]
-    return BenchReport(", ".join(parts), sections, notes)
+    if pretended is not None:
+        mark = f"SYNTHETIC ACCEPTANCE LENGTH {pretended:g}: whatever is drafted is accepted; texts are not the model's"
+        parts, notes = [mark, *parts], [mark, *notes]
+    title = ", ".join(parts)
+    yaml = None if args.acceptance_lengths is None else yaml_of(names, modes, sections, [title, *notes])
+    return BenchReport(title, sections, notes, yaml)
 
 
 async def _measure_server(args: argparse.Namespace) -> BenchReport:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.engine import Engine, Segment
+from engine.hidden_states import BEFORE_NORM
 from engine.loading import acceleration
 from engine.native.decoder import NativeDecoder
 from engine.rounded_states import tensor_of_states
@@ -127,9 +128,10 @@ def test_every_runner_of_the_cpu(
 
 
 def test_layers_the_model_does_not_have_are_refused(llama: Engine) -> None:
-    llama.check_state_layers(())
-    llama.check_state_layers(ALL)
-    for layer in (3, -2):
+    assert llama.check_state_layers(()) == ()
+    assert llama.check_state_layers(ALL) == ALL
+    assert llama.check_state_layers((BEFORE_NORM,)) == (2,)
+    for layer in (3, -3):
         with pytest.raises(InvalidRequest, match=f"names {layer}; the target has the states 0 to 2, and -1"):
             llama.check_state_layers((0, layer))
     sequence = llama.pool.open(4)

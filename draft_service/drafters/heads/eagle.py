@@ -11,6 +11,7 @@ In a window whole blocks of the cache are dropped; the entries that stay keep th
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -18,9 +19,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from draft_service.drafters.base import UNLIMITED, DraftJob, Occupancy
-from draft_service.drafters.heads.base import HeadDrafter, LoadedHead, tensor_of
+from draft_service.drafters.base import UNLIMITED, Draft, DraftJob, Occupancy
+from draft_service.drafters.heads.base import HeadDrafter, LoadedHead, Works, tensor_of
 from draft_service.drafters.heads.known_states import KnownStates
+from draft_service.drafters.heads.misread import FirstText
 from draft_service.drafters.trees.tree_passes import DraftedTree, TreeJob, draft_trees, new_rows, rows_of_parents
 from draft_service.drafters.window import DraftWindow
 from engine.batch import Segment
@@ -35,6 +37,7 @@ from engine.kv_pool import CacheFull
 from engine.kv_sequence import KVSequence
 from engine.sampling.drafting import DraftedChain
 from engine.sampling.state import SamplingState
+from specdec.process.tasks import log_failure
 from specdec.rules import DEFAULT_RULE, Rule
 from specdec.settings import DraftSettings
 from specdec.tree_shape import TreeShape
@@ -117,6 +120,8 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             kv_cache_tokens=paged.pool.total_blocks * paged.pool.block_size,
         )
         self._window = DraftWindow.of(settings, self.info, multiple=self._pool.block_size)
+        self._first_text = FirstText(loaded, settings.target_model or "")
+        self._explaining: asyncio.Task[None] | None = None
 
     @classmethod
     def _of(cls, loaded: LoadedHead, thread: DeviceThread, settings: DraftSettings) -> Self:
@@ -147,6 +152,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
             raise CacheFull(f"{num_read} tokens do not fit into the head's KV cache at this moment")
         state.known = KnownStates(range(state.num_cached_tokens))
         self._skip(state)
+        self._first_text.open(state, spec, state.num_cached_tokens)
         return state
 
     def advance(
@@ -154,6 +160,7 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
     ) -> None:
         """Keep the entries on tokens that stay, and the states that came."""
         self._check_states(hidden_states)
+        self._first_text.commit(state, keep, token_ids, hidden_states)
         if keep < len(state.sampling):
             state.known.cut(keep)
             if state.sequence is not None and state.known.num_entries < state.sequence.length:
@@ -179,6 +186,9 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         if sequence is not None:
             self._pool.rollback(sequence, state.known.num_entries)
             self._pool.release(sequence, self._text_of_entries(state))
+        if self._first_text.close(state):
+            self._explaining = asyncio.get_running_loop().create_task(self._thread.run(self._first_text.explain))
+            self._explaining.add_done_callback(log_failure)
 
     def occupancy(self) -> Occupancy:
         """Blocks of open sessions, blocks that may serve later ones, and all."""
@@ -263,6 +273,17 @@ class EagleDrafter(HeadDrafter[EagleState, _EagleWork]):
         """Keep the state to feed again."""
         last = work.taken[-1]
         work.state.newest = last.rows(last.end - 1, last.end)
+
+    def _drafts(
+        self,
+        batch: Sequence[DraftJob[EagleState]],
+        works: Works[EagleState, _EagleWork],
+        drafted: Sequence[DraftedChain | DraftedTree],
+    ) -> list[Draft]:
+        drafts = super()._drafts(batch, works, drafted)
+        for place, (_, work) in works.items():
+            self._first_text.draft(work.state, () if drafts[place].parents else drafts[place].token_ids)
+        return drafts
 
     def _undo(self, work: _EagleWork) -> None:
         state = work.state

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from specdec.errors import Unavailable
 from tandem.bench import systems
@@ -59,6 +60,30 @@ def test_several_drafters_over_grpc(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert min(alone[name] for name in ("decode_ms", "verify_ms", "draft_ms", "c", "wire_bytes")) > 0
     assert alone["serial_limit"] <= alone["overlapped_limit"]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("drafts_open_first")
+def test_a_target_that_pretends_is_marked_in_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    flags = ["--synthetic-acceptance-length", "2.5", "--k", "2", "--json", str(out)]
+    assert cli.main(["bench", *TINY, "--max-tokens", "200", *flags]) == 0
+    mark = "SYNTHETIC ACCEPTANCE LENGTH 2.5"
+    printed, report = capsys.readouterr().out, json.loads(out.read_text())
+    assert printed.startswith(mark)
+    assert report["title"].startswith(mark)
+    assert report["notes"][0].startswith(mark)
+    mode = report["sections"][0]["modes"]["draft_model"]
+    assert "num_compared" not in mode, "these texts are not the model's"
+    assert mode["acceptance_length"] == pytest.approx(2.5, abs=0.15)
+
+
+def test_acceptance_lengths_are_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--acceptance-lengths", "1,2", "--drafter", "suffix", "--text", "code", "--services", "embedded"]
+    assert cli.main(["bench", "--num-prompts", "1", "--max-tokens", "32", *flags]) == 0
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert found["_metadata"] == {"drafter": "suffix"}
+    assert 1 <= found["python-12m"]["code"][2] <= 3
 
 
 def test_two_embedded_sessions_under_two_rules(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -129,6 +154,11 @@ def test_a_lookup_is_measured_without_a_draft_service(capsys: pytest.CaptureFixt
         (["--url", "http://127.0.0.1:1", "--plain-url", "http://127.0.0.1:2", "--k", "2"], "leave --k and --rules out"),
         (["--url", "grpc://127.0.0.1:1", "--extra-body", '{"a": 1}'], "--extra-body is for HTTP"),
         (["--plain-url", "http://127.0.0.1:1"], "give --url, too"),
+        (["--synthetic-acceptance-length", "6"], "with k = 4 it is 1 to 5"),
+        (["--synthetic-acceptance-length", "2", "--services", "embedded"], "a target of its own"),
+        (["--synthetic-acceptance-length", "2", "--acceptance-lengths"], "leave --acceptance-lengths out"),
+        (["--acceptance-lengths", "--k", "3"], "leave --k out"),
+        (["--acceptance-lengths", "--drafter", "eagle3-tree"], "eagle3-tree drafts trees"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

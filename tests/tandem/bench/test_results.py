@@ -4,15 +4,14 @@ import asyncio
 import json
 import time
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from difflib import SequenceMatcher
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import yaml
 from rich.console import Console
 
 from specdec.errors import InvalidRequest, Unavailable
@@ -20,12 +19,13 @@ from specdec.flags import Parser
 from specdec.params import SamplingParams
 from specdec.rules import Rule
 from specdec.structured_outputs import StructuredOutputsParams
+from specdec.types import ModelInfo
 from specdec.v1 import generation_service_pb2 as pb
 from tandem.bench.answers import Piece, TimedAnswer, collect
 from tandem.bench.break_even import curves_of
 from tandem.bench.chart import draw_report
-from tandem.bench.edits import MARK, NUM_EDITS
 from tandem.bench.huggingface import HuggingFace
+from tandem.bench.lengths import length_modes, yaml_of
 from tandem.bench.measure import Bench
 from tandem.bench.modes import BenchMode, deployments_of, plain_mode, speculative_modes
 from tandem.bench.parts import RoundCosts
@@ -34,6 +34,7 @@ from tandem.bench.plot import load_pyplot
 from tandem.bench.report import print_report
 from tandem.bench.results import Measurement, Section
 from tandem.bench.systems import metrics_of
+from tandem.bench.tasks import TASKS
 from tandem.cli import bench as command
 from tandem.launcher.deployment import Deployment
 
@@ -94,6 +95,9 @@ def section() -> Section:
                     draft_acceptance_rate=0.5,
                     num_wasted_draft_tokens=6,
                     draft_wait_ns=4_000_000,
+                    draft_ns=3_000_000,
+                    num_hidden_states=10,
+                    hidden_state_bytes=1960,
                 )
             ],
         )
@@ -131,9 +135,9 @@ def test_what_follows_from_known_numbers() -> None:
 
 
 def test_tables_show_what_is_known_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    edits = section()
-    edits.text = "edits"
-    print_report(Console(width=120), "the title", [edits], ["a note"])
+    prose = section()
+    prose.text = "prose"
+    print_report(Console(width=120), "the title", [prose], ["a note"])
     lines = capsys.readouterr().out.splitlines()
 
     def cell(label: str) -> str:
@@ -142,13 +146,32 @@ def test_tables_show_what_is_known_and_nothing_else(capsys: pytest.CaptureFixtur
 
     assert cell("α, acceptance per token") == "0.800"
     assert cell("drafts accepted") == "0.50 0.50 0.50 0.50"
-    assert any(line.startswith("1 session, edits") for line in lines)
+    assert any(line.startswith("1 session, prose") for line in lines)
     assert cell("drafted tokens thrown away") == "3.00"
     assert cell("waiting for the draft") == "2.00 ms"
+    assert cell("bytes of hidden states") == "196"
     assert cell("limit, serial") == f"{(1 - 0.8**5) / 0.2 / 1.75:.2f}x, 260%"
     assert cell("over plain from the first token on") == "5.00 (5.00–5.00)"
     assert not any("on the mode to the target" in line for line in lines), "not reported, so not shown"
     assert "a note" in lines
+
+
+def test_acceptance_lengths_as_yaml() -> None:
+    drafts = [ModelInfo(name="d", architecture="", vocab_size=8, max_model_len=8, num_speculative_tokens=2), None]
+    modes = length_modes({"head": drafts[0], "suffix": drafts[1]}, (3, 1))
+    assert [(mode.system, mode.k) for mode in modes] == [("head", 1), ("suffix", 1), ("suffix", 3)]
+    lengths = {"head, k = 1": 1.5, "suffix, k = 3": 3.456}
+    parts = []
+    for task in ("code", "maths"):
+        made = {mode.name: Measurement(mode.k) for mode in modes}
+        for name, length in lengths.items():
+            made[name].speculation = {"num_spec_steps": 1000, "num_accepted_draft_tokens": int(1000 * (length - 1))}
+        parts.append(Section(1, made, task))
+        lengths.pop("head, k = 1", None)
+        lengths |= {"suffix, k = 1": 1.0}
+    one, other = yaml.safe_load_all(yaml_of("model", modes, parts, ["a note"]))
+    assert one == {"_metadata": {"drafter": "head"}, "model": {"code": {1: 1.5}}}
+    assert other == {"_metadata": {"drafter": "suffix"}, "model": {"code": {3: 3.46}, "maths": {1: 1.0, 3: 3.46}}}
 
 
 def test_a_mode_without_drafted_tokens_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,34 +364,14 @@ def test_own_prompts_are_all_measured(tmp_path: Path) -> None:
     assert plan.text is None
     assert {prompt for batch in plan.batches for prompt in batch} == {(97,), (98,), (99,)}
     with pytest.raises(InvalidRequest, match="leave --text out"):
-        make_plans(options(prompts=str(file), text="edits"), None)
+        make_plans(options(prompts=str(file), text="prose"), None)
 
 
-@pytest.mark.parametrize("encode", [lambda text: tuple(text.encode()), None], ids=["tokens", "text"])
-def test_prompts_for_edits_are_successive_versions_of_one_text(encode: Callable[[str], tuple[int, ...]] | None) -> None:
-    (plan,) = make_plans(options(text="edits", batch_size=(1,), num_prompts=4, prompt_tokens=40), encode)
-    assert plan.text == "edits"
-    prompts = [batch[0] for batch in [*plan.warm_up, *plan.batches]]
-    texts = [prompt if isinstance(prompt, str) else bytes(prompt).decode() for prompt in prompts]
-    shown, begun = zip(*(text.split(MARK) for text in texts), strict=True)
-    assert all(after.startswith(begin) for begin, after in zip(begun, shown[1:], strict=False)), "one text continues"
-    assert len(set(shown)) == len(prompts) == NUM_EDITS
-    assert all(len(text) == 20 * (1 if encode else 3) for text in begun)
-    likeness = [SequenceMatcher(None, before, after).ratio() for before, after in pairwise(shown)]
-    assert min(likeness) > 0.5, "an edit leaves most of it as it was"
-
-
-def test_all_drafters_are_compared_on_every_kind_of_text() -> None:
+def test_all_drafters_are_compared_on_the_task_suite() -> None:
     plans = make_plans(options(drafter="all", batch_size=(1,), num_prompts=2), None)
-    assert [plan.text for plan in plans] == ["prose", "edits"]
-    assert [plan.text for plan in make_plans(options(text="all", batch_size=(1, 2), num_prompts=2), None)] == [
-        "prose",
-        "prose",
-        "edits",
-        "edits",
-    ]
-    with pytest.raises(InvalidRequest, match="poems; choose from prose, edits"):
-        make_plans(options(text="edits,poems"), None)
+    assert [plan.text for plan in plans] == [*TASKS]
+    with pytest.raises(InvalidRequest, match="poems; choose from prose, tasks, code"):
+        make_plans(options(text="prose,poems"), None)
 
 
 async def test_parts_that_could_not_be_timed_are_told_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

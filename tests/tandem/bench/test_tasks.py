@@ -9,11 +9,11 @@ from typing import cast
 import pytest
 from rich.console import Console
 
+from benchmarks import drafters
 from benchmarks import tasks as command
 from specdec.errors import InvalidRequest
-from tandem.bench.break_even import ALL_TASKS, curves_of, draw_curves, table_of
+from tandem.bench.break_even import ALL_TASKS, curves_of, table_of
 from tandem.bench.plans import make_plans
-from tandem.bench.plot import load_pyplot
 from tandem.bench.tasks import TASKS, make_task_prompts
 
 
@@ -43,7 +43,7 @@ def test_a_plan_of_tasks() -> None:
         assert len(used) == len(set(used)) == 3 + 4 * 3
     (plan,) = make_plans(Namespace(**usual, text="maths", batch_size=(1,)), None)
     assert isinstance(plan.batches[0][0], str)
-    with pytest.raises(InvalidRequest, match=r"poems; choose from prose, edits, tasks, code, .*, writing, or all"):
+    with pytest.raises(InvalidRequest, match=r"poems; choose from prose, tasks, code, .*, writing"):
         make_plans(Namespace(**usual, text="poems", batch_size=(1,)), None)
 
 
@@ -73,7 +73,7 @@ def test_break_even_is_the_largest_number_of_sessions_that_still_pays() -> None:
     )
 
 
-def test_all_tasks_together_and_servers_that_tell_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_all_tasks_together_and_servers_that_tell_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     curves = curves_of([section("code", 1, 1.5), section("maths", 1, 0.5, num_tokens=30, num_pieces=10)])
     assert [(curve.task, curve.mode) for curve in curves] == [
         (task, mode) for task in ("code", "maths", ALL_TASKS) for mode in ("plain", "ngram")
@@ -83,8 +83,33 @@ def test_all_tasks_together_and_servers_that_tell_nothing(capsys: pytest.Capture
     printed = capsys.readouterr().out
     for text in ("1.50 ± 0.00", "≈3.00", "100"):
         assert text in printed
-    draw_curves(load_pyplot(), "title", curves, str(tmp_path / "out.svg"))
-    assert "<svg" in (tmp_path / "out.svg").read_text()
+
+
+def test_one_table_of_all_drafters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = {"num_spec_steps": 10, "num_accepted_draft_tokens": 15, "draft_ns": 2 * 10**7}
+    states = {"num_hidden_states": 2, "hidden_state_bytes": 392}
+    runs = {
+        "bundled": [section("code", 1, 1.5, **counts, **states), section("maths", 8, 0.5, **counts)],
+        "padded": [section("code", 1, 2.5), section("maths", 1, 2.5)],
+    }
+    asked: list[list[str]] = []
+
+    def bench(arguments: list[str]) -> int:
+        asked.append(arguments)
+        target = "padded" if "--pad-target" in arguments else "bundled"
+        Path(arguments[arguments.index("--json") + 1]).write_text(json.dumps({"sections": runs[target]}))
+        return 0
+
+    monkeypatch.setattr("tandem.cli.main.main", bench)
+    kept = str(tmp_path / "kept.json")
+    for targets in (["bundled"], ["padded"], ["none"]):
+        monkeypatch.setattr(sys, "argv", ["drafters", "--targets", *targets, "--json", kept])
+        assert drafters.main() == 0
+    assert len(asked) == 2
+    *_, row = capsys.readouterr().out.splitlines()
+    assert row == "| `ngram` | 2.50 | 2.00 | 196 | 1.50 ± 0.00 | 0.50 ± 0.00 | 2.50 ± 0.00 |"
 
 
 def test_prompts_as_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
