@@ -32,6 +32,7 @@ from engine.native.packing import Packing, layer_groups
 from engine.native.rounded import GroupedLinear, Int8Linear, is_plain
 from engine.native.structs import CBatch, CKept, CModel, CPlan
 from engine.plan import BatchPlan
+from engine.trimmed_outputs import TrimmedOutputs
 from specdec.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -116,9 +117,17 @@ class NativeDecoder(NativeModel):
         layers = packing.array(
             [packing.layer(layer, window) for layer, window in zip(decoder.layers, windows, strict=True)]
         )
-        vocab_size = model.lm_head.out_features
-        weight_dtype = matrix_of(model.lm_head).dtype
-        lm_head, lm_head_bias = packing.linears(model, ["lm_head"])
+        weight_dtype = matrix_of(_output_of(model)).dtype
+        outputs = vocab_size = _output_of(model).out_features
+        #: Of a draft that drafts some tokens alone.
+        self._trimmed: TrimmedOutputs | None = None
+        target_ids = None
+        if isinstance(model.lm_head, TrimmedOutputs):
+            self._trimmed, vocab_size = model.lm_head, model.lm_head.vocab_size
+            target_ids = packing.keep(model.lm_head.token_ids.to(torch.int32))
+            lm_head, lm_head_bias = packing.linears(model.lm_head, ["linear"])
+        else:
+            lm_head, lm_head_bias = packing.linears(model, ["lm_head"])
         embedding = packing.keep(decoder.embed_tokens.weight.detach())
         attention = decoder.layers[0].self_attn
         native = CModel(
@@ -130,8 +139,9 @@ class NativeDecoder(NativeModel):
             num_layers=len(decoder.layers),
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
+            target_ids=None if target_ids is None else target_ids.data_ptr(),
             vocab=vocab_size,
-            outputs=vocab_size,
+            outputs=outputs,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
@@ -144,6 +154,12 @@ class NativeDecoder(NativeModel):
         )
         super().__init__(packing, native, caches, partial(_rotary_tables, decoder.rotary_emb))
         self.hidden_size: int = config.hidden_size
+        #: Columns of logits that a pass writes; :meth:`widen` makes those of the vocabulary of them.
+        self.num_outputs: int = outputs
+
+    def widen(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [N, num_outputs] as a pass writes them to [N, V]."""
+        return logits if self._trimmed is None else self._trimmed.widen(logits)
 
     @classmethod
     def build(
@@ -187,7 +203,7 @@ class NativeDecoder(NativeModel):
         Raises:
             InvalidRequest: a token id is outside the vocabulary.
         """
-        logits = torch.empty(logit_rows.shape[0], self.vocab_size)
+        logits = torch.empty(logit_rows.shape[0], self.num_outputs)
         batch = self.batch_of(input_ids, plan, logit_rows, logits)
         if states is not None:
             rows, layers, out = states
@@ -195,7 +211,7 @@ class NativeDecoder(NativeModel):
             batch.state_layers, batch.num_state_layers = layers.data_ptr(), layers.shape[0]
             batch.states = out.data_ptr()
         self.check(self.library.decoder_forward(self.address, ctypes.addressof(batch), self.num_threads))
-        return logits
+        return self.widen(logits)
 
     def batch_of(
         self, input_ids: torch.Tensor, plan: BatchPlan, logit_rows: torch.Tensor, logits: torch.Tensor
@@ -237,7 +253,12 @@ def _rotary_tables(rotary: nn.Module, length: int) -> tuple[torch.Tensor, torch.
 def _weight_groups(model: Any) -> list[list[AnyMatrix]]:
     """The weights that are packed together."""
     groups = [group for layer in model.model.layers for group in layer_groups(layer)]
-    return [*groups, [matrix_of(model.lm_head)]]
+    return [*groups, [matrix_of(_output_of(model))]]
+
+
+def _output_of(model: Any) -> Any:
+    """The linear layer of the outputs."""
+    return model.lm_head.linear if isinstance(model.lm_head, TrimmedOutputs) else model.lm_head
 
 
 def _unknown(  # noqa: PLR0911
@@ -253,7 +274,8 @@ def _unknown(  # noqa: PLR0911
     rope = config.rope_parameters or {}
     if rope.get("rope_type", "default") not in ROPE_TYPES:
         return f"rope_type is {rope.get('rope_type')!r}"
-    layers, kind = model.model.layers, type(model.lm_head)
+    layers, output = model.model.layers, _output_of(model)
+    kind = type(output)
     if not len(layers) == len(caches) == len(windows) == config.num_hidden_layers > 0:
         return f"{len(layers)} layers, {len(caches)} caches and {len(windows)} windows"
     for layer in layers:
@@ -270,9 +292,9 @@ def _unknown(  # noqa: PLR0911
             return "inputs in several orders"
         if attention.scaling != layers[0].self_attn.scaling or attention.head_dim % 2:
             return "head sizes"
-    if not _is_known(model.lm_head) or type(model.model.norm).__name__ not in NORMS:
+    if not _is_known(output) or type(model.model.norm).__name__ not in NORMS:
         return "its output layer"
-    dtype = model.lm_head.weight.dtype
+    dtype = output.weight.dtype
     if type(model.model.embed_tokens) is not nn.Embedding or any(p.dtype != dtype for p in model.parameters()):
         return "weights of several dtypes"
     return _unknown_cache(caches) or _unknown_rotary(model)

@@ -60,7 +60,7 @@ def feed(
         fed.length = segment.sequence.length
         fed.num_logits, fed.num_states = segment.num_logits, segment.num_states
         fed.parents = parents_at + 8 * parent_start if segment.parents else None
-    logits = torch.empty(num_logits, decoder.vocab_size)
+    logits = torch.empty(num_logits, decoder.num_outputs)
     caches = decoder.caches_for(longest)
     kept = None
     if states is not None:
@@ -81,4 +81,4 @@ def feed(
     )
     for segment in segments:
         segment.sequence.length += len(segment.token_ids)
-    return logits, kept
+    return decoder.widen(logits), kept
