@@ -128,7 +128,7 @@ class DSparkHead(DFlashHead):
         super().trim(token_ids)
         if self.config.markov_rank:
             rows = self.markov_head.markov_w2.weight.detach()[token_ids.to(self.d2t.device)]
-            self.markov_head.markov_w2 = nn.Embedding(*rows.shape, _weight=rows, _freeze=True)
+            self.markov_head.markov_w2 = nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
 
     def walk(self, x: Tensor) -> BlockWalk:
         """The chains of a batch, from the rows of their blocks, [R, H]."""
